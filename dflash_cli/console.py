@@ -1,0 +1,110 @@
+"""The only writer to the terminal: results go to stdout, everything else to stderr.
+
+Rich is imported only where something is drawn, so that short commands start at once.
+"""
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress
+
+SCHEMA_VERSION = 1
+
+
+def result(text: str, *, end: str = "\n") -> None:
+    """Write a command's result to stdout, as it is."""
+    sys.stdout.write(text + end)
+    sys.stdout.flush()
+
+
+def result_json(document: dict[str, Any]) -> None:
+    """Write the one JSON document of a `--json` run, with its schema version first."""
+    result(json.dumps({"schema_version": SCHEMA_VERSION, **document}, ensure_ascii=False, allow_nan=False))
+
+
+def note(text: str) -> None:
+    """Something worth knowing."""
+    _say("note", "cyan", text)
+
+
+def warn(text: str) -> None:
+    """Something that may surprise."""
+    _say("warning", "yellow", text)
+
+
+def error(text: str, hint: str | None = None) -> None:
+    """Why the command stops, on one line, and what to try next."""
+    _say("error", "red", text)
+    if hint:
+        _say("hint", "cyan", hint)
+
+
+def status(text: str) -> None:
+    """A line about the run itself, unmarked."""
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str | None = None) -> None:
+    """A table on stdout. The first column is left-aligned, a column of numbers right-aligned."""
+    from rich.table import Table
+    from rich.text import Text
+
+    rows = [list(map(str, row)) for row in rows]
+    drawn = Table(title=title, title_justify="left", box=None, pad_edge=False, show_header=any(columns))
+    for index, column in enumerate(columns):
+        numeric = bool(rows) and all(_is_numeric(row[index]) for row in rows)
+        drawn.add_column(Text(column), justify="right" if numeric else "left", overflow="fold")
+    for row in rows:
+        drawn.add_row(*(Text(cell) for cell in row))
+    _rich_stdout().print(drawn)
+
+
+def progress(*, transient: bool = True) -> "Progress":
+    """A progress display on stderr, silent where stderr is no terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.fields[figures]}"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=transient,
+        disable=not console.is_terminal,
+    )
+
+
+def quiet() -> AbstractContextManager[None]:
+    """A context that shows nothing, for callers that sometimes show progress."""
+    return nullcontext()
+
+
+def _rich_stdout() -> "Console":
+    from rich.console import Console
+
+    width = None if sys.stdout.isatty() else 200  # a pipe must not fold rows at 80 columns
+    return Console(width=width, highlight=False, soft_wrap=False)
+
+
+def _say(label: str, colour: str, text: str) -> None:
+    if sys.stderr.isatty():
+        from rich.console import Console
+        from rich.text import Text
+
+        line = Text(f"{label}: ", style=f"bold {colour}")
+        Console(stderr=True, soft_wrap=True, highlight=False).print(line + Text(text))
+    else:
+        status(f"{label}: {text}")
+
+
+def _is_numeric(cell: str) -> bool:
+    return bool(cell) and cell.strip("+-~% ").replace(".", "", 1).replace(",", "").isdigit()

@@ -1,0 +1,1 @@
+"""Checkpoint dialects, one file each. `base` holds the protocol and the registry."""

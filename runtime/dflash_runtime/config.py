@@ -1,0 +1,203 @@
+"""Frozen descriptions of a draft, a target and an engine; everything derived is a property.
+
+Nothing here reads a file or imports torch. Dialects are turned into `DraftConfig` by the command line's `formats`
+package and nowhere else, so every field below has one meaning:
+
+* `target_layer_ids`: 0-based indices of the target's decoder layers whose OUTPUT feeds the draft.
+* `block_size`: tokens in a block, the anchor included.
+* `causal`, `windows`: one entry a draft layer.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from dflash_runtime.errors import InvalidConfig, UsageError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeConfig:
+    """Rotary embedding in one form. `params` holds what the type needs beyond theta (factor, beta_fast, ...)."""
+
+    theta: float
+    kind: str = "default"
+    params: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not _is_number(self.theta) or self.theta <= 0:
+            raise InvalidConfig("rope_theta", self.theta, "a positive number")
+
+    def to_parameters(self) -> dict[str, Any]:
+        """The `rope_parameters` dictionary of transformers 5."""
+        return {"rope_theta": self.theta, "rope_type": self.kind, **self.params}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verifier:
+    """The target a checkpoint names for itself."""
+
+    name_or_path: str
+    architectures: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftConfig:
+    """A DFlash draft, whatever dialect it was read from."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    rope: RopeConfig
+    block_size: int
+    target_layer_ids: tuple[int, ...]
+    mask_token_id: int
+    vocab_size: int
+    draft_vocab_size: int
+    causal: tuple[bool, ...]
+    windows: tuple[int | None, ...]
+    hidden_act: str = "silu"
+    attention_bias: bool = False
+    target_hidden_size: int | None = None
+    num_target_layers: int | None = None
+    verifier: Verifier | None = None
+    input_embedding_scale: float = 1.0
+    output_multiplier: float = 1.0
+    final_logit_softcapping: float | None = None
+    sample_from_anchor: bool = False
+    dtype: str | None = None
+    model_type: str = "qwen3"
+
+    def __post_init__(self) -> None:
+        self._check_sizes()
+        self._check_layers()
+        self._check_ids()
+
+    def _check_sizes(self) -> None:
+        for name in ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"):
+            _require_count(name, getattr(self, name))
+        for name in ("max_position_embeddings", "vocab_size", "draft_vocab_size"):
+            _require_count(name, getattr(self, name))
+        _require_count("block_size", self.block_size, minimum=2)
+        if self.num_heads % self.num_kv_heads:
+            raise InvalidConfig("num_attention_heads", self.num_heads, f"a multiple of {self.num_kv_heads} kv heads")
+        if self.draft_vocab_size > self.vocab_size:
+            raise InvalidConfig("draft_vocab_size", self.draft_vocab_size, f"at most vocab_size {self.vocab_size}")
+        if not _is_number(self.rms_norm_eps) or self.rms_norm_eps <= 0:
+            raise InvalidConfig("rms_norm_eps", self.rms_norm_eps, "a positive number")
+
+    def _check_layers(self) -> None:
+        for name in ("causal", "windows"):
+            if len(getattr(self, name)) != self.num_layers:
+                raise InvalidConfig(name, getattr(self, name), f"one entry for each of {self.num_layers} layers")
+        for window in self.windows:
+            if window is not None:
+                _require_count("sliding_window", window)
+
+    def _check_ids(self) -> None:
+        if not self.target_layer_ids:
+            raise InvalidConfig("target_layer_ids", list(self.target_layer_ids), "at least one layer")
+        depth = self.num_target_layers
+        for layer_id in self.target_layer_ids:
+            if not _is_int(layer_id) or layer_id < 0 or (depth is not None and layer_id >= depth):
+                limit = f"0..{depth - 1}" if depth is not None else "0 or more"
+                raise InvalidConfig("target_layer_ids", list(self.target_layer_ids), f"layers in {limit}")
+        if not _is_int(self.mask_token_id) or not 0 <= self.mask_token_id < self.vocab_size:
+            raise InvalidConfig("mask_token_id", self.mask_token_id, f"an id in [0, {self.vocab_size})")
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """K as the draft was trained: every block position but the anchor."""
+        return self.block_size - 1
+
+    @property
+    def num_taps(self) -> int:
+        """How many target layers feed the draft."""
+        return len(self.target_layer_ids)
+
+    @property
+    def feature_size(self) -> int:
+        """Width of one tapped target layer."""
+        return self.target_hidden_size if self.target_hidden_size is not None else self.hidden_size
+
+    @property
+    def has_reduced_vocab(self) -> bool:
+        """Whether the draft proposes over fewer ids than the target has, and so needs an id map."""
+        return self.draft_vocab_size != self.vocab_size
+
+    @property
+    def is_causal(self) -> bool | None:
+        """The one causality of all layers, or None where they differ."""
+        return self.causal[0] if len(set(self.causal)) == 1 else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetConfig:
+    """A dense decoder target."""
+
+    model_type: str
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    rope: RopeConfig
+    vocab_size: int
+    windows: tuple[int | None, ...]
+    hidden_act: str = "silu"
+    attention_bias: bool = False
+    tie_word_embeddings: bool = False
+    eos_token_ids: tuple[int, ...] = ()
+    dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"):
+            _require_count(name, getattr(self, name))
+        _require_count("vocab_size", self.vocab_size)
+        _require_count("max_position_embeddings", self.max_position_embeddings)
+        if self.num_heads % self.num_kv_heads:
+            raise InvalidConfig("num_attention_heads", self.num_heads, f"a multiple of {self.num_kv_heads} kv heads")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """How the engine runs. None means "decide from the checkpoints or the machine" and is resolved before start."""
+
+    device: str = "auto"
+    dtype: str = "auto"
+    num_draft_tokens: int | None = None
+    max_model_len: int | None = None
+    max_num_requests: int = 16
+    page_size: int = 16
+    num_pages: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ("auto", "float32", "bfloat16", "float64"):
+            raise UsageError(f"dtype {self.dtype!r} is not one of auto, float32, bfloat16, float64")
+        for name in ("max_num_requests", "page_size"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("num_draft_tokens", "max_model_len", "num_pages"):
+            value = getattr(self, name)
+            if value is not None and value < (0 if name == "num_draft_tokens" else 1):
+                raise UsageError(f"{name} must be positive, got {value}")
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value == value
+
+
+def _require_count(name: str, value: object, minimum: int = 1) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+        raise InvalidConfig(name, value, f"an integer of at least {minimum}")

@@ -1,0 +1,139 @@
+"""The errors a user can act on; anything else that escapes is a bug.
+
+* DFlashError                 message, optional hint; `exit_code` is what the command line exits with
+  x UsageError            2   options that contradict each other
+    - RequestError        2   a prompt or sampling parameters the engine cannot serve
+  x CheckpointError       3   a checkpoint that breaks its own rules
+    - InvalidConfig       3   one field: where, what was found, what was expected
+    - TensorMismatch      3   missing, unexpected and misshapen tensors, all at once
+    - PairMismatch        3   a draft and a target that do not fit each other
+  x GateFailed            3   a threshold that was asked for was not met
+  x CheckpointNotFound    4   absent, gated, offline, or a revision that does not exist
+  x UnsupportedError      5   sound, but not something this tool serves
+    - UnknownFormat       5   no known dialect, or a relative of DFlash
+    - LossyConversion     5   something would be lost
+  x CapacityError         6   out of device memory, pages or disk
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+class DFlashError(Exception):
+    """Root of every error that is reported as one line. `hint` names the next command to try."""
+
+    exit_code = 1
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+
+class UsageError(DFlashError):
+    """Options that contradict each other or cannot be understood."""
+
+    exit_code = 2
+
+
+class RequestError(UsageError):
+    """A prompt or sampling parameters that the engine cannot serve."""
+
+
+class CheckpointError(DFlashError):
+    """A checkpoint that is present but malformed. `path` is the file or directory at fault."""
+
+    exit_code = 3
+
+    def __init__(self, message: str, *, path: object = None, hint: str | None = None) -> None:
+        super().__init__(f"{path}: {message}" if path is not None else message, hint=hint)
+        self.path = path
+
+
+class InvalidConfig(CheckpointError):
+    """One field of a config that is missing or holds something it must not."""
+
+    def __init__(
+        self, field: str, found: Any, expected: str, *, path: object = None, hint: str | None = None
+    ) -> None:
+        found_text = "missing" if found is MISSING else f"found {_shorten(found)}"
+        super().__init__(f"{field}: {found_text}, expected {expected}", path=path, hint=hint)
+        self.field = field
+        self.found = found
+        self.expected = expected
+
+
+class TensorMismatch(CheckpointError):
+    """Every missing, unexpected and misshapen tensor of a checkpoint.
+
+    `wrong` maps a tensor's name to what was found and what was expected.
+    """
+
+    def __init__(
+        self,
+        *,
+        missing: Sequence[str] = (),
+        unexpected: Sequence[str] = (),
+        wrong: Mapping[str, tuple[str, str]] | None = None,
+        path: object = None,
+        hint: str | None = None,
+    ) -> None:
+        self.missing = tuple(missing)
+        self.unexpected = tuple(unexpected)
+        self.wrong = dict(wrong or {})
+        parts = []
+        if self.missing:
+            parts.append(f"missing tensors: {', '.join(self.missing)}")
+        if self.unexpected:
+            parts.append(f"unexpected tensors: {', '.join(self.unexpected)}")
+        parts += [f"{name}: found {found}, expected {expected}" for name, (found, expected) in self.wrong.items()]
+        super().__init__("; ".join(parts), path=path, hint=hint)
+
+
+class PairMismatch(CheckpointError):
+    """A draft that was not made for this target."""
+
+
+class GateFailed(DFlashError):
+    """A threshold the user asked for was not met, or validation found errors."""
+
+    exit_code = 3
+
+
+class CheckpointNotFound(DFlashError):
+    """Absent, gated, unreachable, or a revision that does not exist."""
+
+    exit_code = 4
+
+
+class UnsupportedError(DFlashError):
+    """Sound input that this tool does not serve."""
+
+    exit_code = 5
+
+
+class UnknownFormat(UnsupportedError):
+    """A checkpoint of no known dialect, or of a named relative of DFlash."""
+
+
+class LossyConversion(UnsupportedError):
+    """A conversion that would lose something. The message names what and why."""
+
+
+class CapacityError(DFlashError):
+    """Not enough device memory, KV pages or disk space."""
+
+    exit_code = 6
+
+
+class _Missing:
+    def __repr__(self) -> str:
+        return "missing"
+
+
+MISSING: Any = _Missing()
+
+
+def _shorten(value: Any, limit: int = 80) -> str:
+    text = repr(value)
+    return text if len(text) <= limit else text[: limit - 1] + "…"

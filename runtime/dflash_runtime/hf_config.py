@@ -1,0 +1,167 @@
+"""Read the decoder fields that every Hugging Face style config shares: sizes, rope, windows.
+
+A field is read in each spelling it is published in, a contradiction between two spellings is an error, and nothing
+is filled in by a library's class defaults: those differ between readers, which is how drafts break in silence.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dflash_runtime.config import RopeConfig, TargetConfig
+from dflash_runtime.errors import MISSING, InvalidConfig
+
+FULL = "full_attention"
+SLIDING = "sliding_attention"
+
+BODY_KEYS = {
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_heads",
+    "num_key_value_heads": "num_kv_heads",
+    "max_position_embeddings": "max_position_embeddings",
+}
+"""Published key -> our field, for the sizes every config must state."""
+
+
+def read_body(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """The body fields `DraftConfig` and `TargetConfig` share, by our names.
+
+    Raises:
+        InvalidConfig: a size that is missing or no positive integer, or a rope that is not stated.
+    """
+    body = {field: require_int(config, key, path) for key, field in BODY_KEYS.items()}
+    body["head_dim"] = _read_head_dim(config, body, path)
+    body["rms_norm_eps"] = require_number(config, "rms_norm_eps", path)
+    body["rope"] = read_rope(config, path)
+    body["hidden_act"] = config.get("hidden_act", "silu")
+    body["attention_bias"] = bool(config.get("attention_bias", False))
+    body["dtype"] = config.get("dtype") or config.get("torch_dtype")
+    return body
+
+
+def read_target_config(config: Mapping[str, Any], path: Path) -> TargetConfig:
+    """A target's config, looking into `text_config` where a multimodal wrapper holds one."""
+    outer, text = config, config.get("text_config", config)
+    body = read_body(text, path)
+    return TargetConfig(
+        model_type=str(text.get("model_type", outer.get("model_type", ""))),
+        vocab_size=require_int(text, "vocab_size", path),
+        windows=read_windows(text, body["num_layers"], path),
+        tie_word_embeddings=bool(outer.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
+        eos_token_ids=read_token_ids(outer.get("eos_token_id", text.get("eos_token_id"))),
+        **body,
+    )
+
+
+def read_rope(config: Mapping[str, Any], path: Path) -> RopeConfig:
+    """Rope from `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (before).
+
+    A missing theta is an error: readers default to 10,000 or to 1,000,000.
+    """
+    modern, legacy = config.get("rope_parameters"), config.get("rope_scaling")
+    modern = _one_rope(modern, path) if modern else {}
+    legacy = dict(legacy) if legacy else {}
+    thetas = {
+        key: float(_number(value, key, path))
+        for key, value in (
+            ("rope_theta", config.get("rope_theta")),
+            ("rope_parameters.rope_theta", modern.get("rope_theta")),
+            ("rope_scaling.rope_theta", legacy.get("rope_theta")),
+        )
+        if value is not None
+    }
+    if not thetas:
+        raise InvalidConfig("rope_theta", MISSING, "a number, here or in rope_parameters", path=path)
+    if len(set(thetas.values())) > 1:
+        raise InvalidConfig("rope_theta", thetas, "one value in every spelling", path=path)
+    kinds = {
+        str(source[key]) for source in (modern, legacy) for key in ("rope_type", "type") if source.get(key) is not None
+    }
+    if len(kinds) > 1:
+        raise InvalidConfig("rope_type", sorted(kinds), "one type in every spelling", path=path)
+    params = {
+        key: value
+        for key, value in {**legacy, **modern}.items()
+        if key not in ("rope_theta", "rope_type", "type") and value is not None
+    }
+    return RopeConfig(theta=next(iter(thetas.values())), kind=kinds.pop() if kinds else "default", params=params)
+
+
+def read_layer_types(config: Mapping[str, Any], num_layers: int, path: Path) -> tuple[str, ...]:
+    """`layer_types`, or all full where the key is absent."""
+    layer_types = config.get("layer_types")
+    if layer_types is None:
+        return (FULL,) * num_layers
+    if not isinstance(layer_types, list) or len(layer_types) != num_layers:
+        found = len(layer_types) if isinstance(layer_types, list) else layer_types
+        raise InvalidConfig("layer_types", found, f"a list of {num_layers} entries", path=path)
+    for kind in layer_types:
+        if kind not in (FULL, SLIDING):
+            raise InvalidConfig("layer_types", kind, f"{FULL} or {SLIDING}", path=path)
+    return tuple(layer_types)
+
+
+def read_windows(config: Mapping[str, Any], num_layers: int, path: Path) -> tuple[int | None, ...]:
+    """The sliding window of each layer, None for full attention.
+
+    A sliding layer with no window that takes effect is an error: `use_sliding_window: false` makes some readers drop
+    the window and others refuse.
+    """
+    layer_types = read_layer_types(config, num_layers, path)
+    if SLIDING not in layer_types:
+        return (None,) * num_layers
+    window = config.get("sliding_window")
+    if not isinstance(window, int) or isinstance(window, bool) or window < 1:
+        raise InvalidConfig("sliding_window", window, "a positive integer for the sliding layers", path=path)
+    if config.get("use_sliding_window") is False:
+        raise InvalidConfig("use_sliding_window", False, "true, since layer_types has sliding layers", path=path)
+    return tuple(window if kind == SLIDING else None for kind in layer_types)
+
+
+def read_token_ids(value: Any) -> tuple[int, ...]:
+    """One id, a list of ids, or nothing, as a tuple."""
+    if value is None:
+        return ()
+    ids = value if isinstance(value, list) else [value]
+    return tuple(item for item in ids if isinstance(item, int) and not isinstance(item, bool))
+
+
+def require_int(config: Mapping[str, Any], key: str, path: Path) -> int:
+    """An integer that must be stated."""
+    value = config.get(key, MISSING)
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise InvalidConfig(key, value, "an integer", path=path)
+    return value
+
+
+def require_number(config: Mapping[str, Any], key: str, path: Path) -> float:
+    """A number that must be stated."""
+    return float(_number(config.get(key, MISSING), key, path))
+
+
+def _number(value: Any, key: str, path: Path) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise InvalidConfig(key, value, "a number", path=path)
+    return value
+
+
+def _read_head_dim(config: Mapping[str, Any], body: Mapping[str, Any], path: Path) -> int:
+    if config.get("head_dim") is not None:
+        return require_int(config, "head_dim", path)
+    if body["num_heads"] < 1 or body["hidden_size"] % body["num_heads"]:
+        raise InvalidConfig("head_dim", MISSING, "an integer, since heads do not divide hidden_size", path=path)
+    return int(body["hidden_size"] // body["num_heads"])
+
+
+def _one_rope(value: Any, path: Path) -> dict[str, Any]:
+    """Flatten rope parameters that are nested by layer type, where all types agree."""
+    if not isinstance(value, dict):
+        raise InvalidConfig("rope_parameters", value, "an object", path=path)
+    nested = [item for item in value.values() if isinstance(item, dict)]
+    if not nested or len(nested) != len(value):
+        return dict(value)
+    if any(item != nested[0] for item in nested):
+        raise InvalidConfig("rope_parameters", value, "the same rope for every layer type", path=path)
+    return dict(nested[0])

@@ -1,0 +1,113 @@
+"""Which tensors a DFlash draft has, and their shapes, from its config alone. Needs no torch.
+
+Axis letters: H hidden, V vocabulary (D reduced), L layers.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from dflash_runtime.config import DraftConfig
+from dflash_runtime.errors import TensorMismatch
+
+HEAD = "lm_head.weight"
+EMBEDDING = "embed_tokens.weight"
+DRAFT_TO_TARGET = "d2t"
+TARGET_TO_DRAFT = "t2d"
+
+NOT_OWNED = re.compile(r"^(t2d|d2t|embed_tokens\.weight|lm_head\.weight|verifier_.*|.*rotary_emb\.inv_freq)$")
+"""Names a file may carry without the draft owning them: copies of the target's weights and training leftovers."""
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlan:
+    """What to do with each tensor of a file: `load` it, or `skip` it by name."""
+
+    load: tuple[str, ...]
+    skip: tuple[str, ...]
+
+
+def body_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors every draft owns: 3 + 11 a layer, or 3 + 15 a layer with attention bias."""
+    hidden = config.hidden_size
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (hidden, config.num_taps * config.feature_size),
+        "hidden_norm.weight": (hidden,),
+        "norm.weight": (hidden,),
+    }
+    for layer in range(config.num_layers):
+        shapes |= {f"layers.{layer}.{name}": shape for name, shape in _layer_shapes(config).items()}
+    return shapes
+
+
+def owned_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
+    """`body_shapes`, and the head with its id map where the output vocabulary is reduced."""
+    shapes = body_shapes(config)
+    if config.has_reduced_vocab:
+        shapes[HEAD] = (config.draft_vocab_size, config.hidden_size)
+        shapes[DRAFT_TO_TARGET] = (config.draft_vocab_size,)
+    return shapes
+
+
+def plan_tensors(config: DraftConfig, found: Shapes, *, path: object = None) -> TensorPlan:
+    """Match a file's tensors with what the config calls for.
+
+    Raises:
+        TensorMismatch: listing every missing, unexpected and misshapen tensor at once.
+    """
+    expected = owned_shapes(config)
+    missing, unexpected, wrong = compare_tensors(expected, found)
+    if missing or unexpected or wrong:
+        raise TensorMismatch(missing=missing, unexpected=unexpected, wrong=wrong, path=path)
+    return TensorPlan(load=tuple(expected), skip=tuple(name for name in found if name not in expected))
+
+
+def compare_tensors(
+    expected: Shapes, found: Shapes
+) -> tuple[list[str], list[str], dict[str, tuple[str, str]]]:
+    """Missing names, unexpected names, and name -> (found shape, expected shape)."""
+    missing = [name for name in expected if name not in found]
+    unexpected = [name for name in found if name not in expected and not NOT_OWNED.match(name)]
+    wrong = {
+        name: (_show(found[name]), _show(shape))
+        for name, shape in expected.items()
+        if name in found and tuple(found[name]) != shape
+    }
+    return missing, unexpected, wrong
+
+
+def layer_indices(names: Iterable[str]) -> list[int]:
+    """The layer numbers that occur in tensor names, ascending."""
+    return sorted({int(match[1]) for name in names if (match := re.match(r"layers\.(\d+)\.", name))})
+
+
+def _layer_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
+    hidden, inner = config.hidden_size, config.intermediate_size
+    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    shapes: dict[str, tuple[int, ...]] = {
+        "input_layernorm.weight": (hidden,),
+        "post_attention_layernorm.weight": (hidden,),
+        "self_attn.q_proj.weight": (queries, hidden),
+        "self_attn.k_proj.weight": (keys, hidden),
+        "self_attn.v_proj.weight": (keys, hidden),
+        "self_attn.o_proj.weight": (hidden, queries),
+        "self_attn.q_norm.weight": (config.head_dim,),
+        "self_attn.k_norm.weight": (config.head_dim,),
+        "mlp.gate_proj.weight": (inner, hidden),
+        "mlp.up_proj.weight": (inner, hidden),
+        "mlp.down_proj.weight": (hidden, inner),
+    }
+    if config.attention_bias:
+        shapes |= {
+            "self_attn.q_proj.bias": (queries,),
+            "self_attn.k_proj.bias": (keys,),
+            "self_attn.v_proj.bias": (keys,),
+            "self_attn.o_proj.bias": (hidden,),
+        }
+    return shapes
+
+
+def _show(shape: Iterable[int]) -> str:
+    return str(list(shape))

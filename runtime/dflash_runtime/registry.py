@@ -1,0 +1,56 @@
+"""A named registry that finds its entries by importing a package, so that adding a file is enough."""
+
+import difflib
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Generic, TypeVar
+
+from dflash_runtime.errors import UnsupportedError
+
+T = TypeVar("T")
+
+
+class Registry(Generic[T]):
+    """Name -> item, in order of registration. `kind` is the word used in messages."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+        self._items: dict[str, T] = {}
+
+    def register(self, name: str) -> Callable[[T], T]:
+        """Decorate an item to enter it under `name`; a second use of a name is a programming error."""
+
+        def decorate(item: T) -> T:
+            if name in self._items:
+                raise ValueError(f"{self._kind} {name!r} is registered twice")
+            self._items[name] = item
+            return item
+
+        return decorate
+
+    def discover(self, package: ModuleType) -> None:
+        """Import every module directly inside `package`, so that its decorators run."""
+        for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
+            importlib.import_module(module.name)
+
+    def __getitem__(self, name: str) -> T:
+        if name in self._items:
+            return self._items[name]
+        close = difflib.get_close_matches(name, self._items, n=1)
+        guess = f"; did you mean {close[0]!r}?" if close else ""
+        raise UnsupportedError(f"unknown {self._kind} {name!r}{guess} (known: {', '.join(sorted(self._items))})")
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._items
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def values(self) -> list[T]:
+        """All items, in order of registration."""
+        return list(self._items.values())
