@@ -8,7 +8,6 @@ Layout of a safetensors file: u64 header length, JSON header, data. Source: hugg
 
 import json
 import math
-import os
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -69,6 +68,7 @@ class Checkpoint:
             raise CheckpointNotFound(f"{self.path}: no such directory")
         if not self.path.is_dir():
             raise CheckpointError("not a directory, expected a checkpoint directory with config.json", path=self.path)
+        refuse_escape(self.path, self.config_path)
         self.config = read_json(self.config_path)
         self._tensors: dict[str, TensorInfo] | None = None
 
@@ -110,6 +110,7 @@ class Checkpoint:
     def read_optional_json(self, name: str) -> dict[str, Any] | None:
         """A JSON file beside the config, or None where there is none."""
         path = self.path / name
+        refuse_escape(self.path, path)
         return read_json(path) if path.exists() else None
 
 
@@ -135,7 +136,13 @@ def read_json(path: Path) -> dict[str, Any]:
 def parse_json(text: bytes, path: Path) -> dict[str, Any]:
     """Parse a JSON object with the strictness `read_json` promises."""
     try:
-        value = json.loads(text.decode("utf-8"), object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
+        value = json.loads(
+            text.decode("utf-8"),
+            object_pairs_hook=_unique_keys,
+            parse_constant=_refuse_constant,
+            parse_float=_finite,
+            parse_int=_small,
+        )
     except RecursionError as error:
         raise CheckpointError("nested too deeply to be a config", path=path) from error
     except UnicodeDecodeError as error:
@@ -181,7 +188,9 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
 def _tensor_info(name: str, entry: Any, file: Path, base: int) -> TensorInfo:
     if not isinstance(entry, dict):
         raise CheckpointError(f"header entry {name!r} is not an object", path=file)
-    dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
+    dtype: Any = entry.get("dtype")
+    shape: Any = entry.get("shape")
+    offsets: Any = entry.get("data_offsets")
     if dtype not in DTYPE_BYTES:
         raise CheckpointError(f"tensor {name!r} has unknown dtype {dtype!r}", path=file)
     if not _is_count_list(shape):
@@ -218,13 +227,14 @@ def _is_count_list(value: Any) -> bool:
 def _read_all_headers(path: Path) -> dict[str, TensorInfo]:
     index_path = path / INDEX_FILE
     if index_path.exists():
+        refuse_escape(path, index_path)
         return _read_sharded(path, index_path)
     files = sorted(item for item in path.glob("*.safetensors") if not item.name.startswith("."))
     if not files:
         _refuse_without_safetensors(path)
     tensors: dict[str, TensorInfo] = {}
     for file in [path / SINGLE_FILE] if path / SINGLE_FILE in files else files:
-        _refuse_escape(path, file)
+        refuse_escape(path, file)
         for name, info in read_header(file).items():
             if name in tensors:
                 raise CheckpointError(f"tensor {name!r} is also in {tensors[name].file.name}", path=file)
@@ -241,7 +251,7 @@ def _read_sharded(path: Path, index_path: Path) -> dict[str, TensorInfo]:
         file = path / shard
         if not file.exists():
             raise CheckpointError(f"names {shard}, which is not there", path=index_path)
-        _refuse_escape(path, file)
+        refuse_escape(path, file)
         headers[shard] = read_header(file)
     missing = [f"{name} (in {shard})" for name, shard in weight_map.items() if name not in headers[shard]]
     orphans = [name for header in headers.values() for name in header if name not in weight_map]
@@ -257,7 +267,7 @@ def _shard_name(shard: Any, index_path: Path) -> str:
     return shard
 
 
-def _refuse_escape(root: Path, file: Path) -> None:
+def refuse_escape(root: Path, file: Path) -> None:
     """Follow a link only where the hub cache keeps its own: `snapshots/REV/file -> ../../blobs/HASH`."""
     if not file.is_symlink():
         return
@@ -266,7 +276,7 @@ def _refuse_escape(root: Path, file: Path) -> None:
     blobs = home.parent.parent / "blobs"
     is_cache = home.parent.name == "snapshots" and resolved.parent == blobs
     if not is_cache and home not in resolved.parents:
-        raise CheckpointError(f"links to {os.readlink(file)}, outside the checkpoint", path=file)
+        raise CheckpointError(f"links to {file.readlink()}, outside the checkpoint", path=file)
 
 
 def _refuse_without_safetensors(path: Path) -> None:
@@ -291,3 +301,17 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"{text} is too large")
+    return value
+
+
+def _small(text: str) -> int:
+    value = int(text)
+    if abs(value) >= 2**64:
+        raise ValueError(f"{text[:20]}... is too large")
+    return value

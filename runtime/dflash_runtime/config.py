@@ -82,6 +82,9 @@ class DraftConfig:
             _require_count(name, getattr(self, name))
         for name in ("max_position_embeddings", "vocab_size", "draft_vocab_size"):
             _require_count(name, getattr(self, name))
+        for name in ("target_hidden_size", "num_target_layers"):
+            if getattr(self, name) is not None:
+                _require_count(name, getattr(self, name))
         _require_count("block_size", self.block_size, minimum=2)
         if self.num_heads % self.num_kv_heads:
             raise InvalidConfig("num_attention_heads", self.num_heads, f"a multiple of {self.num_kv_heads} kv heads")

@@ -15,7 +15,8 @@
   x CapacityError         6   out of device memory, pages or disk
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -53,9 +54,7 @@ class CheckpointError(DFlashError):
 class InvalidConfig(CheckpointError):
     """One field of a config that is missing or holds something it must not."""
 
-    def __init__(
-        self, field: str, found: Any, expected: str, *, path: object = None, hint: str | None = None
-    ) -> None:
+    def __init__(self, field: str, found: Any, expected: str, *, path: object = None, hint: str | None = None) -> None:
         found_text = "missing" if found is MISSING else f"found {_shorten(found)}"
         super().__init__(f"{field}: {found_text}, expected {expected}", path=path, hint=hint)
         self.field = field
@@ -132,6 +131,21 @@ class _Missing:
 
 
 MISSING: Any = _Missing()
+
+
+@contextmanager
+def located(path: object) -> Iterator[None]:
+    """Name the file in errors that were raised where only its content was known."""
+    try:
+        yield
+    except InvalidConfig as error:
+        if error.path is not None:
+            raise
+        raise InvalidConfig(error.field, error.found, error.expected, path=path, hint=error.hint) from error
+    except UnsupportedError as error:
+        if error.message.startswith(f"{path}: "):
+            raise
+        raise type(error)(f"{path}: {error.message}", hint=error.hint) from error
 
 
 def _shorten(value: Any, limit: int = 80) -> str:

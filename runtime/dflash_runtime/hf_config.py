@@ -31,19 +31,21 @@ def read_body(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
     Raises:
         InvalidConfig: a size that is missing or no positive integer, or a rope that is not stated.
     """
-    body = {field: require_int(config, key, path) for key, field in BODY_KEYS.items()}
+    body: dict[str, Any] = {field: require_int(config, key, path) for key, field in BODY_KEYS.items()}
     body["head_dim"] = _read_head_dim(config, body, path)
     body["rms_norm_eps"] = require_number(config, "rms_norm_eps", path)
     body["rope"] = read_rope(config, path)
-    body["hidden_act"] = config.get("hidden_act", "silu")
-    body["attention_bias"] = bool(config.get("attention_bias", False))
-    body["dtype"] = config.get("dtype") or config.get("torch_dtype")
+    body["hidden_act"] = _optional(config, "hidden_act", str, path) or "silu"
+    body["attention_bias"] = _optional(config, "attention_bias", bool, path) or False
+    body["dtype"] = _optional(config, "dtype", str, path) or _optional(config, "torch_dtype", str, path)
     return body
 
 
 def read_target_config(config: Mapping[str, Any], path: Path) -> TargetConfig:
     """A target's config, looking into `text_config` where a multimodal wrapper holds one."""
     outer, text = config, config.get("text_config", config)
+    if not isinstance(text, dict):
+        raise InvalidConfig("text_config", text, "an object", path=path)
     body = read_body(text, path)
     return TargetConfig(
         model_type=str(text.get("model_type", outer.get("model_type", ""))),
@@ -61,8 +63,8 @@ def read_rope(config: Mapping[str, Any], path: Path) -> RopeConfig:
     A missing theta is an error: readers default to 10,000 or to 1,000,000.
     """
     modern, legacy = config.get("rope_parameters"), config.get("rope_scaling")
-    modern = _one_rope(modern, path) if modern else {}
-    legacy = dict(legacy) if legacy else {}
+    modern = _one_rope(modern, "rope_parameters", path) if modern else {}
+    legacy = _one_rope(legacy, "rope_scaling", path) if legacy else {}
     thetas = {
         key: float(_number(value, key, path))
         for key, value in (
@@ -141,6 +143,13 @@ def require_number(config: Mapping[str, Any], key: str, path: Path) -> float:
     return float(_number(config.get(key, MISSING), key, path))
 
 
+def _optional(config: Mapping[str, Any], key: str, kind: type, path: Path) -> Any:
+    value = config.get(key)
+    if value is not None and not isinstance(value, kind):
+        raise InvalidConfig(key, value, f"a {kind.__name__}", path=path)
+    return value
+
+
 def _number(value: Any, key: str, path: Path) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise InvalidConfig(key, value, "a number", path=path)
@@ -155,13 +164,13 @@ def _read_head_dim(config: Mapping[str, Any], body: Mapping[str, Any], path: Pat
     return int(body["hidden_size"] // body["num_heads"])
 
 
-def _one_rope(value: Any, path: Path) -> dict[str, Any]:
+def _one_rope(value: Any, key: str, path: Path) -> dict[str, Any]:
     """Flatten rope parameters that are nested by layer type, where all types agree."""
     if not isinstance(value, dict):
-        raise InvalidConfig("rope_parameters", value, "an object", path=path)
+        raise InvalidConfig(key, value, "an object", path=path)
     nested = [item for item in value.values() if isinstance(item, dict)]
     if not nested or len(nested) != len(value):
         return dict(value)
     if any(item != nested[0] for item in nested):
-        raise InvalidConfig("rope_parameters", value, "the same rope for every layer type", path=path)
+        raise InvalidConfig(key, value, "the same rope for every layer type", path=path)
     return dict(nested[0])

@@ -64,9 +64,7 @@ def plan_tensors(config: DraftConfig, found: Shapes, *, path: object = None) -> 
     return TensorPlan(load=tuple(expected), skip=tuple(name for name in found if name not in expected))
 
 
-def compare_tensors(
-    expected: Shapes, found: Shapes
-) -> tuple[list[str], list[str], dict[str, tuple[str, str]]]:
+def compare_tensors(expected: Shapes, found: Shapes) -> tuple[list[str], list[str], dict[str, tuple[str, str]]]:
     """Missing names, unexpected names, and name -> (found shape, expected shape)."""
     missing = [name for name in expected if name not in found]
     unexpected = [name for name in found if name not in expected and not NOT_OWNED.match(name)]

@@ -1,0 +1,1 @@
+"""Draft families, one file each. `base` holds the registry."""

@@ -1,0 +1,74 @@
+"""KV tensors in pages, and attention over them.
+
+Target and draft have tensors of their own and share page numbers: a page that holds a token's target KV holds its
+draft context KV as well.
+
+Axis letters: L layers, S slots, R requests, N rows, T flat rows, KV heads of keys and values, D head dim, P pages.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dflash_kernels.block_attention import block_attention_ref
+from dflash_kernels.kv_store import kv_store_ref
+from dflash_runtime.config import DraftConfig, TargetConfig
+
+
+class KVCache:
+    """Keys and values of every layer, [L, S, KV, D] each, with slots `page * page_size + offset`."""
+
+    def __init__(
+        self,
+        config: TargetConfig | DraftConfig,
+        num_pages: int,
+        page_size: int,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        shape = (config.num_layers, num_pages * page_size, config.num_kv_heads, config.head_dim)
+        self.page_size = page_size
+        self.keys = torch.zeros(shape, device=device, dtype=dtype)
+        self.values = torch.zeros(shape, device=device, dtype=dtype)
+
+    def store(self, layer: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+        """Write rows [T, KV, D] of one layer into slots [T]; PAD rows are dropped."""
+        kv_store_ref(keys, values, self.keys[layer], self.values[layer], slots)
+
+
+def bytes_per_token(config: TargetConfig | DraftConfig, dtype: torch.dtype) -> int:
+    """KV bytes one token takes over all layers."""
+    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class PagedAttention:
+    """An `Attend` over one cache for one forward: context from pages, the block dense.
+
+    With `slots` [R, N] the block's K and V are stored as well; a draft's are not, so its noise never enters a page.
+    """
+
+    cache: KVCache
+    page_table: Tensor  # [R, P]
+    context_lens: Tensor  # [R]
+    causal: tuple[bool, ...]
+    windows: tuple[int | None, ...]
+    slots: Tensor | None = None
+
+    def __call__(self, layer: int, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """[R, N, H, D], [R, N, KV, D] twice -> [R, N, H, D]."""
+        if self.slots is not None:
+            self.cache.store(layer, keys.flatten(0, 1), values.flatten(0, 1), self.slots.flatten())
+        return block_attention_ref(
+            query,
+            keys,
+            values,
+            self.cache.keys[layer],
+            self.cache.values[layer],
+            self.page_table,
+            self.context_lens,
+            page_size=self.cache.page_size,
+            is_causal=self.causal[layer],
+            window=self.windows[layer],
+        )

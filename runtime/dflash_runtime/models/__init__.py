@@ -1,0 +1,1 @@
+"""Target families, one file each. `base` holds the registry and the parts they share."""
