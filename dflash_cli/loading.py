@@ -6,7 +6,7 @@ from pathlib import Path
 from dflash_cli.formats.base import Detection, Reading, detect
 from dflash_runtime.checkpoint import Checkpoint
 from dflash_runtime.config import DraftConfig
-from dflash_runtime.errors import UnsupportedError
+from dflash_runtime.errors import UnsupportedError, located
 from dflash_runtime.hf_config import read_target_config
 from dflash_runtime.layout import TensorPlan, plan_tensors
 from dflash_runtime.pair import DraftSource, TargetSource
@@ -43,7 +43,9 @@ def open_draft(path: str | Path) -> DraftCheckpoint:
     """
     checkpoint = Checkpoint(path)
     detection = detect(checkpoint)
-    return DraftCheckpoint(checkpoint, detection, detection.format.read_config(checkpoint.config, checkpoint.config_path))
+    with located(checkpoint.config_path):
+        reading = detection.format.read_config(checkpoint.config, checkpoint.config_path)
+    return DraftCheckpoint(checkpoint, detection, reading)
 
 
 def open_target(path: str | Path) -> TargetSource:
@@ -56,4 +58,5 @@ def open_target(path: str | Path) -> TargetSource:
     checkpoint = Checkpoint(path)
     if "speculators_model_type" in checkpoint.config or "dflash_config" in checkpoint.config:
         raise UnsupportedError(f"{checkpoint.path}: is a draft, expected a target")
-    return TargetSource(read_target_config(checkpoint.config, checkpoint.config_path), checkpoint)
+    with located(checkpoint.config_path):
+        return TargetSource(read_target_config(checkpoint.config, checkpoint.config_path), checkpoint)

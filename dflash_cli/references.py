@@ -1,7 +1,7 @@
 """Turn what a user typed into a directory: an existing path, `org/repo[@revision]`, or the bundled pair.
 
-    tiny            the bundled target, or the bundled draft, as the place asks for
-    tiny:reduced    the bundled draft with a reduced output vocabulary
+tiny            the bundled target, or the bundled draft, as the place asks for
+tiny:reduced    the bundled draft with a reduced output vocabulary
 """
 
 import re
@@ -13,6 +13,8 @@ from dflash_runtime.errors import CheckpointNotFound, UsageError
 
 TINY = "tiny"
 TINY_REDUCED = "tiny:reduced"
+TINY_TARGET_NAME = "dflash/tiny-python-target"
+"""What checkpoints call the bundled target."""
 HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?$")
 
 HEADER_FILES = ["*.json", "*.jinja", "*.txt", "*.model"]
@@ -33,12 +35,12 @@ def resolve(reference: str, role: Role) -> Path:
         CheckpointNotFound: nothing of that name, or the hub says no.
         UsageError: the text is no reference.
     """
-    bundled = _bundled(reference, role)
-    if bundled is not None:
-        return bundled
     path = Path(reference).expanduser()
     if path.exists():
         return path
+    bundled = _bundled(reference, role)
+    if bundled is not None:
+        return bundled
     if not HUB_ID.match(reference):
         raise CheckpointNotFound(
             f"{reference}: no such directory, and not a hub reference",
@@ -47,10 +49,17 @@ def resolve(reference: str, role: Role) -> Path:
     return _download(reference)
 
 
+def is_bundled(reference: str) -> bool:
+    """Whether a reference names the bundled pair; a directory of that name hides it."""
+    return reference in (TINY, TINY_REDUCED) and not Path(reference).exists()
+
+
 def is_hub_id(reference: str) -> bool:
     """Whether a reference would be looked up on the hub."""
-    return reference not in (TINY, TINY_REDUCED) and not Path(reference).expanduser().exists() and bool(
-        HUB_ID.match(reference)
+    return (
+        reference not in (TINY, TINY_REDUCED)
+        and not Path(reference).expanduser().exists()
+        and bool(HUB_ID.match(reference))
     )
 
 

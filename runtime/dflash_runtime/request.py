@@ -8,7 +8,8 @@ Lengths, in tokens:
     kv_len = total_len - 1     rows of true KV, once prefilled
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from dflash_runtime.errors import RequestError
@@ -47,6 +48,10 @@ class SamplingParams:
             raise RequestError(f"top_p must be in (0, 1], got {self.top_p}")
         if not -(2**63) <= self.seed < 2**63:
             raise RequestError(f"seed must be a 64-bit integer, got {self.seed}")
+
+    def with_stops(self, token_ids: Iterable[int]) -> "SamplingParams":
+        """The same parameters, ending at these ids as well."""
+        return replace(self, stop_token_ids=tuple(sorted({*self.stop_token_ids, *token_ids})))
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

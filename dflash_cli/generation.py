@@ -1,0 +1,134 @@
+"""Run rows of prompts through a session, turn by turn, yielding text as it is committed. Knows no terminal."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dflash_cli.prompts import Conversation, PromptRow
+from dflash_cli.session import Session
+from dflash_cli.text import StreamDecoder, Tokenizer
+from dflash_runtime.metrics import AcceptanceCounts, count_acceptance
+from dflash_runtime.request import RequestOutput, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One finished turn of one row."""
+
+    row: PromptRow
+    turn: int
+    output: RequestOutput
+    text: str | None
+
+    def to_json(self) -> dict[str, Any]:
+        """The row `dflash generate --output` writes."""
+        record: dict[str, Any] = {"index": self.row.index}
+        if self.row.id is not None:
+            record["id"] = self.row.id
+        if self.row.kind == "turns":
+            record["turn"] = self.turn
+        return record | {
+            "prompt_token_ids": list(self.output.prompt_token_ids),
+            "token_ids": list(self.output.token_ids),
+            "text": self.text,
+            "finish_reason": str(self.output.finish_reason),
+            "acceptance_lengths": list(self.output.acceptance_lengths),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """What one step did for one row: its tokens, which text is now certain, and the answer if it was its last."""
+
+    row: PromptRow
+    token_ids: tuple[int, ...]
+    text: str | None
+    answer: Answer | None = None
+
+
+@dataclass(slots=True)
+class Tally:
+    """Running figures over events, for a progress line and a summary."""
+
+    num_speculative_tokens: int
+    num_tokens: int = 0
+    answers: list[Answer] = field(default_factory=list)
+
+    def add(self, event: Event) -> None:
+        self.num_tokens += len(event.token_ids)
+        if event.answer is not None:
+            self.answers.append(event.answer)
+
+    @property
+    def outputs(self) -> list[RequestOutput]:
+        return [answer.output for answer in self.answers]
+
+    @property
+    def counts(self) -> AcceptanceCounts:
+        return count_acceptance(self.outputs, self.num_speculative_tokens)
+
+    def figures(self, seconds: float) -> str:
+        """`128 tokens, 41 steps, acceptance length 3.12, 95.2 tokens/s`."""
+        counts = self.counts
+        parts = [f"{self.num_tokens} tokens"]
+        if counts.acceptance_len is not None:
+            parts += [f"{counts.num_drafts} steps", f"acceptance length {counts.acceptance_len:.2f}"]
+        if seconds > 0:
+            parts.append(f"{self.num_tokens / seconds:.1f} tokens/s")
+        return ", ".join(parts)
+
+    def to_json(self, session: Session, seconds: float) -> dict[str, Any]:
+        """The document of `dflash generate --json`."""
+        return {
+            "draft": session.references["draft"],
+            "target": session.references["target"],
+            "num_speculative_tokens": self.num_speculative_tokens,
+            "num_tokens": self.num_tokens,
+            "seconds": round(seconds, 6),
+            **self.counts.to_json(),
+            "rows": [answer.to_json() for answer in sorted(self.answers, key=lambda item: (item.row.index, item.turn))],
+        }
+
+
+def answer_rows(
+    session: Session, rows: Sequence[PromptRow], params: Callable[[PromptRow], SamplingParams], *, chat: bool = False
+) -> Iterator[Event]:
+    """Answer every row. All rows take their first turn together, then their second, and so on.
+
+    Raises:
+        RequestError: a row that cannot be served, before its turn runs.
+    """
+    pending = [Conversation(row) for row in rows]
+    while pending:
+        prompts = [conversation.next_prompt(session.tokenizer, chat=chat) for conversation in pending]
+        texts = [_Text(session.tokenizer) for _ in pending]
+        for delta in session.llm.stream(prompts, [params(conversation.row) for conversation in pending]):
+            conversation, text = pending[delta.index], texts[delta.index]
+            released = text.push(delta.token_ids, is_last=delta.output is not None)
+            answer = None
+            if delta.output is not None:
+                answer = Answer(conversation.row, conversation.turn, delta.output, text.whole)
+                conversation.add_answer(text.whole)
+            yield Event(conversation.row, delta.token_ids, released, answer)
+        pending = [conversation for conversation in pending if not conversation.is_done]
+
+
+class _Text:
+    """The text of one turn as it grows; None without a tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._decoder = StreamDecoder(tokenizer) if tokenizer is not None else None
+        self._pieces: list[str] = []
+
+    def push(self, token_ids: Sequence[int], *, is_last: bool) -> str | None:
+        if self._decoder is None:
+            return None
+        released = self._decoder.push(token_ids)
+        if is_last:
+            released += self._decoder.finish()
+        self._pieces.append(released)
+        return released
+
+    @property
+    def whole(self) -> str | None:
+        return "".join(self._pieces) if self._decoder is not None else None

@@ -1,0 +1,35 @@
+"""Write result files so that they are complete or absent."""
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TextIO
+
+from dflash_runtime.errors import UsageError
+
+
+@contextmanager
+def atomic_text(path: Path) -> Iterator[TextIO]:
+    """A text file that appears under its name only when the block ends without an error.
+
+    Raises:
+        UsageError: the directory does not exist, or the path is a directory.
+    """
+    if path.is_dir():
+        raise UsageError(f"{path}: is a directory, expected a file name")
+    if not path.parent.is_dir():
+        raise UsageError(f"{path.parent}: no such directory")
+    partial = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    try:
+        with partial.open("w", encoding="utf-8") as stream:
+            yield stream
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def json_line(row: dict[str, Any]) -> str:
+    """One row of JSON Lines."""
+    return json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n"

@@ -1,0 +1,97 @@
+"""Text and token ids: the target's tokenizer, its chat template, and decoding while tokens arrive."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from dflash_runtime.errors import CheckpointError, RequestError, UsageError
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+REPLACEMENT = "\ufffd"
+
+
+class Tokenizer:
+    """A target's tokenizer, as transformers loads it; no code from the checkpoint is run."""
+
+    def __init__(self, path: Path, template_options: dict[str, Any] | None = None) -> None:
+        from transformers import AutoTokenizer
+
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"tokenizer cannot be loaded: {str(error).splitlines()[0]}", path=path) from error
+        self._template_options = template_options or {}
+
+    @property
+    def eos_token_id(self) -> int | None:
+        value = self._tokenizer.eos_token_id
+        return int(value) if value is not None else None
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text, with the special tokens this tokenizer adds by itself."""
+        return list(self._tokenizer(text)["input_ids"])
+
+    def render(self, messages: Sequence[dict[str, Any]], *, where: str) -> list[int]:
+        """Ids of a conversation, ready for the assistant's answer."""
+        if not self._tokenizer.chat_template:
+            raise RequestError(f"{where}: holds messages, but the target's tokenizer has no chat template")
+        text = self._tokenizer.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=True, **self._template_options
+        )
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of ids, special tokens left out."""
+        return str(
+            self._tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        )
+
+
+class StreamDecoder:
+    """Turns ids into text as they arrive, holding back what may still change.
+
+    A character split over tokens decodes to U+FFFD until its last byte is there, so text is released up to the first
+    token after which the decoded text ends cleanly.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._start = 0
+        self._released = 0
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Add ids and return the text that is now certain."""
+        self._ids += token_ids
+        # Decoding starts at the last clean boundary, so a long text costs no more than a short one; one clean piece
+        # is kept in front because a tokenizer may write a token differently at the start of a text.
+        before = self._tokenizer.decode(self._ids[self._start : self._released])
+        text = self._tokenizer.decode(self._ids[self._start :])
+        if text.endswith(REPLACEMENT):
+            return ""
+        self._start, self._released = self._released, len(self._ids)
+        return text[len(before) :]
+
+    def finish(self) -> str:
+        """The rest, whether it ends cleanly or not."""
+        before = self._tokenizer.decode(self._ids[self._start : self._released])
+        return self._tokenizer.decode(self._ids[self._start :])[len(before) :]
+
+
+def find_tokenizer(path: Path, template_options: str | None = None) -> Tokenizer | None:
+    """The tokenizer in a target's directory, or None where there is none.
+
+    `template_options` is a JSON object passed to the chat template, such as `{"enable_thinking": false}`.
+    """
+    options: dict[str, Any] = {}
+    if template_options:
+        try:
+            options = json.loads(template_options)
+        except ValueError as error:
+            raise UsageError(f"--chat-template-kwargs: not valid JSON: {error}") from error
+        if not isinstance(options, dict):
+            raise UsageError("--chat-template-kwargs: expected a JSON object")
+    if not any((path / name).exists() for name in TOKENIZER_FILES):
+        return None
+    return Tokenizer(path, options)
