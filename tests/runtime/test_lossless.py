@@ -1,0 +1,124 @@
+"""Greedy speculative output equals plain decoding, token for token, whatever the draft proposes.
+
+Single requests in float32: batch shape changes float32 sums, so batches are compared in float64.
+"""
+
+from itertools import product
+
+import pytest
+import torch
+
+from dflash_cli.references import tiny_directory
+from dflash_runtime.request import SamplingParams
+from pairs import (
+    always_mask,
+    always_right,
+    always_wrong,
+    bundled_draft,
+    bundled_draft_model,
+    bundled_llm,
+    bundled_prompts,
+)
+
+PARAMS = SamplingParams(max_new_tokens=20)
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[tuple[int, ...]]:
+    """One prompt of every length from 1 to 65."""
+    text = [token for prompt in bundled_prompts() for token in prompt]
+    return [tuple(text[7 * length : 8 * length]) for length in range(1, 66)]
+
+
+@pytest.fixture(scope="module")
+def plain(prompts: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    return [output.token_ids for output in bundled_llm(None, 0).generate(prompts, PARAMS)]
+
+
+@pytest.mark.parametrize("num_draft_tokens", [1, 3, 7])
+@pytest.mark.parametrize("name", ["tiny", "tiny:reduced"])
+def test_bundled_drafts(
+    name: str, num_draft_tokens: int, prompts: list[tuple[int, ...]], plain: list[tuple[int, ...]]
+) -> None:
+    outputs = bundled_llm(bundled_draft_model(name), num_draft_tokens).generate(prompts, PARAMS)
+    assert [output.token_ids for output in outputs] == plain
+    accepted = sum(sum(output.acceptance_lengths) - len(output.acceptance_lengths) for output in outputs)
+    assert accepted > len(outputs)  # the drafts do take part
+
+
+@pytest.mark.parametrize("num_draft_tokens", [1, 3, 7])
+def test_always_right_draft_is_accepted_whole(
+    num_draft_tokens: int, prompts: list[tuple[int, ...]], plain: list[tuple[int, ...]]
+) -> None:
+    # The oracle knows a little past the limit, so that even the last block is right.
+    longer = SamplingParams(max_new_tokens=PARAMS.max_new_tokens + 8)
+    draft = bundled_draft_model()
+    for prompt, expected in zip(prompts[::4], plain[::4], strict=True):
+        sequence = prompt + bundled_llm(None, 0).generate([prompt], longer)[0].token_ids
+        output = bundled_llm(always_right(draft, sequence), num_draft_tokens).generate([prompt], PARAMS)[0]
+        assert output.token_ids == expected
+        assert set(output.acceptance_lengths) == {num_draft_tokens + 1}
+
+
+@pytest.mark.parametrize("num_draft_tokens", [1, 3, 7])
+def test_always_wrong_draft_is_never_accepted(
+    num_draft_tokens: int, prompts: list[tuple[int, ...]], plain: list[tuple[int, ...]]
+) -> None:
+    draft = bundled_draft_model()
+    for prompt, expected in zip(prompts[::4], plain[::4], strict=True):
+        wrong = always_wrong(draft, prompt + expected)
+        output = bundled_llm(wrong, num_draft_tokens).generate([prompt], PARAMS)[0]
+        assert output.token_ids == expected
+        assert output.acceptance_lengths == (1,) * (PARAMS.max_new_tokens - 1)
+
+
+@pytest.mark.parametrize("num_draft_tokens", [1, 3, 7])
+def test_mask_proposing_draft_changes_nothing(
+    num_draft_tokens: int, prompts: list[tuple[int, ...]], plain: list[tuple[int, ...]]
+) -> None:
+    llm = bundled_llm(always_mask(bundled_draft_model()), num_draft_tokens)
+    outputs = llm.generate(prompts[::4], PARAMS)
+    assert [output.token_ids for output in outputs] == plain[::4]
+
+
+def test_plain_decoding_equals_transformers(prompts: list[tuple[int, ...]], plain: list[tuple[int, ...]]) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_directory() / "target", dtype=torch.float32)
+    for prompt, expected in zip(prompts[::8], plain[::8], strict=True):
+        ids = torch.tensor([prompt])
+        output = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=PARAMS.max_new_tokens, do_sample=False,
+            eos_token_id=None, pad_token_id=0,
+        )  # fmt: skip
+        assert tuple(output[0, len(prompt) :].tolist()) == expected
+
+
+LAYOUTS: dict[str, dict[str, int]] = {
+    "as trained": {},
+    "causal": {"causal": True},
+    "window": {"window": 24},
+    "causal window": {"window": 24, "causal": True},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "num_draft_tokens"), list(product(["tiny", "tiny:reduced"], LAYOUTS, [1, 7]))
+)
+def test_batches_in_float64(name: str, layout: str, num_draft_tokens: int) -> None:
+    """Both drafts under every attention layout, seven prompts at once through three rows."""
+    num_layers = bundled_draft(name).config.num_layers
+    causal, window = LAYOUTS[layout].get("causal", False), LAYOUTS[layout].get("window")
+    draft = bundled_draft_model(
+        name, torch.float64, causal=(bool(causal),) * num_layers, windows=(window,) * num_layers
+    )
+    prompts = [prompt[:length] for prompt, length in zip(bundled_prompts(), [1, 15, 16, 17, 31, 33, 40], strict=False)]
+    params = SamplingParams(max_new_tokens=21)
+    plain = bundled_llm(None, 0, dtype=torch.float64).generate(prompts, params)
+    single = bundled_llm(draft, num_draft_tokens, dtype=torch.float64).generate(prompts, params)
+    batched = bundled_llm(draft, num_draft_tokens, dtype=torch.float64, max_num_requests=3).generate(prompts, params)
+    assert [output.token_ids for output in single] == [output.token_ids for output in plain]
+    assert batched == single
+    assert sum(map(sum, (output.acceptance_lengths for output in single))) > sum(
+        len(output.acceptance_lengths) for output in single
+    )

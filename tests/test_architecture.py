@@ -1,0 +1,96 @@
+"""What the folder listing promises: imports point one way, no package hides another, and headers need no torch."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+FORBIDDEN = {
+    "kernels/dflash_kernels": {"dflash_runtime", "dflash_cli", "typer", "rich", "transformers", "huggingface_hub"},
+    "runtime/dflash_runtime": {"dflash_cli", "typer", "rich", "huggingface_hub"},
+    "dflash_cli": set(),
+}
+EVERYWHERE = {"click", "kernels", "runtime", "pickle"}
+TORCH_FREE = {"torch", "transformers", "numpy"}
+
+
+def imports(file: Path) -> Iterator[str]:
+    """Top-level names a file imports, wherever in it."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module.split(".")[0]
+
+
+@pytest.mark.parametrize("folder", FORBIDDEN)
+def test_imports_point_one_way(folder: str) -> None:
+    files = sorted((ROOT / folder).rglob("*.py"))
+    assert files
+    for file in files:
+        wrong = set(imports(file)) & (FORBIDDEN[folder] | EVERYWHERE)
+        assert not wrong, f"{file.relative_to(ROOT)} imports {sorted(wrong)}"
+
+
+def test_no_package_where_one_would_shadow_another() -> None:
+    """An importable top-level `kernels` breaks transformers; a package under tests does so for `python -m pytest`."""
+    for folder in ("kernels", "runtime"):
+        assert not (ROOT / folder / "__init__.py").exists()
+    assert not list((ROOT / "tests").rglob("__init__.py"))
+
+
+def test_only_the_console_writes_to_the_terminal() -> None:
+    for folder in FORBIDDEN:
+        for file in (ROOT / folder).rglob("*.py"):
+            if file.name == "console.py":
+                continue
+            calls = [node.func.id for node in ast.walk(ast.parse(file.read_text()))
+                     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]  # fmt: skip
+            assert "print" not in calls, file
+
+
+def modules_after(arguments: list[str]) -> set[str]:
+    """Top-level modules a command has loaded when it ends."""
+    code = (
+        "import sys\n"
+        f"sys.path[:0] = {[str(ROOT), str(ROOT / 'runtime'), str(ROOT / 'kernels')]!r}\n"
+        f"sys.argv = ['dflash', *{arguments!r}]\n"
+        "from dflash_cli.main import main\n"
+        "try:\n    main()\n"
+        "except SystemExit as end:\n    assert end.code in (0, None), end.code\n"
+        "sys.stderr.write('MODULES ' + ' '.join(sorted({name.split('.')[0] for name in sys.modules})))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(done.stderr.split("MODULES ")[1].split())
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["--version"],
+        ["generate", "--help"],
+        ["inspect", "tiny"],
+        ["inspect", "tiny", "tiny:reduced"],
+        ["validate", "tiny", "--target", "tiny"],
+        ["validate", "tiny:reduced", "--json"],
+        ["convert", "tiny", "unused", "--to", "speculators", "--target", "tiny", "--verifier", "org/name", "--dry-run"],
+    ],
+    ids=" ".join,
+)
+def test_header_commands_never_import_torch(arguments: list[str]) -> None:
+    assert not modules_after(arguments) & TORCH_FREE
+
+
+def test_help_draws_nothing_with_rich() -> None:
+    assert "rich" not in modules_after(["--help"])
+
+
+def test_transformers_finds_its_own_kernels_from_the_repository_root() -> None:
+    code = "import transformers.integrations.hub_kernels"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True)
