@@ -20,11 +20,11 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-app.command("generate")(generate.generate)
-app.command("eval-acceptance")(eval_acceptance.eval_acceptance)
-app.command("validate")(validate.validate)
-app.command("inspect")(inspect.inspect)
-app.command("convert")(convert.convert)
+app.command("generate", short_help="Complete prompts with a pair.")(generate.generate)
+app.command("eval-acceptance", short_help="Measure how many tokens a step it gives.")(eval_acceptance.eval_acceptance)
+app.command("validate", short_help="Check a draft, alone or with its target.")(validate.validate)
+app.command("inspect", short_help="Describe a draft or a target, or compare two.")(inspect.inspect)
+app.command("convert", short_help="Write a draft in another dialect.")(convert.convert)
 
 
 def _print_version(is_asked: bool) -> None:

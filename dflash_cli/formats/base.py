@@ -20,6 +20,7 @@ from dflash_runtime.errors import UnknownFormat
 from dflash_runtime.registry import Registry
 
 Json = dict[str, Any]
+Homes = Mapping[str, tuple[str, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +28,8 @@ class Reading:
     """A config read into canonical form.
 
     `carried` holds keys with no home in the canonical form; they are reported by a conversion and kept where the
-    other dialect has room for them. `notes` are sentences a user should see (what was inferred, what was ignored).
+    other dialect has room for them. Keys of the decoder body are plain, others are prefixed with the container they
+    were found in (`dflash_config.`, `speculators.`). `notes` are sentences a user should see.
     """
 
     config: DraftConfig
@@ -38,7 +40,8 @@ class Reading:
 class Format(Protocol):
     """One dialect.
 
-    `writable` says whether `write_config` exists for it. `evidence` returns the sentence that says by what the
+    `writable` says whether `write_config` exists for it. `homes` maps a canonical field to the dotted keys that state
+    it here, and `unstated` lists the fields that have none. `evidence` returns the sentence that says by what the
     checkpoint was recognised, or None where it is another dialect.
     """
 
@@ -46,6 +49,8 @@ class Format(Protocol):
     title: ClassVar[str]
     priority: ClassVar[int]
     writable: ClassVar[bool]
+    homes: ClassVar[Homes]
+    unstated: ClassVar[frozenset[str]]
 
     def evidence(self, config: Mapping[str, Any], tensor_names: frozenset[str]) -> str | None: ...
 
@@ -54,7 +59,7 @@ class Format(Protocol):
     def write_config(self, config: DraftConfig, carried: Mapping[str, Any]) -> Json: ...
 
 
-FORMATS: Registry[Format] = Registry("format")
+FORMATS: Registry[type[Format]] = Registry("format")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,14 +76,17 @@ def detect(checkpoint: Checkpoint) -> Detection:
     Raises:
         UnknownFormat: no dialect recognises it.
     """
-    names = _tensor_names(checkpoint)
-    for candidate in sorted(all_formats(), key=lambda item: item.priority):
-        evidence = candidate.evidence(checkpoint.config, names)
+    return detect_from(checkpoint.config, frozenset(checkpoint.tensors), checkpoint.config_path)
+
+
+def detect_from(config: Mapping[str, Any], tensor_names: frozenset[str], path: Path) -> Detection:
+    """`detect`, from what it looks at; `tensor_names` may be empty where headers cannot be read."""
+    for candidate in all_formats():
+        evidence = candidate.evidence(config, tensor_names)
         if evidence is not None:
             return Detection(candidate, evidence)
-    architectures = checkpoint.config.get("architectures")
     raise UnknownFormat(
-        f"{checkpoint.config_path}: not a DFlash draft (architectures {architectures!r}, no dflash_config, no "
+        f"{path}: not a DFlash draft (architectures {config.get('architectures')!r}, no dflash_config, no "
         f"speculators_model_type)",
         hint="a draft's config.json has dflash_config or speculators_model_type; did you pass the target?",
     )
@@ -86,12 +94,24 @@ def detect(checkpoint: Checkpoint) -> Detection:
 
 @cache
 def all_formats() -> tuple[Format, ...]:
-    """Every registered dialect; importing this package's modules registers them."""
+    """Every registered dialect in order of priority; importing this package's modules registers them."""
     import dflash_cli.formats as package
 
     FORMATS.discover(package)
-    return tuple(FORMATS.values())
+    return tuple(sorted((item() for item in FORMATS.values()), key=lambda item: item.priority))
 
 
-def _tensor_names(checkpoint: Checkpoint) -> frozenset[str]:
-    return frozenset(checkpoint.tensors)
+def get_format(name: str) -> Format:
+    """The dialect of that name.
+
+    Raises:
+        UnsupportedError: there is none.
+    """
+    all_formats()
+    return FORMATS[name]()
+
+
+def named_architectures(config: Mapping[str, Any]) -> list[str]:
+    """The strings of `architectures`, whatever else the key holds."""
+    value = config.get("architectures")
+    return [item for item in value if isinstance(item, str)] if isinstance(value, list) else []

@@ -1,0 +1,187 @@
+"""Rules on the weights' headers: names, shapes, element types."""
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+
+from dflash_cli.checks.base import Problem, Subject, check, is_int
+from dflash_runtime.checkpoint import TensorInfo
+from dflash_runtime.layout import (
+    DRAFT_TO_TARGET,
+    EMBEDDING,
+    HEAD,
+    TARGET_TO_DRAFT,
+    body_shapes,
+    compare_tensors,
+    layer_indices,
+    owned_shapes,
+)
+
+WEIGHTS = "model.safetensors"
+PREFIXES = ("model.", "dflash_module.", "draft_model.", "encoder.")
+FLOATS = frozenset({"F16", "BF16", "F32", "F64"})
+STORED_AS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "float64": "F64"}
+EXPLAINED = (
+    (r"(embed_tokens|lm_head)\.", "the target's, which a draft borrows"),
+    (r"prefix_gru\.|embed_proj\.|logit_head\.", "part of a Domino head"),
+    (r"markov_|confidence_", "part of a DSpark head"),
+    (r".*(exp_avg|optimizer|step$)", "left over from training"),
+    (r".*(qkv_proj|gate_up_proj)\.", "fused projections, as engines keep them in memory"),
+    (r".*(weight_scale|weight_packed|weight_zero_point|input_scale)", "packed weights"),
+    (r".*mask_(hidden|embedding)", "a learned mask embedding, which this tool does not serve"),
+)
+
+
+@check("N01")
+def every_tensor_is_there(subject: Subject) -> Iterator[Problem]:
+    """No tensor is missing: 3 + 11 a layer, 15 with attention bias (neither vLLM nor SGLang reports it)."""
+    if subject.dims is None or subject.tensors is None or _prefix(subject) is not None:
+        return
+    missing, _, _ = compare_tensors(body_shapes(subject.dims), _shapes(subject))
+    if missing:
+        yield Problem(
+            WEIGHTS,
+            f"missing: {_listed(missing)}",
+            effect="vLLM and SGLang load the rest and keep random values there",
+        )
+
+
+@check("N02")
+def no_tensor_is_unexpected(subject: Subject) -> Iterator[Problem]:
+    """No tensor that DFlash does not have."""
+    if subject.dims is None or subject.tensors is None or _prefix(subject) is not None:
+        return
+    _, unexpected, _ = compare_tensors(owned_shapes(subject.dims), _shapes(subject))
+    layers = subject.dims.num_layers
+    beyond = [name for name in unexpected if any(index >= layers for index in layer_indices([name]))]
+    biases = [name for name in unexpected if name.endswith(".bias") and name not in beyond]
+    for name in unexpected:
+        if name in beyond or name in biases:  # N06 and N07 report these
+            continue
+        reason = next((text for pattern, text in EXPLAINED if re.match(pattern, name)), "")
+        yield Problem(f"{WEIGHTS}:{name}", f"unexpected{f': {reason}' if reason else ''}")
+
+
+@check("N03")
+def names_are_flat(subject: Subject) -> Iterator[Problem]:
+    """Tensor names have no prefix (vLLM 0.33.0 puts `model.` before every name)."""
+    prefix = _prefix(subject)
+    if prefix is not None:
+        yield Problem(
+            WEIGHTS,
+            f"names start with {prefix!r}",
+            effect="vLLM looks for model.model.* and stops",
+            fix="save the draft module itself, without the wrapper that holds it",
+        )
+
+
+@check("N04")
+def shapes_fit(subject: Subject) -> Iterator[Problem]:
+    """Every shape follows from the config (vllm#48113, #42505, #42704)."""
+    if subject.dims is None or subject.tensors is None:
+        return
+    expected = body_shapes(subject.dims)
+    if subject.taps is None:
+        del expected["fc.weight"]
+    _, _, wrong = compare_tensors(expected, _shapes(subject))
+    for name, (found, wanted) in wrong.items():
+        dims = subject.dims
+        why = f" = {dims.num_taps} taps x {dims.feature_size}" if name == "fc.weight" else ""
+        yield Problem(f"{WEIGHTS}:{name}", f"{found}, expected {wanted}{why}")
+
+
+@check("N06")
+def layers_are_counted(subject: Subject) -> Iterator[Problem]:
+    """The layers in the file are 0 to num_hidden_layers - 1."""
+    count = subject.body.get("num_hidden_layers")
+    if subject.tensors is None or not is_int(count) or _prefix(subject) is not None:
+        return
+    found = layer_indices(subject.tensors)
+    if found != list(range(count)) and len(found) != 0:
+        yield Problem(WEIGHTS, f"has the layers {found}, expected 0..{count - 1}")
+
+
+@check("N07")
+def biases_fit(subject: Subject) -> Iterator[Problem]:
+    """Biases are there exactly where attention_bias says so, o_proj included."""
+    if subject.tensors is None:
+        return
+    pattern = re.compile(r"layers\.\d+\.self_attn\.[qkvo]_proj\.bias$")
+    biases = [name for name in subject.tensors if pattern.match(name)]
+    if biases and subject.body.get("attention_bias") is not True:
+        yield Problem(f"{WEIGHTS}:{biases[0]}", f"{len(biases)} biases, but attention_bias is not true")
+
+
+@check("N09", "warning")
+def one_element_type(subject: Subject) -> Iterator[Problem]:
+    """Weights have one element type, and not float16 (InternLM/lmdeploy#4991)."""
+    counts = Counter(info.dtype for info in _body_tensors(subject).values())
+    if len(counts) > 1:
+        yield Problem(WEIGHTS, f"mixed element types: {', '.join(f'{n} {kind}' for kind, n in counts.most_common())}")
+    if "F16" in counts:
+        yield Problem(
+            WEIGHTS,
+            "float16 weights",
+            effect="DFlash activations overflow float16: nearly nothing is accepted",
+            fix="export in bfloat16",
+            severity="error",
+        )
+
+
+@check("N10", "warning")
+def dtype_is_told_truly(subject: Subject) -> Iterator[Problem]:
+    """The config's dtype is that of the weights."""
+    stated = subject.body.get("dtype") or subject.body.get("torch_dtype") or subject.config.get("dtype")
+    kinds = {info.dtype for info in _body_tensors(subject).values()} & FLOATS
+    if isinstance(stated, str) and stated in STORED_AS and kinds and STORED_AS[stated] not in kinds:
+        yield Problem(subject.body_place("dtype"), f"{stated}, but the weights are {'/'.join(sorted(kinds))}")
+
+
+@check("N11")
+def weights_are_plain(subject: Subject) -> Iterator[Problem]:
+    """Weights are plain floats; packed ones need a quantization_config and are not read here."""
+    packed = sorted(
+        {info.dtype for info in _body_tensors(subject).values() if info.dtype not in FLOATS and len(info.shape) > 1}
+    )
+    has_config = bool(subject.config.get("quantization_config") or subject.body.get("quantization_config"))
+    if packed and not has_config:
+        yield Problem(WEIGHTS, f"packed weights ({', '.join(packed)}) without a quantization_config")
+    elif has_config:
+        yield Problem(
+            subject.place("quantization_config"),
+            "quantised weights",
+            effect="their shapes are not those of a plain draft; this tool does not read them",
+            severity="error" if packed else "warning",
+        )
+
+
+@check("N15", "warning")
+def no_mask_embedding(subject: Subject) -> Iterator[Problem]:
+    """No learned mask embedding beside the weights (XiaomiMiMo), which most readers ignore."""
+    if (subject.path / "mask_embedding.pt").exists():
+        yield Problem(
+            "mask_embedding.pt",
+            "a learned mask embedding in a pickle file",
+            effect="vLLM and SGLang use it; readers that take the mask token's own row draft worse",
+        )
+
+
+def _shapes(subject: Subject) -> dict[str, tuple[int, ...]]:
+    return {name: info.shape for name, info in (subject.tensors or {}).items()}
+
+
+def _body_tensors(subject: Subject) -> Mapping[str, TensorInfo]:
+    """The tensors that are the draft's own: no map, and no copy of the target's."""
+    skipped = {EMBEDDING, HEAD, DRAFT_TO_TARGET, TARGET_TO_DRAFT}
+    return {name: info for name, info in (subject.tensors or {}).items() if name not in skipped}
+
+
+def _prefix(subject: Subject) -> str | None:
+    """A prefix that every layer's name has."""
+    names = [name for name in subject.tensors or () if "layers." in name]
+    return next((prefix for prefix in PREFIXES if names and all(name.startswith(prefix) for name in names)), None)
+
+
+def _listed(names: list[str], limit: int = 6) -> str:
+    rest = len(names) - limit
+    return ", ".join(names[:limit]) + (f" and {rest} more" if rest > 0 else "")

@@ -1,0 +1,126 @@
+"""Write a planned checkpoint into a directory that appears whole or not at all."""
+
+import errno
+import hashlib
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from dflash_cli.conversion.plan import Plan
+from dflash_cli.safetensors_writer import write_tensors
+from dflash_runtime.checkpoint import INDEX_FILE, TensorInfo
+from dflash_runtime.errors import CapacityError, UsageError
+
+MANIFEST_FILE = "conversion.json"
+HASH_BYTES = 4 * 1024 * 1024
+
+Observe = Callable[[str, int, int], None]
+"""Told the stage, the bytes just done and the bytes of the stage."""
+
+
+def check_destination(destination: Path, source: Path, *, force: bool) -> None:
+    """Refuse a destination before anything is read.
+
+    Raises:
+        UsageError: it exists and is not to be replaced, or replacing it would remove something else.
+    """
+    if not os.path.lexists(destination):
+        return
+    if not force:
+        raise UsageError(f"{destination}: exists already", hint="pass --force to replace it")
+    if source.exists() and source.resolve().is_relative_to(destination.resolve()):
+        raise UsageError(f"{destination}: is or holds the source, which --force would remove")
+    is_checkpoint = destination.is_dir() and any(
+        (destination / name).exists() for name in ("config.json", MANIFEST_FILE)
+    )
+    if not is_checkpoint and not (destination.is_dir() and not any(destination.iterdir())):
+        raise UsageError(f"{destination}: is no checkpoint, and --force replaces nothing else")
+
+
+@contextmanager
+def staged(destination: Path, num_bytes: int) -> Iterator[Path]:
+    """A hidden directory beside the destination, which takes its place on success and is removed on anything else.
+
+    Raises:
+        CapacityError: the disk has less room than is needed.
+        UsageError: the place cannot be written, or the destination has appeared meanwhile.
+    """
+    parent = destination.absolute().parent
+    stage = parent / f".{destination.name}.tmp-{secrets.token_hex(4)}"
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(parent).free
+        if free < num_bytes:
+            raise CapacityError(f"{parent}: {free} bytes free, {num_bytes} needed")
+        stage.mkdir()
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise UsageError(f"{parent}: cannot be written: {error.strerror}") from error
+    try:
+        yield stage
+        _take_place(stage, destination)
+    finally:
+        shutil.rmtree(stage, ignore_errors=True)
+
+
+def write_plan(plan: Plan, stage: Path, observe: Observe) -> None:
+    """Write weights, companions and config; the config comes last."""
+    total = plan.num_bytes
+    by_file: dict[str, list[TensorInfo]] = {}
+    for info in plan.kept:
+        by_file.setdefault(info.file.name, []).append(info)
+    for name, tensors in by_file.items():
+        write_tensors(stage / name, tensors, lambda count: observe("copy", count, total))
+    if len(by_file) > 1:
+        weight_map = {info.name: name for name, tensors in by_file.items() for info in tensors}
+        write_json(stage / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    for file in plan.files:
+        shutil.copyfile(file, stage / file.name)
+    write_json(stage / "config.json", plan.config_json)
+
+
+def write_json(path: Path, document: dict[str, Any]) -> None:
+    """Write a JSON document for people and machines."""
+    path.write_text(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def hash_files(files: list[Path], observe: Observe) -> dict[str, dict[str, Any]]:
+    """Size and SHA-256 of each file."""
+    total = sum(file.stat().st_size for file in files)
+    return {file.name: _hash(file, total, observe) for file in files}
+
+
+def _hash(file: Path, total: int, observe: Observe) -> dict[str, Any]:
+    digest = hashlib.sha256()
+    with file.open("rb", buffering=0) as stream:
+        while piece := stream.read(HASH_BYTES):
+            digest.update(piece)
+            observe("hash", len(piece), total)
+    return {"num_bytes": file.stat().st_size, "sha256": digest.hexdigest()}
+
+
+def _take_place(stage: Path, destination: Path) -> None:
+    """Rename into place; what stands there, and may be replaced, is put back if that fails."""
+    aside = None
+    if os.path.lexists(destination):
+        aside = stage.with_name(f".{destination.name}.old-{secrets.token_hex(4)}")
+        destination.rename(aside)
+    try:
+        stage.rename(destination)
+    except BaseException as error:
+        if aside is not None:
+            aside.rename(destination)
+        if isinstance(error, OSError) and error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            raise UsageError(f"{destination}: appeared while the conversion ran") from error
+        raise
+    if aside is not None:
+        if aside.is_dir() and not aside.is_symlink():
+            shutil.rmtree(aside)
+        else:
+            aside.unlink()

@@ -1,0 +1,93 @@
+"""Convert a draft from one dialect to the other: read, plan, write beside the destination, verify, rename into place.
+
+Tensor bytes are copied and never decoded. `conversion.json` in the result says what became of every key and tensor.
+"""
+
+import time
+from pathlib import Path
+from typing import Any, Literal
+
+from dflash_cli import __version__
+from dflash_cli.conversion.plan import Plan, Wish, make_plan
+from dflash_cli.conversion.verify import verify_roundtrip
+from dflash_cli.conversion.write import (
+    MANIFEST_FILE,
+    Observe,
+    check_destination,
+    hash_files,
+    staged,
+    write_json,
+    write_plan,
+)
+from dflash_cli.loading import open_draft
+
+__all__ = ["Plan", "Verification", "Wish", "check_destination", "convert_draft", "describe", "plan_conversion"]
+
+Verification = Literal["none", "roundtrip"]
+SLACK_BYTES = 1024 * 1024
+"""Room for the config, the manifest and the header beside the weights."""
+
+
+def plan_conversion(source: Path, wish: Wish) -> Plan:
+    """Read a draft and decide its conversion; writes nothing.
+
+    Raises:
+        CheckpointNotFound, CheckpointError, UnsupportedError, UsageError: see `conversion.plan.make_plan`.
+    """
+    return make_plan(open_draft(source), wish)
+
+
+def convert_draft(
+    plan: Plan, destination: Path, *, verification: Verification = "roundtrip", observe: Observe | None = None
+) -> dict[str, Any]:
+    """Carry out a plan and return its manifest. The destination is complete or absent, whatever happens.
+
+    Raises:
+        UsageError: the destination cannot be written.
+        GateFailed: the result does not read back as planned.
+        CapacityError: no room on the disk.
+    """
+    watch = observe if observe is not None else _ignore
+    seconds: dict[str, float] = {}
+    with staged(destination, plan.num_bytes + SLACK_BYTES) as stage:
+        started = time.perf_counter()
+        write_plan(plan, stage, watch)
+        seconds["copy_s"] = _since(started)
+        started = time.perf_counter()
+        if verification == "roundtrip":
+            verify_roundtrip(plan, stage, watch)
+        seconds["verify_s"] = _since(started)
+        started = time.perf_counter()
+        weights = {
+            "source": hash_files(plan.draft.checkpoint.weight_files, watch),
+            "result": hash_files(sorted(stage.glob("*.safetensors")), watch),
+        }
+        seconds["hash_s"] = _since(started)
+        manifest = {**describe(plan), "verified": verification, "weights": weights, "timings": seconds}
+        write_json(stage / MANIFEST_FILE, {"schema_version": 1, **manifest})
+    return manifest
+
+
+def describe(plan: Plan) -> dict[str, Any]:
+    """The part of the manifest that is known before anything is written."""
+    keys, tensors = plan.key_fates, plan.tensor_fates
+    return {
+        "tool": "dflash",
+        "version": __version__,
+        "source": str(plan.draft.checkpoint.path),
+        "source_dialect": plan.draft.detection.format.name,
+        "destination_dialect": plan.format.name,
+        "num_bytes": plan.num_bytes,
+        "warnings": list(plan.warnings),
+        "config": [fate.document() for fate in keys],
+        "tensors": [fate.document() for fate in tensors],
+        "files": [file.name for file in plan.files],
+    }
+
+
+def _since(started: float) -> float:
+    return round(time.perf_counter() - started, 6)
+
+
+def _ignore(stage: str, count: int, total: int) -> None:
+    pass

@@ -1,0 +1,201 @@
+"""Relatives of DFlash: recognised so that they are refused by name, since several carry DFlash's architecture string.
+
+Reading one as DFlash would load most tensors and propose from a model that was never trained. Each class says by what
+the kind is recognised and what a DFlash reader would leave out. Sources: z-lab/dflash model.py (DFlash 2),
+NVIDIA/Model-Optimizer hf_spec_export.py (Domino and DSpark under DFlash's name), vllm-project/vllm
+model_executor/models/registry.py, sgl-project/SpecForge modeling/draft/dflash.py.
+"""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+from dflash_cli.formats.base import FORMATS, Homes, Json, Reading, named_architectures
+from dflash_runtime.config import DraftConfig
+from dflash_runtime.errors import UnknownFormat, UnsupportedError
+
+
+class Relative:
+    """A kind of draft that is not DFlash 1. Subclasses are data: how it is told apart and what it adds."""
+
+    name: ClassVar[str]
+    title: ClassVar[str]
+    priority: ClassVar[int] = 10
+    writable: ClassVar[bool] = False
+    homes: ClassVar[Homes] = {}
+    unstated: ClassVar[frozenset[str]] = frozenset()
+
+    types: ClassVar[frozenset[str]] = frozenset()
+    """Its values of `speculators_model_type`."""
+    projectors: ClassVar[frozenset[str]] = frozenset()
+    """Its values of `dflash_config.projector_type`."""
+    architectures: ClassVar[str] = r"(?!)"
+    """Matches the start of its architecture names."""
+    keys: ClassVar[frozenset[str]] = frozenset()
+    """Config keys, at the top level or in `dflash_config`, that only it has, whatever their value."""
+    tensors: ClassVar[str] = r"(?!)"
+    """Matches the start of tensor names that only it has."""
+    difference: ClassVar[str]
+
+    def evidence(self, config: Mapping[str, Any], tensor_names: frozenset[str]) -> str | None:
+        """A stated speculators type decides alone; without one, the most explicit marker is named."""
+        kind = config.get("speculators_model_type")
+        if kind is not None:
+            return f"speculators_model_type is {kind!r}" if isinstance(kind, str) and kind in self.types else None
+        nested = config.get("dflash_config")
+        nested = nested if isinstance(nested, dict) else {}
+        projector = nested.get("projector_type", config.get("projector_type"))
+        if isinstance(projector, str) and projector in self.projectors:
+            return f"dflash_config.projector_type is {projector!r}"
+        for key in sorted(self.keys):
+            if key in nested or key in config:
+                return f"config.json has {key} {nested.get(key, config.get(key))!r}"
+        return self._architecture(config) or self._tensor(tensor_names)
+
+    def read_config(self, config: Mapping[str, Any], path: Path) -> Reading:
+        raise UnknownFormat(
+            f"{path}: {self.title} ({self.evidence(config, frozenset()) or 'by its tensors'}), not DFlash: "
+            f"{self.difference}",
+            hint="this tool handles DFlash drafts only; removing the extra parts would change the model",
+        )
+
+    def write_config(self, config: DraftConfig, carried: Mapping[str, Any]) -> Json:
+        raise UnsupportedError(f"{self.title} is not written by this tool")
+
+    def _architecture(self, config: Mapping[str, Any]) -> str | None:
+        found = next((name for name in named_architectures(config) if re.match(self.architectures, name)), None)
+        return f"architectures names {found}" if found else None
+
+    def _tensor(self, tensor_names: frozenset[str]) -> str | None:
+        found = min((name for name in tensor_names if re.match(self.tensors, name)), default=None)
+        return f"it has the tensor {found}" if found else None
+
+
+@FORMATS.register("domino")
+class Domino(Relative):
+    """Domino, also where the architecture says DFlashDraftModel."""
+
+    name = "domino"
+    title = "Domino"
+    priority = 10
+    projectors = frozenset({"domino"})
+    architectures = r"Domino"
+    keys = frozenset({"gru_hidden_dim"})
+    tensors = r"prefix_gru\.|embed_proj\.|logit_head\."
+    difference = "a recurrent head rewrites the logits of each position from the tokens before it"
+
+
+@FORMATS.register("dspark")
+class DSpark(Relative):
+    """DSpark, and the files with markov_rank 0 that call themselves DFlash."""
+
+    name = "dspark"
+    title = "DSpark"
+    priority = 11
+    types = frozenset({"dspark"})
+    projectors = frozenset({"dspark"})
+    architectures = r".*DSpark"
+    keys = frozenset({"markov_rank", "markov_head_type"})
+    tensors = r"markov_|confidence_|gate_proj\.|joint_proj\."
+    difference = "it also predicts at the anchor, so a block of B proposes B tokens, and a Markov head joins them"
+
+
+@FORMATS.register("dflash2")
+class DFlash2(Relative):
+    """DFlash 2."""
+
+    name = "dflash2"
+    title = "DFlash 2"
+    priority = 12
+    types = frozenset({"dflash2"})
+    architectures = r".*DFlash2"
+    keys = frozenset({"conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"})
+    tensors = r"(layers\.\d+\.)?(attention_conv|mlp_conv)\.|candidate_selector\."
+    difference = "convolutions surround each sublayer and a candidate selector picks the path"
+
+
+@FORMATS.register("xpress")
+class XPress(Relative):
+    """XPress."""
+
+    name = "xpress"
+    title = "XPress"
+    priority = 13
+    types = frozenset({"xpress"})
+    architectures = r".*XPress"
+    difference = "its layers and its way of proposing are its own"
+
+
+@FORMATS.register("lilicorr")
+class LiLiCorr(Relative):
+    """LiLiCorr."""
+
+    name = "lilicorr"
+    title = "LiLiCorr"
+    priority = 14
+    architectures = r"LiLiCorr"
+    difference = "a correction follows the block's proposals"
+
+
+@FORMATS.register("laguna")
+class Laguna(Relative):
+    """Laguna's DFlash."""
+
+    name = "laguna"
+    title = "Laguna DFlash"
+    priority = 15
+    architectures = r"DFlashLaguna|Laguna"
+    tensors = r"aux_hidden_norms\.|layers\.\d+\.self_attn\.g_proj\."
+    difference = "its attention is gated and each tapped feature has a norm of its own"
+
+
+@FORMATS.register("muse")
+class Muse(Relative):
+    """The assistant model of Muse Glimmer."""
+
+    name = "muse"
+    title = "Muse Glimmer assistant"
+    priority = 16
+    architectures = r"MuseGlimmerAssistant|MuseSpark"
+    tensors = r"encoder\.(fc|output_norm_enc)\."
+    difference = "its context encoder has other names and its settings are read by transformers only"
+
+
+@FORMATS.register("eagle3")
+class Eagle3(Relative):
+    """EAGLE-3, which also has `fc.weight` and often `d2t`."""
+
+    name = "eagle3"
+    title = "EAGLE-3"
+    priority = 17
+    types = frozenset({"eagle", "eagle3"})
+    architectures = r".*Eagle"
+    tensors = r"midlayer\.|layers\.0\.hidden_norm\."
+    difference = "it drafts one token after another from its own hidden state"
+
+
+@FORMATS.register("peagle")
+class PEagle(Relative):
+    """P-EAGLE."""
+
+    name = "peagle"
+    title = "P-EAGLE"
+    priority = 8
+    types = frozenset({"peagle"})
+    architectures = r".*(PEagle|ParallelEagle)"
+    keys = frozenset({"mask_hidden"})
+    tensors = r"mask_hidden"
+    difference = "it is an EAGLE head run in parallel over learned mask states"
+
+
+@FORMATS.register("mtp")
+class Mtp(Relative):
+    """Multi-token prediction layers."""
+
+    name = "mtp"
+    title = "MTP"
+    priority = 18
+    types = frozenset({"mtp"})
+    architectures = r".*MTP"
+    difference = "it is a chain of prediction layers that belong to the target"

@@ -1,0 +1,229 @@
+"""The speculators dialect (vllm-project/speculators 0.5 to 0.9): the draft's body inside `transformer_layer_config`.
+
+Taps are numbered from 1 (`aux_hidden_state_layer_ids` = layer + 1), there is no top-level `model_type`, and the file
+may carry a reduced head with its id map or copies of the target's embedding and head.
+"""
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+from dflash_cli.formats.base import FORMATS, Homes, Json, Reading, named_architectures
+from dflash_cli.formats.body import (
+    BODY_HOMES,
+    BODY_KEYS,
+    NESTED,
+    TOP,
+    carried_keys,
+    plain_keys,
+    prefixed_keys,
+    refuse_unserved,
+    require_object,
+    write_body,
+)
+from dflash_cli.formats.speculators_registry import (
+    SPECULATORS,
+    find_updater,
+    layer_causality,
+    register_speculator,
+    update_dflash,
+)
+from dflash_runtime.config import DraftConfig, Verifier
+from dflash_runtime.errors import MISSING, InvalidConfig, LossyConversion, UnsupportedError, UsageError
+from dflash_runtime.hf_config import read_body, read_layer_types, read_windows, require_int
+
+__all__ = ["SPECULATORS", "SpeculatorsFormat", "register_speculator", "update_dflash"]
+
+BODY = "transformer_layer_config."
+WRITTEN_VERSION = "0.9.0"
+"""The release whose layout `write_config` follows."""
+
+TOP_KEYS = frozenset(
+    {
+        "speculators_model_type", "speculators_version", "speculators_config", "transformer_layer_config",
+        "draft_vocab_size", "block_size", "target_hidden_size", "aux_hidden_state_layer_ids", "mask_token_id",
+        "sliding_window_non_causal", "sample_from_anchor", "num_target_layers", "tie_word_embeddings", "dtype",
+        "torch_dtype", "model_type",
+    }
+)  # fmt: skip
+
+
+@FORMATS.register("speculators")
+class SpeculatorsFormat:
+    """speculators checkpoints."""
+
+    name: ClassVar[str] = "speculators"
+    title: ClassVar[str] = "DFlash, speculators dialect"
+    priority: ClassVar[int] = 50
+    writable: ClassVar[bool] = True
+    homes: ClassVar[Homes] = {
+        **{field: tuple(BODY + key for key in keys) for field, keys in BODY_HOMES.items()},
+        "dtype": (BODY + "dtype", BODY + "torch_dtype", "dtype", "torch_dtype"),
+        "target_layer_ids": ("aux_hidden_state_layer_ids",),
+        "mask_token_id": ("mask_token_id",),
+        "block_size": ("block_size", "speculators_config.proposal_methods"),
+        "draft_vocab_size": ("draft_vocab_size",),
+        "target_hidden_size": ("target_hidden_size",),
+        "num_target_layers": ("num_target_layers",),
+        "causal": ("sliding_window_non_causal",),
+        "sample_from_anchor": ("sample_from_anchor",),
+        "verifier": ("speculators_config.verifier",),
+    }
+    unstated: ClassVar[frozenset[str]] = frozenset(
+        {"input_embedding_scale", "output_multiplier", "final_logit_softcapping"}
+    )
+
+    def evidence(self, config: Mapping[str, Any], tensor_names: frozenset[str]) -> str | None:
+        if "speculators_model_type" in config:
+            return f"speculators_model_type is {config['speculators_model_type']!r}"
+        return "config.json has speculators_config" if "speculators_config" in config else None
+
+    def read_config(self, config: Mapping[str, Any], path: Path) -> Reading:
+        """Read through the type's updater, so that this tool and an engine see the same draft.
+
+        Raises:
+            InvalidConfig: a key that is missing or wrong.
+            UnknownFormat: another speculators type than DFlash.
+            UnsupportedError: anchor sampling, or a tap on the embedding.
+        """
+        kind = config.get("speculators_model_type", MISSING)
+        if kind is MISSING:
+            raise InvalidConfig("speculators_model_type", MISSING, "'dflash' beside speculators_config", path=path)
+        update = find_updater(kind)
+        body = require_object(config.get("transformer_layer_config", MISSING), "transformer_layer_config", path)
+        seen = copy.deepcopy(dict(body))
+        update(config, seen)
+        refuse_unserved({**body, **config})
+        if seen["dflash_config"]["sample_from_anchor"]:
+            raise UnsupportedError(
+                "sample_from_anchor: true: the draft also predicts at the anchor, as DSpark does; DFlash "
+                "proposes from the masked positions only"
+            )
+        canonical = _canonical(config, body, seen, path)
+        return Reading(config=canonical, carried=_carried(config, body), notes=_notes(config, body, canonical))
+
+    def write_config(self, config: DraftConfig, carried: Mapping[str, Any]) -> Json:
+        """Write the layout of speculators 0.9, complete and with every default spelled out.
+
+        Raises:
+            LossyConversion: causality or scales that this dialect cannot state.
+            UsageError: the target's name is not known.
+        """
+        _refuse_scales(config)
+        if config.verifier is None:
+            raise UsageError(
+                "verifier: a speculators checkpoint names its target", hint="pass --verifier NAME or --target REF"
+            )
+        body = {"max_window_layers": config.num_layers, **plain_keys(carried), **write_body(config)}
+        nested = prefixed_keys(carried, NESTED)
+        if nested:
+            body["dflash_config"] = nested
+        return {
+            **prefixed_keys(carried, TOP),
+            "architectures": ["DFlashDraftModel"],
+            "speculators_model_type": "dflash",
+            "speculators_version": WRITTEN_VERSION,
+            "speculators_config": _write_proposal(config),
+            "transformer_layer_config": body,
+            "draft_vocab_size": config.draft_vocab_size,
+            "block_size": config.block_size,
+            "target_hidden_size": config.target_hidden_size,
+            "aux_hidden_state_layer_ids": [layer + 1 for layer in config.target_layer_ids],
+            "mask_token_id": config.mask_token_id,
+            "sliding_window_non_causal": _write_causality(config),
+            "sample_from_anchor": config.sample_from_anchor,
+            "tie_word_embeddings": False,
+            **({} if config.num_target_layers is None else {"num_target_layers": config.num_target_layers}),
+            **({} if config.dtype is None else {"dtype": config.dtype}),
+        }
+
+
+def _canonical(config: Mapping[str, Any], body: Mapping[str, Any], seen: Mapping[str, Any], path: Path) -> DraftConfig:
+    fields = read_body(body, path)
+    fields["dtype"] = fields["dtype"] or config.get("dtype") or config.get("torch_dtype")
+    depth = config.get("num_target_layers")
+    return DraftConfig(
+        **fields,
+        vocab_size=require_int(body, "vocab_size", path),
+        draft_vocab_size=require_int(config, "draft_vocab_size", path),
+        block_size=require_int(config, "block_size", path),
+        target_layer_ids=tuple(seen["dflash_config"]["target_layer_ids"]),
+        mask_token_id=seen["dflash_config"]["mask_token_id"],
+        target_hidden_size=seen.get("target_hidden_size"),
+        num_target_layers=None if depth is None else require_int(config, "num_target_layers", path),
+        windows=read_windows(body, fields["num_layers"], path),
+        causal=layer_causality(config, read_layer_types(body, fields["num_layers"], path)),
+        verifier=_read_verifier(config, path),
+        model_type=str(body.get("model_type", "qwen3")),
+    )
+
+
+def _read_verifier(config: Mapping[str, Any], path: Path) -> Verifier | None:
+    outer = require_object(config.get("speculators_config", {}), "speculators_config", path)
+    verifier = require_object(outer.get("verifier") or {}, "speculators_config.verifier", path)
+    name = verifier.get("name_or_path")
+    if not name:
+        return None
+    return Verifier(name_or_path=str(name), architectures=tuple(named_architectures(verifier)))
+
+
+def _carried(config: Mapping[str, Any], body: Mapping[str, Any]) -> Json:
+    nested = body.get("dflash_config")
+    return {
+        **carried_keys(config, TOP_KEYS, TOP),
+        **carried_keys(body, {*BODY_KEYS, "dflash_config"}),
+        **(carried_keys(nested, (), NESTED) if isinstance(nested, dict) else {}),
+    }
+
+
+def _notes(config: Mapping[str, Any], body: Mapping[str, Any], canonical: DraftConfig) -> tuple[str, ...]:
+    notes = []
+    stated = body.get("is_causal")
+    if stated is not None and stated != canonical.is_causal:
+        notes.append(
+            f"transformer_layer_config.is_causal {stated} is ignored: sliding_window_non_causal decides in this dialect"
+        )
+    if "sliding_window_non_causal" not in config and any(window is not None for window in canonical.windows):
+        notes.append("sliding_window_non_causal is not stated: every layer is read as non-causal")
+    return tuple(notes)
+
+
+def _write_causality(config: DraftConfig) -> bool:
+    """`sliding_window_non_causal`; true also where nothing slides, because vLLM 0.33 takes false for every layer."""
+    sliding = {causal for causal, window in zip(config.causal, config.windows, strict=True) if window is not None}
+    full = {causal for causal, window in zip(config.causal, config.windows, strict=True) if window is None}
+    if True in full:
+        raise LossyConversion("causal full-attention layers: in the speculators dialect full layers are never causal")
+    if len(sliding) > 1:
+        raise LossyConversion("sliding layers that differ in causality: the speculators dialect has one flag for all")
+    return sliding != {True}
+
+
+def _write_proposal(config: DraftConfig) -> Json:
+    verifier = config.verifier
+    assert verifier is not None
+    return {
+        "algorithm": "dflash",
+        "default_proposal_method": "greedy",
+        "proposal_methods": [
+            {
+                "proposal_type": "greedy",
+                "speculative_tokens": config.num_draft_tokens,
+                "verifier_accept_k": 1,
+                "accept_tolerance": 0.0,
+            }
+        ],
+        "verifier": {"name_or_path": verifier.name_or_path, "architectures": list(verifier.architectures)},
+    }
+
+
+def _refuse_scales(config: DraftConfig) -> None:
+    stated = {
+        "input_embedding_scale": config.input_embedding_scale != 1.0,
+        "output_multiplier": config.output_multiplier != 1.0,
+        "final_logit_softcapping": config.final_logit_softcapping is not None,
+    }
+    lost = [key for key, is_set in stated.items() if is_set]
+    if lost:
+        raise LossyConversion(f"{', '.join(lost)}: the speculators dialect has no key for it")
