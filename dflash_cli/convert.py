@@ -4,10 +4,12 @@ Tensor bytes are copied and never decoded. `conversion.json` in the result says 
 """
 
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
 from dflash_cli import __version__
+from dflash_cli.conversion.logits import verify_logits
 from dflash_cli.conversion.plan import Plan, Wish, make_plan
 from dflash_cli.conversion.verify import verify_roundtrip
 from dflash_cli.conversion.write import (
@@ -23,7 +25,7 @@ from dflash_cli.loading import open_draft
 
 __all__ = ["Plan", "Verification", "Wish", "check_destination", "convert_draft", "describe", "plan_conversion"]
 
-Verification = Literal["none", "roundtrip"]
+Verification = Literal["none", "roundtrip", "logits"]
 SLACK_BYTES = 1024 * 1024
 """Room for the config, the manifest and the header beside the weights."""
 
@@ -54,8 +56,7 @@ def convert_draft(
         write_plan(plan, stage, watch)
         seconds["copy_s"] = _since(started)
         started = time.perf_counter()
-        if verification == "roundtrip":
-            verify_roundtrip(plan, stage, watch)
+        proof = _verify(plan, stage, verification, watch)
         seconds["verify_s"] = _since(started)
         started = time.perf_counter()
         weights = {
@@ -63,9 +64,19 @@ def convert_draft(
             "result": hash_files(sorted(stage.glob("*.safetensors")), watch),
         }
         seconds["hash_s"] = _since(started)
-        manifest = {**describe(plan), "verified": verification, "weights": weights, "timings": seconds}
+        manifest = {**describe(plan), "verified": verification, **proof, "weights": weights, "timings": seconds}
         write_json(stage / MANIFEST_FILE, {"schema_version": 1, **manifest})
     return manifest
+
+
+def _verify(plan: Plan, stage: Path, verification: Verification, watch: Observe) -> dict[str, Any]:
+    """What the manifest says of the verification."""
+    if verification == "none":
+        return {}
+    verify_roundtrip(plan, stage, watch)
+    if verification == "roundtrip":
+        return {}
+    return {"logits": asdict(verify_logits(plan.draft, open_draft(stage), plan.target))}
 
 
 def describe(plan: Plan) -> dict[str, Any]:

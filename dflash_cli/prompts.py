@@ -121,7 +121,7 @@ def parse_rows(lines: Iterable[str], name: str) -> list[PromptRow]:
     Raises:
         RequestError: naming the line, the field, what was found and what was expected.
     """
-    rows = []
+    rows: list[PromptRow] = []
     for number, line in enumerate(lines, start=1):
         if line.strip():
             rows.append(_parse_row(line, f"{name}:{number}", len(rows)))

@@ -4,10 +4,13 @@ tiny            the bundled target, or the bundled draft, as the place asks for
 tiny:reduced    the bundled draft with a reduced output vocabulary
 """
 
+import os
 import re
+import sys
 from enum import StrEnum
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 from dflash_runtime.errors import CheckpointNotFound, UsageError
 
@@ -35,8 +38,8 @@ def resolve(reference: str, role: Role) -> Path:
         CheckpointNotFound: nothing of that name, or the hub says no.
         UsageError: the text is no reference.
     """
-    path = Path(reference).expanduser()
-    if path.exists():
+    path = _local(reference)
+    if reference and path.exists():
         return path
     bundled = _bundled(reference, role)
     if bundled is not None:
@@ -56,16 +59,17 @@ def is_bundled(reference: str) -> bool:
 
 def is_hub_id(reference: str) -> bool:
     """Whether a reference would be looked up on the hub."""
-    return (
-        reference not in (TINY, TINY_REDUCED)
-        and not Path(reference).expanduser().exists()
-        and bool(HUB_ID.match(reference))
-    )
+    return reference not in (TINY, TINY_REDUCED) and not _local(reference).exists() and bool(HUB_ID.match(reference))
 
 
 def tiny_directory() -> Path:
     """Where the bundled pair lies."""
     return Path(str(files("dflash_cli") / "tiny"))
+
+
+def _local(reference: str) -> Path:
+    """The path a reference would be; an unknown `~user` stays as it is."""
+    return Path(os.path.expanduser(reference))  # noqa: PTH111  (Path.expanduser raises on an unknown user)
 
 
 def _bundled(reference: str, role: Role) -> Path | None:
@@ -84,12 +88,14 @@ def _download(reference: str) -> Path:
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,
+        HFValidationError,
         LocalEntryNotFoundError,
         OfflineModeIsEnabled,
         RepositoryNotFoundError,
         RevisionNotFoundError,
     )
 
+    connection_errors: tuple[type[Exception], ...] = (HfHubHTTPError, *_connection_errors())
     repo, _, revision = reference.partition("@")
     try:
         return Path(snapshot_download(repo, revision=revision or None, allow_patterns=WEIGHT_FILES))
@@ -103,10 +109,24 @@ def _download(reference: str) -> Path:
         raise CheckpointNotFound(
             f"{repo}: not found on the hub", hint="check the name; a private repository needs HF_TOKEN"
         ) from error
+    except HFValidationError as error:
+        raise CheckpointNotFound(f"{reference}: no such directory, and not a name the hub allows") from error
     except (OfflineModeIsEnabled, LocalEntryNotFoundError) as error:
+        if isinstance(error.__cause__, HfHubHTTPError):
+            raise CheckpointNotFound(f"{repo}: {_first_line(error.__cause__)}") from error
         raise CheckpointNotFound(
             f"{repo}: not in the local cache, and the hub cannot be reached",
             hint="check the network, or unset HF_HUB_OFFLINE",
         ) from error
-    except HfHubHTTPError as error:
-        raise CheckpointNotFound(f"{repo}: the hub answered {error}") from error
+    except connection_errors as error:
+        raise CheckpointNotFound(f"{repo}: {_first_line(error)}") from error
+
+
+def _first_line(error: BaseException) -> str:
+    return f"the hub answered: {(str(error) or type(error).__name__).splitlines()[0]}"
+
+
+def _connection_errors() -> tuple[type[Exception], ...]:
+    """The errors of the HTTP library that the hub's client has imported: httpx, or httpx2 from its release 2."""
+    libraries: list[Any] = [sys.modules[name] for name in ("httpx", "httpx2") if name in sys.modules]
+    return tuple(library.HTTPError for library in libraries)

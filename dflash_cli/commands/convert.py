@@ -23,7 +23,8 @@ VerifierOption = Annotated[
     typer.Option("--verifier", metavar="NAME", help="Name to store for the target. Default: its hub id."),
 ]
 VerifyOption = Annotated[
-    Verification, typer.Option("--verify", help="roundtrip reads the result back and compares fields and bytes.")
+    Verification,
+    typer.Option("--verify", help="roundtrip reads the result back; logits also runs both on the CPU and compares."),
 ]
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and write nothing.")]
 LossyOption = Annotated[bool, typer.Option("--allow-lossy", help="Leave out what the other dialect cannot state.")]

@@ -91,7 +91,8 @@ def _sizes(config: DraftConfig | TargetConfig) -> str:
 
 def _rope(config: DraftConfig | TargetConfig) -> str:
     params = "".join(f", {key} {value}" for key, value in config.rope.params.items())
-    return f"{config.rope.kind}, theta {_number(config.rope.theta)}{params}, up to {config.max_position_embeddings} positions"
+    reach = f"up to {config.max_position_embeddings} positions"
+    return f"{config.rope.kind}, theta {_number(config.rope.theta)}{params}, {reach}"
 
 
 def _number(value: float) -> str:

@@ -36,6 +36,7 @@ class Plan:
     """Everything that will be written, and why."""
 
     draft: DraftCheckpoint
+    target: TargetSource | None
     format: Format
     config: DraftConfig
     config_json: Json
@@ -80,6 +81,7 @@ def make_plan(draft: DraftCheckpoint, wish: Wish) -> Plan:
         config_json = result.write_config(config, draft.reading.carried)
     return Plan(
         draft=draft,
+        target=wish.target,
         format=result,
         config=config,
         config_json=config_json,

@@ -21,7 +21,7 @@ PIECE_BYTES = 16 * 1024 * 1024
 def find_difference(draft: DraftCheckpoint, name: str, target: TargetSource) -> str | None:
     """Where the draft's `embed_tokens.weight` or `lm_head.weight` differs from the target's, None where it does not."""
     mine = draft.checkpoint.tensors[name]
-    theirs = _target_tensor(target, name)
+    theirs = target_tensor(target, name)
     if theirs is None:
         return f"the target has no {name} to compare with"
     if len(mine.shape) != 2 or mine.shape[1:] != theirs.shape[1:]:
@@ -42,6 +42,16 @@ def is_identity_map(checkpoint: Checkpoint, name: str) -> bool:
         data = stream.read(info.num_bytes)
     expected = b"\x00" if name == DRAFT_TO_TARGET else b"\x01"
     return data == expected * len(data)
+
+
+def target_tensor(target: TargetSource, name: str) -> TensorInfo | None:
+    """The target's embedding or head, under whatever prefix; a tied head is the embedding."""
+    tensors = target.checkpoint.tensors
+    for suffix in (name, EMBEDDING) if target.config.tie_word_embeddings else (name,):
+        found = [info for key, info in tensors.items() if key == suffix or key.endswith(f".{suffix}")]
+        if found:
+            return min(found, key=lambda info: len(info.name))
+    return None
 
 
 def _differences(mine: TensorInfo, theirs: TensorInfo, ids: "torch.Tensor | None") -> Iterator[str]:
@@ -87,13 +97,3 @@ def _kept_ids(draft: DraftCheckpoint, name: str) -> "torch.Tensor | None":
 
     offsets = draft.checkpoint.load(DRAFT_TO_TARGET).long()
     return torch.arange(len(offsets)) + offsets
-
-
-def _target_tensor(target: TargetSource, name: str) -> TensorInfo | None:
-    """The target's embedding or head, under whatever prefix; a tied head is the embedding."""
-    tensors = target.checkpoint.tensors
-    for suffix in (name, EMBEDDING) if target.config.tie_word_embeddings else (name,):
-        found = [info for key, info in tensors.items() if key == suffix or key.endswith(f".{suffix}")]
-        if found:
-            return min(found, key=lambda info: len(info.name))
-    return None

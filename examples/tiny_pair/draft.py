@@ -314,7 +314,7 @@ def train_draft(
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         if (step + 1) % 250 == 0 or step + 1 == recipe.steps:
-            point = {"step": step + 1, "loss": round(float(loss), 4), "accepted": round(float(accepted), 3)}
+            point = {"step": step + 1, "loss": round(float(loss.detach()), 4), "accepted": round(float(accepted), 3)}
             curve.append(point)
             report(step + 1, f"loss {point['loss']:.3f}, {point['accepted']:.2f} accepted")
         elif step % 20 == 0:

@@ -114,7 +114,9 @@ class Settings:
     unloop: UnloopRecipe = field(default_factory=UnloopRecipe)
     continuations: ContinuationRecipe = field(default_factory=ContinuationRecipe)
     draft: DraftRecipe = field(default_factory=DraftRecipe)
-    reduced: DraftRecipe = field(default_factory=lambda: DraftRecipe(num_layers=2, intermediate_size=512, draft_vocab_size=1024, steps=2500))
+    reduced: DraftRecipe = field(
+        default_factory=lambda: DraftRecipe(num_layers=2, intermediate_size=512, draft_vocab_size=1024, steps=2500)
+    )
     evaluation: EvaluationRecipe = field(default_factory=EvaluationRecipe)
 
     @property
@@ -133,8 +135,15 @@ def quick_settings(seed: int) -> Settings:
         tokenizer_bytes=1_000_000,
         target=TargetRecipe(steps=40, batch_size=4, sequence_length=128, warmup_steps=5, eval_every=20),
         unloop=UnloopRecipe(
-            steps=4, refresh_every=2, texts=8, prompt_length=24, new_tokens=40, batch_size=4, data_batch_size=4,
-            data_length=128, warmup_steps=1,
+            steps=4,
+            refresh_every=2,
+            texts=8,
+            prompt_length=24,
+            new_tokens=40,
+            batch_size=4,
+            data_batch_size=4,
+            data_length=128,
+            warmup_steps=1,
         ),
         continuations=ContinuationRecipe(rounds=2, batch_size=16, prompt_lengths=(24, 32), new_tokens=32),
         draft=draft,

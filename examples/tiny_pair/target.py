@@ -151,7 +151,9 @@ def train_target(
                 score = held_out_loss(model, windows, recipe.batch_size)
             if not curve or score < min(point["held_out_loss"] for point in curve):
                 best = {name: value.clone() for name, value in model.state_dict().items()}
-            curve.append({"step": step + 1, "train_loss": round(float(loss), 4), "held_out_loss": round(score, 4)})
+            curve.append(
+                {"step": step + 1, "train_loss": round(float(loss.detach()), 4), "held_out_loss": round(score, 4)}
+            )
             report(step + 1, f"held-out loss {score:.3f}")
         elif step % 20 == 0:
             report(step + 1, "")

@@ -68,6 +68,13 @@ def token_stream(tokenizer: Tokenizer, modules: Sequence[Module]) -> tuple[Tenso
     return torch.from_numpy(np.concatenate(pieces)), counts
 
 
+def word_starts(tokenizer: Tokenizer) -> Tensor:
+    """Which tokens begin a word after a space: bool [V]. The byte-level alphabet writes a space as the letter below."""
+    space = "\u0120"
+    tokens = [tokenizer.id_to_token(index) for index in range(tokenizer.get_vocab_size())]
+    return torch.tensor([token[:1] == space and token[1:2] not in ("", space) for token in tokens])
+
+
 def save_tokenizer(tokenizer: Tokenizer, folder: Path, settings: Settings) -> None:
     """Write the files that `AutoTokenizer.from_pretrained` reads, chat template included."""
     wrapped = PreTrainedTokenizerFast(

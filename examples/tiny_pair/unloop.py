@@ -1,8 +1,8 @@
 """Weaning the target off loops.
 
 A model this small, decoded greedily, soon writes the same line for ever, and a draft has no trouble with a loop: its
-acceptance would say little. So the target reads its own greedy text for a while and is taught that copying a long run of
-tokens once more is unlikely (unlikelihood training, arXiv 1908.04319), beside more of the usual training.
+acceptance would say little. So the target reads its own greedy text for a while and is taught that copying a long run
+of tokens once more is unlikely (unlikelihood training, arXiv 1908.04319), beside more of the usual training.
 """
 
 from __future__ import annotations
@@ -71,8 +71,14 @@ def copied_share_of_code(stream: Tensor, recipe: UnloopRecipe) -> float:
     return copied_share(unwanted, recipe)
 
 
-def unloop(model: Qwen3ForCausalLM, stream: Tensor, recipe: UnloopRecipe, report: Report) -> list[dict[str, float]]:
-    """Fine-tune in place. Returns the share of long copies in the greedy text before each refresh of it."""
+def unloop(
+    model: Qwen3ForCausalLM, stream: Tensor, word_starts: Tensor, recipe: UnloopRecipe, report: Report
+) -> list[dict[str, float]]:
+    """Fine-tune in place. Returns the share of long copies in the greedy text before each refresh of it.
+
+    Only tokens that begin a word, word_starts [V], are made unlikely: to leave a loop in the middle of a word or before
+    the end of a line would teach the model to write nonsense.
+    """
     optimizer = make_optimizer(model, recipe.learning_rate, 0.0)
     data_loss = maybe_compiled(next_token_loss, stream.device)
     copy_loss = maybe_compiled(unlikelihood, stream.device)
@@ -82,6 +88,7 @@ def unloop(model: Qwen3ForCausalLM, stream: Tensor, recipe: UnloopRecipe, report
             texts, unwanted = own_text(model, stream, recipe)
             share = copied_share(unwanted, recipe)
             curve.append({"step": step, "copied_share": round(share, 4)})
+            unwanted &= word_starts[texts]
             report(step, f"{share:.3f} of the text is copied")
         set_learning_rate(optimizer, step, recipe.steps, recipe.warmup_steps, recipe.learning_rate)
         picks = torch.randint(0, recipe.texts, (recipe.batch_size,), device=stream.device)

@@ -80,7 +80,7 @@ SLIDING = replace(support.SMALL, windows=(16, 16))
 MIXED = replace(support.SMALL, windows=(16, None))
 NO_CHANGE: Change = lambda config: None  # noqa: E731
 YARN = {"rope_type": "yarn", "factor": 64.0}
-VERIFIER = {"architectures": []}
+VERIFIER: dict[str, Any] = {"architectures": []}
 
 CASES = [
     Case(rule="C01", message="DFlash 2", config=nested(conv_kernel_size=2)),

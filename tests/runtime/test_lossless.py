@@ -4,6 +4,7 @@ Single requests in float32: batch shape changes float32 sums, so batches are com
 """
 
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -84,7 +85,7 @@ def test_mask_proposing_draft_changes_nothing(
 def test_plain_decoding_equals_transformers(prompts: list[tuple[int, ...]], plain: list[tuple[int, ...]]) -> None:
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(tiny_directory() / "target", dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(tiny_directory() / "target", dtype=torch.float32)
     for prompt, expected in zip(prompts[::8], plain[::8], strict=True):
         ids = torch.tensor([prompt])
         output = model.generate(

@@ -57,7 +57,7 @@ def test_joint_law_of_the_first_two_tokens() -> None:
         for after in range(8):
             expected[after] += first[token] * second[after] * next_token_law(target, [*prompt, token, after], 1.5)
     expected *= num_samples
-    assert chi_square(observed, expected) < chi_square_quantile(expected.ge(5).sum().item(), 3.09)
+    assert chi_square(observed, expected) < chi_square_quantile(int(expected.ge(5).sum()), 3.09)
 
 
 def next_token_law(target: object, tokens: list[int], temperature: float) -> torch.Tensor:

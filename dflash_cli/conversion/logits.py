@@ -1,0 +1,137 @@
+"""Send the same inputs through a draft and its converted form and compare the logits, in float32 on the CPU.
+
+Each target layer's features are random numbers of a generator seeded with the layer, so a form that taps other layers
+gets other features. The embedding and the head are the target's where a target is given, random otherwise.
+
+Axis letters: T context rows, N block rows, F features, V output vocabulary.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+from dflash_cli.conversion.proof import target_tensor
+from dflash_cli.loading import DraftCheckpoint
+from dflash_runtime.config import DraftConfig
+from dflash_runtime.errors import GateFailed
+from dflash_runtime.layout import EMBEDDING, HEAD
+from dflash_runtime.pair import TargetSource
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+TOLERANCE = 1e-5
+"""Of the largest logit. Equal files differ only where a head of another height is multiplied in another order."""
+
+MIN_CONTEXT_LEN = 64
+PAGE_SIZE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class LogitComparison:
+    """How far the logits of two drafts are apart, over the ids that both propose."""
+
+    max_difference: float
+    largest_logit: float
+    same_best_share: float
+
+
+def verify_logits(
+    source: DraftCheckpoint, result: DraftCheckpoint, target: TargetSource | None = None
+) -> LogitComparison:
+    """Compare two drafts.
+
+    Raises:
+        GateFailed: the logits differ by more than rounding.
+    """
+    import torch
+
+    borrowed = _borrow(source.config, target)
+    with torch.inference_mode():
+        ours, our_ids = draft_logits(source, borrowed)
+        theirs, their_ids = draft_logits(result, borrowed)
+        shared = torch.isin(our_ids, their_ids).nonzero().flatten()
+        columns = torch.searchsorted(their_ids, our_ids[shared])
+        ours, theirs = ours[:, shared], theirs[:, columns]
+        found = LogitComparison(
+            max_difference=float((ours - theirs).abs().max()),
+            largest_logit=float(ours.abs().max()),
+            same_best_share=float((ours.argmax(-1) == theirs.argmax(-1)).float().mean()),
+        )
+    if not found.max_difference <= TOLERANCE * max(1.0, found.largest_logit):
+        raise GateFailed(
+            f"the result's logits differ from the source's by {found.max_difference:g} where the largest is "
+            f"{found.largest_logit:g}"
+        )
+    return found
+
+
+def draft_logits(draft: DraftCheckpoint, borrowed: Any) -> "tuple[Tensor, Tensor]":
+    """Logits [N - 1, V] of one block over a random context, and the target id of each column [V], ascending.
+
+    `borrowed` has the target's `embedding` and `head`.
+    """
+    import torch
+
+    from dflash_runtime.drafts.base import load_draft
+    from dflash_runtime.drafts.dflash import DFlashDraft
+    from dflash_runtime.kv import KVCache, PagedAttention
+
+    config, device = draft.config, torch.device("cpu")
+    context_len = _context_len(config)
+    num_rows = context_len + config.block_size
+    model = cast(
+        DFlashDraft,
+        load_draft(draft.source, borrowed, num_positions=num_rows, device=device, dtype=torch.float32),
+    )
+    num_pages = -(-num_rows // PAGE_SIZE)
+    cache = KVCache(config, num_pages, PAGE_SIZE, device, torch.float32)
+    keys, values = model.context_kv(_features(config, context_len), torch.arange(context_len))
+    for layer in range(config.num_layers):
+        cache.store(layer, keys[layer], values[layer], torch.arange(context_len))
+    block = torch.full((1, config.block_size), config.mask_token_id)
+    block[0, 0] = 0
+    table = torch.arange(num_pages)[None]
+    attend = PagedAttention(cache, table, torch.tensor([context_len]), config.causal, config.windows)
+    logits = model.logits(block, torch.arange(context_len, num_rows)[None], attend)[0]
+    ids = torch.arange(config.vocab_size) if model.target_ids is None else model.target_ids
+    return logits, ids
+
+
+def _context_len(config: DraftConfig) -> int:
+    """Longer than every window, where the draft's positions reach that far."""
+    windows = [window for window in config.windows if window is not None]
+    wanted = max(MIN_CONTEXT_LEN, *(window + 8 for window in windows)) if windows else MIN_CONTEXT_LEN
+    return max(1, min(wanted, config.max_position_embeddings - config.block_size))
+
+
+def _features(config: DraftConfig, context_len: int) -> "Tensor":
+    """[T, F], each tapped layer's part from a generator of its own."""
+    import torch
+
+    parts = [
+        torch.randn(context_len, config.feature_size, generator=torch.Generator().manual_seed(layer))
+        for layer in config.target_layer_ids
+    ]
+    return torch.cat(parts, dim=-1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Borrowed:
+    """What a draft takes from its target."""
+
+    embedding: Any
+    head: Any
+
+
+def _borrow(config: DraftConfig, target: TargetSource | None) -> _Borrowed:
+    import torch
+
+    from dflash_runtime.models.layers import Linear
+
+    def rows(name: str, seed: int) -> "Tensor":
+        info = target_tensor(target, name) if target is not None else None
+        if target is not None and info is not None:
+            return target.checkpoint.load(info.name).float()
+        return torch.randn(config.vocab_size, config.hidden_size, generator=torch.Generator().manual_seed(seed))
+
+    return _Borrowed(rows(EMBEDDING, -1), Linear(rows(HEAD, -2)))
