@@ -65,6 +65,16 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str |
     _rich_stdout().print(drawn)
 
 
+def spans(parts: Iterable[tuple[str, str]]) -> None:
+    """One line of (text, style) parts on stdout, coloured on a terminal."""
+    if not sys.stdout.isatty():
+        result("".join(text for text, _ in parts))
+        return
+    from rich.text import Text
+
+    _rich_stdout().print(Text.assemble(*parts))
+
+
 def progress(*, transient: bool = True) -> "Progress":
     """A progress display on stderr, silent where stderr is no terminal."""
     from rich.console import Console

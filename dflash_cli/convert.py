@@ -42,7 +42,7 @@ def plan_conversion(source: Path, wish: Wish) -> Plan:
 def convert_draft(
     plan: Plan, destination: Path, *, verification: Verification = "roundtrip", observe: Observe | None = None
 ) -> dict[str, Any]:
-    """Carry out a plan and return its manifest. The destination is complete or absent, whatever happens.
+    """Carry out a plan and return its manifest. Whatever happens, no half-written destination is left.
 
     Raises:
         UsageError: the destination cannot be written.

@@ -7,8 +7,9 @@ from typing import Any
 from dflash_cli.prompts import Conversation, PromptRow
 from dflash_cli.session import Session
 from dflash_cli.text import StreamDecoder, Tokenizer
+from dflash_runtime.lossless import Lossless
 from dflash_runtime.metrics import AcceptanceCounts, count_acceptance
-from dflash_runtime.request import RequestOutput, SamplingParams
+from dflash_runtime.request import DraftStep, RequestOutput, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,20 +21,42 @@ class Answer:
     output: RequestOutput
     text: str | None
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self, *, with_trace: bool = False) -> dict[str, Any]:
         """The row `dflash generate --output` writes."""
         record: dict[str, Any] = {"index": self.row.index}
         if self.row.id is not None:
             record["id"] = self.row.id
         if self.row.kind == "turns":
             record["turn"] = self.turn
-        return record | {
+        record |= {
             "prompt_token_ids": list(self.output.prompt_token_ids),
             "token_ids": list(self.output.token_ids),
             "text": self.text,
             "finish_reason": str(self.output.finish_reason),
             "acceptance_lengths": list(self.output.acceptance_lengths),
         }
+        if with_trace:
+            record["trace"] = [_step_json(step, self.output.token_ids) for step in self.output.drafts]
+        if self.output.error is not None:
+            record["error"] = self.output.error
+        return record
+
+
+def split_step(step: DraftStep, token_ids: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """A step's accepted drafts that were kept, its bonus where it was, and the draft that the bonus replaced."""
+    kept = tuple(token_ids[step.start : step.start + step.num_kept])
+    accepted, bonus = kept[: step.num_accepted], kept[step.num_accepted :]
+    return accepted, bonus, step.draft_ids[step.num_accepted : step.num_accepted + 1] if bonus else ()
+
+
+def _step_json(step: DraftStep, token_ids: Sequence[int]) -> dict[str, Any]:
+    accepted, bonus, replaced = split_step(step, token_ids)
+    return {
+        "drafted": list(step.draft_ids),
+        "accepted": list(accepted),
+        "bonus": list(bonus),
+        "replaced": list(replaced),
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +84,7 @@ class Tally:
 
     @property
     def outputs(self) -> list[RequestOutput]:
-        return [answer.output for answer in self.answers]
+        return [answer.output for answer in self.answers if answer.output.error is None]
 
     @property
     def counts(self) -> AcceptanceCounts:
@@ -77,8 +100,11 @@ class Tally:
             parts.append(f"{self.num_tokens / seconds:.1f} tokens/s")
         return ", ".join(parts)
 
-    def to_json(self, session: Session, seconds: float) -> dict[str, Any]:
+    def to_json(
+        self, session: Session, seconds: float, *, with_trace: bool = False, lossless: Lossless | None = None
+    ) -> dict[str, Any]:
         """The document of `dflash generate --json`."""
+        answers = sorted(self.answers, key=lambda item: (item.row.index, item.turn))
         return {
             "draft": session.references["draft"],
             "target": session.references["target"],
@@ -86,7 +112,8 @@ class Tally:
             "num_tokens": self.num_tokens,
             "seconds": round(seconds, 6),
             **self.counts.to_json(),
-            "rows": [answer.to_json() for answer in sorted(self.answers, key=lambda item: (item.row.index, item.turn))],
+            "lossless": lossless.to_json() if lossless is not None else None,
+            "rows": [answer.to_json(with_trace=with_trace) for answer in answers],
         }
 
 

@@ -1,14 +1,15 @@
 """Where the events of a run go: text to stdout, rows to a file, figures to a progress line."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 from dflash_cli import console
-from dflash_cli.generation import Answer, Event, Tally
+from dflash_cli.generation import Answer, Event, Tally, split_step
 from dflash_cli.output import atomic_text, json_line
 from dflash_cli.prompts import PromptRow
+from dflash_cli.text import Tokenizer
 
 Sink = Callable[[Event], None]
 
@@ -42,22 +43,60 @@ class TextSink:
             del self._held[index]
 
 
+class TraceSink:
+    """Shows each row as it ends, a line a step: what was accepted, the target's own token, what it replaced."""
+
+    def __init__(self, rows: Sequence[PromptRow], tokenizer: Tokenizer | None) -> None:
+        self._in_order = InOrder(rows)
+        self._tokenizer = tokenizer
+
+    def __call__(self, event: Event) -> None:
+        for answer in self._in_order.push(event):
+            for line in trace_lines(answer, self._tokenizer):
+                console.spans(line)
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
 class RowSink:
     """Writes a row an answer, in input order, turns in theirs."""
 
-    def __init__(self, rows: Sequence[PromptRow], write: Callable[[str], object]) -> None:
+    def __init__(self, rows: Sequence[PromptRow], write: Callable[[str], object], *, with_trace: bool = False) -> None:
+        self._in_order = InOrder(rows)
+        self._write = write
+        self._with_trace = with_trace
+
+    def __call__(self, event: Event) -> None:
+        for answer in self._in_order.push(event):
+            self._write(json_line(answer.to_json(with_trace=self._with_trace)))
+
+    def close(self) -> None:
+        """Write what waits for rows that will not come, as after an interruption."""
+        for answer in self._in_order.rest():
+            self._write(json_line(answer.to_json(with_trace=self._with_trace)))
+
+
+class InOrder:
+    """Holds answers back until those before them, by row and turn, are there."""
+
+    def __init__(self, rows: Sequence[PromptRow]) -> None:
         self._order = iter([(row.index, turn) for row in rows for turn in range(row.num_turns)])
         self._next = next(self._order, None)
         self._held: dict[tuple[int, int], Answer] = {}
-        self._write = write
 
-    def __call__(self, event: Event) -> None:
-        if event.answer is None:
-            return
-        self._held[event.row.index, event.answer.turn] = event.answer
+    def push(self, event: Event) -> Iterator[Answer]:
+        """Take an event and yield the answers whose turn has come."""
+        if event.answer is not None:
+            self._held[event.row.index, event.answer.turn] = event.answer
         while self._next is not None and self._next in self._held:
-            self._write(json_line(self._held.pop(self._next).to_json()))
+            yield self._held.pop(self._next)
             self._next = next(self._order, None)
+
+    def rest(self) -> Iterator[Answer]:
+        """Everything still held, in order."""
+        for key in sorted(self._held):
+            yield self._held.pop(key)
 
 
 class ProgressSink:
@@ -75,8 +114,34 @@ class ProgressSink:
             self._progress.update(self._task, advance=1, figures=figures)
 
 
-def open_row_sink(rows: Sequence[PromptRow], output: str, stack: ExitStack) -> RowSink:
+def open_row_sink(rows: Sequence[PromptRow], output: str, stack: ExitStack, *, with_trace: bool = False) -> RowSink:
     """A sink that writes rows to stdout (`-`) or to a file that appears when the run is complete."""
     if output == "-":
-        return RowSink(rows, lambda line: console.result(line, end=""))
-    return RowSink(rows, stack.enter_context(atomic_text(Path(output))).write)
+        return RowSink(rows, lambda line: console.result(line, end=""), with_trace=with_trace)
+    return RowSink(rows, stack.enter_context(atomic_text(Path(output))).write, with_trace=with_trace)
+
+
+def trace_lines(answer: Answer, tokenizer: Tokenizer | None) -> list[list[tuple[str, str]]]:
+    """One line a verify step, as (text, style) spans."""
+    lines = []
+    for step in answer.output.drafts:
+        accepted, bonus, replaced = split_step(step, answer.output.token_ids)
+        lines.append(
+            [
+                (f"{step.num_accepted}/{len(step.draft_ids)} ", "dim"),
+                (show(accepted, tokenizer), "green"),
+                (show(bonus, tokenizer), "bold"),
+                (show(replaced, tokenizer), "red strike"),
+            ]
+        )
+    return lines
+
+
+def show(token_ids: Sequence[int], tokenizer: Tokenizer | None) -> str:
+    """Tokens on one line, in brackets, so that their bounds show without colour."""
+    if not token_ids:
+        return ""
+    text = tokenizer.decode(token_ids) if tokenizer is not None else " ".join(map(str, token_ids))
+    for character, shown in (("\\", "\\\\"), ("\n", "\\n"), ("\r", "\\r"), ("\t", "\\t")):
+        text = text.replace(character, shown)
+    return f"[{text}]"

@@ -37,7 +37,7 @@ from tiny_pair.target import (
     round_to_bf16,
     train_target,
 )
-from tiny_pair.text import END, MASK, PAD, save_tokenizer, token_stream, train_tokenizer, word_starts
+from tiny_pair.text import END, MASK, PAD, save_tokenizer, token_stream, train_tokenizer, turning_points
 from tiny_pair.unloop import copied_share_of_code, unloop
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -213,8 +213,8 @@ def make_target(settings: Settings, prepared: Prepared, stages: Stages) -> tuple
     windows = fixed_windows(prepared.held_out, recipe.sequence_length + 1, 256)
     before = held_out_loss(target, windows, 8)
     with stages.stage("unlooping", settings.unloop.steps) as report:
-        starts = word_starts(prepared.tokenizer).to(prepared.train.device)
-        copied = unloop(target, prepared.train, starts, settings.unloop, report)
+        turns = turning_points(prepared.tokenizer).to(prepared.train.device)
+        copied = unloop(target, prepared.train, turns, settings.unloop, report)
     target.requires_grad_(False)
     target.eval()
     round_to_bf16(target)

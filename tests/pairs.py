@@ -1,27 +1,30 @@
 """Pairs for tests: the bundled one, small random ones, and drafts that are always right or always wrong."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import one_hot
 
 from dflash_cli.loading import DraftCheckpoint, open_draft, open_target
 from dflash_cli.references import Role, resolve, tiny_directory
 from dflash_cli.text import Tokenizer
+from dflash_kernels.suite import REFERENCE
 from dflash_runtime.config import DraftConfig, EngineConfig, RopeConfig, TargetConfig
 from dflash_runtime.drafts.base import Draft, load_draft
 from dflash_runtime.drafts.dflash import DFlashDraft
+from dflash_runtime.kv import KVCache
 from dflash_runtime.layout import DRAFT_TO_TARGET, owned_shapes
+from dflash_runtime.limits import Limits
 from dflash_runtime.llm import LLM
 from dflash_runtime.models.base import Target, load_target
 from dflash_runtime.models.layers import Attend
 from dflash_runtime.models.qwen3 import Qwen3Target, expected_shapes
 from dflash_runtime.pair import DraftSource
-from dflash_runtime.scheduler import Limits
 
 CPU = torch.device("cpu")
 NUM_POSITIONS = 4096
@@ -36,7 +39,13 @@ def bundled_draft(name: str = "tiny") -> DraftCheckpoint:
 @cache
 def bundled_target_model(dtype: torch.dtype = torch.float32) -> Target:
     """The bundled target on the CPU."""
-    return load_target(open_target(tiny_directory() / "target"), num_positions=NUM_POSITIONS, device=CPU, dtype=dtype)
+    return load_target(
+        open_target(tiny_directory() / "target"),
+        num_positions=NUM_POSITIONS,
+        kernels=REFERENCE,
+        device=CPU,
+        dtype=dtype,
+    )
 
 
 @cache
@@ -55,7 +64,9 @@ def bundled_draft_model(name: str = "tiny", dtype: torch.dtype = torch.float32, 
     """A bundled draft, optionally read differently: `causal=(True, True, True)`."""
     source = bundled_draft(name).source
     source = DraftSource(replace(source.config, **changes), source.checkpoint)
-    return load_draft(source, bundled_target_model(dtype), num_positions=NUM_POSITIONS, device=CPU, dtype=dtype)
+    return load_draft(
+        source, bundled_target_model(dtype), num_positions=NUM_POSITIONS, kernels=REFERENCE, device=CPU, dtype=dtype
+    )
 
 
 def bundled_llm(
@@ -67,14 +78,16 @@ def bundled_llm(
     max_model_len: int | None = None,
     **engine: Any,
 ) -> LLM:
-    """The bundled target with any draft object."""
+    """The bundled target with any draft object, on a synchronous engine unless asked otherwise."""
     target = bundled_target_model(dtype)
+    engine = {"scheduling": "sync", "num_pages": 1000} | engine
     config = EngineConfig(max_num_requests=max_num_requests, **engine)
     limits = Limits(
         num_draft_tokens=num_draft_tokens,
         max_model_len=max_model_len or target.config.max_position_embeddings,
         max_num_requests=max_num_requests,
         vocab_size=target.config.vocab_size,
+        max_batched_tokens=config.max_batched_tokens,
     )
     return LLM.from_models(target, draft, limits, config=config, device=CPU, dtype=dtype)
 
@@ -85,16 +98,18 @@ class ScriptedDraft:
     `script(position) -> token id`. It keeps context KV like any draft, so that the engine around it does all its work.
     """
 
-    def __init__(self, draft: Draft, script: Any) -> None:
+    def __init__(self, draft: Draft, script: Callable[[int], int]) -> None:
         self.config = draft.config
+        self.target_ids = None
         self._draft = draft
         self._script = script
 
-    def context_kv(self, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        return self._draft.context_kv(features, positions)
+    def write_context(self, features: Tensor, positions: Tensor, cache: KVCache, slots: Tensor) -> None:
+        self._draft.write_context(features, positions, cache, slots)
 
-    def propose(self, block_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        return torch.tensor([[self._script(int(place)) for place in row[1:]] for row in positions])
+    def logits(self, block_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        drafted = torch.tensor([[self._script(int(place)) for place in row[1:]] for row in positions])
+        return one_hot(drafted, self.config.vocab_size).float()
 
 
 def always_right(draft: Draft, sequence: Sequence[int]) -> ScriptedDraft:
@@ -131,7 +146,7 @@ def random_target(dtype: torch.dtype = torch.float32, *, seed: int = 0, **change
     values.setdefault("windows", (None,) * values["num_layers"])
     config = TargetConfig(**values)
     weights = random_weights(expected_shapes(config), dtype, seed)
-    return Qwen3Target(config, weights, num_positions=512, device=CPU, dtype=dtype)
+    return Qwen3Target(config, weights, num_positions=512, kernels=REFERENCE, device=CPU, dtype=dtype)
 
 
 def random_draft_config(target: TargetConfig, **changes: Any) -> DraftConfig:
@@ -165,19 +180,20 @@ def random_draft(target: Target, dtype: torch.dtype = torch.float32, *, seed: in
     if config.has_reduced_vocab:
         ids = torch.linspace(0, config.vocab_size - 1, config.draft_vocab_size).long()
         weights[DRAFT_TO_TARGET] = ids - torch.arange(config.draft_vocab_size)
-    return DFlashDraft(config, weights, target, num_positions=512, device=CPU, dtype=dtype)
+    return DFlashDraft(config, weights, target, num_positions=512, kernels=REFERENCE, device=CPU, dtype=dtype)
 
 
 def random_llm(
     target: Target, draft: Draft | None, num_draft_tokens: int, *, max_model_len: int | None = None, **engine: Any
 ) -> LLM:
     """An LLM around loaded models."""
-    config = EngineConfig(**engine)
+    config = EngineConfig(**{"scheduling": "sync", "num_pages": 1000} | engine)
     limits = Limits(
         num_draft_tokens=num_draft_tokens,
         max_model_len=max_model_len or target.config.max_position_embeddings,
         max_num_requests=config.max_num_requests,
         vocab_size=target.config.vocab_size,
+        max_batched_tokens=config.max_batched_tokens,
     )
     dtype = target.embedding.dtype
     return LLM.from_models(target, draft, limits, config=config, device=CPU, dtype=dtype)

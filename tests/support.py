@@ -7,10 +7,13 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from safetensors.numpy import save_file
+
+if TYPE_CHECKING:
+    from hypothesis.strategies import SearchStrategy
 
 Json = dict[str, Any]
 Arrays = dict[str, np.ndarray[Any, Any]]
@@ -162,8 +165,9 @@ def target_arrays(shape: Shape = SMALL, seed: int = 1) -> Arrays:
 
 
 def kept_ids(shape: Shape) -> np.ndarray[Any, Any]:
-    """The target ids a reduced draft keeps: spread over the vocabulary, ascending."""
-    return np.linspace(0, shape.vocab - 2, shape.draft_vocab).astype(np.int64)
+    """The target ids a reduced draft keeps: the stop token and others spread over the vocabulary, ascending."""
+    spread = np.linspace(3, shape.vocab - 2, shape.draft_vocab - 2).astype(np.int64)
+    return np.concatenate([np.arange(2, dtype=np.int64), spread])
 
 
 def reduced_arrays(shape: Shape, target: Arrays) -> Arrays:
@@ -253,6 +257,17 @@ def _layer_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def json_junk() -> "SearchStrategy[Any]":
+    """Any small JSON value, of a type that a key does not expect as likely as not."""
+    from hypothesis import strategies as st
+
+    return st.recursive(
+        st.none() | st.booleans() | st.integers(-3, 70) | st.floats(-2.0, 80.0) | st.text(max_size=3),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+        max_leaves=4,
+    )
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What a run of the command line gave."""
@@ -292,3 +307,17 @@ def launch(*args: object, env: Mapping[str, str] | None = None) -> Outcome:
         check=False,
     )
     return Outcome(done.returncode, done.stdout, done.stderr)
+
+
+LOGIT_CASES = ("full", "sliding", "sliding causal", "reduced")
+"""Pairs whose draft logits are compared with those of speculators itself."""
+
+
+def make_logit_case(path: Path, name: str) -> tuple[Path, Path]:
+    """The draft and the target of a case; windows are wider than the context."""
+    wide = replace(SMALL, windows=(64, 64))
+    shape = {"full": SMALL, "sliding": wide, "sliding causal": wide, "reduced": REDUCED}[name]
+    target = make_target(path / "target", shape)
+    if name == "reduced":
+        return make_speculators(path / "draft", shape), target
+    return make_native(path / "draft", shape, is_causal=name == "sliding causal"), target

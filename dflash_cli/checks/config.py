@@ -126,7 +126,7 @@ def last_layer_is_not_tapped(subject: Subject) -> Iterator[Problem]:
         yield Problem(
             subject.tap_place,
             f"taps the last of {depth} layers",
-            effect="the z-lab reference reads it after the final norm, vLLM and SGLang before it",
+            effect="transformers hands out that layer normalised, vLLM and SGLang hand it out raw",
         )
 
 
@@ -170,6 +170,30 @@ def mask_token_is_spare(subject: Subject) -> Iterator[Problem]:
                 f"{value} is also {key}",
                 effect="the draft cannot tell a masked position from the real token",
             )
+
+
+@check("C28", "info")
+def embeddings_are_not_tied(subject: Subject) -> Iterator[Problem]:
+    """tie_word_embeddings says nothing in a draft, which has no embedding."""
+    if subject.body.get("tie_word_embeddings") is True:
+        yield Problem(
+            subject.body_place("tie_word_embeddings"),
+            "true in a file without an embedding",
+            effect="none while loading; a program that saves the draft again may leave out a tensor",
+        )
+
+
+@check("C37", "warning")
+def draft_is_as_wide_as_its_target(subject: Subject) -> Iterator[Problem]:
+    """target_hidden_size equals hidden_size; only vLLM serves a draft of another width than its target."""
+    stated, width = subject.config.get("target_hidden_size"), subject.body.get("hidden_size")
+    if stated is not None and stated != width:
+        yield Problem(
+            subject.place("target_hidden_size"),
+            f"{stated!r} beside hidden_size {width!r}",
+            effect="SGLang, the z-lab reference and speculators itself size fc by hidden_size",
+            severity=subject.severity_for("sglang"),
+        )
 
 
 @check("C29", "warning")

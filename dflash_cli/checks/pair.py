@@ -75,6 +75,18 @@ def rope_bases_fit(subject: Subject) -> Iterator[Problem]:
         )
 
 
+@check("C25", "warning")
+def positions_reach_as_far(subject: Subject) -> Iterator[Problem]:
+    """The draft's positions reach as far as the target's (vllm#48894, #57941)."""
+    stated = subject.body.get("max_position_embeddings")
+    if subject.target is not None and is_int(stated) and stated < subject.target.max_position_embeddings:
+        yield Problem(
+            subject.body_place("max_position_embeddings"),
+            f"{stated}, the target's is {subject.target.max_position_embeddings}",
+            effect="longer texts are cut short or drafted badly; vLLM raises it for plain rope only",
+        )
+
+
 @check("C11")
 def target_depth_fits(subject: Subject) -> Iterator[Problem]:
     """num_target_layers is the target's depth."""

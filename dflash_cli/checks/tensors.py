@@ -60,6 +60,11 @@ def no_tensor_is_unexpected(subject: Subject) -> Iterator[Problem]:
             continue
         reason = next((text for pattern, text in EXPLAINED if re.match(pattern, name)), "")
         yield Problem(f"{WEIGHTS}:{name}", f"unexpected{f': {reason}' if reason else ''}")
+    if not subject.is_speculators and not subject.dims.has_reduced_vocab:
+        for name in (HEAD, EMBEDDING):
+            if name in subject.tensors:
+                effect = "vLLM uses it where it differs from the target's, other engines ignore it"
+                yield Problem(f"{WEIGHTS}:{name}", "a copy of the target's weights", effect, severity="warning")
 
 
 @check("N03")

@@ -5,8 +5,10 @@ from typing import TYPE_CHECKING
 
 from dflash_cli.checks.base import Problem, Severity, Subject, check, is_int
 from dflash_cli.checks.tensors import FLOATS, WEIGHTS
+from dflash_cli.conversion.proof import find_difference
+from dflash_cli.loading import open_draft, open_target
 from dflash_runtime.checkpoint import Checkpoint
-from dflash_runtime.layout import DRAFT_TO_TARGET, TARGET_TO_DRAFT
+from dflash_runtime.layout import DRAFT_TO_TARGET, EMBEDDING, HEAD, TARGET_TO_DRAFT
 
 if TYPE_CHECKING:
     import torch
@@ -88,6 +90,40 @@ def map_is_not_empty(subject: Subject) -> Iterator[Problem]:
             f"all zeros: the head is mapped to the first {len(offsets)} ids",
             effect="right only if the vocabulary was cut like that",
         )
+
+
+@check("M09", "warning", needs_weights=True)
+def stop_tokens_can_be_drafted(subject: Subject) -> Iterator[Problem]:
+    """The target's stop tokens are in the reduced vocabulary."""
+    import torch
+
+    offsets = _load(subject, DRAFT_TO_TARGET)
+    if subject.target is None or offsets is None or offsets.dim() != 1:
+        return
+    ids = set((torch.arange(len(offsets)) + offsets).tolist())
+    missing = [token for token in subject.target.eos_token_ids if token not in ids]
+    if missing:
+        yield Problem(
+            f"{WEIGHTS}:{DRAFT_TO_TARGET}",
+            f"leaves out the stop token {', '.join(map(str, missing))}",
+            effect="the end of a text is never drafted",
+        )
+
+
+@check("M10", "warning", needs_weights=True)
+def copies_are_the_targets(subject: Subject) -> Iterator[Problem]:
+    """Head and embedding hold the target's rows, which speculators keeps frozen from 0.5 to 0.9."""
+    if subject.target_path is None or subject.reading is None:
+        return
+    draft, target = open_draft(subject.path), open_target(subject.target_path)
+    for name in (HEAD, EMBEDDING):
+        difference = find_difference(draft, name, target) if name in (subject.tensors or {}) else None
+        if difference is not None:
+            yield Problem(
+                f"{WEIGHTS}:{name}",
+                difference,
+                effect="trained for another target, or a head that was trained on",
+            )
 
 
 def _load(subject: Subject, name: str) -> "torch.Tensor | None":

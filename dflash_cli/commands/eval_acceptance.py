@@ -9,27 +9,17 @@ import typer
 from dflash_cli import console
 from dflash_cli.options import (
     ChatOption,
-    DeviceOption,
     DraftOption,
-    DTypeOption,
-    IgnoreEosOption,
+    EngineOptions,
     JsonOption,
-    KOption,
-    MaxModelLenOption,
     MaxNewTokensOption,
-    MaxNumRequestsOption,
     PromptsOption,
-    SeedOption,
-    StopTokenIdsOption,
+    SamplingOptions,
     TargetOption,
-    TemperatureOption,
     TemplateOption,
-    TopKOption,
-    TopPOption,
+    flatten,
 )
-from dflash_runtime.config import EngineConfig
 from dflash_runtime.errors import UsageError
-from dflash_runtime.request import SamplingParams
 
 if TYPE_CHECKING:
     from dflash_cli.evaluation.evaluate import Plan
@@ -42,19 +32,15 @@ GateOption = Annotated[
 ]
 
 
+@flatten
 def eval_acceptance(
+    sampling: SamplingOptions,
+    engine: EngineOptions,
     draft: DraftOption = None,
     target: TargetOption = None,
     prompts: PromptsOption = None,
     num_prompts: Annotated[int | None, typer.Option("--num-prompts", min=1, help="Use the first so many rows.")] = None,
     max_new_tokens: MaxNewTokensOption = 128,
-    num_speculative_tokens: KOption = None,
-    temperature: TemperatureOption = 0.0,
-    top_k: TopKOption = 0,
-    top_p: TopPOption = 1.0,
-    seed: SeedOption = 0,
-    ignore_eos: IgnoreEosOption = False,
-    stop_token_id: StopTokenIdsOption = None,
     chat: ChatOption = False,
     chat_template_kwargs: TemplateOption = None,
     confidence: Annotated[float, typer.Option("--confidence", help="Level of the interval.")] = 0.95,
@@ -70,10 +56,6 @@ def eval_acceptance(
         bool, typer.Option("--resume", help="Take prompts from --rows that were answered under the same settings.")
     ] = False,
     report: Annotated[Path | None, typer.Option("--report", metavar="FILE", help="Write a Markdown report.")] = None,
-    dtype: DTypeOption = "auto",
-    device: DeviceOption = "auto",
-    max_num_requests: MaxNumRequestsOption = 16,
-    max_model_len: MaxModelLenOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Measure acceptance on prompts: length with its interval, by position, by category, in every definition.
@@ -82,26 +64,11 @@ def eval_acceptance(
     """
     if not 0 < confidence < 1:
         raise UsageError(f"--confidence {confidence:g}, expected a number between 0 and 1")
-    if num_speculative_tokens == 0:
+    if engine.num_speculative_tokens == 0:
         raise UsageError("-k 0 decodes plainly, so there is no acceptance to measure")
     if resume and rows_file is None:
         raise UsageError("--resume needs --rows FILE to resume from")
-    params = SamplingParams(
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
-        stop_token_ids=tuple(stop_token_id or ()),
-        ignore_eos=ignore_eos,
-    )
-    config = EngineConfig(
-        dtype=dtype,
-        device=device,
-        num_draft_tokens=num_speculative_tokens,
-        max_num_requests=max_num_requests,
-        max_model_len=max_model_len,
-    )
+    params, config = sampling.params(max_new_tokens), engine.config()
     from dflash_cli.prompts import gather_rows
     from dflash_cli.references import tiny_directory
 

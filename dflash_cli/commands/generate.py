@@ -2,34 +2,31 @@
 
 import time
 from contextlib import ExitStack
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from dflash_cli import console
 from dflash_cli.options import (
     ChatOption,
-    DeviceOption,
     DraftOption,
-    DTypeOption,
-    IgnoreEosOption,
+    EngineOptions,
     JsonOption,
-    KOption,
-    MaxModelLenOption,
     MaxNewTokensOption,
-    MaxNumRequestsOption,
     PromptsOption,
-    SeedOption,
-    StopTokenIdsOption,
+    SamplingOptions,
     TargetOption,
-    TemperatureOption,
     TemplateOption,
-    TopKOption,
-    TopPOption,
+    flatten,
 )
-from dflash_runtime.config import EngineConfig
-from dflash_runtime.errors import UsageError
-from dflash_runtime.request import SamplingParams
+from dflash_runtime.errors import GateFailed, RequestError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from dflash_cli.generation import Event, Tally
+    from dflash_cli.sinks import Sink
+    from dflash_runtime.lossless import Lossless
 
 PromptArg = Annotated[
     list[str] | None, typer.Argument(metavar="[PROMPT]...", help="Text to complete; - reads it from stdin.")
@@ -38,28 +35,29 @@ OutputOption = Annotated[
     str | None,
     typer.Option("--output", "-o", metavar="FILE", help="Write a JSON row a request; - writes them to stdout."),
 ]
+TraceOption = Annotated[
+    bool, typer.Option("--trace", help="Show what was drafted, accepted and replaced; in rows and JSON as well.")
+]
+LosslessOption = Annotated[
+    bool,
+    typer.Option("--check-lossless", help="Judge each token against plain decoding; exit 3 where one is no near-tie."),
+]
 
 
+@flatten
 def generate(
+    sampling: SamplingOptions,
+    engine: EngineOptions,
     prompt: PromptArg = None,
     draft: DraftOption = None,
     target: TargetOption = None,
     prompts: PromptsOption = None,
     output: OutputOption = None,
     max_new_tokens: MaxNewTokensOption = 256,
-    num_speculative_tokens: KOption = None,
-    temperature: TemperatureOption = 0.0,
-    top_k: TopKOption = 0,
-    top_p: TopPOption = 1.0,
-    seed: SeedOption = 0,
-    ignore_eos: IgnoreEosOption = False,
-    stop_token_id: StopTokenIdsOption = None,
     chat: ChatOption = False,
     chat_template_kwargs: TemplateOption = None,
-    dtype: DTypeOption = "auto",
-    device: DeviceOption = "auto",
-    max_num_requests: MaxNumRequestsOption = 16,
-    max_model_len: MaxModelLenOption = None,
+    trace: TraceOption = False,
+    check_lossless: LosslessOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Complete prompts: text to stdout as it is committed, one line of statistics to stderr.
@@ -68,28 +66,15 @@ def generate(
     """
     if as_json and output == "-":
         raise UsageError("--json and --output - both write to stdout")
-    params = SamplingParams(
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
-        stop_token_ids=tuple(stop_token_id or ()),
-        ignore_eos=ignore_eos,
-    )
-    config = EngineConfig(
-        dtype=dtype,
-        device=device,
-        num_draft_tokens=num_speculative_tokens,
-        max_num_requests=max_num_requests,
-        max_model_len=max_model_len,
-    )
+    if check_lossless and sampling.temperature > 0:
+        raise UsageError("--check-lossless judges greedy output; a sampled token has no one right choice")
+    params, config = sampling.params(max_new_tokens), engine.config()
     from dflash_cli.prompts import gather_rows
 
     rows = gather_rows(prompt or [], prompts)
     from dflash_cli.generation import Tally, answer_rows
     from dflash_cli.session import open_session
-    from dflash_cli.sinks import ProgressSink, Sink, TextSink, open_row_sink
+    from dflash_cli.sinks import ProgressSink, Sink, TextSink, TraceSink, open_row_sink
 
     session = open_session(draft, target, config, template_options=chat_template_kwargs)
     params = params.with_stops(session.stop_token_ids)
@@ -98,15 +83,46 @@ def generate(
     with ExitStack() as stack:
         sinks: list[Sink] = [tally.add]
         if output is not None:
-            sinks.append(open_row_sink(rows, output, stack))
-        if output is None and not as_json:
-            sinks.append(TextSink(rows))
-        else:
+            sinks.append(open_row_sink(rows, output, stack, with_trace=trace))
+        if output is not None or as_json:
             sinks.append(ProgressSink(tally, sum(row.num_turns for row in rows), "generating", stack))
-        for event in answer_rows(session, rows, lambda row: params, chat=chat):
+        else:
+            sinks.append(TraceSink(rows, session.tokenizer) if trace else TextSink(rows))
+        interrupted = _drain(answer_rows(session, rows, lambda row: params, chat=chat), sinks)
+    seconds = time.perf_counter() - started
+    lossless = session.llm.check_lossless(tally.outputs) if check_lossless else None
+    if as_json:
+        console.result_json(tally.to_json(session, seconds, with_trace=trace, lossless=lossless))
+    console.status(tally.figures(seconds))
+    _finish(tally, interrupted, lossless)
+
+
+def _drain(events: "Iterator[Event]", sinks: "Sequence[Sink]") -> bool:
+    """Feed every sink; true where the run was interrupted, in which case what is finished is kept."""
+    try:
+        for event in events:
             for sink in sinks:
                 sink(event)
-    seconds = time.perf_counter() - started
-    if as_json:
-        console.result_json(tally.to_json(session, seconds))
-    console.status(tally.figures(seconds))
+    except KeyboardInterrupt:
+        return True
+    finally:
+        for sink in sinks:
+            getattr(sink, "close", lambda: None)()
+    return False
+
+
+def _finish(tally: "Tally", interrupted: bool, lossless: "Lossless | None") -> None:
+    """Say what did not go well, and stop with the exit code it has."""
+    for answer in tally.answers:
+        if answer.output.error is not None:
+            console.error(answer.output.error)
+    if interrupted:
+        raise KeyboardInterrupt
+    if lossless is not None:
+        console.status(lossless.summary)
+        if not lossless.is_lossless:
+            raise GateFailed(
+                f"not lossless: {lossless.worst}", hint="run again with --scheduling sync --no-prefix-cache"
+            )
+    if any(answer.output.error is not None for answer in tally.answers):
+        raise typer.Exit(RequestError.exit_code)

@@ -7,7 +7,7 @@ Axis letters: T context rows, N block rows, F features, V output vocabulary.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from dflash_cli.conversion.proof import target_tensor
 from dflash_cli.loading import DraftCheckpoint
@@ -47,11 +47,12 @@ def verify_logits(
 
     borrowed = _borrow(source.config, target)
     with torch.inference_mode():
-        ours, our_ids = draft_logits(source, borrowed)
-        theirs, their_ids = draft_logits(result, borrowed)
-        shared = torch.isin(our_ids, their_ids).nonzero().flatten()
-        columns = torch.searchsorted(their_ids, our_ids[shared])
-        ours, theirs = ours[:, shared], theirs[:, columns]
+        ours, our_ids = draft_logits(source, borrowed, _features(source.config))
+        theirs, their_ids = draft_logits(result, borrowed, _features(result.config))
+        columns = torch.full((source.config.vocab_size,), -1)
+        columns[their_ids] = torch.arange(len(their_ids))
+        columns = columns[our_ids]
+        ours, theirs = ours[:, columns >= 0], theirs[:, columns[columns >= 0]]
         found = LogitComparison(
             max_difference=float((ours - theirs).abs().max()),
             largest_logit=float(ours.abs().max()),
@@ -65,33 +66,30 @@ def verify_logits(
     return found
 
 
-def draft_logits(draft: DraftCheckpoint, borrowed: Any) -> "tuple[Tensor, Tensor]":
-    """Logits [N - 1, V] of one block over a random context, and the target id of each column [V], ascending.
+def draft_logits(
+    draft: DraftCheckpoint, borrowed: Any, features: "Tensor", anchor_id: int = 0
+) -> "tuple[Tensor, Tensor]":
+    """Logits [N - 1, V] of one block after a context of features [T, F], and the target id of each column [V].
 
     `borrowed` has the target's `embedding` and `head`.
     """
     import torch
 
+    from dflash_kernels.suite import REFERENCE
     from dflash_runtime.drafts.base import load_draft
-    from dflash_runtime.drafts.dflash import DFlashDraft
     from dflash_runtime.kv import KVCache, PagedAttention
 
-    config, device = draft.config, torch.device("cpu")
-    context_len = _context_len(config)
+    config, device, dtype = draft.config, torch.device("cpu"), torch.float32
+    context_len = len(features)
     num_rows = context_len + config.block_size
-    model = cast(
-        DFlashDraft,
-        load_draft(draft.source, borrowed, num_positions=num_rows, device=device, dtype=torch.float32),
-    )
+    model = load_draft(draft.source, borrowed, num_positions=num_rows, kernels=REFERENCE, device=device, dtype=dtype)
     num_pages = -(-num_rows // PAGE_SIZE)
-    cache = KVCache(config, num_pages, PAGE_SIZE, device, torch.float32)
-    keys, values = model.context_kv(_features(config, context_len), torch.arange(context_len))
-    for layer in range(config.num_layers):
-        cache.store(layer, keys[layer], values[layer], torch.arange(context_len))
+    cache = KVCache(config, num_pages, PAGE_SIZE, device, dtype)
+    model.write_context(features, torch.arange(context_len), cache, torch.arange(context_len))
     block = torch.full((1, config.block_size), config.mask_token_id)
-    block[0, 0] = 0
+    block[0, 0] = anchor_id
     table = torch.arange(num_pages)[None]
-    attend = PagedAttention(cache, table, torch.tensor([context_len]), config.causal, config.windows)
+    attend = PagedAttention(REFERENCE, cache, table, torch.tensor([context_len]), config.causal, config.windows)
     logits = model.logits(block, torch.arange(context_len, num_rows)[None], attend)[0]
     ids = torch.arange(config.vocab_size) if model.target_ids is None else model.target_ids
     return logits, ids
@@ -104,10 +102,11 @@ def _context_len(config: DraftConfig) -> int:
     return max(1, min(wanted, config.max_position_embeddings - config.block_size))
 
 
-def _features(config: DraftConfig, context_len: int) -> "Tensor":
+def _features(config: DraftConfig) -> "Tensor":
     """[T, F], each tapped layer's part from a generator of its own."""
     import torch
 
+    context_len = _context_len(config)
     parts = [
         torch.randn(context_len, config.feature_size, generator=torch.Generator().manual_seed(layer))
         for layer in config.target_layer_ids

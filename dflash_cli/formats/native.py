@@ -32,6 +32,7 @@ from dflash_runtime.hf_config import SLIDING, read_body, read_layer_types, read_
 ARCHITECTURES = ("DFlashDraftModel", "Qwen3DFlashDraftModel")
 SCALES = ("input_embedding_scale", "output_multiplier", "final_logit_softcapping")
 TWO_HOMES = ("block_size", "target_layer_ids", "mask_token_id", "num_target_layers", *SCALES)
+AUX_KEY = "eagle_aux_hidden_state_layer_ids"
 WINDOW_KEYS = ("use_swa", "swa_window_size")
 
 
@@ -154,7 +155,7 @@ def guess_taps(num_target_layers: int, num_layers: int) -> list[int]:
 def read_causality(
     config: Mapping[str, Any], nested: Mapping[str, Any], windows: Sequence[int | None]
 ) -> tuple[tuple[bool, ...], list[str]]:
-    """Causality of each layer: `is_causal`, else `dflash_config.causal`, else sliding layers causal and full ones not.
+    """Causality of each layer: from the first of two keys that is stated, otherwise from the layer's kind.
 
     Source: z-lab/dflash 0.1.0 Qwen3DFlashAttention; vLLM 0.33.0 qwen3_dflash.py, which adds the nested key.
     """
@@ -198,7 +199,11 @@ def _read_taps(source: _Source, num_layers: int) -> tuple[int, ...]:
             path=source.path,
             hint="write the layers the draft was trained on into dflash_config.target_layer_ids",
         )
-    return layer_list(value, "target_layer_ids", source.path)
+    taps = layer_list(value, "target_layer_ids", source.path)
+    aux = source.top.get(AUX_KEY)
+    if aux is not None and aux != [tap + 1 for tap in taps]:
+        raise InvalidConfig(AUX_KEY, aux, f"one more than each of target_layer_ids {list(taps)}", path=source.path)
+    return taps
 
 
 def _read_windows(source: _Source, num_layers: int) -> tuple[int | None, ...]:

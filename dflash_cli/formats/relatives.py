@@ -164,7 +164,7 @@ class Muse(Relative):
 
 @FORMATS.register("eagle3")
 class Eagle3(Relative):
-    """EAGLE-3, which also has `fc.weight` and often `d2t`."""
+    """EAGLE-3. Some of its tensors have DFlash's names, so only names of its own tell it apart."""
 
     name = "eagle3"
     title = "EAGLE-3"

@@ -63,7 +63,7 @@ def update_dflash(config_dict: Mapping[str, Any], pre_trained_config: MutableMap
 
 
 def layer_causality(config_dict: Mapping[str, Any], layer_types: Sequence[str]) -> tuple[bool, ...]:
-    """Full layers are never causal; sliding ones are where `sliding_window_non_causal` is present and false.
+    """Only sliding layers can be causal, and they are where the flag is stated as false.
 
     Source: vllm-project/speculators 0.9.0 models/dflash/attention.py; before 0.6.0 the key did not exist and every
     layer was non-causal.

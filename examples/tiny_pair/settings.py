@@ -26,7 +26,7 @@ class TargetRecipe:
     """How the target is trained; one step sees `batch_size * sequence_length` tokens."""
 
     num_layers: int = 6
-    steps: int = 5000
+    steps: int = 6000
     batch_size: int = 64
     sequence_length: int = 1024
     learning_rate: float = 3e-3
@@ -39,25 +39,25 @@ class TargetRecipe:
 class UnloopRecipe:
     """How the target is taught to loop less; `gram` is the length of a run of tokens that should not come twice."""
 
-    steps: int = 400
-    refresh_every: int = 40
+    steps: int = 200
+    refresh_every: int = 25
     texts: int = 2048
     prompt_length: int = 64
     new_tokens: int = 160
-    gram: int = 12
+    gram: int = 16
     batch_size: int = 256
     data_batch_size: int = 64
     data_length: int = 1024
-    learning_rate: float = 6e-4
+    learning_rate: float = 3e-4
     warmup_steps: int = 20
-    weight: float = 2.0
+    weight: float = 0.6
 
 
 @dataclass(frozen=True)
 class ContinuationRecipe:
     """How the target's own text is generated, which is what the drafts learn from."""
 
-    rounds: int = 24
+    rounds: int = 28
     batch_size: int = 8192
     prompt_lengths: tuple[int, ...] = (48, 80, 112, 160)
     # Mostly greedy, since greedy decoding is the common use; the sampled share adds text without loops.
@@ -76,7 +76,7 @@ class DraftRecipe:
     num_layers: int = 3
     intermediate_size: int = 640
     draft_vocab_size: int | None = None
-    steps: int = 4000
+    steps: int = 5500
     batch_size: int = 256
     anchors_per_sequence: int = 24
     learning_rate: float = 3e-3

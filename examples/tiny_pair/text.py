@@ -68,11 +68,16 @@ def token_stream(tokenizer: Tokenizer, modules: Sequence[Module]) -> tuple[Tenso
     return torch.from_numpy(np.concatenate(pieces)), counts
 
 
-def word_starts(tokenizer: Tokenizer) -> Tensor:
-    """Which tokens begin a word after a space: bool [V]. The byte-level alphabet writes a space as the letter below."""
-    space = "\u0120"
-    tokens = [tokenizer.id_to_token(index) for index in range(tokenizer.get_vocab_size())]
-    return torch.tensor([token[:1] == space and token[1:2] not in ("", space) for token in tokens])
+def turning_points(tokenizer: Tokenizer) -> Tensor:
+    """Which tokens neither continue a word nor end a line, so that another could stand in their place: bool [V]."""
+    space, line_end, tab = "\u0120", "\u010a", "\u0109"  # the byte-level alphabet writes white space as letters
+
+    def turns(token: str) -> bool:
+        if token[0] == space:
+            return token.strip(space) != ""
+        return not token[0].isalnum() and token[0] not in (line_end, tab)
+
+    return torch.tensor([turns(tokenizer.id_to_token(index)) for index in range(tokenizer.get_vocab_size())])
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path, settings: Settings) -> None:

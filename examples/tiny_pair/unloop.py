@@ -72,12 +72,12 @@ def copied_share_of_code(stream: Tensor, recipe: UnloopRecipe) -> float:
 
 
 def unloop(
-    model: Qwen3ForCausalLM, stream: Tensor, word_starts: Tensor, recipe: UnloopRecipe, report: Report
+    model: Qwen3ForCausalLM, stream: Tensor, turning_points: Tensor, recipe: UnloopRecipe, report: Report
 ) -> list[dict[str, float]]:
     """Fine-tune in place. Returns the share of long copies in the greedy text before each refresh of it.
 
-    Only tokens that begin a word, word_starts [V], are made unlikely: to leave a loop in the middle of a word or before
-    the end of a line would teach the model to write nonsense.
+    Only tokens at turning points [V] are made unlikely: to leave a loop in the middle of a word or before the end of a
+    line would teach the model to write nonsense.
     """
     optimizer = make_optimizer(model, recipe.learning_rate, 0.0)
     data_loss = maybe_compiled(next_token_loss, stream.device)
@@ -88,7 +88,7 @@ def unloop(
             texts, unwanted = own_text(model, stream, recipe)
             share = copied_share(unwanted, recipe)
             curve.append({"step": step, "copied_share": round(share, 4)})
-            unwanted &= word_starts[texts]
+            unwanted &= turning_points[texts]
             report(step, f"{share:.3f} of the text is copied")
         set_learning_rate(optimizer, step, recipe.steps, recipe.warmup_steps, recipe.learning_rate)
         picks = torch.randint(0, recipe.texts, (recipe.batch_size,), device=stream.device)

@@ -4,12 +4,33 @@ One definition serves prefill, verification and drafting: a request's rows stand
 context `[0, context_len)` is read through the page table, and the block's own keys and values come dense. Reading
 pages only below `context_len` is what keeps rejected rows and a draft's noise out of every result.
 
+The kernel packs the query heads that share a KV head with the block's rows into one side of its tile, so that keys and
+values are read once for all of them, and cuts the keys into parts where there are too few requests to fill the device
+(flash-decoding). Source: Dao et al. 2023, "Flash-Decoding for long-context inference".
+
 Axis letters: R requests, N rows, S slots, P pages, H heads, KV heads of keys and values, D head dim, C context.
 """
+
+import math
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from dflash_kernels.attention_walk import share_of_tiles, walk_block, walk_context
+from dflash_kernels.launch import (
+    MIN_DOT,
+    attention_splits,
+    attention_tiles,
+    ceil_div,
+    check_dtypes,
+    check_tensors,
+    jit,
+    power_of_2,
+    require,
+    tl,
+    warps_for,
+)
 
 
 def block_attention_ref(
@@ -70,3 +91,135 @@ def _visible(positions: Tensor, key_positions: Tensor, is_causal: bool, window: 
         if not is_causal:
             visible &= distance > -window
     return visible
+
+
+@jit
+def _block_attention_kernel(
+    query, block_keys, block_values, key_cache, value_cache, page_table, context_lens, out, part_tops,
+    query_row, query_head, keys_row, keys_head, values_row, values_head,
+    key_cache_row, key_cache_head, value_cache_row, value_cache_head, table_stride,
+    num_rows, num_pages, num_out, scale,
+    NUM_KV: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, WINDOW: tl.constexpr, NUM_SPLITS: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_D: tl.constexpr,
+):  # fmt: skip
+    # The last tiles of a causal block are the longest: start with them.
+    first_packed = (tl.num_programs(0) - 1 - tl.program_id(0)) * TILE_M
+    split = tl.program_id(1).to(tl.int64)
+    request = (tl.program_id(2) // NUM_KV).to(tl.int64)
+    kv_head = (tl.program_id(2) % NUM_KV).to(tl.int64)
+    context_len = tl.load(context_lens + request).to(tl.int32)
+    readable_len = tl.minimum(context_len, num_pages * PAGE_SIZE)
+    packed = first_packed + tl.arange(0, TILE_M)
+    row = packed // GROUP
+    dim = tl.arange(0, TILE_D)
+    is_query = (row < num_rows)[:, None] & (dim < HEAD_DIM)[None, :]
+    head = kv_head * GROUP + packed % GROUP
+    flat_row = request * num_rows + row
+    queries = tl.load(
+        query + (flat_row * query_row + head * query_head)[:, None] + dim[None, :], mask=is_query, other=0.0
+    )
+    last_row = tl.minimum((first_packed + TILE_M - 1) // GROUP, num_rows - 1)
+    context_begin, context_end, block_begin, block_end = share_of_tiles(
+        context_len, readable_len, first_packed // GROUP, last_row, num_rows, split.to(tl.int32),
+        IS_CAUSAL, WINDOW, NUM_SPLITS, TILE_N,
+    )  # fmt: skip
+    total, top, weight_sum = walk_context(
+        queries, row, dim, key_cache + kv_head * key_cache_head, value_cache + kv_head * value_cache_head,
+        key_cache_row, value_cache_row, page_table + request * table_stride, context_len, readable_len,
+        context_begin, context_end,
+        tl.zeros((TILE_M, TILE_D), tl.float32), tl.full((TILE_M,), float("-inf"), tl.float32),
+        tl.zeros((TILE_M,), tl.float32), scale, HEAD_DIM, PAGE_SIZE, WINDOW, TILE_N,
+    )  # fmt: skip
+    total, top, weight_sum = walk_block(
+        queries, row, dim, block_keys + request * num_rows * keys_row + kv_head * keys_head,
+        block_values + request * num_rows * values_row + kv_head * values_head, keys_row, values_row, num_rows,
+        block_begin, block_end, total, top, weight_sum, scale, HEAD_DIM, IS_CAUSAL, WINDOW, TILE_N,
+    )  # fmt: skip
+    # A row that sees nothing in this part has the weight 2**-inf in the sum of parts.
+    mean = total / tl.where(weight_sum > 0, weight_sum, 1.0)[:, None]
+    target = flat_row * (NUM_KV * GROUP) + head
+    if NUM_SPLITS > 1:
+        target += split * num_out
+        tl.store(part_tops + target, top + tl.log2(tl.where(weight_sum > 0, weight_sum, 1.0)), mask=row < num_rows)
+    tl.store(out + target[:, None] * HEAD_DIM + dim[None, :], mean.to(out.dtype.element_ty), mask=is_query)
+
+
+@jit
+def _combine_kernel(
+    parts, part_tops, out, num_out,
+    HEAD_DIM: tl.constexpr, NUM_SPLITS: tl.constexpr, TILE_S: tl.constexpr, TILE_D: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    split = tl.arange(0, TILE_S)
+    dim = tl.arange(0, TILE_D)
+    tops = tl.load(part_tops + split * num_out + row, mask=split < NUM_SPLITS, other=float("-inf"))
+    weights = tl.exp2(tops - tl.max(tops, 0))
+    part = tl.load(
+        parts + (split * num_out + row)[:, None] * HEAD_DIM + dim[None, :],
+        mask=(weights > 0)[:, None] & (dim < HEAD_DIM)[None, :], other=0.0,
+    )  # fmt: skip
+    combined = tl.sum(part * weights[:, None], 0) / tl.sum(weights, 0)
+    tl.store(out + row * HEAD_DIM + dim, combined.to(out.dtype.element_ty), mask=dim < HEAD_DIM)
+
+
+def block_attention(
+    query: Tensor,
+    block_keys: Tensor,
+    block_values: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    page_table: Tensor,
+    context_lens: Tensor,
+    *,
+    page_size: int,
+    is_causal: bool,
+    window: int | None,
+) -> Tensor:
+    """`block_attention_ref` in one launch, or two where the keys are cut into parts.
+
+    The number of parts follows from shapes alone, so a captured graph serves any context that its page table can hold.
+    """
+    check_tensors(query, block_keys, block_values, key_cache, value_cache, page_table, context_lens)
+    check_dtypes(query, block_keys, block_values, key_cache, value_cache)
+    num_requests, num_rows, num_heads, head_dim = query.shape
+    num_kv = block_keys.shape[2]
+    require(num_heads % num_kv == 0, "query heads a multiple of KV heads")
+    require(block_keys.shape == block_values.shape == (num_requests, num_rows, num_kv, head_dim), "a key for each row")
+    require(key_cache.shape[1:] == value_cache.shape[1:] == (num_kv, head_dim), "caches of the block's KV heads")
+    require(len(page_table) == num_requests == len(context_lens), "a table row and a length for each request")
+    require(page_table.stride(1) == 1, "contiguous rows of the page table")
+    require(window is None or window > 0, "a window of at least 1")
+    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    if not out.numel():
+        return out
+    flat = [tensor.flatten(0, 1) for tensor in (query, block_keys, block_values)] + [key_cache, value_cache]
+    require(all(tensor.stride(2) == 1 for tensor in flat), "each head contiguous")
+
+    group, num_out = num_heads // num_kv, num_requests * num_rows * num_heads
+    tiles = attention_tiles(num_rows * group, head_dim, query.element_size())
+    num_row_tiles = ceil_div(num_rows * group, tiles.rows)
+    max_tiles = ceil_div(page_table.shape[1] * page_size, tiles.keys) + ceil_div(num_rows, tiles.keys)
+    num_splits = attention_splits(num_row_tiles * num_requests * num_kv, max_tiles, query.device)
+    tile_dim = max(power_of_2(head_dim), MIN_DOT)
+    parts, part_tops = out, out
+    if num_splits > 1:
+        parts = torch.empty((num_splits, num_out, head_dim), dtype=torch.float32, device=query.device)
+        part_tops = torch.empty((num_splits, num_out), dtype=torch.float32, device=query.device)
+    _block_attention_kernel[(num_row_tiles, num_splits, num_requests * num_kv)](
+        *flat, page_table, context_lens.contiguous(), parts, part_tops,
+        *(stride for tensor in flat for stride in tensor.stride()[:2]), page_table.stride(0),
+        num_rows, page_table.shape[1], num_out, math.log2(math.e) / math.sqrt(head_dim),
+        NUM_KV=num_kv, GROUP=group, HEAD_DIM=head_dim, PAGE_SIZE=page_size,
+        IS_CAUSAL=is_causal, WINDOW=window or 0, NUM_SPLITS=num_splits,
+        TILE_M=tiles.rows, TILE_N=tiles.keys, TILE_D=tile_dim,
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+    )  # fmt: skip
+    if num_splits > 1:
+        tile_splits = power_of_2(num_splits)
+        _combine_kernel[(num_out,)](
+            parts, part_tops, out, num_out,
+            HEAD_DIM=head_dim, NUM_SPLITS=num_splits, TILE_S=tile_splits, TILE_D=tile_dim,
+            num_warps=warps_for(tile_splits * tile_dim),
+        )  # fmt: skip
+    return out

@@ -2,6 +2,7 @@
 
 Each draw uses one uniform that is a hash of (seed, position, purpose), so a request's tokens depend neither on its
 batch mates nor on how many tokens a step happens to verify: sampled speculative output equals sampled plain decoding.
+What the host knows of a batch (nobody samples, nobody filters) comes as keywords, so that nothing waits for the device.
 
 Axis letters: T rows, V vocabulary.
 """
@@ -9,16 +10,22 @@ Axis letters: T rows, V vocabulary.
 import torch
 from torch import Tensor
 
-PURPOSE_TARGET = 1
-"""Stream of the target's own draws. Other uses of randomness take other numbers; no two streams share draws."""
-
-_GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
-_MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
-_MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
+from dflash_kernels.draw import draw_at, draw_ref, first_above
+from dflash_kernels.launch import VOCAB_TILE, ceil_div, check_tensors, jit, power_of_2, require, tl
+from dflash_kernels.uniform import TARGET, stream, uniform_ref, uniform_tile
 
 
 def sample_ref(
-    logits: Tensor, temperatures: Tensor, top_ks: Tensor, top_ps: Tensor, seeds: Tensor, positions: Tensor
+    logits: Tensor,
+    temperatures: Tensor,
+    top_ks: Tensor,
+    top_ps: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    *,
+    is_greedy: bool = False,
+    has_filters: bool = True,
+    purpose: int = TARGET,
 ) -> Tensor:
     """One token a row: the argmax where the temperature is 0, a draw otherwise.
 
@@ -28,28 +35,46 @@ def sample_ref(
     top_ps        [T] float64   1 keeps all
     seeds         [T] int64
     positions     [T] int64     position of the token being drawn
-    Returns [T] int64.
+    is_greedy     every temperature is 0
+    has_filters   some top_k or top_p may cut; False promises that none does
+    purpose       which stream of random numbers
+    Returns [T] int64. Among equal logits the argmax is the lowest id.
     """
-    greedy = logits.argmax(-1)
-    is_drawn = temperatures > 0
-    if not bool(is_drawn.any()):
-        return greedy
-    rows = is_drawn.nonzero(as_tuple=True)[0]
-    probs = filtered_probs_ref(logits[rows], temperatures[rows], top_ks[rows], top_ps[rows])
-    uniform = uniform_ref(seeds[rows], positions[rows], PURPOSE_TARGET)
-    return greedy.index_copy(0, rows, draw_ref(probs, uniform))
+    if is_greedy:
+        return logits.argmax(-1)
+    probs = filtered_probs_ref(logits, temperatures, top_ks, top_ps, has_filters=has_filters)
+    return draw_ref(probs, uniform_ref(seeds, positions, purpose))
 
 
-def filtered_probs_ref(logits: Tensor, temperatures: Tensor, top_ks: Tensor, top_ps: Tensor) -> Tensor:
+def filtered_probs_ref(
+    logits: Tensor,
+    temperatures: Tensor,
+    top_ks: Tensor,
+    top_ps: Tensor,
+    *,
+    is_greedy: bool = False,
+    has_filters: bool = True,
+) -> Tensor:
     """The distribution a row is drawn from: softmax at its temperature, cut to top-k, then to top-p.
 
-    Shapes as in `sample_ref`, every temperature above 0. top-p keeps the smallest set of most likely tokens whose
-    probability reaches `top_p`, after top-k and renormalisation. Returns [T, V] float64, rows summing to 1.
+    Shapes and keywords as in `sample_ref`; a temperature of 0 puts everything on the argmax. top-p keeps the smallest
+    set of most likely tokens whose probability reaches `top_p`, after top-k and renormalisation; equal probabilities
+    rank by id. Returns [T, V] float64, rows summing to 1.
     """
-    probs = (logits.double() / temperatures[:, None]).softmax(-1)
+    top = torch.zeros(logits.shape, dtype=torch.float64, device=logits.device)
+    top.scatter_(1, logits.argmax(-1, keepdim=True), 1.0)
+    if is_greedy:
+        return top
+    is_drawn = (temperatures > 0)[:, None]
+    probs = (logits.double() / torch.where(is_drawn, temperatures[:, None], 1.0)).softmax(-1)
+    if has_filters:
+        probs = cut(probs, top_ks, top_ps)
+    return torch.where(is_drawn, probs, top)
+
+
+def cut(probs: Tensor, top_ks: Tensor, top_ps: Tensor) -> Tensor:
+    """Rows of [T, V] probabilities cut to top-k, then to top-p, renormalised; other rows come back bit for bit."""
     vocab_size = probs.shape[-1]
-    if not bool(((top_ks > 0) & (top_ks < vocab_size)).any() | (top_ps < 1).any()):
-        return probs
     ranked, order = probs.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(vocab_size, device=probs.device)
     limits = torch.where(top_ks > 0, top_ks, vocab_size)
@@ -59,38 +84,175 @@ def filtered_probs_ref(logits: Tensor, temperatures: Tensor, top_ks: Tensor, top
     # Without the first test a top_p of 1 would drop tail tokens whenever the sum rounds up to 1 early.
     ranked = ranked.masked_fill((top_ps < 1)[:, None] & (before >= top_ps[:, None]), 0)
     ranked = ranked / ranked.sum(-1, keepdim=True)
-    return torch.zeros_like(probs).scatter(-1, order, ranked)
+    # A row's numbers must not depend on whether another row of the batch is filtered.
+    is_cut = (limits < vocab_size) | (top_ps < 1)
+    return torch.where(is_cut[:, None], torch.zeros_like(probs).scatter(-1, order, ranked), probs)
 
 
-def draw_ref(probs: Tensor, uniform: Tensor) -> Tensor:
-    """Invert the cumulative distribution: [T, V] probabilities and [T] numbers in [0, 1) -> [T] int64 tokens."""
-    cumulative = probs.cumsum(-1)
-    total = cumulative[:, -1:]
-    level = torch.minimum(uniform[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cumulative, level, right=True)[:, 0]
+@jit
+def _load_tile(logits, row, token, vocab_size, row_stride):
+    """A tile of logits; NaN counts as -inf, so that an argmax is always a token."""
+    tile = tl.load(logits + row * row_stride + token, mask=token < vocab_size, other=float("-inf")).to(tl.float32)
+    return tl.where(tile == tile, tile, float("-inf"))
 
 
-def uniform_ref(seeds: Tensor, positions: Tensor, purpose: int) -> Tensor:
-    """[T] float64 in [0, 1) from (seed, position, purpose), by two rounds of splitmix64.
-
-    Source: Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators"; constants of its mix13.
-    """
-    state = _mix(seeds + _wrap(_GOLDEN * (purpose + 1)))
-    bits = _mix(state + _GOLDEN * (positions + 1))
-    return _shift(bits, 11).double() * 2.0**-53
+@jit
+def _weights(scores, top, temperature):
+    """Probabilities up to a factor: exp((scores - top) / temperature) in float64, 0 where nothing is finite."""
+    shift = tl.where(top == float("-inf"), 0.0, top)
+    return tl.exp((scores.to(tl.float64) - shift.to(tl.float64)) * (1.0 / temperature))
 
 
-def _mix(state: Tensor) -> Tensor:
-    state = (state ^ _shift(state, 30)) * _MIX_1
-    state = (state ^ _shift(state, 27)) * _MIX_2
-    return state ^ _shift(state, 31)
+@jit
+def _tile_stats_kernel(
+    logits, temperatures, tile_tops, tile_ids, tile_sums, vocab_size, row_stride, num_tiles,
+    IS_GREEDY: tl.constexpr, TILE_V: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    token = tile.to(tl.int64) * TILE_V + tl.arange(0, TILE_V)
+    scores = _load_tile(logits, row, token, vocab_size, row_stride)
+    top = tl.max(scores, 0)
+    tl.store(tile_tops + row * num_tiles + tile, top)
+    tl.store(tile_ids + row * num_tiles + tile, tl.min(tl.where(scores == top, token, vocab_size - 1), 0))
+    if not IS_GREEDY:
+        temperature = tl.load(temperatures + row)
+        if temperature > 0:
+            tl.store(tile_sums + row * num_tiles + tile, tl.sum(_weights(scores, top, temperature), 0))
 
 
-def _wrap(value: int) -> int:
-    """A Python integer as the signed 64-bit integer with the same low bits."""
-    return (value + 2**63) % 2**64 - 2**63
+@jit
+def _scaled_sums(tile_tops, tile_sums, row, num_tiles, temperature, TILE_T: tl.constexpr):
+    """Sums of the tiles, measured against the row's top; and that top."""
+    tiles = tl.arange(0, TILE_T)
+    is_tile = tiles < num_tiles
+    tops = tl.load(tile_tops + row * num_tiles + tiles, mask=is_tile, other=float("-inf"))
+    sums = tl.load(tile_sums + row * num_tiles + tiles, mask=is_tile, other=0.0)
+    top = tl.max(tops, 0)
+    return tl.where(tops > float("-inf"), sums * _weights(tops, top, temperature), 0.0), top
 
 
-def _shift(value: Tensor, bits: int) -> Tensor:
-    """Logical right shift; `>>` of a signed integer is arithmetic."""
-    return (value >> bits) & ((1 << (64 - bits)) - 1)
+@jit
+def _best_id(tile_tops, tile_ids, row, num_tiles, TILE_T: tl.constexpr):
+    """The lowest id with the highest logit."""
+    tiles = tl.arange(0, TILE_T)
+    tops = tl.load(tile_tops + row * num_tiles + tiles, mask=tiles < num_tiles, other=float("-inf"))
+    first = tl.min(tl.where(tops == tl.max(tops, 0), tiles, TILE_T), 0)
+    return tl.load(tile_ids + row * num_tiles + first)
+
+
+@jit
+def _sample_kernel(
+    logits, temperatures, seeds, positions, salt, tile_tops, tile_ids, tile_sums, token_ids,
+    vocab_size, row_stride, num_tiles,
+    IS_GREEDY: tl.constexpr, TILE_V: tl.constexpr, TILE_T: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    chosen = _best_id(tile_tops, tile_ids, row, num_tiles, TILE_T)
+    if not IS_GREEDY:
+        temperature = tl.load(temperatures + row)
+        if temperature > 0:
+            sums, top = _scaled_sums(tile_tops, tile_sums, row, num_tiles, temperature, TILE_T)
+            level = uniform_tile(tl.load(seeds + row), tl.load(positions + row), salt) * tl.sum(sums, 0)
+            tile = first_above(sums, 0.0, level, TILE_T)
+            before = tl.sum(tl.where(tl.arange(0, TILE_T) < tile, sums, 0.0), 0)
+            token = tile.to(tl.int64) * TILE_V + tl.arange(0, TILE_V)
+            scores = _load_tile(logits, row, token, vocab_size, row_stride)
+            weights = tl.where(scores > float("-inf"), _weights(scores, top, temperature), 0.0)
+            chosen = tile.to(tl.int64) * TILE_V + first_above(weights, before, level, TILE_V)
+    tl.store(token_ids + row, chosen)
+
+
+@jit
+def _probs_kernel(
+    logits, temperatures, tile_tops, tile_ids, tile_sums, probs, vocab_size, row_stride, num_tiles,
+    IS_GREEDY: tl.constexpr, TILE_V: tl.constexpr, TILE_T: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(1).to(tl.int64)
+    token = tl.program_id(0).to(tl.int64) * TILE_V + tl.arange(0, TILE_V)
+    chosen = (token == _best_id(tile_tops, tile_ids, row, num_tiles, TILE_T)).to(tl.float64)
+    if not IS_GREEDY:
+        temperature = tl.load(temperatures + row)
+        if temperature > 0:
+            sums, top = _scaled_sums(tile_tops, tile_sums, row, num_tiles, temperature, TILE_T)
+            scores = _load_tile(logits, row, token, vocab_size, row_stride)
+            chosen = tl.where(scores > float("-inf"), _weights(scores, top, temperature), 0.0) / tl.sum(sums, 0)
+    tl.store(probs + row * vocab_size + token, chosen, mask=token < vocab_size)
+
+
+def sample(
+    logits: Tensor,
+    temperatures: Tensor,
+    top_ks: Tensor,
+    top_ps: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    *,
+    is_greedy: bool = False,
+    has_filters: bool = True,
+    purpose: int = TARGET,
+) -> Tensor:
+    """`sample_ref`, in two launches without filters; with them the distributions are written out first."""
+    _check(logits, temperatures, top_ks, top_ps, seeds, positions)
+    if has_filters and not is_greedy:
+        probs = filtered_probs(logits, temperatures, top_ks, top_ps)
+        return draw_at(probs, seeds, positions, purpose)
+    token_ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+    if len(logits):
+        stats, tiling = _launch_stats(logits, temperatures, is_greedy)
+        _sample_kernel[(len(logits),)](
+            logits, temperatures, seeds.contiguous(), positions.contiguous(), stream(purpose), *stats, token_ids,
+            logits.shape[1], logits.stride(0), stats[0].shape[1], IS_GREEDY=is_greedy, **tiling,
+        )  # fmt: skip
+    return token_ids
+
+
+def filtered_probs(
+    logits: Tensor,
+    temperatures: Tensor,
+    top_ks: Tensor,
+    top_ps: Tensor,
+    *,
+    is_greedy: bool = False,
+    has_filters: bool = True,
+) -> Tensor:
+    """`filtered_probs_ref`: the softmax in two launches; the cut, where there is one, by torch's stable sort."""
+    _check(logits, temperatures, top_ks, top_ps)
+    probs = torch.empty(logits.shape, dtype=torch.float64, device=logits.device)
+    if len(logits):
+        stats, tiling = _launch_stats(logits, temperatures, is_greedy)
+        num_tiles = stats[0].shape[1]
+        _probs_kernel[(num_tiles, len(logits))](
+            logits, temperatures, *stats, probs, logits.shape[1], logits.stride(0), num_tiles,
+            IS_GREEDY=is_greedy, **tiling,
+        )  # fmt: skip
+    if is_greedy or not has_filters:
+        return probs
+    # A row that holds a one-hot for its temperature of 0 comes through any cut unchanged.
+    return cut(probs, top_ks, top_ps)
+
+
+def _launch_stats(
+    logits: Tensor, temperatures: Tensor, is_greedy: bool
+) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, int]]:
+    """Top, its id and the sum of weights of each tile of logits; and the tiling they were made with."""
+    num_rows, vocab_size = logits.shape
+    tile = min(VOCAB_TILE, power_of_2(vocab_size))
+    num_tiles = ceil_div(vocab_size, tile)
+    tops = torch.empty((num_rows, num_tiles), dtype=torch.float32, device=logits.device)
+    ids = torch.empty((num_rows, num_tiles), dtype=torch.int64, device=logits.device)
+    sums = ids if is_greedy else torch.empty((num_rows, num_tiles), dtype=torch.float64, device=logits.device)
+    _tile_stats_kernel[(num_tiles, num_rows)](
+        logits, temperatures, tops, ids, sums, vocab_size, logits.stride(0), num_tiles,
+        IS_GREEDY=is_greedy, TILE_V=tile,
+    )  # fmt: skip
+    return (tops, ids, sums), {"TILE_V": tile, "TILE_T": power_of_2(num_tiles)}
+
+
+def _check(logits: Tensor, *rows: Tensor) -> None:
+    check_tensors(logits, *rows)
+    require(logits.stride(1) == 1, "contiguous rows of logits")
+    require(all(row.shape == (len(logits),) for row in rows), "one value a row")
+    require(all(row.is_contiguous() for row in rows), "contiguous values")
+    require(rows[0].dtype == rows[2].dtype == torch.float64, "float64 temperatures and top_ps")
+    require(all(row.dtype == torch.int64 for row in (rows[1], *rows[3:])), "int64 top_ks, seeds and positions")

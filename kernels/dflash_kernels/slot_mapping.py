@@ -9,6 +9,8 @@ Axis letters: R requests, N rows a request, P pages.
 import torch
 from torch import Tensor
 
+from dflash_kernels.launch import ELEMENT_TILE, ceil_div, check_tensors, jit, require, tl
+
 PAD = -1
 
 
@@ -25,3 +27,39 @@ def slot_mapping_ref(page_table: Tensor, positions: Tensor, limits: Tensor, page
     pages = page_table.gather(1, torch.where(is_inside, columns, 0))
     slots = pages * page_size + positions % page_size
     return torch.where(is_inside & (pages > 0), slots, PAD)
+
+
+@jit
+def _slot_mapping_kernel(
+    page_table, positions, limits, slots,
+    table_stride, positions_stride, num_pages, num_rows, num_elements,
+    PAGE_SIZE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    element = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    is_element = element < num_elements
+    request = element // num_rows
+    position = tl.load(
+        positions + request * positions_stride + element % num_rows, mask=is_element, other=-1
+    ).to(tl.int64)  # fmt: skip
+    limit = tl.load(limits + request, mask=is_element, other=0)
+    column = position // PAGE_SIZE
+    is_inside = (position >= 0) & (position < limit) & (column < num_pages)
+    page = tl.load(page_table + request * table_stride + column, mask=is_inside, other=0).to(tl.int64)
+    slot = page * PAGE_SIZE + position % PAGE_SIZE
+    tl.store(slots + element, tl.where(page > 0, slot, -1), mask=is_element)
+
+
+def slot_mapping(page_table: Tensor, positions: Tensor, limits: Tensor, page_size: int) -> Tensor:
+    """`slot_mapping_ref` in one launch."""
+    check_tensors(page_table, positions, limits)
+    num_requests, num_rows = positions.shape
+    require(page_table.shape[0] == num_requests == limits.numel(), "as many table rows and limits as position rows")
+    require(page_table.stride(1) == 1 and positions.stride(1) == 1, "rows of the table and of positions contiguous")
+    slots = torch.empty((num_requests, num_rows), dtype=torch.int64, device=positions.device)
+    if slots.numel():
+        _slot_mapping_kernel[(ceil_div(slots.numel(), ELEMENT_TILE),)](
+            page_table, positions, limits.contiguous(), slots,
+            page_table.stride(0), positions.stride(0), page_table.shape[1], num_rows, slots.numel(),
+            PAGE_SIZE=page_size, TILE=ELEMENT_TILE,
+        )  # fmt: skip
+    return slots

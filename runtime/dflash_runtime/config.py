@@ -171,26 +171,55 @@ class TargetConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """How the engine runs. None means "decide from the checkpoints or the machine" and is resolved before start."""
+    """How the engine runs. None and "auto" mean "decide from the checkpoints and the machine".
+
+    `max_batched_tokens` is the prompt rows one step prefills at most. `kv_memory_bytes` sizes the page pool outright;
+    otherwise it takes what `gpu_memory_utilization` leaves of the device. `max_in_flight` steps are queued ahead of
+    their results when scheduling is asynchronous.
+    """
 
     device: str = "auto"
     dtype: str = "auto"
+    kernels: str = "auto"
     num_draft_tokens: int | None = None
+    draft_sampling: str = "greedy"
     max_model_len: int | None = None
     max_num_requests: int = 16
+    max_batched_tokens: int = 2048
     page_size: int = 16
     num_pages: int | None = None
+    kv_memory_bytes: int | None = None
+    gpu_memory_utilization: float = 0.9
+    prefix_cache: bool = True
+    scheduling: str = "async"
+    max_in_flight: int = 2
 
     def __post_init__(self) -> None:
-        if self.dtype not in ("auto", "float32", "bfloat16", "float64"):
-            raise UsageError(f"dtype {self.dtype!r} is not one of auto, float32, bfloat16, float64")
-        for name in ("max_num_requests", "page_size"):
+        for name, choices in CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise UsageError(f"{name} {getattr(self, name)!r} is not one of {', '.join(choices)}")
+        for name in ("max_num_requests", "page_size", "max_batched_tokens", "max_in_flight"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("num_draft_tokens", "max_model_len", "num_pages"):
+        for name in ("num_draft_tokens", "max_model_len", "num_pages", "kv_memory_bytes"):
             value = getattr(self, name)
             if value is not None and value < (0 if name == "num_draft_tokens" else 1):
                 raise UsageError(f"{name} must be positive, got {value}")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise UsageError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}")
+
+    @property
+    def is_async(self) -> bool:
+        return self.scheduling == "async"
+
+
+CHOICES = {
+    "dtype": ("auto", "float32", "bfloat16", "float64"),
+    "kernels": ("auto", "triton", "reference"),
+    "draft_sampling": ("greedy", "probabilistic"),
+    "scheduling": ("async", "sync"),
+}
+"""What each engine setting that is a word may be."""
 
 
 def _is_int(value: object) -> bool:

@@ -3,7 +3,8 @@
 Target and draft have tensors of their own and share page numbers: a page that holds a token's target KV holds its
 draft context KV as well.
 
-Axis letters: L layers, S slots, R requests, N rows, T flat rows, KV heads of keys and values, D head dim, P pages.
+Axis letters: L layers, S slots, R requests, N rows a request, T flat rows (R * N), H heads, KV heads of keys and
+values, D head dim, P pages.
 """
 
 from dataclasses import dataclass
@@ -11,8 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dflash_kernels.block_attention import block_attention_ref
-from dflash_kernels.kv_store import kv_store_ref
+from dflash_kernels.suite import Kernels
 from dflash_runtime.config import DraftConfig, TargetConfig
 
 
@@ -32,10 +32,6 @@ class KVCache:
         self.keys = torch.zeros(shape, device=device, dtype=dtype)
         self.values = torch.zeros(shape, device=device, dtype=dtype)
 
-    def store(self, layer: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-        """Write rows [T, KV, D] of one layer into slots [T]; PAD rows are dropped."""
-        kv_store_ref(keys, values, self.keys[layer], self.values[layer], slots)
-
 
 def bytes_per_token(config: TargetConfig | DraftConfig, dtype: torch.dtype) -> int:
     """KV bytes one token takes over all layers."""
@@ -49,6 +45,7 @@ class PagedAttention:
     With `slots` [R, N] the block's K and V are stored as well; a draft's are not, so its noise never enters a page.
     """
 
+    kernels: Kernels
     cache: KVCache
     page_table: Tensor  # [R, P]
     context_lens: Tensor  # [R]
@@ -57,13 +54,15 @@ class PagedAttention:
     slots: Tensor | None = None
 
     def __call__(self, layer: int, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """[R, N, H, D], [R, N, KV, D] twice -> [R, N, H, D]."""
+        """[T, H, D], [T, KV, D] twice -> [T, H, D]."""
         if self.slots is not None:
-            self.cache.store(layer, keys.flatten(0, 1), values.flatten(0, 1), self.slots.flatten())
-        return block_attention_ref(
-            query,
-            keys,
-            values,
+            key_cache, value_cache = self.cache.keys[layer], self.cache.values[layer]
+            self.kernels.kv_store(keys, values, key_cache, value_cache, self.slots.flatten())
+        num_requests = len(self.context_lens)
+        attended = self.kernels.block_attention(
+            query.view(num_requests, -1, *query.shape[1:]),
+            keys.view(num_requests, -1, *keys.shape[1:]),
+            values.view(num_requests, -1, *values.shape[1:]),
             self.cache.keys[layer],
             self.cache.values[layer],
             self.page_table,
@@ -72,3 +71,4 @@ class PagedAttention:
             is_causal=self.causal[layer],
             window=self.windows[layer],
         )
+        return attended.reshape(query.shape)

@@ -6,6 +6,8 @@ Lengths, in tokens:
     [prompt_len, total_len)    generated and committed
     total_len - 1              the anchor: committed, its KV row not written yet
     kv_len = total_len - 1     rows of true KV, once prefilled
+
+While steps are in flight the device is ahead of these lengths; `num_in_flight` of them bound by how much.
 """
 
 from collections.abc import Iterable
@@ -14,12 +16,16 @@ from enum import StrEnum
 
 from dflash_runtime.errors import RequestError
 
+MAX_STOP_IDS = 16
+"""Stop ids a request may have; the device compares with all of them in every step."""
+
 
 class FinishReason(StrEnum):
     """Why a request ended."""
 
     STOP = "stop"
     LENGTH = "length"
+    ERROR = "error"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +33,8 @@ class SamplingParams:
     """How a request's tokens are chosen, and when it ends.
 
     `stop_token_ids` end a request and are kept as its last token; `ignore_eos` makes them ordinary tokens.
+    `verify_width` verifies only so many rows of the block, the anchor included; the draft sees the whole block all the
+    same.
     """
 
     max_new_tokens: int = 256
@@ -36,6 +44,7 @@ class SamplingParams:
     seed: int = 0
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    verify_width: int | None = None
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -48,10 +57,41 @@ class SamplingParams:
             raise RequestError(f"top_p must be in (0, 1], got {self.top_p}")
         if not -(2**63) <= self.seed < 2**63:
             raise RequestError(f"seed must be a 64-bit integer, got {self.seed}")
+        if len(self.stop_token_ids) > MAX_STOP_IDS:
+            raise RequestError(f"{len(self.stop_token_ids)} stop ids, expected at most {MAX_STOP_IDS}")
+        if self.verify_width is not None and self.verify_width < 1:
+            raise RequestError(f"verify_width must be at least 1 (the anchor), got {self.verify_width}")
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0
+
+    @property
+    def has_filters(self) -> bool:
+        """Whether top-k or top-p cut the distribution of this request's draws."""
+        return not self.is_greedy and (self.top_k > 0 or self.top_p < 1)
+
+    @property
+    def effective_stops(self) -> tuple[int, ...]:
+        """The ids that do end this request."""
+        return () if self.ignore_eos else self.stop_token_ids
 
     def with_stops(self, token_ids: Iterable[int]) -> "SamplingParams":
         """The same parameters, ending at these ids as well."""
         return replace(self, stop_token_ids=tuple(sorted({*self.stop_token_ids, *token_ids})))
+
+
+@dataclass(frozen=True, slots=True)
+class DraftStep:
+    """One verify step of one request.
+
+    Its kept tokens are those of the output from `start` on: accepted drafts, then the bonus, cut at stops and limits.
+    """
+
+    start: int
+    draft_ids: tuple[int, ...]
+    num_accepted: int
+    num_kept: int
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -62,10 +102,18 @@ class Request:
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
     output_token_ids: list[int] = field(default_factory=list)
-    acceptance_lengths: list[int] = field(default_factory=list)
-    kept_lengths: list[int] = field(default_factory=list)
-    pages: list[int] = field(default_factory=list)
+    steps: list[DraftStep] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+
+    row: int | None = None
+    generation: int = 0
+    pages: list[int] = field(default_factory=list)
+    page_digests: list[bytes] = field(default_factory=list)
+    num_cached: int = 0
+    prefilled_len: int = 0
+    prefill_len: int = 0  # `rows_to_prefill` when the row was given
+    num_in_flight: int = 0
+    num_preemptions: int = 0
 
     @property
     def prompt_len(self) -> int:
@@ -80,28 +128,34 @@ class Request:
         return self.total_len - 1
 
     @property
-    def anchor_id(self) -> int:
-        return self.output_token_ids[-1]
+    def token_ids(self) -> tuple[int, ...]:
+        """Everything committed, prompt first."""
+        return self.prompt_token_ids + tuple(self.output_token_ids)
+
+    @property
+    def rows_to_prefill(self) -> int:
+        """Rows a prefill that starts now has to bring: the prompt, or everything up to the anchor when resuming."""
+        return self.prompt_len if not self.output_token_ids else self.kv_len
+
+    @property
+    def is_prefilled(self) -> bool:
+        return self.prefilled_len >= self.prefill_len
 
     @property
     def is_finished(self) -> bool:
         return self.finish_reason is not None
 
-    def commit(self, token_ids: list[int], max_model_len: int) -> list[int]:
-        """Make tokens final, up to the first stop token or limit, and return those that were kept."""
-        room = min(self.params.max_new_tokens - len(self.output_token_ids), max_model_len - self.total_len)
-        kept = token_ids[:room]
-        stop = next((place for place, token in enumerate(kept) if self._is_stop(token)), None)
-        if stop is not None:
-            kept = kept[: stop + 1]
-            self.finish_reason = FinishReason.STOP
-        elif len(kept) == room:
-            self.finish_reason = FinishReason.LENGTH
-        self.output_token_ids += kept
-        return kept
+    def room(self, max_model_len: int) -> int:
+        """Tokens that may still be committed."""
+        return min(self.params.max_new_tokens - len(self.output_token_ids), max_model_len - self.total_len)
 
-    def _is_stop(self, token: int) -> bool:
-        return not self.params.ignore_eos and token in self.params.stop_token_ids
+    def commit(self, token_ids: Iterable[int], max_model_len: int) -> None:
+        """Make tokens final. The device has cut them at stops and limits; here only the reason is named."""
+        self.output_token_ids += token_ids
+        if self.output_token_ids[-1] in self.params.effective_stops:
+            self.finish_reason = FinishReason.STOP
+        elif self.room(max_model_len) <= 0:
+            self.finish_reason = FinishReason.LENGTH
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,12 +163,45 @@ class RequestOutput:
     """What became of a request.
 
     `acceptance_lengths` has accepted + 1 for each verify step, untruncated; the prefill's token is no step.
-    `kept_lengths` has the tokens each of those steps left in the output after stops and limits.
+    `kept_lengths` has the tokens each of those steps left in the output after stops and limits, and `drafts` what it
+    proposed. A step that decoded plainly is in none of them. `error` says why a request was not served, with
+    `finish_reason` ERROR.
     """
 
     index: int
     prompt_token_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
-    acceptance_lengths: tuple[int, ...]
-    kept_lengths: tuple[int, ...]
+    acceptance_lengths: tuple[int, ...] = ()
+    kept_lengths: tuple[int, ...] = ()
+    drafts: tuple[DraftStep, ...] = ()
+    num_cached: int = 0
+    num_preemptions: int = 0
+    error: str | None = None
+
+    @classmethod
+    def read(cls, request: Request) -> "RequestOutput":
+        """The output of a request that has ended."""
+        assert request.finish_reason is not None
+        return cls(
+            index=request.index,
+            prompt_token_ids=request.prompt_token_ids,
+            token_ids=tuple(request.output_token_ids),
+            finish_reason=request.finish_reason,
+            acceptance_lengths=tuple(step.num_accepted + 1 for step in request.steps),
+            kept_lengths=tuple(step.num_kept for step in request.steps),
+            drafts=tuple(request.steps),
+            num_cached=request.num_cached,
+            num_preemptions=request.num_preemptions,
+        )
+
+    @classmethod
+    def refuse(cls, request: Request, error: str) -> "RequestOutput":
+        """The output of a request that was never run."""
+        return cls(
+            index=request.index,
+            prompt_token_ids=request.prompt_token_ids,
+            token_ids=(),
+            finish_reason=FinishReason.ERROR,
+            error=error,
+        )

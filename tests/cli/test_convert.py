@@ -89,6 +89,30 @@ def test_there_and_back(shape: support.Shape, rope: Any, causal: Any, data: st.D
     assert second["verified"] == "roundtrip"
 
 
+def test_keys_without_a_home_survive_both_ways(tmp_path: Path) -> None:
+    config = {"mask_token_id": 31, "target_layer_ids": [0, 2], "attention_mode": "gqa"}
+    source = support.make_native(tmp_path / "source", dflash_config=config, use_cache=True)
+    convert(source, tmp_path / "there", "speculators", verifier="acme/target")
+    convert(tmp_path / "there", tmp_path / "back", "native")
+    assert open_draft(tmp_path / "back").reading.carried == {
+        **open_draft(source).reading.carried, "max_window_layers": 2,
+    }  # fmt: skip
+
+
+def test_native_to_native_states_what_engines_look_for(tmp_path: Path) -> None:
+    """The forms of NeMo Automodel (its own architecture) and Model-Optimizer (use_swa) become plain native."""
+    config = {"mask_token_id": 31, "target_layer_ids": [0, 2], "use_swa": True, "swa_window_size": 16, "causal": False}
+    source = support.make_native(
+        tmp_path / "source", architectures=["Qwen3DFlashDraftModel"], dflash_config=config, is_causal=support.REMOVED
+    )
+    convert(source, tmp_path / "out", "native")
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written["architectures"] == ["DFlashDraftModel"]
+    assert written["layer_types"] == ["sliding_attention"] * 2
+    assert (written["sliding_window"], written["use_sliding_window"], written["is_causal"]) == (16, True, False)
+    assert "use_swa" not in written["dflash_config"]
+
+
 class TestManifest:
     def test_every_key_and_tensor_has_a_fate(self, tmp_path: Path) -> None:
         source = support.make_native(tmp_path / "source", auto_map={"AutoModel": "dflash.DFlashDraftModel"})
@@ -526,12 +550,14 @@ def test_the_bundled_pair_converts_and_validates(tmp_path: Path) -> None:
         assert support.invoke("validate", destination, "--engine", "vllm", "--strict").code == 0
 
 
-def test_conversion_does_not_import_torch(tmp_path: Path) -> None:
-    source = support.make_native(tmp_path / "source")
+@pytest.mark.parametrize("command", ["convert", "inspect", "validate"])
+def test_headers_are_enough(command: str, tmp_path: Path) -> None:
+    """None of these commands imports torch, transformers or numpy."""
+    source = str(support.make_native(tmp_path / "source"))
+    rest = {"convert": [str(tmp_path / "out"), "--to", "speculators", "--verifier", "a/b"]}.get(command, [])
     script = (
         "import sys\nfrom dflash_cli.main import app\n"
-        f"app(['convert', {str(source)!r}, {str(tmp_path / 'out')!r}, '--to', 'speculators', '--verifier', 'a/b'], "
-        "standalone_mode=False)\n"
+        f"app({[command, source, *rest]!r}, standalone_mode=False)\n"
         "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)\n"
     )
     root = Path(__file__).parents[2]

@@ -59,6 +59,11 @@ class TestReading:
         with pytest.raises(InvalidConfig, match=f"{key}.*dflash_config.{key}.*both places"):
             read(config)
 
+    def test_both_tap_lists_must_agree(self) -> None:
+        assert read(support.native_config(eagle_aux_hidden_state_layer_ids=[1, 3])).target_layer_ids == (0, 2)
+        with pytest.raises(InvalidConfig, match=r"eagle_aux.*found \[0, 2\]"):
+            read(support.native_config(eagle_aux_hidden_state_layer_ids=[0, 2]))
+
     @pytest.mark.parametrize(
         "rope",
         [
@@ -266,13 +271,6 @@ def with_verifier(config: DraftConfig) -> DraftConfig:
     return replace(config, verifier=Verifier(name_or_path="acme/target", architectures=("Qwen3ForCausalLM",)))
 
 
-JUNK = st.recursive(
-    st.none() | st.booleans() | st.integers(-3, 70) | st.floats(-2.0, 80.0) | st.text(max_size=3),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
-    max_leaves=4,
-)
-
-
 @settings(max_examples=150, deadline=None)
 @given(data=st.data(), dialect=st.sampled_from(["native", "speculators"]))
 def test_junk_in_any_key_is_an_error_of_ours(data: st.DataObject, dialect: str) -> None:
@@ -282,7 +280,7 @@ def test_junk_in_any_key_is_an_error_of_ours(data: st.DataObject, dialect: str) 
     config = support.native_config() if dialect == "native" else support.speculators_config()
     inner = data.draw(st.sampled_from(["", *sorted(key for key, value in config.items() if isinstance(value, dict))]))
     container = config[inner] if inner else config
-    container[data.draw(st.sampled_from(sorted(container)))] = data.draw(JUNK)
+    container[data.draw(st.sampled_from(sorted(container)))] = data.draw(support.json_junk())
     try:
         found = detect_from(config, frozenset(), PATH)
         found.format.read_config(config, PATH)

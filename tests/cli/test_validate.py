@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 import support
 from dflash_cli.checks.base import all_rules
@@ -154,6 +156,13 @@ CASES = [
     Case(rule="C24", message="missing for rope type yarn", config=top(rope_scaling=YARN)),
     Case(rule="C26", message="0.25", severity="warning", config=top(partial_rotary_factor=0.25)),
     Case(rule="C27", message="found 'gelu'", config=top(hidden_act="gelu")),
+    Case(
+        rule="C25", message="64, the target's is 128", severity="warning", config=top(max_position_embeddings=64),
+        target=NO_CHANGE,
+    ),
+    Case(rule="C28", message="true", severity="info", config=top(tie_word_embeddings=True)),
+    Case(rule="C37", message="64 beside hidden_size 16", severity="warning", config=top(target_hidden_size=64)),
+    Case(rule="C37", message="64 beside", engines="sglang", config=top(target_hidden_size=64)),
     Case(rule="C29", message="0.2", severity="warning", config=nested(output_multiplier=0.2)),
     Case(rule="C29", message="0.2", engines="vllm", config=nested(output_multiplier=0.2)),
     Case(rule="C30", message="'qwen3'", dialect=SPEC, config=top(model_type="qwen3")),
@@ -190,6 +199,7 @@ CASES = [
     Case(rule="N01", message="layers.1.self_attn.k_norm.weight", tensors=without("layers.1.self_attn.k_norm.weight")),
     Case(rule="N02", message="unexpected: left over", tensors=add("optimizer.state", 2)),
     Case(rule="N02", message="fused", tensors=add("layers.0.self_attn.qkv_proj.weight", 64, 16)),
+    Case(rule="N02", message="a copy", severity="warning", tensors=add("lm_head.weight", 32, 16)),
     Case(rule="N03", message="start with 'model.'", tensors=rename("layers.", "model.layers.")),
     Case(rule="N04", message="[16, 48], expected [16, 32] = 2 taps x 16", tensors=add("fc.weight", 16, 48)),
     Case(rule="N04", message="[9], expected [8]", tensors=add("layers.0.self_attn.q_norm.weight", 9)),
@@ -272,6 +282,14 @@ CASES = [
         tensors=edit("t2d", lambda item: np.roll(item, 1)),
     ),
     Case(
+        rule="M09", message="leaves out the stop token 31", severity="warning", dialect=SPEC, shape=support.REDUCED,
+        level="weights", target=top(eos_token_id=31),
+    ),
+    Case(
+        rule="M10", message="row 0 of lm_head.weight", severity="warning", dialect=SPEC, shape=support.REDUCED,
+        level="weights", target=NO_CHANGE, tensors=edit("lm_head.weight", lambda item: item + 1),
+    ),
+    Case(
         rule="M07", message="first 12 ids", dialect=SPEC, shape=support.REDUCED, level="weights",
         tensors=edit("d2t", np.zeros_like),
     ),
@@ -295,7 +313,7 @@ def check(case: Case, directory: Path) -> Report:
     if case.target is not None:
         config = support.target_config(case.shape)
         case.target(config)
-        target = support.write_checkpoint(directory / "target", config, {"model.norm.weight": np.ones(4, np.float32)})
+        target = support.write_checkpoint(directory / "target", config, support.target_arrays(case.shape))
     return validate_draft(
         draft,
         target=target,
@@ -362,6 +380,29 @@ def test_a_broken_config_is_still_held_to_the_other_rules(tmp_path: Path) -> Non
         rule="", message="", config=nested(mask_token_id=None, target_layer_ids=[0, 9]), tensors=without("norm.weight")
     )
     assert {"C06", "C12", "N01"} <= {finding.id for finding in check(case, tmp_path).findings}
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data(), dialect=st.sampled_from(["native", "speculators"]))
+def test_junk_in_any_key_is_a_finding_at_most(data: st.DataObject, dialect: str, tmp_path: Path) -> None:
+    """No rule stumbles over a value of the wrong type, in whatever key it stands."""
+    draft, target = tmp_path / "draft", tmp_path / "target"
+    if not draft.exists():
+        support.make_speculators(draft, support.REDUCED)
+        support.make_target(target, support.REDUCED)
+    config = support.native_config() if dialect == "native" else support.speculators_config(support.REDUCED)
+    config |= {"is_causal": False, "eagle_aux_hidden_state_layer_ids": [1, 3], "eos_token_id": 1}
+    for _ in range(data.draw(st.integers(1, 2))):
+        inner = data.draw(
+            st.sampled_from(["", *sorted(key for key, value in config.items() if isinstance(value, dict))])
+        )
+        container = config[inner] if inner else config
+        if container:
+            container[data.draw(st.sampled_from(sorted(container)))] = data.draw(support.json_junk())
+    support.write_config(draft, config)
+    validate_draft(
+        draft, target=target, target_reference=str(target), engines=parse_engines("vllm,sglang"), level="weights"
+    )
 
 
 class TestCommand:

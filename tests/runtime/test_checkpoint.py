@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 import support
 from dflash_runtime.checkpoint import INDEX_FILE, Checkpoint, parse_json, read_header
@@ -90,6 +92,23 @@ class TestHeader:
     def test_metadata_is_skipped(self, tmp_path: Path) -> None:
         header = {"__metadata__": {"format": "pt"}, "a": entry(0, 1)}
         assert list(read_header(write_file(tmp_path / "x.safetensors", header, b"1"))) == ["a"]
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_damaged_headers_are_errors_of_ours(data: st.DataObject, tmp_path: Path) -> None:
+    """Whatever bytes change in a header, the reader returns tensors inside the file or a message."""
+    header = json.dumps({"a": entry(0, 4, [2], "F16"), "b": entry(4, 6)}).encode()
+    raw = bytearray(struct.pack("<Q", len(header)) + header + b"123456")
+    for _ in range(data.draw(st.integers(1, 3))):
+        raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
+    file = tmp_path / "x.safetensors"
+    file.write_bytes(raw[: data.draw(st.integers(len(raw) - 8, len(raw)))])
+    try:
+        infos = read_header(file)
+    except CheckpointError:
+        return
+    assert all(0 <= info.begin <= info.end <= file.stat().st_size for info in infos.values())
 
 
 class TestJson:

@@ -3,7 +3,7 @@
 A family is one file in this package with a class decorated `@DRAFTS.register(name)`. A draft is fed context features
 (the target's hidden states), keeps K and V made from them, and proposes a whole block from an anchor.
 
-Axis letters: R requests, N block rows, K drafted tokens, T flat tokens, L layers, KV heads, D head dim, F features.
+Axis letters: R requests, N block rows, T flat rows, F features, V' output vocabulary.
 """
 
 from functools import cache
@@ -12,7 +12,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from dflash_kernels.suite import Kernels
 from dflash_runtime.config import DraftConfig
+from dflash_runtime.kv import KVCache
 from dflash_runtime.layout import plan_tensors
 from dflash_runtime.models.base import Target
 from dflash_runtime.models.layers import Attend, Weights
@@ -21,16 +23,20 @@ from dflash_runtime.registry import Registry
 
 
 class Draft(Protocol):
-    """A block-diffusion draft bound to its target's embedding and head."""
+    """A block-diffusion draft bound to its target's embedding and head.
+
+    `target_ids` maps the draft's output ids to the target's, [V'] int64, or is None where they are the same.
+    """
 
     config: DraftConfig
+    target_ids: Tensor | None
 
-    def context_kv(self, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Features [T, F] at positions [T] -> keys and values of every layer, each [L, T, KV, D]."""
+    def write_context(self, features: Tensor, positions: Tensor, cache: KVCache, slots: Tensor) -> None:
+        """Make context KV of features [T, F] at positions [T] and store it, all layers, in slots [T]."""
         ...
 
-    def propose(self, block_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Blocks [R, N], anchor first and masks after, at positions [R, N] -> drafted target ids [R, N - 1]."""
+    def logits(self, block_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Blocks [R, N], anchor first and masks after, at positions [R, N] -> logits [R, N - 1, V']."""
         ...
 
 
@@ -44,6 +50,7 @@ class DraftFamily(Protocol):
         target: Target,
         *,
         num_positions: int,
+        kernels: Kernels,
         device: torch.device,
         dtype: torch.dtype,
     ) -> Draft: ...
@@ -62,7 +69,13 @@ def draft_families() -> Registry[DraftFamily]:
 
 
 def load_draft(
-    source: DraftSource, target: Target, *, num_positions: int, device: torch.device, dtype: torch.dtype
+    source: DraftSource,
+    target: Target,
+    *,
+    num_positions: int,
+    kernels: Kernels,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> Draft:
     """Load the tensors a draft owns onto a device; those it does not own are skipped by name.
 
@@ -77,4 +90,6 @@ def load_draft(
         for name, tensor in checkpoint.load_many(list(plan.load))
     }
     family = draft_families()["dflash"]
-    return family(source.config, weights, target, num_positions=num_positions, device=device, dtype=dtype)
+    return family(
+        source.config, weights, target, num_positions=num_positions, kernels=kernels, device=device, dtype=dtype
+    )

@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from dflash_kernels.suite import Kernels
 from dflash_runtime.config import DraftConfig
 from dflash_runtime.drafts.base import DRAFTS
 from dflash_runtime.errors import CheckpointError, UnsupportedError
+from dflash_runtime.kv import KVCache
 from dflash_runtime.layout import DRAFT_TO_TARGET, HEAD
 from dflash_runtime.models.base import Target
-from dflash_runtime.models.layers import Attend, DecoderLayer, Linear, RMSNorm, RopeTable, Weights
+from dflash_runtime.models.layers import Attend, Attention, DecoderLayer, Linear, RMSNorm, RopeTable, Weights
 
 
 @DRAFTS.register("dflash")
@@ -32,6 +34,7 @@ class DFlashDraft:
         target: Target,
         *,
         num_positions: int,
+        kernels: Kernels,
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
@@ -42,37 +45,48 @@ class DFlashDraft:
         self._embedding = target.embedding
         self._head = Linear(weights[HEAD]) if config.has_reduced_vocab else target.head
         self._features = Linear(weights["fc.weight"])
-        self._feature_norm = RMSNorm(weights["hidden_norm.weight"], config.rms_norm_eps)
-        self._norm = RMSNorm(weights["norm.weight"], config.rms_norm_eps)
-        self._layers = [DecoderLayer.read(weights, f"layers.{index}", config) for index in range(config.num_layers)]
+        self._kernels = kernels
+        self._feature_norm = RMSNorm(weights["hidden_norm.weight"], config.rms_norm_eps, kernels)
+        self._norm = RMSNorm(weights["norm.weight"], config.rms_norm_eps, kernels)
+        self._layers = [
+            DecoderLayer.read(weights, f"layers.{index}", config, kernels) for index in range(config.num_layers)
+        ]
+        self._context = _stack_context([layer.attention for layer in self._layers])
+        self._key_norms = torch.stack([layer.attention.key_norm for layer in self._layers])
         self._rope = RopeTable(
             config.rope, config.head_dim, config.max_position_embeddings, num_positions, device, dtype
         )
 
-    def context_kv(self, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def write_context(self, features: Tensor, positions: Tensor, cache: KVCache, slots: Tensor) -> None:
         """See `drafts.base.Draft`."""
+        config = self.config
         hidden = self._feature_norm(self._features(features))
+        projected = self._context(hidden).view(-1, config.num_layers, 2, config.num_kv_heads, config.head_dim)
         cos, sin = self._rope.rows(positions)
-        rows = [layer.attention.keys_values(hidden, cos, sin) for layer in self._layers]
-        return torch.stack([keys for keys, _ in rows]), torch.stack([values for _, values in rows])
-
-    def propose(self, block_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """See `drafts.base.Draft`."""
-        drafted = self.logits(block_ids, positions, attend).argmax(-1)
-        return drafted if self.target_ids is None else self.target_ids[drafted]
+        self._kernels.context_kv_store(
+            projected, self._key_norms, config.rms_norm_eps, cos, sin, cache.keys, cache.values, slots
+        )
 
     def logits(self, block_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Blocks [R, N] at positions [R, N] -> logits [R, N - 1, V] over the draft's own output vocabulary."""
-        hidden = F.embedding(block_ids, self._embedding) * self.config.input_embedding_scale
-        cos, sin = self._rope.rows(positions)
+        """See `drafts.base.Draft`."""
+        hidden = F.embedding(block_ids.flatten(), self._embedding) * self.config.input_embedding_scale
+        cos, sin = self._rope.rows(positions.flatten())
         for index, layer in enumerate(self._layers):
             hidden = layer(index, hidden, cos, sin, attend)
-        return self._cap(self._head(self._norm(hidden[:, 1:])))
+        drafted = hidden.view(*block_ids.shape, -1)[:, 1:]
+        return self._cap(self._head(self._norm(drafted.contiguous())))
 
     def _cap(self, logits: Tensor) -> Tensor:
         logits = logits * self.config.output_multiplier
         cap = self.config.final_logit_softcapping
         return torch.tanh(logits / cap) * cap if cap else logits
+
+
+def _stack_context(attentions: list[Attention]) -> Linear:
+    """One projection to every layer's keys and values, [L * 2 * KV * D, hidden]: context rows are the same for all."""
+    parts = [part for attention in attentions for part in (attention.key, attention.value)]
+    biases = [part.bias for part in parts if part.bias is not None]
+    return Linear(torch.cat([part.weight for part in parts]), torch.cat(biases) if biases else None)
 
 
 def _target_ids(config: DraftConfig, weights: Weights) -> Tensor | None:

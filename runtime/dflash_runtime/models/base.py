@@ -3,7 +3,7 @@
 A family is one file in this package with a class decorated `@TARGETS.register(model_type)`. Adding one is adding a
 file.
 
-Axis letters: R requests, N rows, K taps, F feature width (taps x hidden), V vocabulary.
+Axis letters: T flat rows, F feature width (taps x hidden), V vocabulary.
 """
 
 from collections.abc import Iterable, Mapping
@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from dflash_kernels.suite import Kernels
 from dflash_runtime.config import TargetConfig
 from dflash_runtime.models.layers import Attend, Linear
 from dflash_runtime.pair import TargetSource
@@ -29,7 +30,7 @@ class Target(Protocol):
     def __call__(
         self, token_ids: Tensor, positions: Tensor, attend: Attend, taps: Iterable[int]
     ) -> tuple[Tensor, Tensor | None]:
-        """Token ids and positions [R, N] -> normalised hidden states [R, N, hidden], features [R, N, F].
+        """Token ids and positions [T] -> normalised hidden states [T, hidden], features [T, F].
 
         Features are the outputs of the decoder layers `taps`, concatenated in that order; None without taps.
         """
@@ -45,6 +46,7 @@ class TargetFamily(Protocol):
         weights: Mapping[str, Tensor],
         *,
         num_positions: int,
+        kernels: Kernels,
         device: torch.device,
         dtype: torch.dtype,
     ) -> Target: ...
@@ -62,7 +64,9 @@ def target_families() -> Registry[TargetFamily]:
     return TARGETS
 
 
-def load_target(source: TargetSource, *, num_positions: int, device: torch.device, dtype: torch.dtype) -> Target:
+def load_target(
+    source: TargetSource, *, num_positions: int, kernels: Kernels, device: torch.device, dtype: torch.dtype
+) -> Target:
     """Load a target's weights onto a device.
 
     Raises:
@@ -75,4 +79,4 @@ def load_target(source: TargetSource, *, num_positions: int, device: torch.devic
         name: tensor.to(device=device, dtype=dtype) if tensor.is_floating_point() else tensor.to(device)
         for name, tensor in source.checkpoint.load_many(names)
     }
-    return family(source.config, weights, num_positions=num_positions, device=device, dtype=dtype)
+    return family(source.config, weights, num_positions=num_positions, kernels=kernels, device=device, dtype=dtype)

@@ -1,6 +1,6 @@
 """The parts of a Qwen3-style decoder, shared by targets and drafts. Weights are plain tensors; nothing is trained here.
 
-Axis letters: R requests, N rows, H heads, KV heads of keys and values, D head dim, I intermediate.
+Axis letters: T flat rows, H heads, KV heads of keys and values, D head dim.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dflash_kernels.rope_norm import rms_norm_ref, rope_ref
+from dflash_kernels.suite import Kernels
 from dflash_runtime.config import DraftConfig, RopeConfig, TargetConfig
 from dflash_runtime.errors import UnsupportedError
 
 Weights = Mapping[str, Tensor]
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""(layer, query [R, N, H, D], keys [R, N, KV, D], values [R, N, KV, D]) -> [R, N, H, D]."""
+"""(layer, query [T, H, D], keys [T, KV, D], values [T, KV, D]) -> [T, H, D]."""
 
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {"silu": F.silu}
 
@@ -43,9 +43,10 @@ class RMSNorm:
 
     weight: Tensor
     eps: float
+    kernels: Kernels
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        return rms_norm_ref(hidden, self.weight, self.eps)
+        return self.kernels.rms_norm(hidden, self.weight, self.eps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,23 +77,25 @@ class Attention:
     key: Linear
     value: Linear
     output: Linear
-    query_norm: RMSNorm
-    key_norm: RMSNorm
+    query_norm: Tensor
+    key_norm: Tensor
+    eps: float
     head_dim: int
+    kernels: Kernels
 
     @classmethod
-    def read(cls, weights: Weights, name: str, config: TargetConfig | DraftConfig) -> "Attention":
+    def read(cls, weights: Weights, name: str, config: TargetConfig | DraftConfig, kernels: Kernels) -> "Attention":
         query, key, value, output = (Linear.read(weights, f"{name}.{part}_proj") for part in "qkvo")
-        query_norm, key_norm = (RMSNorm(weights[f"{name}.{part}_norm.weight"], config.rms_norm_eps) for part in "qk")
-        return cls(query, key, value, output, query_norm, key_norm, config.head_dim)
+        query_norm, key_norm = (weights[f"{name}.{part}_norm.weight"] for part in "qk")
+        return cls(query, key, value, output, query_norm, key_norm, config.rms_norm_eps, config.head_dim, kernels)
 
     def queries(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """[..., hidden] -> [..., H, D], normalised and rotated."""
-        return rope_ref(self.query_norm(self._split(self.query(hidden))), cos, sin)
+        """[T, hidden] -> [T, H, D], normalised and rotated."""
+        return self.kernels.qk_norm_rope(self._split(self.query(hidden)), self.query_norm, self.eps, cos, sin)
 
     def keys_values(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """[..., hidden] -> keys [..., KV, D] normalised and rotated, values [..., KV, D]."""
-        keys = rope_ref(self.key_norm(self._split(self.key(hidden))), cos, sin)
+        """[T, hidden] -> keys [T, KV, D] normalised and rotated, values [T, KV, D]."""
+        keys = self.kernels.qk_norm_rope(self._split(self.key(hidden)), self.key_norm, self.eps, cos, sin)
         return keys, self._split(self.value(hidden))
 
     def _split(self, rows: Tensor) -> Tensor:
@@ -109,16 +112,16 @@ class DecoderLayer:
     post_attention_norm: RMSNorm
 
     @classmethod
-    def read(cls, weights: Weights, name: str, config: TargetConfig | DraftConfig) -> "DecoderLayer":
+    def read(cls, weights: Weights, name: str, config: TargetConfig | DraftConfig, kernels: Kernels) -> "DecoderLayer":
         norm, post_norm = (
-            RMSNorm(weights[f"{name}.{part}.weight"], config.rms_norm_eps)
+            RMSNorm(weights[f"{name}.{part}.weight"], config.rms_norm_eps, kernels)
             for part in ("input_layernorm", "post_attention_layernorm")
         )
-        attention = Attention.read(weights, f"{name}.self_attn", config)
+        attention = Attention.read(weights, f"{name}.self_attn", config, kernels)
         return cls(attention, MLP.read(weights, f"{name}.mlp", config.hidden_act), norm, post_norm)
 
     def __call__(self, layer: int, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        """[R, N, hidden] -> [R, N, hidden]; `attend` owns the KV."""
+        """[T, hidden] -> [T, hidden]; `attend` owns the KV."""
         normed = self.input_norm(hidden)
         keys, values = self.attention.keys_values(normed, cos, sin)
         attended = attend(layer, self.attention.queries(normed, cos, sin), keys, values)

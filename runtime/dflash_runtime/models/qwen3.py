@@ -1,6 +1,6 @@
 """Qwen3 dense decoders. Source: huggingface/transformers models/qwen3/modeling_qwen3.py.
 
-Axis letters: R requests, N rows, F feature width.
+Axis letters: T flat rows, F feature width.
 """
 
 from collections.abc import Iterable, Mapping
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from dflash_kernels.suite import Kernels
 from dflash_runtime.config import TargetConfig
 from dflash_runtime.errors import TensorMismatch
 from dflash_runtime.models.base import TARGETS
@@ -27,6 +28,7 @@ class Qwen3Target:
         weights: Mapping[str, Tensor],
         *,
         num_positions: int,
+        kernels: Kernels,
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
@@ -34,9 +36,9 @@ class Qwen3Target:
         self.config = config
         self.embedding = weights[f"{PREFIX}embed_tokens.weight"]
         self.head = Linear(self.embedding if config.tie_word_embeddings else weights["lm_head.weight"])
-        self._norm = RMSNorm(weights[f"{PREFIX}norm.weight"], config.rms_norm_eps)
+        self._norm = RMSNorm(weights[f"{PREFIX}norm.weight"], config.rms_norm_eps, kernels)
         self._layers = [
-            DecoderLayer.read(weights, f"{PREFIX}layers.{index}", config) for index in range(config.num_layers)
+            DecoderLayer.read(weights, f"{PREFIX}layers.{index}", config, kernels) for index in range(config.num_layers)
         ]
         self._rope = RopeTable(
             config.rope, config.head_dim, config.max_position_embeddings, num_positions, device, dtype

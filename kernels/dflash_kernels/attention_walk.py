@@ -1,0 +1,105 @@
+"""How one attention program walks over its keys: which tiles are its own, and what it makes of each.
+
+Device functions of `block_attention.py`. A program holds TILE_M packed rows of one KV head of one request and keeps a
+running softmax over tiles of TILE_N keys (Milakov and Gimelshein 2018, "Online normalizer calculation for softmax").
+"""
+
+from dflash_kernels.launch import jit, tl
+
+
+@jit
+def _attend(queries, keys, values, is_visible, total, top, weight_sum, scale):
+    """Add one tile of keys to a running softmax, in base 2. Rows that see nothing yet keep `top` at -inf."""
+    scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
+    scores = tl.where(is_visible, scores, float("-inf"))
+    new_top = tl.maximum(top, tl.max(scores, 1))
+    shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+    weights = tl.exp2(scores - shift[:, None])
+    fade = tl.exp2(top - shift)
+    total = tl.dot(weights.to(values.dtype), values, total * fade[:, None], input_precision="ieee")
+    return total, new_top, weight_sum * fade + tl.sum(weights, 1)
+
+
+@jit
+def share_of_tiles(
+    context_len, readable_len, first_row, last_row, num_rows, split,
+    IS_CAUSAL: tl.constexpr, WINDOW: tl.constexpr, NUM_SPLITS: tl.constexpr, TILE_N: tl.constexpr,
+):  # fmt: skip
+    """Tiles of keys one part walks, of the context and of the block: two intervals `[begin, end)`.
+
+    The parts share, in this order, the tiles of the context and of the block that some row of the program can see.
+    """
+    context_start, block_start, block_end = 0, 0, num_rows
+    if IS_CAUSAL:
+        block_end = last_row + 1
+    if WINDOW:
+        context_start = tl.maximum(context_len + first_row - WINDOW + 1, 0)
+        block_start = tl.maximum(first_row - WINDOW + 1, 0)
+        if not IS_CAUSAL:
+            block_end = tl.minimum(last_row + WINDOW, num_rows)
+    context_tile, block_tile = context_start // TILE_N, block_start // TILE_N
+    num_context = tl.maximum(tl.cdiv(readable_len, TILE_N) - context_tile, 0)
+    num_tiles = num_context + tl.cdiv(block_end, TILE_N) - block_tile
+    share = tl.cdiv(num_tiles, NUM_SPLITS)
+    begin = tl.minimum(split * share, num_tiles)
+    end = tl.minimum(begin + share, num_tiles)
+    return (
+        context_tile + tl.minimum(begin, num_context),
+        context_tile + tl.minimum(end, num_context),
+        block_tile + tl.maximum(begin - num_context, 0),
+        block_tile + tl.maximum(end - num_context, 0),
+    )
+
+
+@jit
+def _context_slots(page_table, place, is_key, PAGE_SIZE: tl.constexpr):
+    """Slots of places in a request's context, through its row of the page table."""
+    page = tl.load(page_table + place // PAGE_SIZE, mask=is_key, other=0)
+    return page.to(tl.int64) * PAGE_SIZE + place % PAGE_SIZE
+
+
+@jit
+def _load_keys(source, row, row_stride, dim, is_key, HEAD_DIM: tl.constexpr):
+    """[TILE_N, TILE_D] of keys or values. What is no key may be NaN in memory, and is zero here."""
+    return tl.load(
+        source + (row * row_stride)[:, None] + dim[None, :], mask=is_key[:, None] & (dim < HEAD_DIM)[None, :], other=0.0
+    )
+
+
+@jit
+def walk_context(
+    queries, row, dim, keys, values, keys_row, values_row, page_table, context_len, readable_len, begin, end,
+    total, top, weight_sum, scale,
+    HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, TILE_N: tl.constexpr,
+):  # fmt: skip
+    for step in range(begin, end):
+        place = step * TILE_N + tl.arange(0, TILE_N)
+        is_key = place < readable_len
+        slot = _context_slots(page_table, place, is_key, PAGE_SIZE)
+        key_tile = _load_keys(keys, slot, keys_row, dim, is_key, HEAD_DIM)
+        value_tile = _load_keys(values, slot, values_row, dim, is_key, HEAD_DIM)
+        is_visible = is_key[None, :]
+        if WINDOW:
+            is_visible = is_visible & (context_len + row[:, None] - place[None, :] < WINDOW)
+        total, top, weight_sum = _attend(queries, key_tile, value_tile, is_visible, total, top, weight_sum, scale)
+    return total, top, weight_sum
+
+
+@jit
+def walk_block(
+    queries, row, dim, keys, values, keys_row, values_row, num_rows, begin, end, total, top, weight_sum, scale,
+    HEAD_DIM: tl.constexpr, IS_CAUSAL: tl.constexpr, WINDOW: tl.constexpr, TILE_N: tl.constexpr,
+):  # fmt: skip
+    for step in range(begin, end):
+        place = step * TILE_N + tl.arange(0, TILE_N)
+        is_key = place < num_rows
+        key_tile = _load_keys(keys, place.to(tl.int64), keys_row, dim, is_key, HEAD_DIM)
+        value_tile = _load_keys(values, place.to(tl.int64), values_row, dim, is_key, HEAD_DIM)
+        is_visible = is_key[None, :]
+        if IS_CAUSAL:
+            is_visible = is_visible & (place[None, :] <= row[:, None])
+        if WINDOW:
+            distance = row[:, None] - place[None, :]
+            is_visible = is_visible & (distance < WINDOW) & (distance > -WINDOW)
+        total, top, weight_sum = _attend(queries, key_tile, value_tile, is_visible, total, top, weight_sum, scale)
+    return total, top, weight_sum

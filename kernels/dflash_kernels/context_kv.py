@@ -1,0 +1,124 @@
+"""Turn projected context features into the draft's context KV, all layers in one launch.
+
+The K and V projections of every draft layer read the same features, so one product makes them all; what is left is a
+norm, a rotation and a scatter for each layer, which this does without ever permuting the product.
+
+Axis letters: T rows, L draft layers, S slots, KV heads of keys and values, D head dim.
+"""
+
+from torch import Tensor
+
+from dflash_kernels.kv_store import kv_store_ref
+from dflash_kernels.launch import (
+    HEAD_TILE,
+    ceil_div,
+    check_dtypes,
+    check_tensors,
+    jit,
+    power_of_2,
+    require,
+    tl,
+    warps_for,
+)
+from dflash_kernels.rope_norm import norm_half_tiles, qk_norm_rope_ref, rotate_half_tiles
+
+
+def context_kv_store_ref(
+    projected: Tensor,
+    norm_weights: Tensor,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slots: Tensor,
+) -> None:
+    """Store each layer's keys, normalised and rotated, and its values; rows whose slot is PAD are dropped.
+
+    projected               [T, L, 2, KV, D]   keys, then values
+    norm_weights            [L, D]
+    cos, sin                [T, D]
+    key_cache, value_cache  [L, S, KV, D]      written
+    slots                   [T] int64          no two the same, PAD apart
+
+    The reference waits for the device (`kv_store_ref`); the kernel does not.
+    """
+    for layer, weight in enumerate(norm_weights):
+        keys = qk_norm_rope_ref(projected[:, layer, 0], weight, eps, cos, sin)
+        kv_store_ref(keys, projected[:, layer, 1], key_cache[layer], value_cache[layer], slots)
+
+
+@jit
+def _context_kv_kernel(
+    projected, norm_weights, cos, sin, key_cache, value_cache, slots,
+    projected_row, projected_layer, projected_kind, projected_head, weights_layer, cos_row, sin_row,
+    keys_layer, keys_row, keys_head, values_layer, values_row, values_head, eps,
+    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, TILE_H: tl.constexpr, TILE_HALF: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    layer = tl.program_id(1).to(tl.int64)
+    slot = tl.load(slots + row).to(tl.int64)
+    if slot < 0:
+        return
+    HALF: tl.constexpr = HEAD_DIM // 2
+    head = tl.program_id(2).to(tl.int64) * TILE_H + tl.arange(0, TILE_H)[:, None]
+    dim = tl.arange(0, TILE_HALF)
+    is_dim = dim < HALF
+    is_element = (head < NUM_HEADS) & is_dim[None, :]
+    source = projected + row * projected_row + layer * projected_layer + head * projected_head + dim[None, :]
+    weight = norm_weights + layer * weights_layer + dim
+    first, second = norm_half_tiles(
+        tl.load(source, mask=is_element, other=0.0),
+        tl.load(source + HALF, mask=is_element, other=0.0),
+        tl.load(weight, mask=is_dim, other=0.0),
+        tl.load(weight + HALF, mask=is_dim, other=0.0),
+        eps, HEAD_DIM,
+    )  # fmt: skip
+    first, second = rotate_half_tiles(
+        first, second,
+        tl.load(cos + row * cos_row + dim, mask=is_dim, other=0.0)[None, :],
+        tl.load(cos + row * cos_row + HALF + dim, mask=is_dim, other=0.0)[None, :],
+        tl.load(sin + row * sin_row + dim, mask=is_dim, other=0.0)[None, :],
+        tl.load(sin + row * sin_row + HALF + dim, mask=is_dim, other=0.0)[None, :],
+    )  # fmt: skip
+    key_target = key_cache + layer * keys_layer + slot * keys_row + head * keys_head + dim[None, :]
+    tl.store(key_target, first, mask=is_element)
+    tl.store(key_target + HALF, second, mask=is_element)
+    value_target = value_cache + layer * values_layer + slot * values_row + head * values_head + dim[None, :]
+    value_source = source + projected_kind
+    tl.store(value_target, tl.load(value_source, mask=is_element, other=0.0), mask=is_element)
+    tl.store(value_target + HALF, tl.load(value_source + HALF, mask=is_element, other=0.0), mask=is_element)
+
+
+def context_kv_store(
+    projected: Tensor,
+    norm_weights: Tensor,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slots: Tensor,
+) -> None:
+    """`context_kv_store_ref` in one launch."""
+    check_tensors(projected, norm_weights, cos, sin, key_cache, value_cache, slots)
+    check_dtypes(projected, norm_weights, cos, sin, key_cache, value_cache)
+    num_rows, num_layers, _, num_heads, head_dim = projected.shape
+    require(head_dim % 2 == 0, "an even head size")
+    require(projected.shape[2] == 2, "keys and values on the third axis")
+    require(norm_weights.shape == (num_layers, head_dim), "a norm weight for each layer")
+    require(cos.shape == sin.shape == (num_rows, head_dim), "a row of cos and sin for each row")
+    require(slots.numel() == num_rows, "a slot for each row")
+    for cache in (key_cache, value_cache):
+        require(cache.shape[0] == num_layers and cache.shape[2:] == projected.shape[3:], "caches of the same layers")
+    contiguous = (projected, norm_weights, cos, sin, key_cache, value_cache)
+    require(all(tensor.stride(-1) == 1 for tensor in contiguous), "a contiguous last axis everywhere")
+    if num_rows:
+        tile_heads, tile_half = min(HEAD_TILE, power_of_2(num_heads)), power_of_2(head_dim // 2)
+        _context_kv_kernel[(num_rows, num_layers, ceil_div(num_heads, tile_heads))](
+            projected, norm_weights, cos, sin, key_cache, value_cache, slots.contiguous(),
+            *projected.stride()[:4], norm_weights.stride(0), cos.stride(0), sin.stride(0),
+            *key_cache.stride()[:3], *value_cache.stride()[:3], eps,
+            NUM_HEADS=num_heads, HEAD_DIM=head_dim, TILE_H=tile_heads, TILE_HALF=tile_half,
+            num_warps=warps_for(tile_heads * tile_half),
+        )  # fmt: skip

@@ -1,0 +1,144 @@
+"""The one import of Triton, the checks before a launch, and every launch parameter.
+
+A machine without Triton imports the kernel modules all the same, for their references; launching is what fails. Launch
+parameters are plain tables instead of `@triton.autotune`, which needs a driver, differs from run to run and measures
+inside captured graphs. The numbers were chosen by `examples/benchmarks/kernels.py`.
+"""
+
+import importlib
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+"""What the floating point kernels take. float64 is the references' business."""
+
+MIN_DOT = 16
+"""`tl.dot` takes no side shorter than this."""
+
+
+class _Absent:
+    """Stands in for Triton, its language and its kernels: anything may be named, nothing may be launched."""
+
+    def __getattr__(self, name: str) -> "_Absent":
+        return self
+
+    def __call__(self, *_: object) -> "_Absent":
+        return self
+
+    def __getitem__(self, grid: object) -> "_Absent":
+        raise RuntimeError("Triton is not installed, so no kernel can be launched: choose the reference kernels")
+
+
+def _import(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError:
+        return _Absent()
+
+
+triton, tl = _import("triton"), _import("triton.language")
+HAS_TRITON = not isinstance(triton, _Absent)
+IS_INTERPRETED: bool = HAS_TRITON and triton.knobs.runtime.interpret
+"""Whether kernels run on the CPU in Triton's interpreter; decided by TRITON_INTERPRET when Triton is imported."""
+
+jit = triton.jit
+constexpr = tl.constexpr
+
+
+def check_tensors(*tensors: Tensor) -> None:
+    """Raise unless Triton can reach all these tensors. A launcher never falls back to its reference by itself."""
+    device = tensors[0].device
+    for tensor in tensors:
+        if tensor.device != device:
+            raise ValueError(f"tensors on {device} and {tensor.device} in one launch")
+    if device.type == "cuda":
+        if device.index != torch.cuda.current_device():
+            raise ValueError(f"tensors on {device}, but the current device is cuda:{torch.cuda.current_device()}")
+    elif not (device.type == "cpu" and IS_INTERPRETED):
+        raise ValueError(
+            f"Triton kernels cannot run on {device}: choose the reference kernels, "
+            "or set TRITON_INTERPRET=1 before Triton is imported"
+        )
+
+
+def check_dtypes(*tensors: Tensor) -> None:
+    """Raise unless these are floats a kernel takes, all of one dtype: a mix would be promoted by the reference."""
+    dtype = tensors[0].dtype
+    if dtype not in FLOATS:
+        raise TypeError(f"Triton kernels take float32, float16 and bfloat16, not {dtype}")
+    for tensor in tensors:
+        if tensor.dtype != dtype:
+            raise TypeError(f"{dtype} and {tensor.dtype} in one launch")
+
+
+def require(is_met: bool, requirement: str) -> None:
+    """Raise ValueError naming what a launch needs. Only shapes and strides are asked, never values on the device."""
+    if not is_met:
+        raise ValueError(f"needed: {requirement}")
+
+
+def power_of_2(value: int) -> int:
+    """The smallest power of two that is not below `value`."""
+    return 1 << max(value - 1, 0).bit_length()
+
+
+def ceil_div(value: int, divisor: int) -> int:
+    return -(-value // divisor)
+
+
+def warps_for(num_elements: int) -> int:
+    """Warps for a program that covers this many elements: eight elements a thread, as far as that goes."""
+    return min(max(power_of_2(num_elements) // 256, 1), 16)
+
+
+@lru_cache
+def num_multiprocessors(device: torch.device) -> int:
+    """How many programs run at once, at least. The interpreter's answer is small, so that tests split and combine."""
+    if device.type != "cuda":
+        return 8
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+ELEMENT_TILE = 1024
+"""Elements a program covers in pointwise integer kernels."""
+
+HEAD_TILE = 8
+"""Heads of one token that a norm-and-rope program covers."""
+
+VOCAB_TILE = 4096
+"""Tokens a program covers in one pass over logits or probabilities."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionTiles:
+    """What one attention program covers: packed rows (query heads x block rows) times keys."""
+
+    rows: int
+    keys: int
+    num_warps: int
+    num_stages: int
+
+
+def attention_tiles(num_packed: int, head_dim: int, itemsize: int) -> AttentionTiles:
+    """Tiles for `num_packed` rows of one KV head, so that keys and values of all stages fit in shared memory."""
+    wide = power_of_2(head_dim) * itemsize
+    if wide > 512:
+        return AttentionTiles(rows=MIN_DOT, keys=16, num_warps=4, num_stages=2)
+    if wide > 256:
+        return AttentionTiles(rows=min(max(power_of_2(num_packed), MIN_DOT), 64), keys=32, num_warps=4, num_stages=2)
+    rows = min(max(power_of_2(num_packed), MIN_DOT), 64)
+    if num_packed >= 1024:
+        rows = 128
+    return AttentionTiles(rows=rows, keys=64, num_warps=8 if rows == 128 else 4, num_stages=3)
+
+
+def attention_splits(num_programs: int, max_tiles: int, device: torch.device) -> int:
+    """Into how many parts the keys are cut so that `num_programs` fill the device, from what the host knows.
+
+    The parts share the tiles of the true length evenly, on the device, so the count may be captured in a graph.
+    """
+    return max(1, min(2 * num_multiprocessors(device) // num_programs, max_tiles, 32))

@@ -1,0 +1,108 @@
+"""The kernels as one choice, made once: Triton's or the references."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from dflash_kernels.accept import Acceptance, accept_block, accept_block_ref
+from dflash_kernels.block_attention import block_attention, block_attention_ref
+from dflash_kernels.context_kv import context_kv_store, context_kv_store_ref
+from dflash_kernels.draw import draw_at, draw_at_ref
+from dflash_kernels.kv_store import kv_store, kv_store_ref
+from dflash_kernels.launch import HAS_TRITON, IS_INTERPRETED
+from dflash_kernels.rejection import reject, reject_ref
+from dflash_kernels.rope_norm import (
+    add_rms_norm,
+    add_rms_norm_ref,
+    qk_norm_rope,
+    qk_norm_rope_ref,
+    rms_norm,
+    rms_norm_ref,
+)
+from dflash_kernels.sampling import filtered_probs, filtered_probs_ref, sample, sample_ref
+from dflash_kernels.slot_mapping import slot_mapping, slot_mapping_ref
+from dflash_kernels.uniform import uniform, uniform_ref
+
+KernelChoice = Literal["auto", "triton", "reference"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernels:
+    """One implementation of every function; each is documented at its reference."""
+
+    name: str
+    slot_mapping: Callable[[Tensor, Tensor, Tensor, int], Tensor]
+    kv_store: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor]
+    add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+    qk_norm_rope: Callable[[Tensor, Tensor | None, float, Tensor, Tensor], Tensor]
+    context_kv_store: Callable[[Tensor, Tensor, float, Tensor, Tensor, Tensor, Tensor, Tensor], None]
+    block_attention: Callable[..., Tensor]
+    accept_block: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Acceptance]
+    uniform: Callable[[Tensor, Tensor, int], Tensor]
+    draw_at: Callable[..., Tensor]
+    filtered_probs: Callable[..., Tensor]
+    sample: Callable[..., Tensor]
+    reject: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+REFERENCE = Kernels(
+    name="reference",
+    slot_mapping=slot_mapping_ref,
+    kv_store=kv_store_ref,
+    rms_norm=rms_norm_ref,
+    add_rms_norm=add_rms_norm_ref,
+    qk_norm_rope=qk_norm_rope_ref,
+    context_kv_store=context_kv_store_ref,
+    block_attention=block_attention_ref,
+    accept_block=accept_block_ref,
+    uniform=uniform_ref,
+    draw_at=draw_at_ref,
+    filtered_probs=filtered_probs_ref,
+    sample=sample_ref,
+    reject=reject_ref,
+)
+
+_TRITON = Kernels(
+    name="triton",
+    slot_mapping=slot_mapping,
+    kv_store=kv_store,
+    rms_norm=rms_norm,
+    add_rms_norm=add_rms_norm,
+    qk_norm_rope=qk_norm_rope,
+    context_kv_store=context_kv_store,
+    block_attention=block_attention,
+    accept_block=accept_block,
+    uniform=uniform,
+    draw_at=draw_at,
+    filtered_probs=filtered_probs,
+    sample=sample,
+    reject=reject,
+)
+
+
+def triton_kernels() -> Kernels:
+    """The Triton kernels, or RuntimeError where Triton is not installed."""
+    if not HAS_TRITON:
+        raise RuntimeError("Triton is not installed: choose the reference kernels")
+    return _TRITON
+
+
+def pick_kernels(name: KernelChoice, device: torch.device | str) -> Kernels:
+    """The implementation for a device: `auto` is Triton on CUDA and the references elsewhere."""
+    is_cuda = torch.device(device).type == "cuda"
+    if name == "reference" or (name == "auto" and not is_cuda):
+        return REFERENCE
+    if name not in ("auto", "triton"):
+        raise ValueError(f"no kernels are called {name!r}: auto, triton or reference")
+    if not is_cuda and HAS_TRITON and not IS_INTERPRETED:
+        raise ValueError(
+            f"Triton kernels cannot run on {device}: choose the reference kernels, "
+            "or set TRITON_INTERPRET=1 before Triton is imported"
+        )
+    return triton_kernels()

@@ -1,0 +1,84 @@
+"""Random numbers keyed by place: a hash of (seed, position, purpose) instead of a generator with a state.
+
+A request's draws therefore depend neither on its batch mates nor on how many tokens a step happens to verify, and a
+captured graph draws afresh whenever positions move on.
+
+Axis letters: T rows.
+"""
+
+import torch
+from torch import Tensor
+
+from dflash_kernels.launch import ELEMENT_TILE, ceil_div, check_tensors, constexpr, jit, require, tl
+
+TARGET, DRAFT, ACCEPT, RESIDUAL = 1, 2, 3, 4
+"""Purposes, one for each use of randomness: the target's own draws, the draft's, the coin of acceptance, the draw after
+a rejection. No two share numbers; sharing them biases what is drawn (vllm-project/vllm#47386)."""
+
+_GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
+_MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
+_MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
+_TL_GOLDEN, _TL_MIX_1, _TL_MIX_2 = constexpr(_GOLDEN), constexpr(_MIX_1), constexpr(_MIX_2)
+
+
+def uniform_ref(seeds: Tensor, positions: Tensor, purpose: int) -> Tensor:
+    """[T] float64 in [0, 1) from [T] int64 seeds and positions, by two rounds of splitmix64.
+
+    Source: Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators"; constants of its mix13.
+    """
+    state = _mix(seeds + stream(purpose))
+    bits = _mix(state + _GOLDEN * (positions + 1))
+    return _shift(bits, 11).double() * 2.0**-53
+
+
+def stream(purpose: int) -> int:
+    """What a purpose adds to the seed: the Python integer as the signed 64-bit integer with the same low bits."""
+    return (_GOLDEN * (purpose + 1) + 2**63) % 2**64 - 2**63
+
+
+def _mix(state: Tensor) -> Tensor:
+    state = (state ^ _shift(state, 30)) * _MIX_1
+    state = (state ^ _shift(state, 27)) * _MIX_2
+    return state ^ _shift(state, 31)
+
+
+def _shift(value: Tensor, bits: int) -> Tensor:
+    """Logical right shift; `>>` of a signed integer is arithmetic."""
+    return (value >> bits) & ((1 << (64 - bits)) - 1)
+
+
+@jit
+def _mix_tile(state):
+    state = (state ^ ((state >> 30) & 0x3FFFFFFFF)) * _TL_MIX_1
+    state = (state ^ ((state >> 27) & 0x1FFFFFFFFF)) * _TL_MIX_2
+    return state ^ ((state >> 31) & 0x1FFFFFFFF)
+
+
+@jit
+def uniform_tile(seeds, positions, salt):
+    """`uniform_ref` on tiles or scalars of int64; `salt` is `stream(purpose)`."""
+    state = _mix_tile(seeds + salt)
+    bits = _mix_tile(state + (positions + 1) * _TL_GOLDEN)
+    return ((bits >> 11) & 0x1FFFFFFFFFFFFF).to(tl.float64) * 1.1102230246251565e-16
+
+
+@jit
+def _uniform_kernel(seeds, positions, out, salt, num_rows, TILE: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    is_row = row < num_rows
+    seed = tl.load(seeds + row, mask=is_row, other=0)
+    position = tl.load(positions + row, mask=is_row, other=0)
+    tl.store(out + row, uniform_tile(seed, position, salt), mask=is_row)
+
+
+def uniform(seeds: Tensor, positions: Tensor, purpose: int) -> Tensor:
+    """`uniform_ref` in one launch."""
+    check_tensors(seeds, positions)
+    require(seeds.shape == positions.shape and seeds.dim() == 1, "as many seeds as positions")
+    require(seeds.dtype == positions.dtype == torch.int64, "int64 seeds and positions")
+    out = torch.empty(seeds.shape, dtype=torch.float64, device=seeds.device)
+    if len(out):
+        _uniform_kernel[(ceil_div(len(out), ELEMENT_TILE),)](
+            seeds.contiguous(), positions.contiguous(), out, stream(purpose), len(out), TILE=ELEMENT_TILE
+        )
+    return out

@@ -1,0 +1,89 @@
+"""What each attention backend can do, and whether a pair asks for more.
+
+A backend is a set of kernels. Its row in `BACKENDS` is a promise; a checkpoint that needs something else is refused
+when the engine starts, never served with another mask. What a causal-only backend can serve, a causal draft included,
+it does serve.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from dflash_runtime.config import DraftConfig, TargetConfig
+from dflash_runtime.errors import UnsupportedError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capability:
+    """What a backend can do; `max_head_dim` None is no limit."""
+
+    causal: bool = True
+    non_causal: bool = True
+    causal_window: bool = True
+    non_causal_window: bool = True
+    dtypes: frozenset[str] = frozenset({"float32", "bfloat16", "float64"})
+    max_head_dim: int | None = None
+
+    def can(self, need: "Need") -> bool:
+        if need.window is None:
+            return self.causal if need.is_causal else self.non_causal
+        return self.causal_window if need.is_causal else self.non_causal_window
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Attention one layer asks for."""
+
+    where: str
+    is_causal: bool
+    window: int | None
+
+    def __str__(self) -> str:
+        kind = "causal" if self.is_causal else "non-causal"
+        return f"{kind} attention" + (f" over a window of {self.window}" if self.window is not None else "")
+
+
+BACKENDS: Mapping[str, Capability] = {
+    "reference": Capability(),
+    "triton": Capability(dtypes=frozenset({"float32", "bfloat16"}), max_head_dim=256),
+}
+
+
+def check_capability(
+    backend: str,
+    target: TargetConfig,
+    draft: DraftConfig | None,
+    dtype: str,
+    *,
+    backends: Mapping[str, Capability] = BACKENDS,
+) -> None:
+    """Refuse a pair whose attention a backend cannot do.
+
+    Raises:
+        UnsupportedError: naming the layer, what it needs, and the backends that can.
+    """
+    capability = backends[backend]
+    if dtype not in capability.dtypes:
+        raise UnsupportedError(f"the {backend} backend does not compute in {dtype}{_others(dtype, backends)}")
+    for need in _needs(target, draft):
+        if not capability.can(need):
+            able = [name for name, other in backends.items() if other.can(need)]
+            hint = f"--kernels {able[0]}" if able else None
+            raise UnsupportedError(f"{need.where} needs {need}, which the {backend} backend cannot do", hint=hint)
+    widest = max(config.head_dim for config in (target, draft) if config is not None)
+    if capability.max_head_dim is not None and widest > capability.max_head_dim:
+        raise UnsupportedError(f"head_dim {widest}, the {backend} backend serves up to {capability.max_head_dim}")
+
+
+def _needs(target: TargetConfig, draft: DraftConfig | None) -> list[Need]:
+    needs = [Need(f"target layer {layer}", True, window) for layer, window in enumerate(target.windows)]
+    if draft is not None:
+        needs += [
+            Need(f"draft layer {layer}", is_causal, window)
+            for layer, (is_causal, window) in enumerate(zip(draft.causal, draft.windows, strict=True))
+        ]
+    return needs
+
+
+def _others(dtype: str, backends: Mapping[str, Capability]) -> str:
+    able = [name for name, capability in backends.items() if dtype in capability.dtypes]
+    return f" ({', '.join(able)} does)" if able else ""

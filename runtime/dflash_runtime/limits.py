@@ -1,0 +1,41 @@
+"""The engine's fixed numbers, and the arithmetic of how far a step may reach. Host only."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Resolved before start. `max_batched_tokens` is the prompt rows one step prefills at most."""
+
+    num_draft_tokens: int
+    max_model_len: int
+    max_num_requests: int
+    vocab_size: int
+    max_batched_tokens: int = 2048
+
+    @property
+    def num_lookahead_tokens(self) -> int:
+        """Slots a step may write past a request's true KV: the anchor and each drafted token."""
+        return self.num_draft_tokens + 1
+
+    def can_draft(self, kv_len: int) -> bool:
+        """Whether a whole block still fits the model; blocks are never shortened."""
+        return self.num_draft_tokens > 0 and kv_len + self.num_lookahead_tokens <= self.max_model_len
+
+    def reserved_len(self, known_len: int, num_in_flight: int = 0) -> int:
+        """Tokens to have pages for before a launch.
+
+        `known_len` rows are certain, this call's prompt rows included; each step in flight and the one to be launched
+        may write a lookahead.
+        """
+        return min(known_len + (num_in_flight + 1) * self.num_lookahead_tokens, self.max_model_len)
+
+
+def lookahead_while_loading(num_lookahead_tokens: int, *, draft_writes_ahead: bool) -> int:
+    """Lookahead of a request whose KV is being loaded asynchronously.
+
+    It has no rows to write yet, so a method whose draft writes nothing ahead of the target (EAGLE) withholds it. A
+    DFlash draft does write a block ahead, and withholding would let that block fall outside the request's pages.
+    Source: vllm-project/vllm#43733.
+    """
+    return num_lookahead_tokens if draft_writes_ahead else 0

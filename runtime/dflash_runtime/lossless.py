@@ -1,0 +1,76 @@
+"""Whether greedy output is what plain decoding would have said, judged token by token.
+
+The target reads prompt and output in one forward (teacher forcing) and each token is held against its best choice at
+that place. Batch shape changes rounding, so the best choice may differ by a near-tie: the regret, how many nats the
+token is behind, tells that from a bug. Source of the idea: pegainfer-project/pegainfer#507.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dflash_runtime.request import RequestOutput
+from dflash_runtime.runner import Runner
+
+TOLERANCE_NATS = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.2}
+"""Regret that rounding explains, by the dtype of the run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lossless:
+    """The verdict over a set of outputs."""
+
+    num_tokens: int
+    num_ties: int
+    num_wrong: int
+    largest_regret: float
+    tolerance: float
+    worst: str
+
+    @property
+    def is_lossless(self) -> bool:
+        return self.num_wrong == 0
+
+    @property
+    def summary(self) -> str:
+        """One line for a person."""
+        exact = self.num_tokens - self.num_ties - self.num_wrong
+        return (
+            f"lossless check: {exact} of {self.num_tokens} tokens exact, {self.num_ties} near-ties, "
+            f"{self.num_wrong} wrong, largest regret {self.largest_regret:.2g} nat (tolerance {self.tolerance:g})"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "is_lossless": self.is_lossless,
+            "num_tokens": self.num_tokens,
+            "num_near_ties": self.num_ties,
+            "num_wrong": self.num_wrong,
+            "largest_regret_nats": self.largest_regret,
+            "tolerance_nats": self.tolerance,
+        }
+
+
+def check_lossless(runner: Runner, outputs: Sequence[RequestOutput], dtype: torch.dtype) -> Lossless:
+    """Judge every token of greedy outputs."""
+    tolerance = TOLERANCE_NATS[dtype]
+    num_ties = num_wrong = num_tokens = 0
+    largest, worst = 0.0, ""
+    for output in outputs:
+        regrets = runner.regrets(output.prompt_token_ids, output.token_ids)
+        num_tokens += len(regrets)
+        num_ties += sum(0 < regret <= tolerance for regret in regrets)
+        num_wrong += sum(regret > tolerance for regret in regrets)
+        if regrets and max(regrets) > largest:
+            largest = max(regrets)
+            worst = f"prompt {output.index}, token {regrets.index(largest)} is {largest:.3g} nat behind the best"
+    return Lossless(
+        num_tokens=num_tokens,
+        num_ties=num_ties,
+        num_wrong=num_wrong,
+        largest_regret=largest,
+        tolerance=tolerance,
+        worst=worst,
+    )
