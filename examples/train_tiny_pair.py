@@ -37,10 +37,10 @@ from tiny_pair.target import (
     round_to_bf16,
     train_target,
 )
-from tiny_pair.text import END, MASK, PAD, save_tokenizer, token_stream, train_tokenizer, turning_points
+from tiny_pair.text import END, MASK, PAD, save_tokenizer, token_id, token_stream, train_tokenizer, turning_points
 from tiny_pair.unloop import copied_share_of_code, unloop
 from tokenizers import Tokenizer
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Qwen3ForCausalLM
 
 SAMPLE = "def fibonacci(n):"
@@ -126,7 +126,7 @@ def run(settings: Settings, device: torch.device, output: Path, stages: Stages) 
         prepared = prepare(settings, device, report)
     target, target_figures = make_target(settings, prepared, stages)
     texts, counts = write_texts(settings, target, prepared, stages)
-    embedding = target.get_input_embeddings().weight.detach()
+    embedding = target.model.embed_tokens.weight.detach()
     full_head = Head.full(embedding)
     size = settings.reduced.draft_vocab_size or settings.vocab_size
     reduced_head = Head.most_frequent(embedding, counts, size, [prepared.special["end"]])
@@ -199,7 +199,7 @@ def prepare(settings: Settings, device: torch.device, report: Report) -> Prepare
         train.to(device),
         held_out.to(device),
         prompts,
-        {name: tokenizer.token_to_id(token) for name, token in special.items()},
+        {name: token_id(tokenizer, token) for name, token in special.items()},
         {"sources": figures, "held_out_bytes_per_token": round(text_bytes / held_out.numel(), 3)},
     )
 
@@ -207,7 +207,8 @@ def prepare(settings: Settings, device: torch.device, report: Report) -> Prepare
 def make_target(settings: Settings, prepared: Prepared, stages: Stages) -> tuple[Qwen3ForCausalLM, Figures]:
     """Train the target and round it to what will be stored, so that the drafts learn from the stored weights."""
     recipe = settings.target
-    target = build_target(settings, prepared.special["end"], prepared.special["pad"]).to(prepared.train.device)
+    target = build_target(settings, prepared.special["end"], prepared.special["pad"])
+    nn.Module.to(target, prepared.train.device)
     with stages.stage("target", recipe.steps) as report:
         curve = train_target(target, prepared.train, prepared.held_out, recipe, report)
     windows = fixed_windows(prepared.held_out, recipe.sequence_length + 1, 256)
@@ -237,7 +238,7 @@ def write_texts(
     """The target's continuations of training text, and how often it wrote each id."""
     recipe = settings.continuations
     # bf16 halves the time on a GPU; the drafts are measured on fp32 text of other prompts.
-    writer = copy.deepcopy(target).to(torch.bfloat16) if prepared.train.is_cuda else target
+    writer = nn.Module.to(copy.deepcopy(target), torch.bfloat16) if prepared.train.is_cuda else target
     rows: list[Tensor] = []
     lengths: list[Tensor] = []
     counts = torch.zeros(settings.vocab_size, dtype=torch.int64, device=prepared.train.device)
@@ -324,6 +325,8 @@ def save(
     bundle.save_native_draft(full, settings, prepared.special, output / "draft")
     bundle.save_speculators_draft(reduced, reduced_head, settings, prepared.special, output / "draft-reduced")
     bundle.save_prompts(prepared.prompts, output / "prompts.jsonl")
+    for weights in output.rglob("*.safetensors"):
+        weights.chmod(0o644)  # some releases write them for the owner only
     files = sorted(prepared.corpus.held_out, key=lambda module: module.path)
     bundle.write_json(
         output / "heldout.json",
@@ -344,7 +347,7 @@ def write_report(figures: Figures, prompts: Sequence[Prompt], output: Path) -> N
     (output / "README.md").write_text(card.model_card(figures, prompts))
 
 
-def parameter_count(model: torch.nn.Module) -> int:
+def parameter_count(model: nn.Module) -> int:
     """Parameters, tied ones once."""
     return sum(parameter.numel() for parameter in model.parameters())
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import one_hot
+from torch.nn.functional import one_hot, scaled_dot_product_attention
 
 from dflash_cli.loading import DraftCheckpoint, open_draft, open_target
 from dflash_cli.references import Role, resolve, tiny_directory
@@ -100,7 +100,7 @@ class ScriptedDraft:
 
     def __init__(self, draft: Draft, script: Callable[[int], int]) -> None:
         self.config = draft.config
-        self.target_ids = None
+        self.target_ids: Tensor | None = None
         self._draft = draft
         self._script = script
 
@@ -211,3 +211,17 @@ def random_weights(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, seed:
 def random_prompts(lengths: Sequence[int], vocab_size: int, seed: int = 0) -> list[list[int]]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(0, vocab_size, (length,), generator=generator).tolist() for length in lengths]
+
+
+def target_logits(target: Target, tokens: Sequence[int]) -> Tensor:
+    """[T, V] logits of a plain forward over a text, by no part of the engine but the model and one attention call."""
+
+    def attend(layer: int, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        return scaled_dot_product_attention(
+            *(heads[None].transpose(1, 2) for heads in (query, keys, values)), is_causal=True, enable_gqa=True
+        ).transpose(1, 2)[0]
+
+    with torch.inference_mode():
+        hidden, _ = target(torch.tensor(tokens), torch.arange(len(tokens)), attend, ())
+        logits: Tensor = target.head(hidden)
+    return logits

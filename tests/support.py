@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
@@ -321,3 +321,22 @@ def make_logit_case(path: Path, name: str) -> tuple[Path, Path]:
     if name == "reduced":
         return make_speculators(path / "draft", shape), target
     return make_native(path / "draft", shape, is_causal=name == "sliding causal"), target
+
+
+def convert(source: Path, destination: Path, to: str, *, target: Path | None = None, **wish: Any) -> dict[str, Any]:
+    """Convert and return the manifest that was written."""
+    from dflash_cli.convert import Wish, convert_draft, plan_conversion
+    from dflash_cli.loading import open_target
+
+    opened = None if target is None else open_target(target)
+    reference = None if target is None else str(target)
+    convert_draft(plan_conversion(source, Wish(to=to, target=opened, target_reference=reference, **wish)), destination)
+    return dict(json.loads((destination / "conversion.json").read_text(encoding="utf-8")))
+
+
+def assert_same_tensors(one: Path, other: Path) -> None:
+    """Every tensor of two single-file checkpoints is the same, byte for byte."""
+    ours, theirs = load_file(one / "model.safetensors"), load_file(other / "model.safetensors")
+    assert ours.keys() == theirs.keys()
+    for name, array in ours.items():
+        assert array.tobytes() == theirs[name].tobytes(), name

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GenerationConfig, Qwen3ForCausalLM
 
 from .data import Prompt
@@ -25,7 +25,7 @@ def write_json(path: Path, content: object) -> None:
 
 def save_target(target: Qwen3ForCausalLM, folder: Path) -> None:
     """The target as transformers saves it, in bf16."""
-    stored = copy.deepcopy(target).to(device="cpu", dtype=torch.bfloat16)
+    stored = nn.Module.to(copy.deepcopy(target), device="cpu", dtype=torch.bfloat16)
     config = stored.config
     stored.generation_config = GenerationConfig(
         do_sample=False, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id

@@ -93,7 +93,7 @@ class Attention(nn.Module):
         return result
 
     def _heads(self, projected: Tensor) -> Tensor:
-        return projected.unflatten(-1, (-1, self.shape.head_dim))
+        return projected.view(*projected.shape[:-1], -1, self.shape.head_dim)
 
 
 class MLP(nn.Module):
@@ -295,7 +295,7 @@ def train_draft(
     optimizer = make_optimizer(draft, recipe.learning_rate, recipe.weight_decay)
     compute_features = maybe_compiled(tapped_features, device)
     compute_loss = maybe_compiled(draft_loss, device)
-    embedding = target.get_input_embeddings().weight.detach()
+    embedding = target.model.embed_tokens.weight.detach()
     label_table = head.label_table(settings.vocab_size)
     curve: list[dict[str, float]] = []
     for step in range(recipe.steps):

@@ -96,7 +96,7 @@ def propose(
         # Passages that end early repeat an anchor to fill up the batch; the surplus is dropped below.
         anchors = torch.tensor([[*places, *[0] * (count - len(places))] for places in ranges], device=target.device)
         features = tapped_features(target, ids, taps)
-        hidden = draft(features, ids, anchors, target.get_input_embeddings().weight, reading)
+        hidden = draft(features, ids, anchors, target.model.embed_tokens.weight, reading)
         chosen = head.token_ids[F.linear(hidden, head.weight).argmax(-1)].tolist()
         for places, tokens in zip(ranges, chosen, strict=True):
             proposals.append(dict(zip(places, tokens[: len(places)], strict=True)))

@@ -56,7 +56,7 @@ def _first_bytes(modules: Sequence[Module], limit: int) -> Iterator[str]:
 
 def token_stream(tokenizer: Tokenizer, modules: Sequence[Module]) -> tuple[Tensor, dict[str, int]]:
     """All modules one after another, each closed by the end token. Returns ids [T] and token counts by source."""
-    end = tokenizer.token_to_id(END)
+    end = token_id(tokenizer, END)
     pieces: list[np.ndarray] = []
     counts: dict[str, int] = {}
     for start in range(0, len(modules), 512):
@@ -77,7 +77,16 @@ def turning_points(tokenizer: Tokenizer) -> Tensor:
             return token.strip(space) != ""
         return not token[0].isalnum() and token[0] not in (line_end, tab)
 
-    return torch.tensor([turns(tokenizer.id_to_token(index)) for index in range(tokenizer.get_vocab_size())])
+    names = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    return torch.tensor([turns(token) for token, _ in names])
+
+
+def token_id(tokenizer: Tokenizer, token: str) -> int:
+    """The id of a token that is known to exist."""
+    found = tokenizer.token_to_id(token)
+    if found is None:
+        raise KeyError(token)
+    return int(found)
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path, settings: Settings) -> None:

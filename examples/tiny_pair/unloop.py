@@ -95,7 +95,7 @@ def unloop(
         windows = random_windows(stream, recipe.data_batch_size, recipe.data_length + 1)
         with training_precision(stream.device):
             loss = data_loss(model, windows) + recipe.weight * copy_loss(model, texts[picks], unwanted[picks])
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dflash_kernels.draw import draw_at, draw_ref, first_above
-from dflash_kernels.launch import VOCAB_TILE, ceil_div, check_tensors, jit, power_of_2, require, tl
+from dflash_kernels.launch import VOCAB_TILE, ceil_div, check_dtypes, check_tensors, jit, power_of_2, require, tl
 from dflash_kernels.uniform import TARGET, stream, uniform_ref, uniform_tile
 
 
@@ -251,6 +251,7 @@ def _launch_stats(
 
 def _check(logits: Tensor, *rows: Tensor) -> None:
     check_tensors(logits, *rows)
+    check_dtypes(logits)
     require(logits.stride(1) == 1, "contiguous rows of logits")
     require(all(row.shape == (len(logits),) for row in rows), "one value a row")
     require(all(row.is_contiguous() for row in rows), "contiguous values")

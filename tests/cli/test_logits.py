@@ -27,14 +27,15 @@ def open_runtime_target(path: Path) -> Target:
 
 def real_logits(draft: DraftCheckpoint, target: Target, prompt: list[int], anchor: int) -> torch.Tensor:
     """Draft logits after a real forward of the target, tapped where the draft says."""
-    config, ids = target.config, torch.tensor([prompt])
+    config = target.config
     cache = KVCache(config, 1, 16, CPU, torch.float32)
     table, causal = torch.zeros(1, 1, dtype=torch.int64), (True,) * config.num_layers
     attend = PagedAttention(REFERENCE, cache, table, torch.tensor([0]), causal, config.windows)
     with torch.inference_mode():
-        _, features = target(ids, torch.arange(len(prompt))[None], attend, draft.config.target_layer_ids)
+        ids, positions = torch.tensor(prompt), torch.arange(len(prompt))
+        _, features = target(ids, positions, attend, draft.config.target_layer_ids)
         assert features is not None
-        return draft_logits(draft, target, features[0], anchor)[0]
+        return draft_logits(draft, target, features, anchor)[0]
 
 
 @pytest.mark.parametrize("name", support.LOGIT_CASES)

@@ -19,9 +19,7 @@ def test_poisoned_slots_change_nothing() -> None:
         poison(llm, requests)
         llm.engine.step()
     assert [tuple(request.output_token_ids) for request in requests] == [output.token_ids for output in clean]
-    assert [tuple(request.acceptance_lengths) for request in requests] == [
-        output.acceptance_lengths for output in clean
-    ]
+    assert [tuple(request.steps) for request in requests] == [output.drafts for output in clean]
 
 
 def poison(llm: LLM, requests: list[Request]) -> None:

@@ -4,8 +4,9 @@ import pytest
 
 from dflash_runtime.config import EngineConfig
 from dflash_runtime.errors import CapacityError, RequestError, UsageError
-from dflash_runtime.llm import LLM, resolve_limits
-from dflash_runtime.request import FinishReason, SamplingParams
+from dflash_runtime.llm import LLM
+from dflash_runtime.request import FinishReason, Request, SamplingParams
+from dflash_runtime.resolve import resolve_limits
 from pairs import always_right, bundled_draft_model, bundled_llm, bundled_prompts
 
 K = 3
@@ -84,7 +85,8 @@ def test_a_request_near_the_limit_leaves_its_neighbours_alone() -> None:
 def test_the_same_request_twice_in_one_engine_is_the_same(prompt: tuple[int, ...]) -> None:
     llm = bundled_llm(bundled_draft_model(), 7)
     first, second, third = (llm.generate([prompt], SamplingParams(max_new_tokens=40))[0] for _ in range(3))
-    assert first == second == third
+    assert first.drafts == second.drafts == third.drafts
+    assert first.token_ids == second.token_ids == third.token_ids
 
 
 @pytest.mark.parametrize(
@@ -96,15 +98,26 @@ def test_the_same_request_twice_in_one_engine_is_the_same(prompt: tuple[int, ...
         ([1] * 5000, "5000 tokens, expected fewer than"),
     ],
 )
-def test_a_prompt_that_cannot_be_served_is_named(token_ids: list[int], message: str) -> None:
+def test_a_prompt_that_cannot_be_served_is_named_and_harms_nobody(
+    token_ids: list[int], message: str, prompt: tuple[int, ...]
+) -> None:
+    llm = bundled_llm(bundled_draft_model(), 7, max_num_requests=2)
+    params = SamplingParams(max_new_tokens=12)
+    alone = llm.generate([prompt], params)[0]
+    before, wrong, after = llm.generate([prompt, token_ids, prompt], params)
+    assert wrong.finish_reason is FinishReason.ERROR
+    assert wrong.error is not None
+    assert message in wrong.error
+    assert wrong.error.startswith("prompt 1: ")
+    assert before.token_ids == after.token_ids == alone.token_ids
     with pytest.raises(RequestError, match=message):
-        bundled_llm(bundled_draft_model(), 7).generate([token_ids], SamplingParams())
+        llm.engine.add(Request(index=0, prompt_token_ids=tuple(token_ids), params=params))
 
 
 def test_a_request_that_can_never_fit_says_so_with_the_arithmetic() -> None:
     llm = bundled_llm(bundled_draft_model(), 7, num_pages=5)
-    with pytest.raises(CapacityError, match=r"needs 8 KV pages of 16 tokens for 127 tokens, the pool has 4"):
-        llm.generate([[1] * 20], SamplingParams(max_new_tokens=100))
+    with pytest.raises(CapacityError, match=r"needs 8 KV pages of 16 tokens for 120 tokens and a lookahead of 8, .* 4"):
+        llm.engine.add(Request(index=0, prompt_token_ids=(1,) * 20, params=SamplingParams(max_new_tokens=100)))
 
 
 @pytest.mark.parametrize(
@@ -124,4 +137,4 @@ def test_more_drafts_than_the_draft_was_trained_for_are_refused() -> None:
 
     target = open_target(tiny_directory() / "target")
     with pytest.raises(UsageError, match="8 speculative tokens, expected at most 7"):
-        resolve_limits(EngineConfig(num_draft_tokens=8), target, bundled_draft().source)
+        resolve_limits(EngineConfig(num_draft_tokens=8), target.config, bundled_draft().config)

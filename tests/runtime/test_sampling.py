@@ -5,8 +5,17 @@ import math
 import pytest
 import torch
 
+from dflash_runtime.models.base import Target
 from dflash_runtime.request import SamplingParams
-from pairs import bundled_draft_model, bundled_llm, bundled_prompts, random_draft, random_llm, random_target
+from pairs import (
+    bundled_draft_model,
+    bundled_llm,
+    bundled_prompts,
+    random_draft,
+    random_llm,
+    random_target,
+    target_logits,
+)
 
 SAMPLINGS = [
     {"temperature": 1.0},
@@ -60,20 +69,9 @@ def test_joint_law_of_the_first_two_tokens() -> None:
     assert chi_square(observed, expected) < chi_square_quantile(int(expected.ge(5).sum()), 3.09)
 
 
-def next_token_law(target: object, tokens: list[int], temperature: float) -> torch.Tensor:
+def next_token_law(target: Target, tokens: list[int], temperature: float) -> torch.Tensor:
     """[V] probabilities of the token after `tokens`."""
-    from dflash_kernels.block_attention import block_attention_ref
-
-    def attend(layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        none = torch.zeros(1, *keys.shape[2:], dtype=keys.dtype)
-        table, zero = torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
-        return block_attention_ref(
-            query, keys, values, none, none, table, zero, page_size=1, is_causal=True, window=None
-        )
-
-    hidden, _ = target(torch.tensor([tokens]), torch.arange(len(tokens))[None], attend, ())  # type: ignore[operator]
-    law: torch.Tensor = (target.head(hidden[0, -1]) / temperature).softmax(-1)  # type: ignore[attr-defined]
-    return law
+    return (target_logits(target, tokens)[-1] / temperature).softmax(-1)
 
 
 def chi_square(observed: torch.Tensor, expected: torch.Tensor) -> float:

@@ -1,0 +1,100 @@
+"""Attention of a block over pages and itself, against the reference in float64."""
+
+import pytest
+import torch
+from kernel_support import DTYPES, Pages, assert_rows_close, normal, random_pages
+from torch import Tensor
+
+from dflash_kernels import block_attention as module
+from dflash_kernels.block_attention import block_attention, block_attention_ref
+
+PAGE = 16
+LENS = [0, 1, PAGE - 1, PAGE + 1, 130]
+
+
+def check(
+    pages: Pages, num_rows: int, num_heads: int, *, is_causal: bool, window: int | None, page_size: int = PAGE
+) -> Tensor:
+    num_kv, head_dim = pages.key_cache.shape[1:]
+    dtype = pages.key_cache.dtype
+    lens = pages.context_lens
+    query = normal(len(lens), num_rows, num_heads, head_dim, dtype=dtype, seed=1)
+    kv = normal(len(lens), num_rows, 2 * num_kv, head_dim, dtype=dtype, seed=2)  # views of one projection
+    keys, values = kv[:, :, :num_kv], kv[:, :, num_kv:]
+    out = block_attention(
+        query, keys, values, pages.key_cache, pages.value_cache, pages.page_table, lens,
+        page_size=page_size, is_causal=is_causal, window=window,
+    )  # fmt: skip
+    expected = block_attention_ref(
+        query.double(), keys.double(), values.double(), *pages.clean(), pages.page_table, lens,
+        page_size=page_size, is_causal=is_causal, window=window,
+    )  # fmt: skip
+    assert_rows_close(out, expected, dtype)
+    return out
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("window", [None, 1, 9, 100])
+def test_masks_and_lengths(window: int | None, is_causal: bool, dtype: torch.dtype) -> None:
+    check(random_pages(LENS, 2, 16, PAGE, dtype, 0), 7, 4, is_causal=is_causal, window=window)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_rows", [1, 15, 31, 63])
+@pytest.mark.parametrize(("num_heads", "num_kv"), [(1, 1), (6, 2), (5, 1)])
+def test_rows_and_groups(num_rows: int, num_heads: int, num_kv: int, dtype: torch.dtype) -> None:
+    check(random_pages([33], num_kv, 16, PAGE, dtype, 1), num_rows, num_heads, is_causal=True, window=None)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [16, 24, 80, 128, 256])
+def test_head_sizes(head_dim: int, dtype: torch.dtype) -> None:
+    check(random_pages([40], 1, head_dim, PAGE, dtype, 2), 5, 2, is_causal=False, window=None)
+
+
+@pytest.mark.parametrize("page_size", [1, 5, 64, 256])
+def test_page_sizes(page_size: int) -> None:
+    lens = [max(page_size - 1, 0), page_size, page_size + 1]
+    pages = random_pages(lens, 1, 16, page_size, torch.float32, 3)
+    check(pages, 3, 2, is_causal=False, window=None, page_size=page_size)
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("window", [None, 20, 64])
+def test_blocks_of_many_tiles(is_causal: bool, window: int | None) -> None:
+    """Prefill: rows and keys of the block both span several tiles, and windows skip some of them."""
+    check(random_pages([150], 1, 16, PAGE, torch.float32, 4), 200, 1, is_causal=is_causal, window=window)
+
+
+@pytest.mark.parametrize("num_splits", [1, 2, 3, 5, 7])
+@pytest.mark.parametrize("window", [None, 70])
+def test_any_number_of_parts(num_splits: int, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More parts than tiles, too: a part may be empty, and a part may see nothing for some of its rows."""
+    monkeypatch.setattr(module, "attention_splits", lambda *_: num_splits)
+    check(random_pages([0, 70, 250], 1, 16, PAGE, torch.float32, 5), 5, 2, is_causal=False, window=window)
+
+
+def test_a_wider_page_table_changes_nothing() -> None:
+    """A captured graph sees the widest table; entries past a request's pages may be anything."""
+    narrow = random_pages([40, 3], 1, 16, PAGE, torch.float32, 6)
+    out = check(narrow, 3, 2, is_causal=False, window=None)
+    garbage = torch.full((2, 40), 2**40, device=out.device)
+    narrow.page_table = torch.cat((narrow.page_table, garbage), 1)
+    query, kv = normal(2, 3, 2, 16, seed=1), normal(2, 3, 2, 16, seed=2)
+    wide = block_attention(
+        query, kv[:, :, :1], kv[:, :, 1:], narrow.key_cache, narrow.value_cache, narrow.page_table,
+        narrow.context_lens, page_size=PAGE, is_causal=False, window=None,
+    )  # fmt: skip
+    assert torch.allclose(wide, out, atol=1e-6)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    pages = random_pages([3], 2, 16, PAGE, torch.float32, 0)
+    with pytest.raises(ValueError, match="multiple of KV heads"):
+        check(pages, 2, 3, is_causal=True, window=None)
+    with pytest.raises(ValueError, match="at least 1"):
+        check(pages, 2, 4, is_causal=True, window=0)
+    pages.key_cache = pages.key_cache.double()
+    with pytest.raises(TypeError, match="float64"):
+        check(pages, 2, 4, is_causal=True, window=None)
