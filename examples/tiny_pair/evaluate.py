@@ -52,6 +52,7 @@ class Step:
 
 
 Proposals = dict[int, list[int]]
+Tally = tuple[int, int]
 
 
 def write_passages(
@@ -153,18 +154,25 @@ def acceptance_length(steps: Sequence[Step]) -> float:
 
 def interval(steps: Sequence[Step], rounds: int = 1000) -> list[float]:
     """A 95% bootstrap interval of the acceptance length, drawing whole prompts."""
-    totals: dict[str, list[int]] = defaultdict(lambda: [0, 0])
-    for step in steps:
-        totals[step.passage.prompt.id][0] += step.accepted
-        totals[step.passage.prompt.id][1] += 1
-    pairs = list(totals.values())
+    tallies = list(_totals(steps).values())
     chance = random.Random(0)
-    means = []
-    for _ in range(rounds):
-        drawn = chance.choices(pairs, k=len(pairs))
-        means.append(1 + sum(pair[0] for pair in drawn) / sum(pair[1] for pair in drawn))
-    means.sort()
+    means = sorted(1 + _pooled(chance.choices(tallies, k=len(tallies))) for _ in range(rounds))
     return [round(means[rounds * 25 // 1000], 3), round(means[rounds * 975 // 1000], 3)]
+
+
+def _totals(steps: Iterable[Step]) -> dict[str, Tally]:
+    """Accepted drafts and steps of every prompt."""
+    totals: dict[str, Tally] = {}
+    for step in steps:
+        accepted, count = totals.get(step.passage.prompt.id, (0, 0))
+        totals[step.passage.prompt.id] = (accepted + step.accepted, count + 1)
+    return totals
+
+
+def _pooled(tallies: Iterable[Tally]) -> float:
+    """Accepted drafts a step over several prompts together."""
+    accepted, steps = map(sum, zip(*tallies, strict=True))
+    return float(accepted / max(1, steps))
 
 
 def summary(steps: Sequence[Step], num_draft_tokens: int) -> Figures:
@@ -256,12 +264,26 @@ class Judge:
         if len(self.head.token_ids) < self.settings.vocab_size:
             rows = torch.arange(len(self.head.token_ids), device=self.head.token_ids.device)
             trials["id_map_ignored"] = lambda: self.steps(passages, head=Head(self.head.weight, rows))
-        right = acceptance_length(self.steps(passages)) - 1
+        right = self.steps(passages)
         return {name: _loss_against(right, trial()) for name, trial in trials.items()}
 
 
-def _loss_against(right: float, steps: Sequence[Step]) -> Figures:
-    """Accepted drafts a step, against those of the right reading."""
-    length = acceptance_length(steps)
-    lost = 100 * (1 - (length - 1) / right) if right > 0 else 0.0
-    return {"acceptance_length": round(length, 4), "accepted_drafts_lost_percent": round(lost, 1)}
+def _loss_against(right: Sequence[Step], wrong: Sequence[Step]) -> Figures:
+    """Accepted drafts a step, against those of the right reading, with a 95% interval from the same prompts."""
+    right_totals, wrong_totals = _totals(right), _totals(wrong)
+    names = sorted(right_totals.keys() & wrong_totals.keys())
+    chance = random.Random(0)
+    lost = sorted(
+        _percent_lost([right_totals[name] for name in drawn], [wrong_totals[name] for name in drawn])
+        for drawn in (chance.choices(names, k=len(names)) for _ in range(1000))
+    )
+    return {
+        "acceptance_length": round(acceptance_length(wrong), 4),
+        "accepted_drafts_lost_percent": round(_percent_lost(right_totals.values(), wrong_totals.values()), 1),
+        "lost_interval_95": [round(lost[25], 1), round(lost[975], 1)],
+    }
+
+
+def _percent_lost(right: Iterable[Tally], wrong: Iterable[Tally]) -> float:
+    right_mean, wrong_mean = _pooled(right), _pooled(wrong)
+    return 100 * (1 - wrong_mean / right_mean) if right_mean > 0 else 0.0

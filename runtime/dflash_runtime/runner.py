@@ -146,7 +146,8 @@ class Runner:
             draft_ids, draft_probs = self._propose(view, anchors, positions, sampling)
         else:
             draft_ids, draft_probs = anchors.new_empty((len(rows), 0)), None
-        block_ids = torch.cat((anchors[:, None], draft_ids), dim=1)
+        # A draft may decline a position with -1: never accepted, and no row of an embedding.
+        block_ids = torch.cat((anchors[:, None], draft_ids.clamp(min=0)), dim=1)
         slots = self._slots(view, positions)
         hidden, features = self._run_target(view, block_ids, positions, slots)
         chosen, max_accepted = self._choose(hidden, positions, sampling, draft_ids, draft_probs, max_accepted)

@@ -166,10 +166,14 @@ def test_nothing_is_preempted_while_steps_are_in_flight() -> None:
         schedule.add(request(index, prompt_len=16, max_new_tokens=40))
     run(schedule)
     with pytest.raises(OutOfPages):
-        for _ in range(20):
-            schedule.schedule(is_drained=False)
+        launch_until_dry(schedule)
     assert all(item.num_preemptions == 0 for item in schedule.running)
     schedule.check_integrity()
+
+
+def launch_until_dry(schedule: Scheduler) -> None:
+    for _ in range(20):
+        schedule.schedule(is_drained=False)
 
 
 def test_late_results_of_a_row_given_on_are_dropped() -> None:

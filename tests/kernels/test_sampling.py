@@ -1,0 +1,134 @@
+"""Draws from logits: kernels against the references token for token, and what no batch may change."""
+
+import pytest
+import torch
+from kernel_support import DEVICE, DTYPES, normal, real, whole
+from torch import Tensor
+
+from dflash_kernels.draw import draw_at, draw_at_ref
+from dflash_kernels.launch import VOCAB_TILE
+from dflash_kernels.sampling import filtered_probs, filtered_probs_ref, sample, sample_ref
+from dflash_kernels.uniform import ACCEPT, DRAFT, RESIDUAL, TARGET, uniform, uniform_ref
+
+VOCABS = [1, 7, 63, VOCAB_TILE - 1, VOCAB_TILE + 1, 2 * VOCAB_TILE + 15]
+Rows = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def mixed(num_rows: int, seed: int = 0) -> Rows:
+    """Temperatures (some 0), top_ks, top_ps, seeds, positions: every mixture of filters in one batch."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def choose(*values: float) -> Tensor:
+        return torch.tensor(values, dtype=torch.float64)[torch.randint(len(values), (num_rows,), generator=generator)]
+
+    return (
+        choose(0.0, 0.3, 1.0, 2.5).to(DEVICE),
+        choose(0, 1, 5, 20, 10**6).long().to(DEVICE),
+        choose(1.0, 0.9, 0.5, 1e-9).to(DEVICE),
+        torch.randint(-(2**62), 2**62, (num_rows,), generator=generator).to(DEVICE),
+        torch.randint(0, 5000, (num_rows,), generator=generator).to(DEVICE),
+    )
+
+
+def test_numbers_are_the_references() -> None:
+    *_, seeds, positions = mixed(1500)
+    seen = [uniform(seeds, positions, purpose) for purpose in (TARGET, DRAFT, ACCEPT, RESIDUAL)]
+    for purpose, numbers in zip((TARGET, DRAFT, ACCEPT, RESIDUAL), seen, strict=True):
+        assert torch.equal(numbers, uniform_ref(seeds, positions, purpose))
+    correlations = torch.corrcoef(torch.stack(seen)) - torch.eye(4, device=DEVICE)
+    assert correlations.abs().max() < 0.1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocab_size", VOCABS)
+def test_tokens_are_the_references(vocab_size: int, dtype: torch.dtype) -> None:
+    logits = normal(24, vocab_size, dtype=dtype) * 3
+    rows = mixed(24)
+    expected = sample_ref(logits, *rows)
+    assert torch.equal(sample(logits, *rows), expected)
+    unfiltered = rows[0], rows[1] * 0, rows[2] * 0 + 1, *rows[3:]
+    assert torch.equal(sample(logits, *unfiltered, has_filters=False), sample_ref(logits, *unfiltered))
+    assert torch.equal(
+        sample(logits, *unfiltered, has_filters=False, purpose=DRAFT), sample_ref(logits, *unfiltered, purpose=DRAFT)
+    )
+    greedy = rows[0] * 0, *rows[1:]
+    assert torch.equal(sample(logits, *greedy, is_greedy=True), logits.argmax(-1))
+    assert torch.equal(sample(logits, *greedy), logits.argmax(-1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocab_size", VOCABS)
+@pytest.mark.parametrize("has_filters", [True, False])
+def test_distributions_are_the_references(vocab_size: int, has_filters: bool, dtype: torch.dtype) -> None:
+    logits = normal(12, vocab_size, dtype=dtype) * 3
+    rows = mixed(12, seed=1)[:3]
+    probs = filtered_probs(logits, *rows, has_filters=has_filters)
+    assert probs.dtype == torch.float64
+    torch.testing.assert_close(
+        probs, filtered_probs_ref(logits, *rows, has_filters=has_filters), atol=1e-14, rtol=1e-11
+    )
+    assert torch.equal(filtered_probs(logits, *rows, is_greedy=True), filtered_probs_ref(logits, *rows, is_greedy=True))
+
+
+def test_equal_logits_fall_to_the_lowest_ids() -> None:
+    """Ties are common in bf16, and 0.0 equals -0.0."""
+    logits = torch.full((3, VOCAB_TILE + 9), -9.0, device=DEVICE)
+    logits[0, [3, 8, VOCAB_TILE + 1]] = 2.0
+    logits[1, [VOCAB_TILE - 1, VOCAB_TILE]] = 2.0
+    logits[2, 5], logits[2, 6] = 0.0, -0.0
+    ones, zeros = real(1, 1, 1), whole(0, 0, 0)
+    for choose in (sample, sample_ref):
+        assert choose(logits, ones * 0, zeros, ones, zeros, zeros).tolist() == [3, VOCAB_TILE - 1, 5]
+    for probs in (filtered_probs, filtered_probs_ref):
+        two = probs(logits, ones, zeros + 2, ones)
+        assert two[0].nonzero()[:, 0].tolist() == [3, 8]
+        assert two[2].nonzero()[:, 0].tolist() == [5, 6]
+        assert probs(logits, ones, zeros + 2, ones * 0.4)[0].nonzero()[:, 0].tolist() == [3]
+
+
+def test_masked_and_broken_logits_give_valid_ids() -> None:
+    logits = torch.full((4, 2 * VOCAB_TILE), float("-inf"), device=DEVICE)
+    logits[0, VOCAB_TILE + 5] = 0.0
+    logits[1, :] = torch.nan
+    logits[3, 7], logits[3, VOCAB_TILE + 7] = 1.0, torch.nan
+    rows = real(1, 1, 1, 1), whole(0, 0, 0, 0), real(1, 1, 1, 1), whole(1, 2, 3, 4), whole(0, 0, 0, 0)
+    for temperature in (0.0, 1.0):
+        ids = sample(logits, rows[0] * temperature, *rows[1:], has_filters=False)
+        assert ids[0] == VOCAB_TILE + 5
+        assert ids[3] == 7
+        assert bool(((ids >= 0) & (ids < 2 * VOCAB_TILE)).all())
+
+
+@pytest.mark.parametrize("has_filters", [True, False])
+def test_a_row_does_not_depend_on_its_batch(has_filters: bool) -> None:
+    logits = normal(6, 3000) * 2
+    temperatures, _, _, seeds, positions = mixed(6, seed=2)
+    temperatures[0] = 1.0
+    top_ks, top_ps = whole(0, 5, 0, 0, 9, 0), real(1, 1, 0.5, 1, 0.9, 1)
+    if not has_filters:
+        top_ks, top_ps = top_ks * 0, top_ps * 0 + 1
+    rows = temperatures, top_ks, top_ps
+    probs = filtered_probs(logits, *rows, has_filters=has_filters)
+    for choose in (filtered_probs, filtered_probs_ref):
+        for i in (0, 3):  # rows without filters must not even be renormalised for their neighbours' sake
+            alone = choose(logits[i : i + 1], *(row[i : i + 1] for row in rows), has_filters=False)
+            together = probs if choose is filtered_probs else choose(logits, *rows, has_filters=has_filters)
+            assert torch.equal(together[i], alone[0])
+    tokens = sample(logits, *rows, seeds, positions, has_filters=has_filters)
+    for i in range(6):
+        one = (row[i : i + 1].contiguous() for row in (*rows, seeds, positions))
+        assert sample(logits[i : i + 1], *one, has_filters=has_filters)[0] == tokens[i]
+
+
+@pytest.mark.parametrize("vocab_size", VOCABS)
+def test_draws_from_distributions_are_the_references(vocab_size: int) -> None:
+    *_, seeds, positions = mixed(30)
+    probs = normal(30, vocab_size).double().abs().pow(8)
+    probs[:, 1::3] = 0
+    assert torch.equal(draw_at(probs, seeds, positions, RESIDUAL), draw_at_ref(probs, seeds, positions, RESIDUAL))
+    assert bool((probs.gather(1, draw_at(probs, seeds, positions)[:, None]) > 0).all())
+
+
+def test_logits_in_float64_are_refused() -> None:
+    with pytest.raises(TypeError, match="float64"):
+        sample(normal(2, 9).double(), *mixed(2))
