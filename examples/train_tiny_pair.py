@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import json
 import platform
 import time
 from collections import Counter
@@ -160,7 +161,7 @@ def run(settings: Settings, device: torch.device, output: Path, stages: Stages) 
         "sample": {"prompt": SAMPLE, "continuation": sample(target, prepared)},
         "seconds": stages.seconds,
     }
-    write_report(figures, prepared.prompts, output)
+    write_report(figures, output)
     return figures
 
 
@@ -340,11 +341,11 @@ def save(
     )
 
 
-def write_report(figures: Figures, prompts: Sequence[Prompt], output: Path) -> None:
+def write_report(figures: Figures, output: Path) -> None:
     """Write the report and the model card, which states the size of the bundle that contains it."""
     figures["bundle_bytes"] = bundle.folder_bytes(output)
     bundle.write_json(output / "report.json", figures)
-    (output / "README.md").write_text(card.model_card(figures, prompts))
+    (output / "README.md").write_text(card.model_card(json.loads(json.dumps(figures))))
 
 
 def parameter_count(model: nn.Module) -> int:

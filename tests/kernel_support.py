@@ -9,7 +9,7 @@ from torch import Tensor
 DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
 """Triton's interpreter computes garbage from bfloat16 and says nothing, so that dtype is a GPU's business."""
 
-TOLERANCES = {torch.float32: 2e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}
+TOLERANCES = {torch.float64: 1e-12, torch.float32: 2e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 """Largest relative error of a row, against the reference in float64."""
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")

@@ -127,8 +127,10 @@ def always_mask(draft: Draft) -> ScriptedDraft:
     return ScriptedDraft(draft, lambda place: draft.config.mask_token_id)
 
 
-def random_target(dtype: torch.dtype = torch.float32, *, seed: int = 0, **changes: Any) -> Qwen3Target:
-    """A small target with random weights and sharp enough logits."""
+def random_target(
+    dtype: torch.dtype = torch.float32, *, seed: int = 0, scale: float = 0.3, **changes: Any
+) -> Qwen3Target:
+    """A small target with random weights; a smaller `scale` gives flatter laws."""
     values: dict[str, Any] = {
         "model_type": "qwen3",
         "hidden_size": 32,
@@ -145,7 +147,7 @@ def random_target(dtype: torch.dtype = torch.float32, *, seed: int = 0, **change
     values |= changes
     values.setdefault("windows", (None,) * values["num_layers"])
     config = TargetConfig(**values)
-    weights = random_weights(expected_shapes(config), dtype, seed)
+    weights = random_weights(expected_shapes(config), dtype, seed, scale)
     return Qwen3Target(config, weights, num_positions=512, kernels=REFERENCE, device=CPU, dtype=dtype)
 
 
@@ -199,11 +201,13 @@ def random_llm(
     return LLM.from_models(target, draft, limits, config=config, device=CPU, dtype=dtype)
 
 
-def random_weights(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, seed: int) -> dict[str, Tensor]:
+def random_weights(
+    shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, seed: int, scale: float = 0.3
+) -> dict[str, Tensor]:
     """Normal matrices and norm scales near one."""
     generator = torch.Generator().manual_seed(seed)
     return {
-        name: (torch.randn(shape, generator=generator) * 0.3 + (len(shape) == 1)).to(dtype)
+        name: (torch.randn(shape, generator=generator) * scale + (len(shape) == 1)).to(dtype)
         for name, shape in shapes.items()
     }
 

@@ -2,13 +2,249 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections.abc import Iterable
+from typing import Any
 
-from .data import Prompt
-from .evaluate import Figures
+Report = dict[str, Any]
+
+HEADER = """\
+---
+license: apache-2.0
+language: [en, code]
+tags: [dflash, speculative-decoding, qwen3, python]
+---
+
+# A tiny Python model with two DFlash drafts
+
+A small Qwen3 that writes Python-looking text, and two DFlash drafts (arXiv 2602.06036) trained for it. The pair
+exists so that drafting, verifying, converting and validating can be tried and tested within seconds and without a
+download. It is of no use as a code assistant.
+
+| folder | what it is | dialect |
+|---|---|---|
+| `target/` | the target, `Qwen3ForCausalLM` with tied embeddings, and its byte-level tokenizer | transformers |
+| `draft/` | draft over the target's whole vocabulary; no embedding and no head of its own | native (z-lab) |
+| `draft-reduced/` | draft over the ids that the target writes most, with its own head and id maps | speculators |
+| `prompts.jsonl` | prompts cut from held-out modules, the same number from each source | |
+| `heldout.json` | every held-out file with its sha256 | |
+| `report.json` | all figures below and more | |
+"""
+
+RECIPE = """\
+## Recipe
+
+The target is trained with AdamW, warm-up and a cosine, in bf16 autocast, and its weights of the lowest held-out
+loss are kept. Then it is weaned off loops: it reads its own greedy text and runs of {gram} tokens that it has
+written before are made unlikely at word boundaries (unlikelihood training, arXiv 1908.04319), beside the usual
+loss. The drafts learn from the target's own continuations of training text ({sequences} sequences, three fifths
+greedy, the rest at temperatures 0.8 and 1.0): random anchors, the block after each anchor masked, context features
+from the target's forward over the true sequence up to the anchor, attention inside the block not causal,
+cross-entropy weighted exp(-(k-1)/4) for the k-th draft. The target is frozen and its embedding and head are shared.
+Everything below is measured in fp32 with the weights as they are stored, in bf16. Held-out text decided the
+target's stopping point; the strength of the weaning was set by hand after reading samples, some of them
+continuations of held-out prompts. Nothing else was chosen on held-out text.
+
+Mask id, tapped layers (0-based, whose output is read) and block size: see the two `config.json`. The draft's rope
+base is {theta:,.0f}; a reader that loses it falls back to {lost:,.0f}.
+
+To train it again (here, {seconds:.0f} s on one {device}, start-up not counted):
+
+    python examples/train_tiny_pair.py --output DIR
+"""
+
+LIMITS = """\
+## Limits
+
+- Trained on sequences of {length} tokens (the drafts on {draft_length}); positions beyond that, up to
+  `max_position_embeddings`, are untested.
+- The special tokens of the chat template never occurred in training; the template is there so that chat code paths
+  run.
+- Code in transformers is largely copied between models. Whole model packages are held out, files made of mostly
+  known lines are dropped, and prompts are passed over when more than half of their longer lines also stand in a
+  training file; the column above shows how much of the held-out text is known all the same.
+- Up to two prompts come from one file, and they may overlap.
+- Acceptance at temperature 1 is low because a model of this size is unsure of most tokens.
+
+## Licences
+
+The weights are under Apache-2.0. `prompts.jsonl` holds short excerpts, each with its file and version, under the
+licence of its source: CPython (PSF-2.0, copyright Python Software Foundation), PyTorch (BSD-3-Clause, copyright
+Facebook, Inc. and the PyTorch contributors), Transformers (Apache-2.0, copyright The Hugging Face team), NumPy
+(BSD-3-Clause, copyright NumPy Developers)."""
 
 
-def model_card(figures: Figures, prompts: Sequence[Prompt]) -> str:
+def model_card(report: Report) -> str:
     """README.md of the bundle."""
-    return "# stub\n\n```json\n" + json.dumps(figures["evaluation"], indent=1) + "\n```\n"
+    settings = report["settings"]
+    recipe = RECIPE.format(
+        gram=settings["unloop"]["gram"],
+        sequences=report["drafts"]["training_sequences"],
+        theta=settings["shape"]["rope_theta"],
+        lost=settings["shape"]["lost_rope_theta"],
+        seconds=sum(report["seconds"].values()),
+        device=report["environment"]["device"],
+    )
+    limits = LIMITS.format(
+        length=settings["target"]["sequence_length"],
+        draft_length=max(settings["continuations"]["prompt_lengths"]) + settings["continuations"]["new_tokens"],
+    )
+    sections = [
+        HEADER, sizes(report), data(report), recipe, target(report), acceptance(report), repetition(report),
+        wrong_readings(report), limits,
+    ]  # fmt: skip
+    return "\n".join(section.rstrip() + "\n" for section in sections)
+
+
+def table(header: Iterable[object], rows: Iterable[Iterable[object]]) -> str:
+    """A Markdown table."""
+    lines = [list(map(str, header)), *(list(map(str, row)) for row in rows)]
+    lines.insert(1, ["---"] * len(lines[0]))
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+
+
+def sizes(report: Report) -> str:
+    settings, drafts = report["settings"], report["drafts"]
+    parts = (
+        ("target", settings["target"], report["target"]["parameters"], settings["shape"]["intermediate_size"]),
+        ("draft", settings["draft"], drafts["draft"]["parameters"], settings["draft"]["intermediate_size"]),
+        (
+            "draft-reduced",
+            settings["reduced"],
+            drafts["draft_reduced"]["parameters"],
+            settings["reduced"]["intermediate_size"],
+        ),
+    )
+    rows = [(name, part["num_layers"], width, f"{count:,}", part["steps"]) for name, part, count, width in parts]
+    shape = settings["shape"]
+    return (
+        f"Hidden size {shape['hidden_size']}, {shape['num_heads']} heads ({shape['num_kv_heads']} for keys and values) "
+        f"of {shape['head_dim']}, vocabulary {settings['vocab_size']} (reduced draft "
+        f"{settings['reduced']['draft_vocab_size']}), block size {settings['block_size']}, tapped layers "
+        f"{list(settings['target_layer_ids'])}.\n\n" + table(("", "layers", "MLP width", "parameters", "steps"), rows)
+    )
+
+
+def data(report: Report) -> str:
+    rows = [
+        (
+            source["version"],
+            source["licence"],
+            f"{source['train_files']:,} / {source['held_out_files']:,}",
+            f"{source['train_tokens']:,} / {source['held_out_tokens']:,}",
+            f"{source['held_out_lines_also_in_training']:.0%}",
+        )
+        for source in report["data"]["sources"]
+    ]
+    header = ("source", "licence", "files, train / held out", "tokens, train / held out", "held-out lines known")
+    return "## Data\n\n" + table(header, rows)
+
+
+def target(report: Report) -> str:
+    figures, unlooping = report["target"], report["target"]["unlooping"]
+    bytes_per_token = report["data"]["held_out_bytes_per_token"]
+    loss = figures["held_out_loss_nats_per_token"]
+    return (
+        "## Target\n\n"
+        f"It saw {figures['training_tokens_seen'] / 1e6:.0f} M tokens. Held-out loss: {loss:.3f} nats a token "
+        f"({loss / 0.6931 / bytes_per_token:.3f} bits a byte), {figures['held_out_loss_before_unlooping']:.3f} before "
+        f"it was weaned off loops. Of its greedy text, {unlooping[0]['copied_share']:.0%} of the tokens ended a long "
+        f"copy of earlier text before and {unlooping[-1]['copied_share']:.0%} after; of the training code, "
+        f"{figures['copied_share_of_code']:.0%}.\n\n"
+        f"Greedy continuation of `{report['sample']['prompt']}`:\n\n"
+        f"~~~python\n{report['sample']['prompt']}{report['sample']['continuation']}\n~~~\n"
+    )
+
+
+def acceptance(report: Report) -> str:
+    evaluation = report["evaluation"]
+    runs = [
+        (f"{title}, temperature {temperature}", evaluation[name][f"temperature_{temperature}"])
+        for name, title in (("draft", "draft"), ("draft_reduced", "draft-reduced"))
+        for temperature in (0, 1)
+    ]
+    categories = list(runs[0][1]["per_category"])
+    lengths = table(
+        ("", "acceptance length", "95% interval", "steps", *categories),
+        (
+            (
+                title,
+                f"**{run['acceptance_length']:.2f}**",
+                "{:.2f} to {:.2f}".format(*run["interval_95"]),
+                run["steps"],
+                *(f"{run['per_category'][name]:.2f}" for name in categories),
+            )
+            for title, run in runs
+        ),
+    )
+    count = len(runs[0][1]["per_position_rates"])
+    rates = table(
+        ("accepted at position", *range(1, count + 1)),
+        ((title, *(f"{rate:.3f}" for rate in run["per_position_rates"])) for title, run in runs),
+    )
+    coverage = report["drafts"]["draft_reduced"]["coverage_of_target_text"]
+    return (
+        "## Acceptance\n\n"
+        f"{evaluation['prompts']} held-out prompts, {evaluation['new_tokens']} new tokens. Acceptance length is the "
+        "tokens committed a step, the target's own one included, pooled over all steps with a whole block of text "
+        f"after them. Intervals come from drawing prompts. The reduced vocabulary covers {coverage:.1%} of the "
+        f"target's text.\n\n{lengths}\n{rates}"
+    )
+
+
+def repetition(report: Report) -> str:
+    rows = (
+        ("written tokens that end a 4-gram seen before", "written_tokens_in_repeated_4_gram", ".0%"),
+        ("accepted drafts that do", "accepted_drafts_in_repeated_4_gram", ".0%"),
+        ("acceptance length after a repeated 4-gram", "acceptance_length_after_repeated_4_gram", ".2f"),
+        ("acceptance length after a fresh 4-gram", "acceptance_length_after_fresh_4_gram", ".2f"),
+        ("acceptance length of prompt lookup, no network", "prompt_lookup_acceptance_length", ".2f"),
+        ("passages that end in a loop", "passages_that_loop", "d"),
+        ("acceptance length without those", "acceptance_length_without_looping_passages", ".2f"),
+        ("prompt lookup without those", "prompt_lookup_without_looping_passages", ".2f"),
+    )
+    evaluation = report["evaluation"]
+    columns = [
+        evaluation[name][f"repetition_temperature_{temperature}"]
+        for name, temperature in (("draft", 0), ("draft", 1), ("draft_reduced", 0))
+    ]
+    body = ((title, *(format(column[key], style) for column in columns)) for title, key, style in rows)
+    return (
+        "## How much of it is repetition\n\n"
+        "Text that repeats itself is easy to draft. A passage counts as a loop when fewer than half of the 4-grams in "
+        f"its last 64 tokens are different. Temperature 0 has {evaluation['prompts']} passages, temperature 1 "
+        f"{evaluation['prompts'] * report['settings']['evaluation']['samples_per_prompt']}.\n\n"
+        + table(("", "draft, temperature 0", "draft, temperature 1", "draft-reduced, temperature 0"), body)
+    )
+
+
+def wrong_readings(report: Report) -> str:
+    titles = {
+        "taps_plus_1": "taps one layer too high",
+        "taps_minus_1": "taps one layer too low",
+        "causal_block": "causal attention inside the block",
+        f"rope_theta_{report['settings']['shape']['lost_rope_theta']:.0f}": "rope base lost",
+        "mask_is_pad_token": "another mask token",
+        "id_map_ignored": "`d2t` ignored",
+    }
+    evaluation = report["evaluation"]
+    rows = []
+    for key, title in titles.items():
+        cells: list[str] = []
+        for name in ("draft", "draft_reduced"):
+            trial = evaluation[name]["wrong_readings"].get(key)
+            cells += ["", ""] if trial is None else _trial_cells(trial)
+        rows.append((title, *cells))
+    return (
+        "## What misreading the files costs\n\n"
+        "Each mistake loads and runs, and the text stays right; only acceptance (greedy, the same prompts) suffers. "
+        "Lost is the share of accepted drafts a step, with its paired 95% interval.\n\n"
+        + table(("", "draft", "lost", "draft-reduced", "lost"), rows)
+    )
+
+
+def _trial_cells(trial: Report) -> list[str]:
+    low, high = trial["lost_interval_95"]
+    return [
+        f"{trial['acceptance_length']:.2f}",
+        f"{trial['accepted_drafts_lost_percent']:.0f}% ({low:.0f} to {high:.0f})",
+    ]

@@ -20,6 +20,9 @@ MIN_DOT = 16
 """`tl.dot` takes no side shorter than this."""
 
 
+NOT_INSTALLED = "Triton is not installed, so no kernel can be launched: choose the reference kernels"
+
+
 class _Absent:
     """Stands in for Triton, its language and its kernels: anything may be named, nothing may be launched."""
 
@@ -30,7 +33,7 @@ class _Absent:
         return self
 
     def __getitem__(self, grid: object) -> "_Absent":
-        raise RuntimeError("Triton is not installed, so no kernel can be launched: choose the reference kernels")
+        raise RuntimeError(NOT_INSTALLED)
 
 
 def _import(name: str) -> Any:
@@ -51,6 +54,8 @@ constexpr = tl.constexpr
 
 def check_tensors(*tensors: Tensor) -> None:
     """Raise unless Triton can reach all these tensors. A launcher never falls back to its reference by itself."""
+    if not HAS_TRITON:
+        raise RuntimeError(NOT_INSTALLED)
     device = tensors[0].device
     for tensor in tensors:
         if tensor.device != device:

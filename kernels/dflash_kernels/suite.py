@@ -14,7 +14,7 @@ from dflash_kernels.block_attention import block_attention, block_attention_ref
 from dflash_kernels.context_kv import context_kv_store, context_kv_store_ref
 from dflash_kernels.draw import draw_at, draw_at_ref
 from dflash_kernels.kv_store import kv_store, kv_store_ref
-from dflash_kernels.launch import HAS_TRITON, IS_INTERPRETED
+from dflash_kernels.launch import HAS_TRITON, IS_INTERPRETED, NOT_INSTALLED
 from dflash_kernels.rejection import reject, reject_ref
 from dflash_kernels.rope_norm import (
     add_rms_norm,
@@ -89,7 +89,7 @@ _TRITON = Kernels(
 def triton_kernels() -> Kernels:
     """The Triton kernels, or RuntimeError where Triton is not installed."""
     if not HAS_TRITON:
-        raise RuntimeError("Triton is not installed: choose the reference kernels")
+        raise RuntimeError(NOT_INSTALLED)
     return _TRITON
 
 

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from kernel_support import DEVICE, whole
 
 from dflash_kernels.accept import Acceptance, accept_block, accept_block_ref
+from kernel_support import DEVICE, whole
 
 NONE = -1
 

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from kernel_support import DTYPES, Pages, assert_rows_close, normal, random_pages
 from torch import Tensor
 
 from dflash_kernels import block_attention as module
 from dflash_kernels.block_attention import block_attention, block_attention_ref
+from kernel_support import DTYPES, Pages, assert_rows_close, normal, random_pages
 
 PAGE = 16
 LENS = [0, 1, PAGE - 1, PAGE + 1, 130]

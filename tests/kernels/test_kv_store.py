@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from kernel_support import DEVICE, DTYPES, assert_mostly_equal, assert_rows_close, normal, whole
 from torch import Tensor
 
 from dflash_kernels.context_kv import context_kv_store, context_kv_store_ref
 from dflash_kernels.kv_store import kv_store, kv_store_ref
 from dflash_kernels.slot_mapping import PAD
+from kernel_support import DEVICE, DTYPES, assert_mostly_equal, assert_rows_close, normal, whole
 
 SLOTS = [5, PAD, 0, 17, PAD, 3, 16]
 

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from kernel_support import DTYPES, assert_mostly_equal, assert_rows_close, normal
 from torch import Tensor
 
 from dflash_kernels.rope_norm import (
@@ -13,6 +12,7 @@ from dflash_kernels.rope_norm import (
     rms_norm,
     rms_norm_ref,
 )
+from kernel_support import DTYPES, assert_mostly_equal, assert_rows_close, normal
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

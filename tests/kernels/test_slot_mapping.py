@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from kernel_support import DEVICE, whole
 
 from dflash_kernels.slot_mapping import PAD, slot_mapping, slot_mapping_ref
+from kernel_support import DEVICE, whole
 
 
 @pytest.mark.parametrize("page_size", [1, 7, 16])

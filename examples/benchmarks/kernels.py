@@ -1,0 +1,190 @@
+"""Check every kernel in bf16 against float64, and time it, at the shapes of Qwen3-8B with a draft of 5 layers.
+
+    python3 examples/benchmarks/kernels.py [--only attention]
+
+Needs a CUDA device. Times are medians of CUDA graph replays over rotating inputs, so that caches stay cold; the floor
+is the bytes that must move divided by what a copy reaches on the same device.
+"""
+
+import argparse
+import itertools
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from dflash_kernels.suite import REFERENCE, triton_kernels
+
+HEADS, KV, HEAD_DIM, HIDDEN, LAYERS, VOCAB, PAGE, ROWS = 32, 8, 128, 4096, 5, 151_936, 16, 16
+KERNELS = triton_kernels()
+Case = tuple[str, Callable[[], object], float, float]
+"""Name, the call to time, its relative error, the bytes it must move."""
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
+
+def rotating(make: Callable[[], Sequence[Tensor]], call: Callable[..., object], copies: int) -> Callable[[], object]:
+    """`call` on one of several input sets after the other; 8 calls make one timed graph."""
+    sets = [make() for _ in range(copies)]
+    turns = itertools.cycle(sets)
+    return lambda: call(*next(turns))
+
+
+def median_us(call: Callable[[], object], calls: int = 24, repeats: int = 15) -> float:
+    """Device time of one call: a graph of `calls` of them, replayed."""
+    for _ in range(3):
+        call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            call()
+    times = []
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1000 / calls)
+    return sorted(times[2:])[len(times[2:]) // 2]
+
+
+def relative_error(out: Tensor, exact: Tensor) -> float:
+    return float((out.double() - exact).norm() / exact.norm())
+
+
+def attention_case(requests: int, context: int, rows: int, *, is_causal: bool, window: int | None = None) -> Case:
+    pages = -(-context // PAGE) + 2
+    options = {"page_size": PAGE, "is_causal": is_causal, "window": window}
+    lens = torch.full((requests,), context, device="cuda")
+    seen = min(context, window) if window else context
+    moved = 2 * requests * (2 * KV * (seen + rows) + 2 * HEADS * rows) * HEAD_DIM
+
+    def make() -> list[Tensor]:
+        table = (torch.randperm(requests * pages, device="cuda") + 1).view(requests, pages)
+        caches = [normal((requests * pages + 1) * PAGE, KV, HEAD_DIM) for _ in range(2)]
+        block = [normal(requests, rows, heads, HEAD_DIM) for heads in (HEADS, KV, KV)]
+        return [*block, *caches, table, lens]
+
+    query, keys, values, *cached = make()
+    out = KERNELS.block_attention(query, keys, values, *cached, **options)[:1]
+    wide = [tensor[:1].double() for tensor in (query, keys, values)]
+    key_cache, value_cache, table, _ = cached
+    exact = REFERENCE.block_attention(
+        *wide, key_cache.double(), value_cache.double(), table[:1], lens[:1], **options
+    )  # fmt: skip
+    copies = max(2, min(8, int(2e8 / max(moved, 1)) + 1))
+    kind = ("causal" if is_causal else "full") + (f" window {window}" if window else "")
+    name = f"attention R {requests} N {rows} context {context} {kind}"
+    call = rotating(make, lambda *given: KERNELS.block_attention(*given, **options), copies)
+    return name, call, relative_error(out, exact), moved
+
+
+def small_cases(requests: int) -> list[Case]:
+    """What runs once or twice a layer, and context KV."""
+    tokens = requests * ROWS
+    weight, head_weight, layer_weights = normal(HIDDEN), normal(HEAD_DIM), normal(LAYERS, HEAD_DIM)
+    cos, sin = normal(tokens, HEAD_DIM), normal(tokens, HEAD_DIM)
+    slots = torch.randperm(tokens + PAGE, device="cuda")[:tokens]
+    caches = [normal(LAYERS, tokens + PAGE, KV, HEAD_DIM) for _ in range(2)]
+    hidden, residual, qkv = normal(tokens, HIDDEN), normal(tokens, HIDDEN), normal(tokens, HEADS + 2 * KV, HEAD_DIM)
+    query, keys, values = qkv.split((HEADS, KV, KV), 1)
+    projected = normal(tokens, LAYERS, 2, KV, HEAD_DIM)
+    wide = [tensor.double() for tensor in (hidden, residual, weight, query, head_weight, cos, sin)]
+    normed = relative_error(KERNELS.add_rms_norm(hidden, residual, weight, 1e-6)[0],
+                            REFERENCE.add_rms_norm(*wide[:3], 1e-6)[0])  # fmt: skip
+    rotated = relative_error(KERNELS.qk_norm_rope(query, head_weight, 1e-6, cos, sin),
+                             REFERENCE.qk_norm_rope(wide[3], wide[4], 1e-6, *wide[5:]))  # fmt: skip
+    exact = [cache.double() for cache in caches]
+    KERNELS.context_kv_store(projected, layer_weights, 1e-6, cos, sin, *caches, slots)
+    REFERENCE.context_kv_store(projected.double(), layer_weights.double(), 1e-6, *wide[5:], *exact, slots)
+    stored = max(relative_error(cache, true) for cache, true in zip(caches, exact, strict=True))
+    row = 2 * tokens * HEAD_DIM
+    return [
+        (f"add_rms_norm T {tokens}", lambda: KERNELS.add_rms_norm(hidden, residual, weight, 1e-6), normed,
+         4 * 2 * tokens * HIDDEN),
+        (f"qk_norm_rope T {tokens} query", lambda: KERNELS.qk_norm_rope(query, head_weight, 1e-6, cos, sin), rotated,
+         2 * row * HEADS),
+        (f"kv_store T {tokens}", lambda: KERNELS.kv_store(keys, values, caches[0][0], caches[1][0], slots), 0.0,
+         4 * row * KV),
+        (f"context_kv_store T {tokens}",
+         lambda: KERNELS.context_kv_store(projected, layer_weights, 1e-6, cos, sin, *caches, slots), stored,
+         4 * row * KV * LAYERS),
+    ]  # fmt: skip
+
+
+def token_cases(requests: int) -> list[Case]:
+    """What runs once a step."""
+    tokens = requests * ROWS
+    logits = normal(tokens, VOCAB) * 3
+    seeds = torch.arange(tokens, device="cuda")
+    ones, zeros = torch.ones(tokens, dtype=torch.float64, device="cuda"), torch.zeros_like(seeds)
+    plain, cut = (ones, zeros, ones, seeds, seeds), (ones * 0.6, zeros + 20, ones * 0.95, seeds, seeds)
+    greedy = KERNELS.sample(logits, *plain, is_greedy=True)
+    ids = greedy.view(requests, ROWS)
+    most, stops = torch.full((requests,), ROWS, device="cuda"), torch.full((requests, 4), -1, device="cuda")
+
+    def mismatch(kernel: Tensor, reference: Tensor) -> float:
+        return float((kernel != reference).double().mean())
+
+    cases: list[Case] = [
+        (f"sample greedy T {tokens}", lambda: KERNELS.sample(logits, *plain, is_greedy=True),
+         mismatch(greedy, logits.argmax(-1)), 2 * tokens * VOCAB),
+        (f"sample T {tokens}", lambda: KERNELS.sample(logits, *plain, has_filters=False),
+         mismatch(KERNELS.sample(logits, *plain, has_filters=False),
+                  REFERENCE.sample(logits, *plain, has_filters=False)), 2 * tokens * VOCAB),
+        (f"sample top-k top-p T {tokens}", lambda: KERNELS.sample(logits, *cut),
+         mismatch(KERNELS.sample(logits, *cut), REFERENCE.sample(logits, *cut)), 2 * tokens * VOCAB),
+        (f"accept_block R {requests}", lambda: KERNELS.accept_block(ids[:, :-1], ids, most, stops, most), 0.0, 0),
+    ]  # fmt: skip
+    if requests <= 8:
+        p = KERNELS.filtered_probs(logits, *plain[:3], has_filters=False).view(requests, ROWS, VOCAB)
+        q = p[:, :-1].roll(1, 0)
+        given = ids[:, :-1], p, q, seeds[:requests], seeds[:requests], most
+        out, reference = KERNELS.reject(*given), REFERENCE.reject(*given)
+        cases.append((f"reject R {requests}", lambda: KERNELS.reject(*given), mismatch(out[0], reference[0]),
+                      2 * 8 * requests * VOCAB))  # fmt: skip
+    return cases
+
+
+def copy_bandwidth() -> float:
+    """Bytes a microsecond that a large copy moves, read and written."""
+    source = torch.empty(2**30, dtype=torch.uint8, device="cuda").random_()
+    target = torch.empty_like(source)
+    return 2 * source.numel() / median_us(lambda: target.copy_(source), calls=2, repeats=7)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="", help="part of a case's name")
+    only = parser.parse_args().only
+    torch.manual_seed(0)
+    bandwidth = copy_bandwidth()
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, copy {bandwidth / 1e6:.2f} TB/s")
+    print(f"{'kernel':52s} {'us':>9s} {'floor':>8s} {'error':>9s}")
+    for make in makers():
+        for name, call, error, moved in make():
+            if only in name:
+                print(f"{name:52s} {median_us(call):9.1f} {moved / bandwidth:8.1f} {error:9.1e}", flush=True)
+            del call
+        torch.cuda.empty_cache()
+
+
+def makers() -> list[Callable[[], list[Case]]]:
+    made: list[Callable[[], list[Case]]] = []
+    for requests, context in itertools.product((1, 8, 32), (1024, 4096)):
+        made.append(lambda r=requests, c=context: [attention_case(r, c, ROWS, is_causal=True)])  # type: ignore[misc]
+    made.append(lambda: [attention_case(8, 4096, ROWS, is_causal=False)])
+    made.append(lambda: [attention_case(8, 4096, ROWS, is_causal=False, window=2048)])
+    made.append(lambda: [attention_case(32, 4096, 1, is_causal=True)])
+    made.append(lambda: [attention_case(1, 0, 2048, is_causal=True), attention_case(1, 2048, 2048, is_causal=True)])
+    for requests in (1, 8, 32):
+        made.append(lambda r=requests: small_cases(r))  # type: ignore[misc]
+        made.append(lambda r=requests: token_cases(r))  # type: ignore[misc]
+    return made
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""Launch every kernel once, at sizes that do not divide its tiles, for compute-sanitizer to watch.
+
+    compute-sanitizer --tool memcheck python3 examples/benchmarks/sanitize_kernels.py
+    compute-sanitizer --tool racecheck python3 examples/benchmarks/sanitize_kernels.py
+
+PYTORCH_NO_CUDA_MEMORY_CACHING=1 gives each tensor an allocation of its own, so that memcheck sees its bounds.
+"""
+
+import torch
+from torch import Tensor
+
+from dflash_kernels.suite import triton_kernels
+
+REQUESTS, ROWS, HEADS, KV, HEAD_DIM, LAYERS, VOCAB, PAGE = 3, 7, 6, 2, 24, 3, 9001, 16
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
+
+def main() -> None:
+    kernels = triton_kernels()
+    lens = torch.tensor([0, 17, 130], device="cuda")
+    table = torch.arange(1, 1 + REQUESTS * 10, device="cuda").view(REQUESTS, 10)
+    num_slots, num_rows = (REQUESTS * 10 + 1) * PAGE, REQUESTS * ROWS
+    slots = kernels.slot_mapping(table, lens[:, None] + torch.arange(ROWS, device="cuda"), lens + 5, PAGE).flatten()
+    hidden, weight = normal(num_rows, 1000), normal(1000)
+    kernels.rms_norm(hidden, weight, 1e-6)
+    kernels.add_rms_norm(hidden, hidden, weight, 1e-6)
+    heads = normal(num_rows, HEADS + 2 * KV, HEAD_DIM)
+    cos, sin, head_weight = normal(num_rows, HEAD_DIM), normal(num_rows, HEAD_DIM), normal(HEAD_DIM)
+    query = kernels.qk_norm_rope(heads[:, :HEADS], head_weight, 1e-6, cos, sin)
+    keys = kernels.qk_norm_rope(heads[:, HEADS : HEADS + KV], None, 1e-6, cos, sin)
+    values = heads[:, HEADS + KV :]
+    key_cache, value_cache = normal(LAYERS, num_slots, KV, HEAD_DIM), normal(LAYERS, num_slots, KV, HEAD_DIM)
+    kernels.kv_store(keys, values, key_cache[0], value_cache[0], slots)
+    projected, norm_weights = normal(num_rows, LAYERS, 2, KV, HEAD_DIM), normal(LAYERS, HEAD_DIM)
+    kernels.context_kv_store(projected, norm_weights, 1e-6, cos, sin, key_cache, value_cache, slots)
+    for is_causal in (True, False):
+        for window in (None, 20):
+            kernels.block_attention(
+                *(tensor.unflatten(0, (REQUESTS, ROWS)) for tensor in (query, keys, values)),
+                key_cache[0], value_cache[0], table, lens, page_size=PAGE, is_causal=is_causal, window=window,
+            )  # fmt: skip
+    long = [normal(1, 400, heads, HEAD_DIM) for heads in (HEADS, KV, KV)]
+    kernels.block_attention(
+        *long, key_cache[0], value_cache[0], table[:1], lens[:1], page_size=PAGE, is_causal=True, window=None
+    )
+    ids = torch.randint(0, 3, (REQUESTS, ROWS), device="cuda")
+    most, stops = torch.full_like(lens, ROWS), torch.full((REQUESTS, 2), -1, device="cuda")
+    kernels.accept_block(ids[:, :-1], ids, most, stops, most)
+    temperatures, top_ps = torch.tensor([[0.0, 0.5, 1.0], [1.0, 0.9, 0.5]], device="cuda", dtype=torch.float64)
+    filters = temperatures, lens, top_ps
+    logits = normal(REQUESTS, VOCAB)
+    for is_greedy in (True, False):
+        for has_filters in (True, False):
+            kernels.sample(logits, *filters, lens, lens, is_greedy=is_greedy, has_filters=has_filters)
+    probs = normal(REQUESTS, ROWS, VOCAB).double().softmax(-1)
+    kernels.reject(ids[:, :-1], probs, probs[:, 1:], lens, lens, most)
+    kernels.uniform(lens, lens, 1)
+    torch.cuda.synchronize()
+    print("every kernel was launched")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""Every launcher runs without waiting for the device, inside a CUDA graph that then serves other values."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from dflash_kernels.suite import REFERENCE, Kernels, triton_kernels
+from kernel_support import DEVICE, assert_rows_close, normal, random_pages
+
+R, N, H, KV, D, L, V, PAGE = 3, 4, 4, 2, 16, 2, 5000, 16
+BFLOAT = torch.bfloat16
+Inputs = dict[str, Tensor]
+Call = Callable[[Kernels, Inputs], tuple[Tensor, ...]]
+
+
+def inputs(seed: int) -> Inputs:
+    """Values for every function; the same shapes whatever the seed."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(low: int, high: int, *shape: int) -> Tensor:
+        return torch.randint(low, high, shape, generator=generator).to(DEVICE)
+
+    pages = random_pages([40 + seed, 7 * seed, 33], KV, D, PAGE, BFLOAT, seed, spare_pages=4 - (40 + seed - 1) // PAGE)
+    angles = normal(R * N, D // 2, seed=seed)
+    angles = torch.cat((angles, angles), 1)
+    p, q = normal(R, N, 50, seed=seed).double().softmax(-1), normal(R, N - 1, 50, seed=seed + 1).double().softmax(-1)
+    return {
+        "query": normal(R, N, H, D, dtype=BFLOAT, seed=seed), "keys": normal(R, N, KV, D, dtype=BFLOAT, seed=seed + 1),
+        "values": normal(R, N, KV, D, dtype=BFLOAT, seed=seed + 2), "key_cache": pages.key_cache,
+        "value_cache": pages.value_cache, "table": pages.page_table, "lens": pages.context_lens,
+        "positions": pages.context_lens[:, None] + torch.arange(N, device=DEVICE), "limits": pages.context_lens + 2,
+        "slots": torch.randperm(60, generator=generator)[: R * N].to(DEVICE) - 5,
+        "projected": normal(R * N, L, 2, KV, D, dtype=BFLOAT, seed=seed), "weights": normal(L, D, dtype=BFLOAT),
+        "cos": angles.cos().to(BFLOAT), "sin": angles.sin().to(BFLOAT),
+        "drafts": draw(0, 2, R, N - 1), "targets": draw(0, 2, R, N), "most": draw(0, N, R), "rooms": draw(0, N + 1, R),
+        "stops": draw(-1, 3, R, 2), "logits": normal(R, V, dtype=BFLOAT, seed=seed) * 3, "p": p, "q": q,
+        "temperatures": draw(0, 3, R).double(), "top_ks": draw(0, 30, R), "top_ps": draw(1, 11, R).double() / 10,
+        "seeds": draw(0, 2**40, R), "places": draw(0, 4000, R),
+    }  # fmt: skip
+
+
+def attend(kernels: Kernels, at: Inputs) -> tuple[Tensor, ...]:
+    cached = [at[name] for name in ("key_cache", "value_cache", "table", "lens")]
+    options = {"page_size": PAGE, "is_causal": False, "window": 20}
+    return (kernels.block_attention(at["query"], at["keys"], at["values"], *cached, **options),)
+
+
+def store(kernels: Kernels, at: Inputs) -> tuple[Tensor, ...]:
+    caches = [torch.zeros(60, KV, D, dtype=BFLOAT, device=DEVICE) for _ in range(2)]
+    kernels.kv_store(at["keys"].flatten(0, 1), at["values"].flatten(0, 1), *caches, at["slots"])
+    return tuple(caches)
+
+
+def store_context(kernels: Kernels, at: Inputs) -> tuple[Tensor, ...]:
+    caches = [torch.zeros(L, 60, KV, D, dtype=BFLOAT, device=DEVICE) for _ in range(2)]
+    kernels.context_kv_store(at["projected"], at["weights"], 1e-6, at["cos"], at["sin"], *caches, at["slots"])
+    return tuple(caches)
+
+
+def sampling_rows(at: Inputs) -> list[Tensor]:
+    return [at[name] for name in ("logits", "temperatures", "top_ks", "top_ps")]
+
+
+CALLS: dict[str, Call] = {
+    "slot_mapping": lambda k, at: (k.slot_mapping(at["table"], at["positions"], at["limits"], PAGE),),
+    "kv_store": store,
+    "rms_norm": lambda k, at: (k.rms_norm(at["query"], at["weights"][0], 1e-6),),
+    "add_rms_norm": lambda k, at: k.add_rms_norm(at["keys"], at["values"], at["weights"][0], 1e-6),
+    "qk_norm_rope": lambda k, at: (
+        k.qk_norm_rope(at["query"].flatten(0, 1), at["weights"][0], 1e-6, at["cos"], at["sin"]),
+    ),
+    "context_kv_store": store_context,
+    "block_attention": attend,
+    "accept_block": lambda k, at: k.accept_block(at["drafts"], at["targets"], at["most"], at["stops"], at["rooms"]),
+    "uniform": lambda k, at: (k.uniform(at["seeds"], at["places"], 3),),
+    "draw_at": lambda k, at: (k.draw_at(at["p"][:, 0], at["seeds"], at["places"]),),
+    "filtered_probs": lambda k, at: (k.filtered_probs(*sampling_rows(at)),),
+    "sample": lambda k, at: (k.sample(*sampling_rows(at), at["seeds"], at["places"]),),
+    "sample greedy": lambda k, at: (k.sample(*sampling_rows(at), at["seeds"], at["places"], is_greedy=True),),
+    "reject": lambda k, at: decided(*k.reject(*(at[n] for n in ("drafts", "p", "q", "seeds", "places", "most")))),
+}
+
+
+def decided(num_accepted: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
+    """Without the ids that may be anything."""
+    return num_accepted, torch.where(torch.arange(N, device=DEVICE) <= num_accepted[:, None], ids, -1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CALLS)
+def test_captured_once_and_replayed_with_other_values(name: str) -> None:
+    call, kernels = CALLS[name], triton_kernels()
+    static = inputs(0)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        call(kernels, static)  # compiled outside the capture
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = call(kernels, static)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for seed in (1, 2):
+        fresh = inputs(seed)
+        for key, tensor in static.items():
+            tensor.copy_(fresh[key])
+        graph.replay()
+        for got, expected in zip(out, call(REFERENCE, fresh), strict=True):
+            if got.is_floating_point():
+                assert_rows_close(got, expected.double(), got.dtype)
+            else:
+                assert torch.equal(got, expected)
