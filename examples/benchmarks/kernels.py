@@ -7,7 +7,9 @@ is the bytes that must move divided by what a copy reaches on the same device.
 """
 
 import argparse
+import functools
 import itertools
+import statistics
 from collections.abc import Callable, Sequence
 
 import torch
@@ -48,7 +50,7 @@ def median_us(call: Callable[[], object], calls: int = 24, repeats: int = 15) ->
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end) * 1000 / calls)
-    return sorted(times[2:])[len(times[2:]) // 2]
+    return statistics.median(times[2:])
 
 
 def relative_error(out: Tensor, exact: Tensor) -> float:
@@ -57,7 +59,8 @@ def relative_error(out: Tensor, exact: Tensor) -> float:
 
 def attention_case(requests: int, context: int, rows: int, *, is_causal: bool, window: int | None = None) -> Case:
     pages = -(-context // PAGE) + 2
-    options = {"page_size": PAGE, "is_causal": is_causal, "window": window}
+    attend = functools.partial(KERNELS.block_attention, page_size=PAGE, is_causal=is_causal, window=window)
+    attend_ref = functools.partial(REFERENCE.block_attention, page_size=PAGE, is_causal=is_causal, window=window)
     lens = torch.full((requests,), context, device="cuda")
     seen = min(context, window) if window else context
     moved = 2 * requests * (2 * KV * (seen + rows) + 2 * HEADS * rows) * HEAD_DIM
@@ -69,16 +72,14 @@ def attention_case(requests: int, context: int, rows: int, *, is_causal: bool, w
         return [*block, *caches, table, lens]
 
     query, keys, values, *cached = make()
-    out = KERNELS.block_attention(query, keys, values, *cached, **options)[:1]
+    out = attend(query, keys, values, *cached)[:1]
     wide = [tensor[:1].double() for tensor in (query, keys, values)]
     key_cache, value_cache, table, _ = cached
-    exact = REFERENCE.block_attention(
-        *wide, key_cache.double(), value_cache.double(), table[:1], lens[:1], **options
-    )  # fmt: skip
+    exact = attend_ref(*wide, key_cache.double(), value_cache.double(), table[:1], lens[:1])
     copies = max(2, min(8, int(2e8 / max(moved, 1)) + 1))
     kind = ("causal" if is_causal else "full") + (f" window {window}" if window else "")
     name = f"attention R {requests} N {rows} context {context} {kind}"
-    call = rotating(make, lambda *given: KERNELS.block_attention(*given, **options), copies)
+    call = rotating(make, attend, copies)
     return name, call, relative_error(out, exact), moved
 
 
@@ -88,18 +89,20 @@ def small_cases(requests: int) -> list[Case]:
     weight, head_weight, layer_weights = normal(HIDDEN), normal(HEAD_DIM), normal(LAYERS, HEAD_DIM)
     cos, sin = normal(tokens, HEAD_DIM), normal(tokens, HEAD_DIM)
     slots = torch.randperm(tokens + PAGE, device="cuda")[:tokens]
-    caches = [normal(LAYERS, tokens + PAGE, KV, HEAD_DIM) for _ in range(2)]
+    caches = normal(LAYERS, tokens + PAGE, KV, HEAD_DIM), normal(LAYERS, tokens + PAGE, KV, HEAD_DIM)
     hidden, residual, qkv = normal(tokens, HIDDEN), normal(tokens, HIDDEN), normal(tokens, HEADS + 2 * KV, HEAD_DIM)
     query, keys, values = qkv.split((HEADS, KV, KV), 1)
     projected = normal(tokens, LAYERS, 2, KV, HEAD_DIM)
-    wide = [tensor.double() for tensor in (hidden, residual, weight, query, head_weight, cos, sin)]
+    wide_cos, wide_sin = cos.double(), sin.double()
     normed = relative_error(KERNELS.add_rms_norm(hidden, residual, weight, 1e-6)[0],
-                            REFERENCE.add_rms_norm(*wide[:3], 1e-6)[0])  # fmt: skip
+                            REFERENCE.add_rms_norm(hidden.double(), residual.double(), weight.double(), 1e-6)[0])  # fmt: skip
     rotated = relative_error(KERNELS.qk_norm_rope(query, head_weight, 1e-6, cos, sin),
-                             REFERENCE.qk_norm_rope(wide[3], wide[4], 1e-6, *wide[5:]))  # fmt: skip
-    exact = [cache.double() for cache in caches]
+                             REFERENCE.qk_norm_rope(query.double(), head_weight.double(), 1e-6, wide_cos, wide_sin))  # fmt: skip
+    exact = caches[0].double(), caches[1].double()
     KERNELS.context_kv_store(projected, layer_weights, 1e-6, cos, sin, *caches, slots)
-    REFERENCE.context_kv_store(projected.double(), layer_weights.double(), 1e-6, *wide[5:], *exact, slots)
+    REFERENCE.context_kv_store(
+        projected.double(), layer_weights.double(), 1e-6, wide_cos, wide_sin, *exact, slots
+    )  # fmt: skip
     stored = max(relative_error(cache, true) for cache, true in zip(caches, exact, strict=True))
     row = 2 * tokens * HEAD_DIM
     return [
@@ -150,10 +153,18 @@ def token_cases(requests: int) -> list[Case]:
 
 
 def copy_bandwidth() -> float:
-    """Bytes a microsecond that a large copy moves, read and written."""
-    source = torch.empty(2**30, dtype=torch.uint8, device="cuda").random_()
+    """Bytes a microsecond that a large copy moves, read and written. Not in a graph, whose copies are slower."""
+    source = torch.empty(2**31, dtype=torch.uint8, device="cuda").random_()
     target = torch.empty_like(source)
-    return 2 * source.numel() / median_us(lambda: target.copy_(source), calls=2, repeats=7)
+    times = []
+    for _ in range(7):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        target.copy_(source)
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1000)
+    return 2 * source.numel() / statistics.median(times[2:])
 
 
 def main() -> None:

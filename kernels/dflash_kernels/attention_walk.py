@@ -40,9 +40,8 @@ def share_of_tiles(
     context_tile, block_tile = context_start // TILE_N, block_start // TILE_N
     num_context = tl.maximum(tl.cdiv(readable_len, TILE_N) - context_tile, 0)
     num_tiles = num_context + tl.cdiv(block_end, TILE_N) - block_tile
-    share = tl.cdiv(num_tiles, NUM_SPLITS)
-    begin = tl.minimum(split * share, num_tiles)
-    end = tl.minimum(begin + share, num_tiles)
+    begin = split * num_tiles // NUM_SPLITS
+    end = (split + 1) * num_tiles // NUM_SPLITS
     return (
         context_tile + tl.minimum(begin, num_context),
         context_tile + tl.minimum(end, num_context),

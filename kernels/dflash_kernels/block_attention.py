@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from dflash_kernels.attention_walk import share_of_tiles, walk_block, walk_context
 from dflash_kernels.launch import (
+    COMBINE_WARPS,
     MIN_DOT,
     attention_splits,
     attention_tiles,
@@ -29,7 +30,6 @@ from dflash_kernels.launch import (
     power_of_2,
     require,
     tl,
-    warps_for,
 )
 
 
@@ -124,6 +124,13 @@ def _block_attention_kernel(
         context_len, readable_len, first_packed // GROUP, last_row, num_rows, split.to(tl.int32),
         IS_CAUSAL, WINDOW, NUM_SPLITS, TILE_N,
     )  # fmt: skip
+    target = flat_row * (NUM_KV * GROUP) + head
+    if NUM_SPLITS > 1:
+        target += split * num_out
+        if (context_begin == context_end) & (block_begin == block_end):
+            # An empty part says so and leaves its means unwritten; the sum of parts does not read them.
+            tl.store(part_tops + target, tl.full((TILE_M,), float("-inf"), tl.float32), mask=row < num_rows)
+            return
     total, top, weight_sum = walk_context(
         queries, row, dim, key_cache + kv_head * key_cache_head, value_cache + kv_head * value_cache_head,
         key_cache_row, value_cache_row, page_table + request * table_stride, context_len, readable_len,
@@ -138,9 +145,7 @@ def _block_attention_kernel(
     )  # fmt: skip
     # A row that sees nothing in this part has the weight 2**-inf in the sum of parts.
     mean = total / tl.where(weight_sum > 0, weight_sum, 1.0)[:, None]
-    target = flat_row * (NUM_KV * GROUP) + head
     if NUM_SPLITS > 1:
-        target += split * num_out
         tl.store(part_tops + target, top + tl.log2(tl.where(weight_sum > 0, weight_sum, 1.0)), mask=row < num_rows)
     tl.store(out + target[:, None] * HEAD_DIM + dim[None, :], mean.to(out.dtype.element_ty), mask=is_query)
 
@@ -220,6 +225,6 @@ def block_attention(
         _combine_kernel[(num_out,)](
             parts, part_tops, out, num_out,
             HEAD_DIM=head_dim, NUM_SPLITS=num_splits, TILE_S=tile_splits, TILE_D=tile_dim,
-            num_warps=warps_for(tile_splits * tile_dim),
+            num_warps=COMBINE_WARPS,
         )  # fmt: skip
     return out

@@ -48,19 +48,19 @@ def attend(kernels: Kernels, at: Inputs) -> tuple[Tensor, ...]:
 
 
 def store(kernels: Kernels, at: Inputs) -> tuple[Tensor, ...]:
-    caches = [torch.zeros(60, KV, D, dtype=BFLOAT, device=DEVICE) for _ in range(2)]
-    kernels.kv_store(at["keys"].flatten(0, 1), at["values"].flatten(0, 1), *caches, at["slots"])
-    return tuple(caches)
+    keys, values = (torch.zeros(60, KV, D, dtype=BFLOAT, device=DEVICE) for _ in range(2))
+    kernels.kv_store(at["keys"].flatten(0, 1), at["values"].flatten(0, 1), keys, values, at["slots"])
+    return keys, values
 
 
 def store_context(kernels: Kernels, at: Inputs) -> tuple[Tensor, ...]:
-    caches = [torch.zeros(L, 60, KV, D, dtype=BFLOAT, device=DEVICE) for _ in range(2)]
-    kernels.context_kv_store(at["projected"], at["weights"], 1e-6, at["cos"], at["sin"], *caches, at["slots"])
-    return tuple(caches)
+    keys, values = (torch.zeros(L, 60, KV, D, dtype=BFLOAT, device=DEVICE) for _ in range(2))
+    kernels.context_kv_store(at["projected"], at["weights"], 1e-6, at["cos"], at["sin"], keys, values, at["slots"])
+    return keys, values
 
 
-def sampling_rows(at: Inputs) -> list[Tensor]:
-    return [at[name] for name in ("logits", "temperatures", "top_ks", "top_ps")]
+def sampling_rows(at: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return at["logits"], at["temperatures"], at["top_ks"], at["top_ps"]
 
 
 CALLS: dict[str, Call] = {
@@ -89,6 +89,7 @@ def decided(num_accepted: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 @pytest.mark.parametrize("name", CALLS)
 def test_captured_once_and_replayed_with_other_values(name: str) -> None:
     call, kernels = CALLS[name], triton_kernels()

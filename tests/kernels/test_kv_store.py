@@ -12,13 +12,17 @@ from kernel_support import DEVICE, DTYPES, assert_mostly_equal, assert_rows_clos
 SLOTS = [5, PAD, 0, 17, PAD, 3, 16]
 
 
+def pair(cache: Tensor) -> tuple[Tensor, Tensor]:
+    return cache, cache * 2
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("num_kv", "head_dim"), [(1, 8), (2, 24), (8, 128)])
 def test_rows_land_in_their_slots_and_nowhere_else(num_kv: int, head_dim: int, dtype: torch.dtype) -> None:
     projected = normal(len(SLOTS), 3 + 2 * num_kv, head_dim, dtype=dtype)
     keys, values = projected[:, 3 : 3 + num_kv], projected[:, 3 + num_kv :]
-    caches = [normal(20, num_kv, head_dim, dtype=dtype, seed=seed) for seed in (1, 2)]
-    expected = [cache.clone() for cache in caches]
+    caches = pair(normal(20, num_kv, head_dim, dtype=dtype))
+    expected = caches[0].clone(), caches[1].clone()
     kv_store_ref(keys, values, *expected, whole(*SLOTS))
     kv_store(keys, values, *caches, whole(*SLOTS))
     assert torch.equal(caches[0], expected[0])
@@ -28,8 +32,8 @@ def test_rows_land_in_their_slots_and_nowhere_else(num_kv: int, head_dim: int, d
 
 def test_all_pad_leaves_the_caches_alone() -> None:
     keys = normal(3, 2, 8)
-    caches = [normal(4, 2, 8, seed=seed) for seed in (1, 2)]
-    before = [cache.clone() for cache in caches]
+    caches = pair(normal(4, 2, 8))
+    before = caches[0].clone(), caches[1].clone()
     kv_store(keys, keys, *caches, whole(PAD, PAD, PAD))
     kv_store(keys[:0], keys[:0], *caches, whole())
     context_kv_store(normal(3, 1, 2, 2, 8), normal(1, 8), 1e-6, *tables(3, 8, torch.float32),
@@ -51,8 +55,8 @@ def test_context_kv_of_every_layer(num_layers: int, num_kv: int, head_dim: int, 
     projected = normal(len(SLOTS), num_layers, 2, num_kv, head_dim, dtype=dtype)
     weights = normal(num_layers, head_dim, dtype=dtype, seed=3)
     cos, sin = tables(len(SLOTS), head_dim, dtype)
-    caches = [torch.full((num_layers, 20, num_kv, head_dim), torch.nan, dtype=dtype, device=DEVICE) for _ in range(2)]
-    same, exact = [cache.clone() for cache in caches], [cache.double() for cache in caches]
+    caches = pair(torch.full((num_layers, 20, num_kv, head_dim), torch.nan, dtype=dtype, device=DEVICE))
+    same, exact = pair(caches[0].clone()), pair(caches[0].double())
     context_kv_store(projected, weights, 1e-6, cos, sin, *caches, whole(*SLOTS))
     context_kv_store_ref(projected, weights, 1e-6, cos, sin, *same, whole(*SLOTS))
     context_kv_store_ref(projected.double(), weights.double(), 1e-6, cos.double(), sin.double(), *exact, whole(*SLOTS))

@@ -8,10 +8,12 @@ from torch import Tensor
 
 from dflash_kernels.accept import accept_ref
 from dflash_kernels.block_attention import block_attention_ref
+from dflash_kernels.draw import draw_ref
 from dflash_kernels.kv_store import kv_store_ref
 from dflash_kernels.rope_norm import rms_norm_ref, rope_ref
-from dflash_kernels.sampling import draw_ref, filtered_probs_ref, sample_ref, uniform_ref
+from dflash_kernels.sampling import filtered_probs_ref, sample_ref
 from dflash_kernels.slot_mapping import PAD, slot_mapping_ref
+from dflash_kernels.uniform import uniform_ref
 
 PAGE = 4
 
