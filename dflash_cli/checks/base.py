@@ -1,30 +1,54 @@
 """What a rule is, what it sees and what it reports.
 
-A rule is a function decorated `@check(id, severity)` that takes a `Subject` and yields a `Problem` for each thing that
-is wrong. It works on the raw config and the headers, so that a config too broken to be read is still explained.
+A rule is a function decorated `@check(id, severity, effect=..., fix=..., source=...)` that takes a `Subject` and yields
+a `Problem` for each thing that is wrong. It works on the raw config and the headers, so that a config too broken to be
+read is still explained. The first line of its docstring is what must hold; the rest is for `dflash explain`.
 """
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, TypeGuard
+from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 
 from dflash_cli.checks.engines import Engine
 from dflash_cli.formats.base import Reading
-from dflash_runtime.checkpoint import TensorInfo
+from dflash_runtime.checkpoint import Checkpoint, TensorInfo
 from dflash_runtime.config import DraftConfig, TargetConfig
+from dflash_runtime.errors import CheckpointError, UnsupportedError
+from dflash_runtime.pair import TargetSource
 from dflash_runtime.registry import Registry
 
+if TYPE_CHECKING:
+    from dflash_cli.trials import Search
+
 Severity = Literal["error", "warning", "info"]
+Level = Literal["headers", "weights", "run"]
+LEVELS: tuple[Level, ...] = ("headers", "weights", "run")
+Outcome = Literal["stops", "drops", "serves"]
+"""What an engine does with a draft that breaks a rule: refuse or crash, accept less, or serve it all the same."""
 
 CONFIG_FILE = "config.json"
 SPECULATORS_BODY = "transformer_layer_config"
 
+FIX_OUT = "dflash validate DRAFT --fix-out OUT"
+TO_NATIVE = "dflash convert DRAFT OUT --to native --target TARGET"
+LOOK = "dflash inspect DRAFT --tensors"
+TRY = "dflash validate DRAFT --target TARGET --level run"
+PAIR = "dflash validate DRAFT --target OTHER_TARGET"
+AGAIN = "export the draft again where it was trained, then dflash validate OUT"
+
+REMOVED: Any = object()
+"""In a repair: take the key out."""
+
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is wrong: `place` is file:key, `effect` what it leads to, `fix` what to do."""
+    """One thing that is wrong: `place` is file:key, `effect` what it leads to, `fix` what to do.
+
+    `engines` names those it is about, none where it is about all of them.
+    """
 
     id: str
     severity: Severity
@@ -32,36 +56,67 @@ class Finding:
     message: str
     effect: str = ""
     fix: str = ""
+    source: str = ""
+    engines: tuple[str, ...] = ()
+    outcome: Outcome = "serves"
+    repair: Mapping[str, Any] = field(default_factory=dict)
+
+    def document(self) -> dict[str, Any]:
+        """As JSON."""
+        shown = ("id", "severity", "place", "message", "effect", "fix", "source", "outcome")
+        return {**{name: getattr(self, name) for name in shown}, "engines": list(self.engines)}
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What a rule yields; it becomes a `Finding` under the rule's id and severity, unless it names its own."""
+    """What a rule yields; what it leaves open comes from the rule.
+
+    `repair` maps dotted config keys to the value that is right beyond doubt, or to REMOVED.
+    """
 
     place: str
     message: str
     effect: str = ""
     fix: str = ""
     severity: Severity | None = None
+    engines: tuple[str, ...] | None = None
+    outcome: Outcome | None = None
+    repair: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
     """A draft as far as it can be read, and the target and engines it is checked against.
 
-    `reading` is None where the config cannot be read, `dims` where not even its sizes can; `tensors` is None where the
-    headers cannot be read.
+    `reading` is None where the config cannot be read (`reading_error` says why), `dims` where not even its sizes can;
+    `tensors` is None where the headers cannot be read (`weights_error`). With a `config_error` there is no config.
     """
 
     path: Path
     config: Mapping[str, Any]
+    checkpoint: Checkpoint | None = None
+    files: frozenset[str] = frozenset()
+    config_error: CheckpointError | None = None
+    weights_error: CheckpointError | None = None
+    reading_error: CheckpointError | UnsupportedError | None = None
     reading: Reading | None = None
     dims: DraftConfig | None = None
     tensors: Mapping[str, TensorInfo] | None = None
-    target: TargetConfig | None = None
-    target_path: Path | None = None
+    target_source: TargetSource | None = None
     target_reference: str | None = None
+    reference: str | None = None
     engines: Sequence[Engine] = ()
+    num_speculative_tokens: int | None = None
+    search: "Search | None" = None
+
+    @property
+    def target(self) -> TargetConfig | None:
+        return self.target_source.config if self.target_source is not None else None
+
+    @property
+    def target_json(self) -> Mapping[str, Any]:
+        """The target's config as it is written; empty without a target."""
+        return self.target_source.checkpoint.config if self.target_source is not None else {}
 
     @property
     def is_speculators(self) -> bool:
@@ -136,9 +191,9 @@ class Subject:
         """The engine of that name, if the user asked for it."""
         return next((engine for engine in self.engines if engine.name == name), None)
 
-    def severity_for(self, engine: str, otherwise: Severity = "warning") -> Severity:
-        """Error where the user named the engine."""
-        return "error" if self.engine(engine) is not None else otherwise
+    def severity_for(self, *engines: str, otherwise: Severity = "warning") -> Severity:
+        """Error where the user named one of the engines."""
+        return "error" if any(self.engine(name) is not None for name in engines) else otherwise
 
 
 Check = Callable[[Subject], Iterator[Problem]]
@@ -146,32 +201,71 @@ Check = Callable[[Subject], Iterator[Problem]]
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A registered check."""
+    """A registered check. `engines` names those it is about, none where it is about all of them."""
 
     id: str
     severity: Severity
     run: Check
-    needs_weights: bool = False
+    effect: str
+    fix: str
+    source: str
+    level: Level
+    outcome: Outcome
+    engines: tuple[str, ...]
 
     @property
     def title(self) -> str:
-        return (self.run.__doc__ or self.id).strip().splitlines()[0]
+        return inspect.cleandoc(self.run.__doc__ or self.id).splitlines()[0]
+
+    @property
+    def text(self) -> str:
+        """What the docstring says beyond its first line."""
+        return "\n".join(inspect.cleandoc(self.run.__doc__ or "").splitlines()[2:])
 
     def findings(self, subject: Subject) -> list[Finding]:
-        return [
-            Finding(self.id, item.severity or self.severity, item.place, item.message, item.effect, item.fix)
-            for item in self.run(subject)
-        ]
+        return [self._finding(item) for item in self.run(subject)]
+
+    def _finding(self, item: Problem) -> Finding:
+        severity = item.severity or self.severity
+        return Finding(
+            self.id,
+            severity,
+            item.place,
+            item.message,
+            item.effect or self.effect,
+            item.fix or self.fix,
+            self.source,
+            self.engines if item.engines is None else item.engines,
+            item.outcome or self.outcome,
+            item.repair,
+        )
 
 
 CHECKS: Registry[Rule] = Registry("check")
 
 
-def check(rule_id: str, severity: Severity = "error", *, needs_weights: bool = False) -> Callable[[Check], Check]:
-    """Enter a function as the rule of that id."""
+def check(
+    rule_id: str,
+    severity: Severity = "error",
+    *,
+    effect: str,
+    fix: str,
+    source: str,
+    level: Level = "headers",
+    outcome: Outcome | None = None,
+    engines: tuple[str, ...] = (),
+) -> Callable[[Check], Check]:
+    """Enter a function as the rule of that id.
+
+    effect, fix   said where a problem says nothing closer; `fix` holds the command to try
+    source        the thread or code the rule comes from
+    outcome       what engines do; by default they stop at an error and serve the rest
+    """
+    assumed: Outcome = "stops" if severity == "error" else "serves"
 
     def decorate(function: Check) -> Check:
-        CHECKS.register(rule_id)(Rule(rule_id, severity, function, needs_weights))
+        rule = Rule(rule_id, severity, function, effect, fix, source, level, outcome or assumed, engines)
+        CHECKS.register(rule_id)(rule)
         return function
 
     return decorate

@@ -42,7 +42,7 @@ def median_us(call: Callable[[], object], calls: int = 24, repeats: int = 15) ->
     with torch.cuda.graph(graph):
         for _ in range(calls):
             call()
-    times = []
+    times: list[float] = []
     for _ in range(repeats):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
@@ -94,10 +94,10 @@ def small_cases(requests: int) -> list[Case]:
     query, keys, values = qkv.split((HEADS, KV, KV), 1)
     projected = normal(tokens, LAYERS, 2, KV, HEAD_DIM)
     wide_cos, wide_sin = cos.double(), sin.double()
-    normed = relative_error(KERNELS.add_rms_norm(hidden, residual, weight, 1e-6)[0],
-                            REFERENCE.add_rms_norm(hidden.double(), residual.double(), weight.double(), 1e-6)[0])  # fmt: skip
-    rotated = relative_error(KERNELS.qk_norm_rope(query, head_weight, 1e-6, cos, sin),
-                             REFERENCE.qk_norm_rope(query.double(), head_weight.double(), 1e-6, wide_cos, wide_sin))  # fmt: skip
+    exact_norm, _ = REFERENCE.add_rms_norm(hidden.double(), residual.double(), weight.double(), 1e-6)
+    normed = relative_error(KERNELS.add_rms_norm(hidden, residual, weight, 1e-6)[0], exact_norm)
+    exact_query = REFERENCE.qk_norm_rope(query.double(), head_weight.double(), 1e-6, wide_cos, wide_sin)
+    rotated = relative_error(KERNELS.qk_norm_rope(query, head_weight, 1e-6, cos, sin), exact_query)
     exact = caches[0].double(), caches[1].double()
     KERNELS.context_kv_store(projected, layer_weights, 1e-6, cos, sin, *caches, slots)
     REFERENCE.context_kv_store(
@@ -156,7 +156,7 @@ def copy_bandwidth() -> float:
     """Bytes a microsecond that a large copy moves, read and written. Not in a graph, whose copies are slower."""
     source = torch.empty(2**31, dtype=torch.uint8, device="cuda").random_()
     target = torch.empty_like(source)
-    times = []
+    times: list[float] = []
     for _ in range(7):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()

@@ -41,8 +41,8 @@ greedy, the rest at temperatures 0.8 and 1.0): random anchors, the block after e
 from the target's forward over the true sequence up to the anchor, attention inside the block not causal,
 cross-entropy weighted exp(-(k-1)/4) for the k-th draft. The target is frozen and its embedding and head are shared.
 Everything below is measured in fp32 with the weights as they are stored, in bf16. Held-out text decided the
-target's stopping point; the strength of the weaning was set by hand after reading samples, some of them
-continuations of held-out prompts. Nothing else was chosen on held-out text.
+target's stopping point; the strength of the weaning was set by hand after reading samples and the acceptance of
+earlier runs, both on held-out prompts among others. Nothing else was chosen on held-out text.
 
 Mask id, tapped layers (0-based, whose output is read) and block size: see the two `config.json`. The draft's rope
 base is {theta:,.0f}; a reader that loses it falls back to {lost:,.0f}.

@@ -51,9 +51,9 @@ def share_of_tiles(
 
 
 @jit
-def _context_slots(page_table, place, is_key, PAGE_SIZE: tl.constexpr):
-    """Slots of places in a request's context, through its row of the page table."""
-    page = tl.load(page_table + place // PAGE_SIZE, mask=is_key, other=0)
+def _context_slots(page_table, place, readable_len, PAGE_SIZE: tl.constexpr):
+    """Slots of places in a request's context, through its row of the page table; anything past its end."""
+    page = tl.load(page_table + place // PAGE_SIZE, mask=place < readable_len, other=0)
     return page.to(tl.int64) * PAGE_SIZE + place % PAGE_SIZE
 
 
@@ -71,12 +71,15 @@ def walk_context(
     total, top, weight_sum, scale,
     HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, TILE_N: tl.constexpr,
 ):  # fmt: skip
+    slot = _context_slots(page_table, begin * TILE_N + tl.arange(0, TILE_N), readable_len, PAGE_SIZE)
     for step in range(begin, end):
         place = step * TILE_N + tl.arange(0, TILE_N)
         is_key = place < readable_len
-        slot = _context_slots(page_table, place, is_key, PAGE_SIZE)
+        # Slots are looked up a tile ahead: keys whose address waits for a load would not be fetched ahead of their use.
+        next_slot = _context_slots(page_table, place + TILE_N, readable_len, PAGE_SIZE)
         key_tile = _load_keys(keys, slot, keys_row, dim, is_key, HEAD_DIM)
         value_tile = _load_keys(values, slot, values_row, dim, is_key, HEAD_DIM)
+        slot = next_slot
         is_visible = is_key[None, :]
         if WINDOW:
             is_visible = is_visible & (context_len + row[:, None] - place[None, :] < WINDOW)

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
+MASK_FILE = "mask_embedding.safetensors"
+"""A learned mask embedding; it lies beside the weights and is none of them."""
 MAX_HEADER_BYTES = 100_000_000
 MAX_JSON_BYTES = 64_000_000
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
@@ -88,6 +90,10 @@ class Checkpoint:
         """The safetensors files that hold tensors, in order of name."""
         return sorted({info.file for info in self.tensors.values()})
 
+    def stored_name(self, name: str) -> str:
+        """The name under which a file holds this tensor."""
+        return name
+
     def load(self, name: str) -> "torch.Tensor":
         """Read one tensor to the CPU, in the dtype it is stored in."""
         return next(tensor for _, tensor in self.load_many([name]))
@@ -103,9 +109,14 @@ class Checkpoint:
             try:
                 with safe_open(file, framework="pt") as reader:
                     for name in members:
-                        yield name, reader.get_tensor(name)
+                        yield name, self._read(reader, name)
             except SafetensorError as error:
                 raise CheckpointError(str(error), path=file) from error
+
+    def _read(self, reader: Any, name: str) -> "torch.Tensor":
+        """One tensor from the file that holds it, which is open."""
+        tensor: torch.Tensor = reader.get_tensor(name)
+        return tensor
 
     def read_optional_json(self, name: str) -> dict[str, Any] | None:
         """A JSON file beside the config, or None where there is none."""
@@ -225,11 +236,13 @@ def _is_count_list(value: Any) -> bool:
 
 
 def _read_all_headers(path: Path) -> dict[str, TensorInfo]:
-    index_path = path / INDEX_FILE
-    if index_path.exists():
+    index_path = _find_index(path)
+    if index_path is not None:
         refuse_escape(path, index_path)
         return _read_sharded(path, index_path)
-    files = sorted(item for item in path.glob("*.safetensors") if not item.name.startswith("."))
+    files = sorted(
+        item for item in path.glob("*.safetensors") if not item.name.startswith(".") and item.name != MASK_FILE
+    )
     if not files:
         _refuse_without_safetensors(path)
     tensors: dict[str, TensorInfo] = {}
@@ -240,6 +253,14 @@ def _read_all_headers(path: Path) -> dict[str, TensorInfo]:
                 raise CheckpointError(f"tensor {name!r} is also in {tensors[name].file.name}", path=file)
             tensors[name] = info
     return tensors
+
+
+def _find_index(path: Path) -> Path | None:
+    """The index under its usual name, or the only one of another name where no single file makes it needless."""
+    if (path / INDEX_FILE).exists():
+        return path / INDEX_FILE
+    others = [item for item in path.glob("*.safetensors.index.json") if not item.name.startswith(".")]
+    return others[0] if len(others) == 1 and not (path / SINGLE_FILE).exists() else None
 
 
 def _read_sharded(path: Path, index_path: Path) -> dict[str, TensorInfo]:

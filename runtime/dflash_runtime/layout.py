@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from dflash_runtime.config import DraftConfig
-from dflash_runtime.errors import TensorMismatch
+from dflash_runtime.errors import CheckpointError, TensorMismatch
 
 HEAD = "lm_head.weight"
 EMBEDDING = "embed_tokens.weight"
@@ -18,7 +18,27 @@ TARGET_TO_DRAFT = "t2d"
 NOT_OWNED = re.compile(r"^(t2d|d2t|embed_tokens\.weight|lm_head\.weight|verifier_.*|.*rotary_emb\.inv_freq)$")
 """Names a file may carry without the draft owning them: copies of the target's weights and training leftovers."""
 
+PREFIXES = ("model.", "dflash_module.", "draft_model.")
+"""What a wrapper puts before every name. Sources: NVIDIA/Model-Optimizer hf_spec_export.py, SGLang models/dflash.py."""
+
+ALIASES = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
+"""Other names for two tensors. Sources: SGLang 0.5.23 models/dflash.py, vLLM 0.33.0 models/qwen3_dflash.py."""
+
+FUSED = {
+    "self_attn.qkv_proj.": ("self_attn.q_proj.", "self_attn.k_proj.", "self_attn.v_proj."),
+    "mlp.gate_up_proj.": ("mlp.gate_proj.", "mlp.up_proj."),
+}
+"""Projections that some files hold as one, and their parts from the first row to the last."""
+
 Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRows:
+    """Where a canonical tensor lies: a stored tensor, whole (`rows` None) or its rows [begin, end)."""
+
+    stored: str
+    rows: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +71,31 @@ def owned_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def canonical_name(stored: str) -> str:
+    """A stored name without its wrappers' prefixes, and under its usual name."""
+    name = stored
+    while prefix := next((prefix for prefix in PREFIXES if name.startswith(prefix)), None):
+        name = name.removeprefix(prefix)
+    alias = next((alias for alias in ALIASES if name.startswith(alias)), None)
+    return name if alias is None else ALIASES[alias] + name.removeprefix(alias)
+
+
+def locate_tensors(config: DraftConfig, stored: Shapes, *, path: object = None) -> dict[str, StoredRows]:
+    """Where each canonical tensor lies in a file whose names may be prefixed and whose projections may be fused.
+
+    Raises:
+        CheckpointError: two stored tensors of one canonical name.
+        TensorMismatch: a fused projection that is not as high as its parts.
+    """
+    found: dict[str, StoredRows] = {}
+    for name, shape in stored.items():
+        for canonical, rows in _parts(config, canonical_name(name), shape, path):
+            if canonical in found:
+                raise CheckpointError(f"{found[canonical].stored} and {name} are both {canonical}", path=path)
+            found[canonical] = StoredRows(name, rows)
+    return found
+
+
 def plan_tensors(config: DraftConfig, found: Shapes, *, path: object = None) -> TensorPlan:
     """Match a file's tensors with what the config calls for.
 
@@ -79,6 +124,32 @@ def compare_tensors(expected: Shapes, found: Shapes) -> tuple[list[str], list[st
 def layer_indices(names: Iterable[str]) -> list[int]:
     """The layer numbers that occur in tensor names, ascending."""
     return sorted({int(match[1]) for name in names if (match := re.match(r"layers\.(\d+)\.", name))})
+
+
+def _parts(
+    config: DraftConfig, name: str, shape: tuple[int, ...], path: object
+) -> list[tuple[str, tuple[int, int] | None]]:
+    """The canonical tensors a stored one holds, each with its rows where it holds several."""
+    fused = next((key for key in FUSED if f".{key}" in name), None)
+    if fused is None:
+        return [(name, None)]
+    heights = {
+        "self_attn.q_proj.": config.num_heads * config.head_dim,
+        "self_attn.k_proj.": config.num_kv_heads * config.head_dim,
+        "self_attn.v_proj.": config.num_kv_heads * config.head_dim,
+        "mlp.gate_proj.": config.intermediate_size,
+        "mlp.up_proj.": config.intermediate_size,
+    }
+    wanted = [heights[part] for part in FUSED[fused]]
+    if not shape or shape[0] != sum(wanted):
+        expected = f"{' + '.join(map(str, wanted))} rows"
+        raise TensorMismatch(wrong={name: (_show(shape), expected)}, path=path)
+    parts: list[tuple[str, tuple[int, int] | None]] = []
+    begin = 0
+    for part, height in zip(FUSED[fused], wanted, strict=True):
+        parts.append((name.replace(fused, part), (begin, begin + height)))
+        begin += height
+    return parts
 
 
 def _layer_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:

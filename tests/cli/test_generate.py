@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from dflash_cli.references import tiny_directory
 from dflash_cli.sinks import RowSink, TextSink
 from dflash_cli.text import StreamDecoder
 from dflash_runtime.errors import RequestError, UsageError
+from dflash_runtime.llm import LLM
 from dflash_runtime.request import FinishReason, RequestOutput, SamplingParams
 from pairs import bundled_draft_model, bundled_llm, bundled_prompts, bundled_tokenizer
 
@@ -182,13 +184,83 @@ def test_bad_input_ends_in_one_line_and_its_exit_code(arguments: list[str], code
     assert done.stdout == ""
 
 
+def test_a_row_that_cannot_be_served_harms_no_other(tmp_path: Path, expected: RequestOutput) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    good = list(expected.prompt_token_ids)
+    rows: list[list[int]] = [good, [99_999], good, [1] * 5000]
+    prompts.write_text("\n".join(json.dumps({"prompt_token_ids": row}) for row in rows))
+    done = process("--prompts", str(prompts), "--output", "-", "-n", "40", "--ignore-eos")
+    assert done.returncode == 2
+    answers = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [answer["finish_reason"] for answer in answers] == ["length", "error", "length", "error"]
+    assert answers[0]["token_ids"] == answers[2]["token_ids"] == list(expected.token_ids)
+    assert answers[1]["error"] == "prompt 1: token id 99999, expected ids in [0, 2048)"
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert errors == [f"error: {answer['error']}" for answer in answers if "error" in answer]
+
+
 def test_a_failed_run_leaves_no_file(tmp_path: Path) -> None:
     output = tmp_path / "rows.jsonl"
     prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"prompt_token_ids": [1]}\n{"prompt_token_ids": [99999]}\n')
-    with pytest.raises(RequestError, match="token id 99999"):
-        run("--prompts", str(prompts), "--output", str(output))
-    assert [item.name for item in tmp_path.iterdir()] == ["prompts.jsonl"]
+    prompts.write_text('{"prompt_token_ids": [1]}\n{"turns": ["x"]}\n')
+    target = tmp_path / "target"
+    target.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(tiny_directory() / "target" / name, target)
+    with pytest.raises(RequestError, match="the target has no tokenizer"):
+        run("--draft", "tiny", "--target", str(target), "--prompts", str(prompts), "--output", str(output))
+    assert sorted(item.name for item in tmp_path.iterdir()) == ["prompts.jsonl", "target"]
+
+
+def test_trace_shows_what_was_drafted_accepted_and_replaced(expected: RequestOutput) -> None:
+    row = json.loads(run(PROMPT, "-n", "40", "--ignore-eos", "-o", "-", "--trace").stdout)
+    assert [len(step["accepted"]) + 1 for step in row["trace"]][:-1] == row["acceptance_lengths"][:-1]
+    rebuilt = [token for step in row["trace"] for token in step["accepted"] + step["bonus"]]
+    assert [row["token_ids"][0], *rebuilt] == row["token_ids"]
+    for step in row["trace"]:
+        assert step["drafted"][: len(step["accepted"])] == step["accepted"]
+        assert len(step["drafted"]) == 7
+        if step["replaced"]:
+            assert step["replaced"] == [step["drafted"][len(step["accepted"])]]
+            assert step["replaced"] != step["bonus"]
+    shown = run(PROMPT, "-n", "40", "--ignore-eos", "--trace").stdout.splitlines()
+    assert len(shown) == len(expected.acceptance_lengths)
+    assert all(f"{length - 1}/7 " in line for line, length in zip(shown, expected.acceptance_lengths, strict=True))
+
+
+def test_lossless_output_is_found_lossless_and_a_wrong_token_is_not(expected: RequestOutput) -> None:
+    document = json.loads(run(PROMPT, "-n", "40", "--ignore-eos", "--check-lossless", "--json").stdout)
+    assert document["lossless"]["is_lossless"] is True
+    assert document["lossless"]["num_tokens"] == 40
+    llm = bundled_llm(None, 0)
+    wrong = replace(expected, token_ids=(*expected.token_ids[:9], 5, *expected.token_ids[10:]))
+    verdict = llm.check_lossless([expected, wrong])
+    assert not verdict.is_lossless
+    assert "token 9 is" in verdict.worst
+    with pytest.raises(UsageError, match="--check-lossless judges greedy output"):
+        run(PROMPT, "--check-lossless", "--temperature", "1")
+
+
+def test_an_interruption_keeps_what_is_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    output = tmp_path / "rows.jsonl"
+    prompts = tmp_path / "prompts.jsonl"
+    ids = list(bundled_prompts()[0][:9])
+    prompts.write_text("\n".join(json.dumps({"prompt_token_ids": ids}) for _ in range(3)))
+    stream = LLM.stream
+
+    def interrupted(self: LLM, *arguments: Any) -> Any:
+        finished = 0
+        for delta in stream(self, *arguments):
+            yield delta
+            finished += delta.output is not None
+            if finished == 2:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(LLM, "stream", interrupted)
+    options = ["-n", "9", "--max-num-requests", "1", "--output", str(output)]
+    result = CliRunner().invoke(app, ["generate", "--prompts", str(prompts), *options])
+    assert result.exit_code == 130 or isinstance(result.exception, KeyboardInterrupt)
+    assert [json.loads(line)["index"] for line in output.read_text().splitlines()] == [0, 1]
 
 
 def test_sampling_is_seeded() -> None:

@@ -18,7 +18,7 @@ from pairs import bundled_draft, bundled_draft_model, bundled_llm
 
 GOLDEN = json.loads((Path(__file__).parent.parent / "golden" / "zlab_traces.json").read_text())
 BLOCK = 8
-ROUNDING = 1e-5
+ROUNDING = 1e-4
 """Two correct float32 programs differ by about 1e-6 in these logits (test_draft_kv.py), so wider gaps cannot flip."""
 
 
