@@ -4,22 +4,50 @@ Layout: u64 header length, JSON header padded with spaces so that the data start
 holes. Source: huggingface/safetensors README, "Format". Knows nothing about drafts.
 """
 
+import errno
 import json
+import math
 import os
 import struct
-import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from dflash_runtime.checkpoint import DTYPE_BYTES, TensorInfo
 
-CHUNK_BYTES = 8 * 1024 * 1024
+CHUNK_BYTES = 64 * 1024 * 1024
+"""What one call into the kernel moves, and so how often progress is told."""
+
+BUFFER_BYTES = 8 * 1024 * 1024
+"""What is held in memory where bytes have to pass through this process."""
+
 ALIGNMENT = 8
 METADATA = {"format": "pt"}
 
 Advance = Callable[[int], None]
 """Called with the number of bytes that have just been copied."""
+
+Move = Callable[[int, int, int, int], int]
+"""Moves up to `count` bytes of a file from a position to the end of another, and returns how many it moved."""
+
+
+@dataclass(frozen=True, slots=True)
+class MadeTensor:
+    """A tensor whose bytes are not those of a file. `pieces` gives them in order, anew at each call; `file` is where
+    it comes from."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: Path
+    pieces: Callable[[], Iterator[bytes]]
+
+    @property
+    def num_bytes(self) -> int:
+        return int(math.prod(self.shape) * DTYPE_BYTES[self.dtype])
+
+
+WrittenTensor = TensorInfo | MadeTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,22 +59,26 @@ class Extent:
     end: int
 
 
-def write_tensors(destination: Path, tensors: Iterable[TensorInfo], advance: Advance) -> None:
+def write_tensors(destination: Path, tensors: Iterable[WrittenTensor], advance: Advance) -> None:
     """Write the given tensors, byte for byte, into a new file.
 
     Wider element types come first, so that every tensor is aligned to its own type; among equals the source's order
     is kept, so that neighbours are copied in one go.
     """
-    ordered = sorted(tensors, key=lambda info: (-DTYPE_BYTES[info.dtype], info.file, info.begin))
-    header = encode_header(ordered)
+    ordered = sorted(tensors, key=_order)
     with destination.open("xb", buffering=0) as out:
-        out.write(header)
-        for extent in join_extents(ordered):
-            with extent.file.open("rb", buffering=0) as source:
-                copy_bytes(source.fileno(), out.fileno(), extent, advance)
+        write_all(out.fileno(), encode_header(ordered))
+        for run in join_extents(ordered):
+            if isinstance(run, MadeTensor):
+                for piece in run.pieces():
+                    write_all(out.fileno(), piece)
+                    advance(len(piece))
+            else:
+                with run.file.open("rb", buffering=0) as source:
+                    copy_bytes(source.fileno(), out.fileno(), run, advance)
 
 
-def encode_header(tensors: Sequence[TensorInfo]) -> bytes:
+def encode_header(tensors: Sequence[WrittenTensor]) -> bytes:
     """The length prefix and header of a file that holds these tensors in this order."""
     entries: dict[str, object] = {"__metadata__": METADATA}
     position = 0
@@ -62,16 +94,18 @@ def encode_header(tensors: Sequence[TensorInfo]) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def join_extents(tensors: Sequence[TensorInfo]) -> list[Extent]:
-    """The bytes of the tensors in order, neighbours merged."""
-    extents: list[Extent] = []
+def join_extents(tensors: Sequence[WrittenTensor]) -> list[Extent | MadeTensor]:
+    """The bytes of the tensors in order, neighbours of one file merged."""
+    runs: list[Extent | MadeTensor] = []
     for info in tensors:
-        last = extents[-1] if extents else None
-        if last is not None and last.file == info.file and last.end == info.begin:
-            extents[-1] = Extent(info.file, last.begin, info.end)
+        last = runs[-1] if runs else None
+        if isinstance(info, MadeTensor):
+            runs.append(info)
+        elif isinstance(last, Extent) and last.file == info.file and last.end == info.begin:
+            runs[-1] = Extent(info.file, last.begin, info.end)
         elif info.num_bytes:
-            extents.append(Extent(info.file, info.begin, info.end))
-    return extents
+            runs.append(Extent(info.file, info.begin, info.end))
+    return runs
 
 
 def copy_bytes(source: int, out: int, extent: Extent, advance: Advance) -> None:
@@ -80,14 +114,59 @@ def copy_bytes(source: int, out: int, extent: Extent, advance: Advance) -> None:
     Raises:
         OSError: the source has become shorter, or the disk is full.
     """
+    moves = list(MOVES)
     position = extent.begin
     while position < extent.end:
-        count = min(CHUNK_BYTES, extent.end - position)
-        if sys.platform == "linux":
-            moved = os.sendfile(out, source, position, count)
-        else:
-            moved = os.write(out, os.pread(source, count, position))
+        try:
+            moved = moves[0](source, out, position, min(CHUNK_BYTES, extent.end - position))
+        except OSError as error:
+            if error.errno not in NOT_HERE or len(moves) == 1:
+                raise
+            moves.pop(0)
+            continue
+        if moved == 0 and len(moves) > 1:  # some file systems answer so instead of with an error
+            moves.pop(0)
+            continue
         if moved == 0:
-            raise OSError(f"{extent.file}: ended at byte {position}, expected {extent.end}")
+            raise OSError(errno.EIO, f"ended at byte {position}, expected {extent.end}", str(extent.file))
         position += moved
         advance(moved)
+
+
+def write_all(out: int, data: bytes) -> None:
+    """Append bytes, however many calls that takes."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(out, view) :]
+
+
+def _copy_file_range(source: int, out: int, position: int, count: int) -> int:
+    return os.copy_file_range(source, out, count, position)
+
+
+def _sendfile(source: int, out: int, position: int, count: int) -> int:
+    return os.sendfile(out, source, position, count)
+
+
+def _read_and_write(source: int, out: int, position: int, count: int) -> int:
+    data = os.pread(source, min(count, BUFFER_BYTES), position)
+    write_all(out, data)
+    return len(data)
+
+
+MOVES: tuple[Move, ...] = (
+    *([_copy_file_range] if hasattr(os, "copy_file_range") else []),
+    *([_sendfile] if hasattr(os, "sendfile") else []),
+    _read_and_write,
+)
+"""The ways to move bytes, the cheapest first; a file system that lacks one is served by the next."""
+
+NOT_HERE = frozenset(
+    {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF, errno.ENOTSOCK}
+)
+"""What a system answers where it cannot move bytes in this way."""
+
+
+def _order(info: WrittenTensor) -> tuple[float, str, int]:
+    begin = info.begin if isinstance(info, TensorInfo) else 0
+    return -DTYPE_BYTES[info.dtype], str(info.file), begin

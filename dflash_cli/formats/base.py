@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Protocol
 from dflash_runtime.checkpoint import Checkpoint
 from dflash_runtime.config import DraftConfig
 from dflash_runtime.errors import UnknownFormat
+from dflash_runtime.layout import canonical_name
 from dflash_runtime.registry import Registry
 
 Json = dict[str, Any]
@@ -35,14 +36,17 @@ class Reading:
     config: DraftConfig
     carried: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    has_doubtful_causality: bool = False
 
 
 class Format(Protocol):
     """One dialect.
 
     `writable` says whether `write_config` exists for it. `homes` maps a canonical field to the dotted keys that state
-    it here, and `unstated` lists the fields that have none. `evidence` returns the sentence that says by what the
-    checkpoint was recognised, or None where it is another dialect.
+    it here, and `unstated` lists the fields that have none. `keeps_head` says whether its readers use a head, an
+    embedding and an id map from the file; `sorts_taps` whether they put taps in ascending order, once each, whatever
+    the file says. `evidence` returns the sentence that says by what the checkpoint was recognised, or None where it is
+    another dialect.
     """
 
     name: ClassVar[str]
@@ -51,6 +55,8 @@ class Format(Protocol):
     writable: ClassVar[bool]
     homes: ClassVar[Homes]
     unstated: ClassVar[frozenset[str]]
+    keeps_head: ClassVar[bool]
+    sorts_taps: ClassVar[bool]
 
     def evidence(self, config: Mapping[str, Any], tensor_names: frozenset[str]) -> str | None: ...
 
@@ -81,8 +87,9 @@ def detect(checkpoint: Checkpoint) -> Detection:
 
 def detect_from(config: Mapping[str, Any], tensor_names: frozenset[str], path: Path) -> Detection:
     """`detect`, from what it looks at; `tensor_names` may be empty where headers cannot be read."""
+    names = frozenset(map(canonical_name, tensor_names))
     for candidate in all_formats():
-        evidence = candidate.evidence(config, tensor_names)
+        evidence = candidate.evidence(config, names)
         if evidence is not None:
             return Detection(candidate, evidence)
     raise UnknownFormat(

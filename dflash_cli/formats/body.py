@@ -71,13 +71,11 @@ def write_body(config: DraftConfig) -> Json:
 
 
 def refuse_unserved(config: Mapping[str, Any]) -> None:
-    """Refuse what would be misread if it were ignored: packed weights and drafts with their own embedding.
+    """Refuse what would be misread if it were ignored: drafts with their own embedding or head.
 
     Raises:
         UnsupportedError: naming the key.
     """
-    if config.get("quantization_config"):
-        raise UnsupportedError("quantization_config: packed weights are not read by this version")
     for key in ("has_embed_tokens", "has_lm_head", "has_own_lm_head"):
         if config.get(key):
             raise UnsupportedError(f"{key}: the draft brings weights that DFlash borrows from the target")

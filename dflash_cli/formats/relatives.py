@@ -25,6 +25,8 @@ class Relative:
     writable: ClassVar[bool] = False
     homes: ClassVar[Homes] = {}
     unstated: ClassVar[frozenset[str]] = frozenset()
+    keeps_head: ClassVar[bool] = False
+    sorts_taps: ClassVar[bool] = False
 
     types: ClassVar[frozenset[str]] = frozenset()
     """Its values of `speculators_model_type`."""
@@ -32,11 +34,15 @@ class Relative:
     """Its values of `dflash_config.projector_type`."""
     architectures: ClassVar[str] = r"(?!)"
     """Matches the start of its architecture names."""
+    model_types: ClassVar[frozenset[str]] = frozenset()
+    """Its values of `model_type`."""
     keys: ClassVar[frozenset[str]] = frozenset()
     """Config keys, at the top level or in `dflash_config`, that only it has, whatever their value."""
     tensors: ClassVar[str] = r"(?!)"
     """Matches the start of tensor names that only it has."""
     difference: ClassVar[str]
+    served_by: ClassVar[str]
+    """Who runs it: engines whose release registers its architecture (vLLM 0.33.0 model_executor/models/registry.py)."""
 
     def evidence(self, config: Mapping[str, Any], tensor_names: frozenset[str]) -> str | None:
         """A stated speculators type decides alone; without one, the most explicit marker is named."""
@@ -51,13 +57,17 @@ class Relative:
         for key in sorted(self.keys):
             if key in nested or key in config:
                 return f"config.json has {key} {nested.get(key, config.get(key))!r}"
+        model_type = config.get("model_type")
+        if isinstance(model_type, str) and model_type in self.model_types:
+            return f"model_type is {model_type!r}"
         return self._architecture(config) or self._tensor(tensor_names)
 
     def read_config(self, config: Mapping[str, Any], path: Path) -> Reading:
         raise UnknownFormat(
             f"{path}: {self.title} ({self.evidence(config, frozenset()) or 'by its tensors'}), not DFlash: "
             f"{self.difference}",
-            hint="this tool handles DFlash drafts only; removing the extra parts would change the model",
+            hint=f"served by {self.served_by}; this tool handles DFlash drafts only, and removing the extra parts would "
+            f"change the model",
         )
 
     def write_config(self, config: DraftConfig, carried: Mapping[str, Any]) -> Json:
@@ -84,6 +94,7 @@ class Domino(Relative):
     keys = frozenset({"gru_hidden_dim"})
     tensors = r"prefix_gru\.|embed_proj\.|logit_head\."
     difference = "a recurrent head rewrites the logits of each position from the tokens before it"
+    served_by = "SGLang 0.5.23"
 
 
 @FORMATS.register("dspark")
@@ -99,6 +110,7 @@ class DSpark(Relative):
     keys = frozenset({"markov_rank", "markov_head_type"})
     tensors = r"markov_|confidence_|gate_proj\.|joint_proj\."
     difference = "it also predicts at the anchor, so a block of B proposes B tokens, and a Markov head joins them"
+    served_by = "vLLM 0.33, and by SGLang unless markov_rank is 0"
 
 
 @FORMATS.register("dflash2")
@@ -113,6 +125,7 @@ class DFlash2(Relative):
     keys = frozenset({"conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"})
     tensors = r"(layers\.\d+\.)?(attention_conv|mlp_conv)\.|candidate_selector\."
     difference = "convolutions surround each sublayer and a candidate selector picks the path"
+    served_by = "vLLM 0.33, SGLang 0.5.23 and z-lab's dflash 0.1.0"
 
 
 @FORMATS.register("xpress")
@@ -125,6 +138,7 @@ class XPress(Relative):
     types = frozenset({"xpress"})
     architectures = r".*XPress"
     difference = "its layers and its way of proposing are its own"
+    served_by = "vLLM 0.33"
 
 
 @FORMATS.register("lilicorr")
@@ -136,6 +150,7 @@ class LiLiCorr(Relative):
     priority = 14
     architectures = r"LiLiCorr"
     difference = "a correction follows the block's proposals"
+    served_by = "vLLM 0.33"
 
 
 @FORMATS.register("laguna")
@@ -148,6 +163,7 @@ class Laguna(Relative):
     architectures = r"DFlashLaguna|Laguna"
     tensors = r"aux_hidden_norms\.|layers\.\d+\.self_attn\.g_proj\."
     difference = "its attention is gated and each tapped feature has a norm of its own"
+    served_by = "vLLM 0.33 and SGLang 0.5.23"
 
 
 @FORMATS.register("muse")
@@ -157,9 +173,10 @@ class Muse(Relative):
     name = "muse"
     title = "Muse Glimmer assistant"
     priority = 16
+    model_types = frozenset({"muse_glimmer_assistant"})
     architectures = r"MuseGlimmerAssistant|MuseSpark"
-    tensors = r"encoder\.(fc|output_norm_enc)\."
     difference = "its context encoder has other names and its settings are read by transformers only"
+    served_by = "transformers 5.23 and vLLM 0.33"
 
 
 @FORMATS.register("eagle3")
@@ -173,6 +190,7 @@ class Eagle3(Relative):
     architectures = r".*Eagle"
     tensors = r"midlayer\.|layers\.0\.hidden_norm\."
     difference = "it drafts one token after another from its own hidden state"
+    served_by = "vLLM and SGLang"
 
 
 @FORMATS.register("peagle")
@@ -187,6 +205,7 @@ class PEagle(Relative):
     keys = frozenset({"mask_hidden"})
     tensors = r"mask_hidden"
     difference = "it is an EAGLE head run in parallel over learned mask states"
+    served_by = "vLLM"
 
 
 @FORMATS.register("mtp")
@@ -199,3 +218,4 @@ class Mtp(Relative):
     types = frozenset({"mtp"})
     architectures = r".*MTP"
     difference = "it is a chain of prediction layers that belong to the target"
+    served_by = "vLLM and SGLang, with the target it belongs to"

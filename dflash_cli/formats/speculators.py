@@ -57,6 +57,8 @@ class SpeculatorsFormat:
     title: ClassVar[str] = "DFlash, speculators dialect"
     priority: ClassVar[int] = 50
     writable: ClassVar[bool] = True
+    keeps_head: ClassVar[bool] = True
+    sorts_taps: ClassVar[bool] = True
     homes: ClassVar[Homes] = {
         **{field: tuple(BODY + key for key in keys) for field, keys in BODY_HOMES.items()},
         "dtype": (BODY + "dtype", BODY + "torch_dtype", "dtype", "torch_dtype"),

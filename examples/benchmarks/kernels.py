@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dflash_kernels.suite import REFERENCE, triton_kernels
 
-HEADS, KV, HEAD_DIM, HIDDEN, LAYERS, VOCAB, PAGE, ROWS = 32, 8, 128, 4096, 5, 151_936, 16, 16
+HEADS, KV, HEAD_DIM, HIDDEN, INNER, LAYERS, VOCAB, PAGE, ROWS = 32, 8, 128, 4096, 12_288, 5, 151_936, 16, 16
 KERNELS = triton_kernels()
 Case = tuple[str, Callable[[], object], float, float]
 """Name, the call to time, its relative error, the bytes it must move."""
@@ -105,7 +105,10 @@ def small_cases(requests: int) -> list[Case]:
     )  # fmt: skip
     stored = max(relative_error(cache, true) for cache, true in zip(caches, exact, strict=True))
     row = 2 * tokens * HEAD_DIM
+    gate_up = normal(tokens, 2 * INNER)
+    gated = relative_error(KERNELS.silu_mul(gate_up), REFERENCE.silu_mul(gate_up.double()))
     return [
+        (f"silu_mul T {tokens}", lambda: KERNELS.silu_mul(gate_up), gated, 3 * 2 * tokens * INNER),
         (f"add_rms_norm T {tokens}", lambda: KERNELS.add_rms_norm(hidden, residual, weight, 1e-6), normed,
          4 * 2 * tokens * HIDDEN),
         (f"qk_norm_rope T {tokens} query", lambda: KERNELS.qk_norm_rope(query, head_weight, 1e-6, cos, sin), rotated,

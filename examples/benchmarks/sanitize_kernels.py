@@ -27,6 +27,7 @@ def main() -> None:
     hidden, weight = normal(num_rows, 1000), normal(1000)
     kernels.rms_norm(hidden, weight, 1e-6)
     kernels.add_rms_norm(hidden, hidden, weight, 1e-6)
+    kernels.silu_mul(hidden)
     heads = normal(num_rows, HEADS + 2 * KV, HEAD_DIM)
     cos, sin, head_weight = normal(num_rows, HEAD_DIM), normal(num_rows, HEAD_DIM), normal(HEAD_DIM)
     query = kernels.qk_norm_rope(heads[:, :HEADS], head_weight, 1e-6, cos, sin)

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from dflash_kernels.attention_walk import share_of_tiles, walk_block, walk_context
 from dflash_kernels.launch import (
-    COMBINE_WARPS,
+    COMBINE_TILE,
     MIN_DOT,
     attention_splits,
     attention_tiles,
@@ -153,19 +153,27 @@ def _block_attention_kernel(
 @jit
 def _combine_kernel(
     parts, part_tops, out, num_out,
-    HEAD_DIM: tl.constexpr, NUM_SPLITS: tl.constexpr, TILE_S: tl.constexpr, TILE_D: tl.constexpr,
+    HEAD_DIM: tl.constexpr, NUM_SPLITS: tl.constexpr,
+    TILE_R: tl.constexpr, TILE_S: tl.constexpr, TILE_D: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64) * TILE_R + tl.arange(0, TILE_R)
     split = tl.arange(0, TILE_S)
     dim = tl.arange(0, TILE_D)
-    tops = tl.load(part_tops + split * num_out + row, mask=split < NUM_SPLITS, other=float("-inf"))
-    weights = tl.exp2(tops - tl.max(tops, 0))
-    part = tl.load(
-        parts + (split * num_out + row)[:, None] * HEAD_DIM + dim[None, :],
-        mask=(weights > 0)[:, None] & (dim < HEAD_DIM)[None, :], other=0.0,
-    )  # fmt: skip
-    combined = tl.sum(part * weights[:, None], 0) / tl.sum(weights, 0)
-    tl.store(out + row * HEAD_DIM + dim, combined.to(out.dtype.element_ty), mask=dim < HEAD_DIM)
+    is_row = row < num_out
+    is_part = is_row[:, None] & (split < NUM_SPLITS)[None, :]
+    tops = tl.load(part_tops + split[None, :] * num_out + row[:, None], mask=is_part, other=float("-inf"))
+    top = tl.where(is_row, tl.max(tops, 1), 0.0)
+    total = tl.zeros((TILE_R, TILE_D), tl.float32)
+    weight_sum = tl.zeros((TILE_R,), tl.float32)
+    for part in tl.static_range(NUM_SPLITS):
+        weight = tl.exp2(tl.load(part_tops + part * num_out + row, mask=is_row, other=0.0) - top)
+        is_read = (weight > 0)[:, None] & (dim < HEAD_DIM)[None, :] & is_row[:, None]
+        mean = tl.load(parts + (part * num_out + row)[:, None] * HEAD_DIM + dim[None, :], mask=is_read, other=0.0)
+        total += mean * weight[:, None]
+        weight_sum += weight
+    combined = total / weight_sum[:, None]
+    is_element = is_row[:, None] & (dim < HEAD_DIM)[None, :]
+    tl.store(out + row[:, None] * HEAD_DIM + dim[None, :], combined.to(out.dtype.element_ty), mask=is_element)
 
 
 def block_attention(
@@ -221,10 +229,8 @@ def block_attention(
         num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
     if num_splits > 1:
-        tile_splits = power_of_2(num_splits)
-        _combine_kernel[(num_out,)](
-            parts, part_tops, out, num_out,
-            HEAD_DIM=head_dim, NUM_SPLITS=num_splits, TILE_S=tile_splits, TILE_D=tile_dim,
-            num_warps=COMBINE_WARPS,
+        _combine_kernel[(ceil_div(num_out, COMBINE_TILE),)](
+            parts, part_tops, out, num_out, HEAD_DIM=head_dim, NUM_SPLITS=num_splits,
+            TILE_R=COMBINE_TILE, TILE_S=power_of_2(num_splits), TILE_D=tile_dim, num_warps=COMBINE_TILE,
         )  # fmt: skip
     return out

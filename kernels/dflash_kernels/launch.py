@@ -141,8 +141,8 @@ def attention_tiles(num_packed: int, head_dim: int, itemsize: int) -> AttentionT
     return AttentionTiles(rows=rows, keys=64, num_warps=8 if rows == 128 else 4, num_stages=3)
 
 
-COMBINE_WARPS = 4
-"""Warps that add up the parts of one row of attention."""
+COMBINE_TILE = 4
+"""Rows whose parts one program adds up, a warp each."""
 
 
 def attention_splits(num_programs: int, max_tiles: int, device: torch.device) -> int:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dflash_kernels.draw import draw_at, draw_ref, first_above
+from dflash_kernels.filters import cut_ref, launch_cut
 from dflash_kernels.launch import VOCAB_TILE, ceil_div, check_dtypes, check_tensors, jit, power_of_2, require, tl
 from dflash_kernels.uniform import TARGET, stream, uniform_ref, uniform_tile
 
@@ -58,8 +59,8 @@ def filtered_probs_ref(
     """The distribution a row is drawn from: softmax at its temperature, cut to top-k, then to top-p.
 
     Shapes and keywords as in `sample_ref`; a temperature of 0 puts everything on the argmax. top-p keeps the smallest
-    set of most likely tokens whose probability reaches `top_p`, after top-k and renormalisation; equal probabilities
-    rank by id. Returns [T, V] float64, rows summing to 1.
+    set of most likely tokens whose probability reaches `top_p`, after top-k and renormalisation; equal logits rank by
+    id. Returns [T, V] float64, rows summing to 1.
     """
     top = torch.zeros(logits.shape, dtype=torch.float64, device=logits.device)
     top.scatter_(1, logits.argmax(-1, keepdim=True), 1.0)
@@ -68,25 +69,8 @@ def filtered_probs_ref(
     is_drawn = (temperatures > 0)[:, None]
     probs = (logits.double() / torch.where(is_drawn, temperatures[:, None], 1.0)).softmax(-1)
     if has_filters:
-        probs = cut(probs, top_ks, top_ps)
+        probs = cut_ref(logits, probs, top_ks, top_ps)
     return torch.where(is_drawn, probs, top)
-
-
-def cut(probs: Tensor, top_ks: Tensor, top_ps: Tensor) -> Tensor:
-    """Rows of [T, V] probabilities cut to top-k, then to top-p, renormalised; other rows come back bit for bit."""
-    vocab_size = probs.shape[-1]
-    ranked, order = probs.sort(dim=-1, descending=True, stable=True)
-    rank = torch.arange(vocab_size, device=probs.device)
-    limits = torch.where(top_ks > 0, top_ks, vocab_size)
-    ranked = ranked.masked_fill(rank >= limits[:, None], 0)
-    ranked = ranked / ranked.sum(-1, keepdim=True)
-    before = ranked.cumsum(-1) - ranked
-    # Without the first test a top_p of 1 would drop tail tokens whenever the sum rounds up to 1 early.
-    ranked = ranked.masked_fill((top_ps < 1)[:, None] & (before >= top_ps[:, None]), 0)
-    ranked = ranked / ranked.sum(-1, keepdim=True)
-    # A row's numbers must not depend on whether another row of the batch is filtered.
-    is_cut = (limits < vocab_size) | (top_ps < 1)
-    return torch.where(is_cut[:, None], torch.zeros_like(probs).scatter(-1, order, ranked), probs)
 
 
 @jit
@@ -216,7 +200,7 @@ def filtered_probs(
     is_greedy: bool = False,
     has_filters: bool = True,
 ) -> Tensor:
-    """`filtered_probs_ref`: the softmax in two launches; the cut, where there is one, by torch's stable sort."""
+    """`filtered_probs_ref`: the softmax in two launches, and the cut, where there is one, in two more."""
     _check(logits, temperatures, top_ks, top_ps)
     probs = torch.empty(logits.shape, dtype=torch.float64, device=logits.device)
     if len(logits):
@@ -226,10 +210,9 @@ def filtered_probs(
             logits, temperatures, *stats, probs, logits.shape[1], logits.stride(0), num_tiles,
             IS_GREEDY=is_greedy, **tiling,
         )  # fmt: skip
-    if is_greedy or not has_filters:
-        return probs
-    # A row that holds a one-hot for its temperature of 0 comes through any cut unchanged.
-    return cut(probs, top_ks, top_ps)
+        if has_filters and not is_greedy:
+            launch_cut(logits, probs, stats[0], temperatures, top_ks, top_ps, tiling["TILE_V"])
+    return probs
 
 
 def _launch_stats(

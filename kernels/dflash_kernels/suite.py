@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dflash_kernels.accept import Acceptance, accept_block, accept_block_ref
+from dflash_kernels.activation import silu_mul, silu_mul_ref
 from dflash_kernels.block_attention import block_attention, block_attention_ref
 from dflash_kernels.context_kv import context_kv_store, context_kv_store_ref
 from dflash_kernels.draw import draw_at, draw_at_ref
@@ -41,6 +42,7 @@ class Kernels:
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
     qk_norm_rope: Callable[[Tensor, Tensor | None, float, Tensor, Tensor], Tensor]
+    silu_mul: Callable[[Tensor], Tensor]
     context_kv_store: Callable[[Tensor, Tensor, float, Tensor, Tensor, Tensor, Tensor, Tensor], None]
     block_attention: Callable[..., Tensor]
     accept_block: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Acceptance]
@@ -58,6 +60,7 @@ REFERENCE = Kernels(
     rms_norm=rms_norm_ref,
     add_rms_norm=add_rms_norm_ref,
     qk_norm_rope=qk_norm_rope_ref,
+    silu_mul=silu_mul_ref,
     context_kv_store=context_kv_store_ref,
     block_attention=block_attention_ref,
     accept_block=accept_block_ref,
@@ -75,6 +78,7 @@ _TRITON = Kernels(
     rms_norm=rms_norm,
     add_rms_norm=add_rms_norm,
     qk_norm_rope=qk_norm_rope,
+    silu_mul=silu_mul,
     context_kv_store=context_kv_store,
     block_attention=block_attention,
     accept_block=accept_block,

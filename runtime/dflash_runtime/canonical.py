@@ -9,10 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from dflash_runtime.checkpoint import Checkpoint, TensorInfo
 from dflash_runtime.config import DraftConfig
-from dflash_runtime.layout import StoredRows, locate_tensors
+from dflash_runtime.layout import PACKED, PACKED_DTYPES, StoredRows, locate_tensors
 
 if TYPE_CHECKING:
     import torch
+
+QUANTIZATION_FILE = "hf_quant_config.json"
+"""Where Model-Optimizer says how it packed the weights."""
 
 
 class CanonicalCheckpoint(Checkpoint):
@@ -59,6 +62,22 @@ class CanonicalCheckpoint(Checkpoint):
             begin, end = place.rows
             tensor = reader.get_slice(place.stored)[begin:end]
         return tensor
+
+
+def find_quantization(stored: Checkpoint) -> str | None:
+    """What says that a checkpoint's weights are packed, or None where they are plain."""
+    body = stored.config.get("transformer_layer_config")
+    for config in (stored.config, body if isinstance(body, dict) else {}):
+        if config.get("quantization_config"):
+            return "quantization_config"
+    if (stored.path / QUANTIZATION_FILE).exists():
+        return QUANTIZATION_FILE
+    for name, info in stored.tensors.items():
+        if PACKED.match(name):
+            return f"the tensor {name}"
+        if info.dtype in PACKED_DTYPES and len(info.shape) > 1:
+            return f"{name} is {info.dtype}"
+    return None
 
 
 def _slice(name: str, info: TensorInfo, rows: tuple[int, int] | None) -> TensorInfo:

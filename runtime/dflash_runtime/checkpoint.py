@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dflash_runtime.errors import CheckpointError, CheckpointNotFound, TensorMismatch
+from dflash_runtime.gguf import refuse_gguf
 
 if TYPE_CHECKING:
     import torch
@@ -62,12 +63,14 @@ class Checkpoint:
     Raises:
         CheckpointNotFound: the directory does not exist.
         CheckpointError: no config, unreadable JSON, a header that breaks the format, pickle weights only.
+        UnknownFormat: a GGUF file.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         if not self.path.exists():
             raise CheckpointNotFound(f"{self.path}: no such directory")
+        refuse_gguf(self.path)
         if not self.path.is_dir():
             raise CheckpointError("not a directory, expected a checkpoint directory with config.json", path=self.path)
         refuse_escape(self.path, self.config_path)

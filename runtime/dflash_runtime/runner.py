@@ -56,7 +56,7 @@ class Sampling:
     def spread(self, num_rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Each value once for each of a request's rows: [R] -> [R * N]."""
         values = (self.temperatures, self.top_ks, self.top_ps, self.seeds)
-        temperatures, top_ks, top_ps, seeds = (value[:, None].expand(-1, num_rows).reshape(-1) for value in values)
+        temperatures, top_ks, top_ps, seeds = (value.repeat_interleave(num_rows) for value in values)
         return temperatures, top_ks, top_ps, seeds
 
 

@@ -71,6 +71,7 @@ CALLS: dict[str, Call] = {
     "qk_norm_rope": lambda k, at: (
         k.qk_norm_rope(at["query"].flatten(0, 1), at["weights"][0], 1e-6, at["cos"], at["sin"]),
     ),
+    "silu_mul": lambda k, at: (k.silu_mul(at["query"].flatten(0, 1)[:, 0]),),
     "context_kv_store": store_context,
     "block_attention": attend,
     "accept_block": lambda k, at: k.accept_block(at["drafts"], at["targets"], at["most"], at["stops"], at["rooms"]),

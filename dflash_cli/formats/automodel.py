@@ -1,0 +1,27 @@
+"""NeMo Automodel's form of the native dialect. Source: NVIDIA-NeMo/Automodel recipes/llm/train_dflash.py at 36044ad3.
+
+It has an architecture name of its own, which vLLM does not know. The JetSpec recipe trains causal layers and writes
+`dflash_config.causal: true` beside `is_causal: false`, of which engines take the latter.
+"""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from dflash_cli.formats.base import FORMATS, named_architectures
+from dflash_cli.formats.native import Native
+
+ARCHITECTURE = "Qwen3DFlashDraftModel"
+
+
+@FORMATS.register("automodel")
+class Automodel(Native):
+    """Checkpoints of NeMo Automodel."""
+
+    name: ClassVar[str] = "automodel"
+    title: ClassVar[str] = "DFlash, native dialect as NeMo Automodel exports it"
+    priority: ClassVar[int] = 61
+    writable: ClassVar[bool] = False
+    trains_causal: ClassVar[bool] = False
+
+    def evidence(self, config: Mapping[str, Any], tensor_names: frozenset[str]) -> str | None:
+        return f"architectures names {ARCHITECTURE}" if ARCHITECTURE in named_architectures(config) else None

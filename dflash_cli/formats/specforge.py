@@ -1,0 +1,29 @@
+"""SpecForge's form of the native dialect. Source: sgl-project/SpecForge modeling/draft/dflash.py at a6b6b023.
+
+Its training attends in both directions in every layer, sliding ones included, and its export never writes `is_causal`,
+while readers take an unstated sliding layer for a causal one. Only `dflash_config.attention_mode` tells an export
+apart; one without it has no key that z-lab's own files lack, so it is read as native, with a note.
+"""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from dflash_cli.formats.base import FORMATS
+from dflash_cli.formats.native import Native
+
+
+@FORMATS.register("specforge")
+class SpecForge(Native):
+    """Exports of SpecForge that say so."""
+
+    name: ClassVar[str] = "specforge"
+    title: ClassVar[str] = "DFlash, native dialect as SpecForge exports it"
+    priority: ClassVar[int] = 60
+    writable: ClassVar[bool] = False
+    trains_causal: ClassVar[bool] = False
+
+    def evidence(self, config: Mapping[str, Any], tensor_names: frozenset[str]) -> str | None:
+        nested = config.get("dflash_config")
+        if isinstance(nested, dict) and "attention_mode" in nested:
+            return f"dflash_config.attention_mode is {nested['attention_mode']!r}"
+        return None

@@ -1,0 +1,43 @@
+"""The native dialect as vLLM reads it as trained. Source: vLLM 0.33.0 model_executor/models/qwen3_dflash.py.
+
+Written only; the file is a native one. vLLM reads more from it than other engines do: a reduced head with its id map,
+and a target of another width. It reads scales for DFlash 2 only.
+"""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from dflash_cli.formats.base import FORMATS, Json
+from dflash_cli.formats.native import Native, refuse_common
+from dflash_cli.formats.native_fields import SCALES, write_scales
+from dflash_runtime.config import DraftConfig
+from dflash_runtime.errors import LossyConversion
+
+
+@FORMATS.register("vllm")
+class Vllm(Native):
+    """Native checkpoints for vLLM."""
+
+    name: ClassVar[str] = "vllm"
+    title: ClassVar[str] = "DFlash, native dialect for vLLM 0.33"
+    priority: ClassVar[int] = 200
+    keeps_head: ClassVar[bool] = True
+    sorts_taps: ClassVar[bool] = True
+    unstated: ClassVar[frozenset[str]] = frozenset({"verifier", *SCALES})
+
+    def evidence(self, config: Mapping[str, Any], tensor_names: frozenset[str]) -> str | None:
+        return None
+
+    def write_config(self, config: DraftConfig, carried: Mapping[str, Any]) -> Json:
+        """Write the native keys, and those that only vLLM reads."""
+        return {
+            **super().write_config(config, carried),
+            **({"draft_vocab_size": config.draft_vocab_size} if config.has_reduced_vocab else {}),
+            **({} if config.target_hidden_size is None else {"target_hidden_size": config.target_hidden_size}),
+        }
+
+    def refuse_to_write(self, config: DraftConfig) -> None:
+        refuse_common(config)
+        lost = list(write_scales(config))
+        if lost:
+            raise LossyConversion(f"{', '.join(lost)}: vLLM 0.33 reads scales for DFlash 2 only")

@@ -1,0 +1,48 @@
+"""The gate of a feed-forward layer.
+
+Axis letters: T rows, F inner width.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from dflash_kernels.launch import ELEMENT_TILE, ceil_div, check_dtypes, check_tensors, jit, require, tl
+
+
+def silu_mul_ref(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up, each rounded to the model's dtype, as transformers' Qwen3MLP does.
+
+    gate_up  [T, 2 F]   one product makes both halves, the gate first
+    Returns [T, F].
+    """
+    gate, up = gate_up.chunk(2, dim=-1)
+    return functional.silu(gate) * up
+
+
+@jit
+def _silu_mul_kernel(gate_up, out, gate_up_row, width, TILE: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    is_place = place < width
+    source = gate_up + row * gate_up_row + place
+    gate = tl.load(source, mask=is_place, other=0.0)
+    wide = gate.to(tl.float32)
+    gated = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype).to(tl.float32)
+    up = tl.load(source + width, mask=is_place, other=0.0).to(tl.float32)
+    tl.store(out + row * width + place, (gated * up).to(gate.dtype), mask=is_place)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """`silu_mul_ref` in one launch."""
+    check_tensors(gate_up)
+    check_dtypes(gate_up)
+    num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    require(gate_up.dim() == 2 and gate_up.shape[1] == 2 * width, "two halves of one width")
+    require(gate_up.stride(1) == 1, "contiguous rows")
+    out = torch.empty((num_rows, width), dtype=gate_up.dtype, device=gate_up.device)
+    if out.numel():
+        _silu_mul_kernel[(num_rows, ceil_div(width, ELEMENT_TILE))](
+            gate_up, out, gate_up.stride(0), width, TILE=ELEMENT_TILE
+        )
+    return out
