@@ -9,19 +9,20 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dflash_cli import __version__
+from dflash_cli.conversion.companions import MANIFEST_FILE
 from dflash_cli.conversion.logits import verify_logits
 from dflash_cli.conversion.plan import Plan, Wish, make_plan
 from dflash_cli.conversion.verify import verify_roundtrip
 from dflash_cli.conversion.write import (
-    MANIFEST_FILE,
     Observe,
     check_destination,
+    ended_by_sigterm,
     hash_files,
     staged,
     write_json,
     write_plan,
 )
-from dflash_cli.loading import open_draft
+from dflash_cli.loading import Causality, open_draft
 
 __all__ = ["Plan", "Verification", "Wish", "check_destination", "convert_draft", "describe", "plan_conversion"]
 
@@ -30,13 +31,13 @@ SLACK_BYTES = 1024 * 1024
 """Room for the config, the manifest and the header beside the weights."""
 
 
-def plan_conversion(source: Path, wish: Wish) -> Plan:
-    """Read a draft and decide its conversion; writes nothing.
+def plan_conversion(source: Path, wish: Wish, *, causality: Causality | None = None) -> Plan:
+    """Read a draft and decide its conversion; writes nothing. `causality` overrules the source's config.
 
     Raises:
         CheckpointNotFound, CheckpointError, UnsupportedError, UsageError: see `conversion.plan.make_plan`.
     """
-    return make_plan(open_draft(source), wish)
+    return make_plan(open_draft(source, causality=causality), wish)
 
 
 def convert_draft(
@@ -51,7 +52,7 @@ def convert_draft(
     """
     watch = observe if observe is not None else _ignore
     seconds: dict[str, float] = {}
-    with staged(destination, plan.num_bytes + SLACK_BYTES) as stage:
+    with ended_by_sigterm(), staged(destination, _needed_bytes(plan)) as stage:
         started = time.perf_counter()
         write_plan(plan, stage, watch)
         seconds["copy_s"] = _since(started)
@@ -61,7 +62,7 @@ def convert_draft(
         started = time.perf_counter()
         weights = {
             "source": hash_files(plan.draft.checkpoint.weight_files, watch),
-            "result": hash_files(sorted(stage.glob("*.safetensors")), watch),
+            "result": hash_files([stage / name for name in plan.files], watch),
         }
         seconds["hash_s"] = _since(started)
         manifest = {**describe(plan), "verified": verification, **proof, "weights": weights, "timings": seconds}
@@ -92,8 +93,13 @@ def describe(plan: Plan) -> dict[str, Any]:
         "warnings": list(plan.warnings),
         "config": [fate.document() for fate in keys],
         "tensors": [fate.document() for fate in tensors],
-        "files": [file.name for file in plan.files],
+        "files": [fate.document() for fate in plan.file_fates],
     }
+
+
+def _needed_bytes(plan: Plan) -> int:
+    companions = sum(item.source.stat().st_size for item in plan.companions)
+    return plan.num_bytes + companions + SLACK_BYTES
 
 
 def _since(started: float) -> float:

@@ -19,9 +19,12 @@ Causality = Literal["causal", "non-causal", "layer-types"]
 
 @dataclass(frozen=True, slots=True)
 class DraftCheckpoint:
-    """A draft on disk, read into canonical form. `quantization` says how its weights are packed, None if plain."""
+    """A draft on disk, read into canonical form; `checkpoint` gives its tensors under canonical names.
 
-    checkpoint: CanonicalCheckpoint
+    `quantization` says by what its weights are known to be packed, None where they are plain.
+    """
+
+    checkpoint: Checkpoint
     detection: Detection
     reading: Reading
     quantization: str | None = None
@@ -57,13 +60,13 @@ class DraftCheckpoint:
         return plan_tensors(self.config, shapes, path=self.checkpoint.path)
 
 
-def open_draft(path: str | Path, *, causality: Causality | None = None) -> DraftCheckpoint:
+def open_draft(path: str | Path | Checkpoint, *, causality: Causality | None = None) -> DraftCheckpoint:
     """Read a draft of any known dialect. Reads JSON and headers only. `causality` overrules the config.
 
     Raises:
         CheckpointNotFound, CheckpointError, UnknownFormat: see `errors`.
     """
-    stored = Checkpoint(path)
+    stored = path if isinstance(path, Checkpoint) else Checkpoint(path)
     detection = detect(stored)
     with located(stored.config_path):
         reading = detection.format.read_config(stored.config, stored.config_path)
@@ -91,14 +94,14 @@ def override_causality(reading: Reading, causality: Causality) -> Reading:
     )
 
 
-def open_target(path: str | Path) -> TargetSource:
+def open_target(path: str | Path | Checkpoint) -> TargetSource:
     """Read a target's config and headers.
 
     Raises:
         CheckpointNotFound, CheckpointError: see `errors`.
         UnsupportedError: the directory holds a draft.
     """
-    checkpoint = Checkpoint(path)
+    checkpoint = path if isinstance(path, Checkpoint) else Checkpoint(path)
     if "speculators_model_type" in checkpoint.config or "dflash_config" in checkpoint.config:
         raise UnsupportedError(f"{checkpoint.path}: is a draft, expected a target")
     with located(checkpoint.config_path):

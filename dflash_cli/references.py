@@ -6,19 +6,26 @@ tiny:reduced    the bundled draft with a reduced output vocabulary
 
 import os
 import re
-import sys
 from enum import StrEnum
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, TypeAlias
 
+from dflash_cli.hub import HubUnreachable, explained
+from dflash_runtime.checkpoint import Checkpoint
 from dflash_runtime.errors import CheckpointNotFound, UsageError
+
+if TYPE_CHECKING:
+    from dflash_cli.remote import RemoteRepo
 
 TINY = "tiny"
 TINY_REDUCED = "tiny:reduced"
 TINY_TARGET_NAME = "dflash/tiny-python-target"
 """What checkpoints call the bundled target."""
 HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?$")
+
+Location: TypeAlias = "Path | RemoteRepo"
+"""Where a checkpoint is: a directory, or a repository on the hub that was listed."""
 
 HEADER_FILES = ["*.json", "*.jinja", "*.txt", "*.model"]
 WEIGHT_FILES = [*HEADER_FILES, "*.safetensors", "mask_embedding.pt"]
@@ -52,6 +59,44 @@ def resolve(reference: str, role: Role) -> Path:
     return _download(reference)
 
 
+def locate(reference: str, role: Role) -> "Location":
+    """As `resolve`, for what reads only headers: a repository on the hub is listed, not downloaded.
+
+    Where the hub cannot be reached, what the local cache has is taken.
+
+    Raises:
+        CheckpointNotFound, UsageError: as `resolve`.
+    """
+    if not is_hub_id(reference):
+        return resolve(reference, role)
+    from dflash_cli.remote import open_repo
+
+    try:
+        return open_repo(reference)
+    except HubUnreachable:
+        return _download(reference, is_local=True)
+
+
+def open_checkpoint(location: "Location") -> Checkpoint:
+    """The checkpoint at a place, with its headers read when they are asked for.
+
+    Raises:
+        CheckpointNotFound, CheckpointError: see `Checkpoint`.
+    """
+    if isinstance(location, Path):
+        return Checkpoint(location)
+    from dflash_cli.remote import RemoteCheckpoint
+
+    return RemoteCheckpoint(location)
+
+
+def list_files(location: "Location") -> frozenset[str]:
+    """The names of the files beside config.json."""
+    if isinstance(location, Path):
+        return frozenset(item.name for item in location.iterdir()) if location.is_dir() else frozenset()
+    return frozenset(name for name in location.files if "/" not in name)
+
+
 def is_bundled(reference: str) -> bool:
     """Whether a reference names the bundled pair; a directory of that name hides it."""
     return reference in (TINY, TINY_REDUCED) and not Path(reference).exists()
@@ -82,51 +127,14 @@ def _bundled(reference: str, role: Role) -> Path | None:
     return None
 
 
-def _download(reference: str) -> Path:
-    """Fetch a repository into the hub cache and return its snapshot, explaining each way that can fail."""
+def _download(reference: str, *, is_local: bool = False) -> Path:
+    """Fetch a repository into the hub cache and return its snapshot, or only look there."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HfHubHTTPError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        OfflineModeIsEnabled,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
 
-    connection_errors: tuple[type[Exception], ...] = (HfHubHTTPError, *_connection_errors())
     repo, _, revision = reference.partition("@")
-    try:
-        return Path(snapshot_download(repo, revision=revision or None, allow_patterns=WEIGHT_FILES))
-    except GatedRepoError as error:
-        raise CheckpointNotFound(
-            f"{repo}: gated", hint="accept its terms on the hub, then log in (hf auth login) or set HF_TOKEN"
-        ) from error
-    except RevisionNotFoundError as error:
-        raise CheckpointNotFound(f"{repo}: no revision {revision!r}") from error
-    except RepositoryNotFoundError as error:
-        raise CheckpointNotFound(
-            f"{repo}: not found on the hub", hint="check the name; a private repository needs HF_TOKEN"
-        ) from error
-    except HFValidationError as error:
-        raise CheckpointNotFound(f"{reference}: no such directory, and not a name the hub allows") from error
-    except (OfflineModeIsEnabled, LocalEntryNotFoundError) as error:
-        if isinstance(error.__cause__, HfHubHTTPError):
-            raise CheckpointNotFound(f"{repo}: {_first_line(error.__cause__)}") from error
-        raise CheckpointNotFound(
-            f"{repo}: not in the local cache, and the hub cannot be reached",
-            hint="check the network, or unset HF_HUB_OFFLINE",
-        ) from error
-    except connection_errors as error:
-        raise CheckpointNotFound(f"{repo}: {_first_line(error)}") from error
-
-
-def _first_line(error: BaseException) -> str:
-    return f"the hub answered: {(str(error) or type(error).__name__).splitlines()[0]}"
-
-
-def _connection_errors() -> tuple[type[Exception], ...]:
-    """The errors of the HTTP library that the hub's client has imported: httpx, or httpx2 from its release 2."""
-    libraries: list[Any] = [sys.modules[name] for name in ("httpx", "httpx2") if name in sys.modules]
-    return tuple(library.HTTPError for library in libraries)
+    with explained(repo, revision or None):
+        return Path(
+            snapshot_download(
+                repo, revision=revision or None, allow_patterns=WEIGHT_FILES, local_files_only=is_local
+            )
+        )

@@ -1,36 +1,69 @@
 """Check a draft, alone or against a target: every finding at once, from JSON and headers alone by default."""
 
-from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from dflash_cli.checks.base import CONFIG_FILE, Finding, Severity, Subject, all_rules, is_int
+from dflash_cli.checks.base import CONFIG_FILE, LEVELS, Finding, Level, Rule, Severity, Subject, all_rules, is_int
 from dflash_cli.checks.engines import Engine
+from dflash_cli.checks.serving import Verdict, judge
 from dflash_cli.formats.base import Reading, detect_from
-from dflash_cli.loading import open_target
-from dflash_runtime.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, TensorInfo
-from dflash_runtime.config import DraftConfig, RopeConfig
-from dflash_runtime.errors import CheckpointError, InvalidConfig, TensorMismatch, UnsupportedError, located
+from dflash_cli.loading import open_draft, open_target
+from dflash_cli.references import Location, list_files, open_checkpoint
+from dflash_runtime.checkpoint import Checkpoint, TensorInfo
+from dflash_runtime.config import DraftConfig, EngineConfig, RopeConfig
+from dflash_runtime.errors import CheckpointError, InvalidConfig, UnsupportedError, UsageError, located
 
-Level = Literal["headers", "weights"]
+if TYPE_CHECKING:
+    from dflash_cli.trials import Effort, Observe, Search
+
 ORDER: dict[Severity, int] = {"error": 0, "warning": 1, "info": 2}
+FILES = ("S18", "S19")
+"""Rules on what must be there before anything else can be said."""
 IDENTITY = "C01"
 UNREADABLE = "C00"
-"""The finding of a config that cannot be read, where no rule says why."""
 
 
 @dataclass(frozen=True, slots=True)
+class RunPlan:
+    """How the run level runs. Without prompts it makes its own."""
+
+    config: EngineConfig
+    effort: "Effort"
+    observe: "Observe"
+    prompts: Callable[[], Sequence[Sequence[int]] | None] = lambda: None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What to check: a draft, and everything it is to be held against."""
+
+    draft: Location
+    reference: str | None = None
+    target: Location | None = None
+    target_reference: str | None = None
+    engines: Sequence[Engine] = ()
+    level: Level = "headers"
+    ignored: Collection[str] = ()
+    num_speculative_tokens: int | None = None
+    run: RunPlan | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What was found, worst first. `num_rules` counts the rules that ran."""
+    """What was found, worst first. `num_rules` counts the rules that ran; `notes` say what could not be done."""
 
     path: Path
     dialect: str | None
     target: str | None
-    engines: tuple[str, ...]
+    engines: tuple[Engine, ...]
     level: Level
     findings: tuple[Finding, ...]
     num_rules: int
+    verdicts: tuple[Verdict, ...] = ()
+    search: "Search | None" = None
+    notes: tuple[str, ...] = field(default=())
 
     def count(self, severity: Severity) -> int:
         return sum(finding.severity == severity for finding in self.findings)
@@ -45,128 +78,174 @@ class Report:
             "draft": str(self.path),
             "dialect": self.dialect,
             "target": self.target,
-            "engines": list(self.engines),
+            "engines": [str(engine) for engine in self.engines],
             "level": self.level,
             "num_rules": self.num_rules,
             "num_errors": self.count("error"),
             "num_warnings": self.count("warning"),
-            "findings": [asdict(finding) for finding in self.findings],
+            "findings": [finding.document() for finding in self.findings],
+            "verdicts": [verdict.document() for verdict in self.verdicts],
+            "search": self.search.document() if self.search is not None else None,
+            "notes": list(self.notes),
         }
 
 
-@dataclass(frozen=True, slots=True)
-class _Opened:
-    """A draft as far as it could be opened. `problem` is why its config cannot be read."""
-
-    subject: Subject | None
-    findings: list[Finding]
-    dialect: str | None = None
-    problem: CheckpointError | UnsupportedError | None = None
-
-
-def validate_draft(
-    path: Path,
-    *,
-    target: Path | None = None,
-    target_reference: str | None = None,
-    engines: Sequence[Engine] = (),
-    level: Level = "headers",
-    ignored: Collection[str] = (),
-) -> Report:
+def validate_draft(request: Request) -> Report:
     """Run every rule of the level.
 
     Raises:
         CheckpointNotFound: the draft or the target is not there.
         CheckpointError, UnsupportedError: the target, not the draft, cannot be read.
+        UsageError: the run level without a target.
     """
-    source = open_target(target) if target is not None else None
-    opened = _open(path)
-    findings, num_rules = opened.findings, 0
-    if opened.subject is not None:
-        subject = replace(
-            opened.subject,
-            target=source.config if source is not None else None,
-            target_path=target,
-            target_reference=target_reference,
-            engines=engines,
-        )
-        ran, num_rules = _run_rules(subject, level)
-        findings = findings + _settle(ran, opened)
-    kept = [finding for finding in findings if finding.id not in ignored]
-    kept.sort(key=lambda finding: (ORDER[finding.severity], finding.id, finding.place))
-    named = tuple(str(engine) for engine in engines)
-    return Report(path, opened.dialect, target_reference, named, level, tuple(kept), num_rules)
+    if request.level == "run" and (request.target is None or request.run is None):
+        raise UsageError("--level run needs a target", hint="add --target REF")
+    source = open_target(open_checkpoint(request.target)) if request.target is not None else None
+    subject = replace(
+        _open(request.draft),
+        target_source=source,
+        target_reference=request.target_reference,
+        reference=request.reference,
+        engines=tuple(request.engines),
+        num_speculative_tokens=request.num_speculative_tokens,
+    )
+    findings, num_rules = _run_rules(subject, "weights" if request.level == "run" else request.level)
+    notes: list[str] = []
+    if request.level == "run":
+        subject, notes = _search(subject, request, findings)
+        ran = _chosen("run", subject)
+        findings += _run(ran, subject)
+        num_rules += len(ran)
+    findings = [item for item in _settle(findings) if item.id not in request.ignored]
+    findings.sort(key=lambda item: (ORDER[item.severity], item.id, item.place))
+    return Report(
+        path=subject.path,
+        dialect=_dialect(subject),
+        target=request.target_reference,
+        engines=tuple(request.engines),
+        level=request.level,
+        findings=tuple(findings),
+        num_rules=num_rules,
+        verdicts=judge(subject, findings),
+        search=subject.search,
+        notes=tuple(notes),
+    )
 
 
 def known_ids() -> set[str]:
     """Every id a finding can have."""
-    return {rule.id for rule in all_rules()} | {UNREADABLE, "N12", "N16", "S18", "S19"}
+    return {rule.id for rule in all_rules()}
 
 
-def _open(path: Path) -> _Opened:
+def _open(location: Location) -> Subject:
+    """A draft as far as it can be opened, with the errors that stopped it."""
+    path = location if isinstance(location, Path) else location.path
+    files = list_files(location)
     try:
-        checkpoint = Checkpoint(path)
+        checkpoint = open_checkpoint(location)
     except CheckpointError as error:
-        rule = "S18" if (path / CONFIG_FILE).exists() else "S19"
-        return _Opened(None, [_finding(rule, CONFIG_FILE, error, path)])
-    findings: list[Finding] = []
+        return Subject(path=path, config={}, files=files, config_error=error)
     tensors: dict[str, TensorInfo] | None = None
+    weights_error: CheckpointError | None = None
     try:
         tensors = checkpoint.tensors
     except CheckpointError as error:
-        findings.append(_weights_finding(error, path))
-    subject = Subject(path=path, config=checkpoint.config, tensors=tensors)
-    dialect: str | None = None
+        weights_error = error
+    subject = Subject(
+        path=path,
+        config=checkpoint.config,
+        checkpoint=checkpoint,
+        files=files,
+        tensors=tensors,
+        weights_error=weights_error,
+    )
     try:
-        detection = detect_from(checkpoint.config, frozenset(tensors or ()), checkpoint.config_path)
-        dialect = detection.format.name
-        with located(checkpoint.config_path):
-            reading = detection.format.read_config(checkpoint.config, checkpoint.config_path)
+        return _with_reading(subject, _read(checkpoint, tensors))
     except (CheckpointError, UnsupportedError) as error:
-        return _Opened(replace(subject, dims=_guess_dims(subject)), findings, dialect, error)
-    return _Opened(_with_reading(subject, reading), findings, dialect)
+        return replace(subject, dims=_guess_dims(subject), reading_error=error)
+
+
+def _read(checkpoint: Checkpoint, tensors: dict[str, TensorInfo] | None) -> Reading:
+    detection = detect_from(checkpoint.config, frozenset(tensors or ()), checkpoint.config_path)
+    with located(checkpoint.config_path):
+        return detection.format.read_config(checkpoint.config, checkpoint.config_path)
 
 
 def _with_reading(subject: Subject, reading: Reading) -> Subject:
     return replace(subject, reading=reading, dims=reading.config)
 
 
+def _dialect(subject: Subject) -> str | None:
+    if subject.config_error is not None:
+        return None
+    try:
+        return detect_from(subject.config, frozenset(subject.tensors or ()), subject.path / CONFIG_FILE).format.name
+    except UnsupportedError:
+        return None
+
+
 def _run_rules(subject: Subject, level: Level) -> tuple[list[Finding], int]:
-    """Findings and how many rules ran. A checkpoint of another kind is held to the rule of identity only."""
-    rules = all_rules()
-    identity = next(rule for rule in rules if rule.id == IDENTITY)
-    findings = identity.findings(subject)
-    if findings:
-        return findings, 1
-    has_weights = level == "weights" and subject.tensors is not None
-    chosen = [rule for rule in rules if rule.id != IDENTITY and (has_weights or not rule.needs_weights)]
-    return [finding for rule in chosen for finding in rule.findings(subject)], len(chosen) + 1
+    """Findings and how many rules ran, up to a level.
+
+    Without a config nothing more can be said, and a checkpoint of another kind is held to no other rule.
+    """
+    gates = [rule for rule in all_rules() if rule.id in FILES]
+    findings = _run(gates, subject)
+    if subject.config_error is not None:
+        return findings, len(gates)
+    identity = [rule for rule in all_rules() if rule.id == IDENTITY]
+    found = _run(identity, subject)
+    if found:
+        return found, len(gates) + 1
+    levels = LEVELS[: LEVELS.index(level) + 1]
+    chosen = [rule for each in levels for rule in _chosen(each, subject)]
+    return findings + _run(chosen, subject), len(gates) + 1 + len(chosen)
 
 
-def _settle(findings: list[Finding], opened: _Opened) -> list[Finding]:
-    """Add why the config cannot be read, unless a rule has said so already."""
-    is_explained = any(item.severity == "error" and item.place.startswith(CONFIG_FILE) for item in findings)
-    if opened.problem is None or is_explained or opened.subject is None:
-        return findings
-    return [*findings, _finding(UNREADABLE, CONFIG_FILE, opened.problem, opened.subject.path)]
+def _chosen(level: Level, subject: Subject) -> list[Rule]:
+    """The rules of one level that can say something about the draft."""
+    if (level == "weights" and subject.tensors is None) or (level == "run" and subject.search is None):
+        return []
+    return [rule for rule in all_rules() if rule.level == level and rule.id not in (*FILES, IDENTITY)]
 
 
-def _finding(rule: str, place: str, error: CheckpointError | UnsupportedError, path: Path) -> Finding:
-    """An error as a finding; the path in front of its message is the place already."""
-    message = error.message
-    for prefix in (f"{path / CONFIG_FILE}: ", f"{path}: "):
-        message = message.removeprefix(prefix)
-    return Finding(rule, "error", place, message, fix=error.hint or "")
+def _run(rules: Sequence[Rule], subject: Subject) -> list[Finding]:
+    return [finding for rule in rules for finding in rule.findings(subject)]
 
 
-def _weights_finding(error: CheckpointError, path: Path) -> Finding:
-    file = error.path if isinstance(error.path, Path) else path
-    message = error.message.removeprefix(f"{file}: ")
-    if file.name == INDEX_FILE or isinstance(error, TensorMismatch):
-        return Finding("N12", "error", INDEX_FILE, message, fix=error.hint or "")
-    if file == path:
-        return Finding("S19", "error", SINGLE_FILE, message, fix=error.hint or "")
-    return Finding("N16", "error", file.name, message, fix=error.hint or "")
+def _settle(findings: list[Finding]) -> list[Finding]:
+    """Leave out why the config cannot be read where a rule has said so already."""
+    is_explained = any(
+        item.severity == "error" and item.place.startswith(CONFIG_FILE) and item.id != UNREADABLE for item in findings
+    )
+    return [item for item in findings if item.id != UNREADABLE or not is_explained]
+
+
+def _search(subject: Subject, request: Request, findings: list[Finding]) -> tuple[Subject, list[str]]:
+    """Run the interpretation search, unless what was found already keeps the pair from running."""
+    from dflash_cli.trials import run_search
+
+    assert request.run is not None
+    assert subject.target_source is not None
+    reasons = sorted({item.id for item in findings if item.severity == "error" and not item.engines})
+    if subject.checkpoint is None or subject.reading is None or any(_keeps_from_running(item) for item in findings):
+        return subject, [f"not run: the pair cannot run as it is ({', '.join(reasons)})"]
+    plan = request.run
+    found = run_search(
+        open_draft(subject.checkpoint),
+        subject.target_source,
+        plan.prompts(),
+        config=plan.config,
+        effort=plan.effort,
+        observe=plan.observe,
+    )
+    return replace(subject, search=found), []
+
+
+def _keeps_from_running(finding: Finding) -> bool:
+    """Whether this tool's own engine could not run the pair either; engines' rules concern only them."""
+    is_about_tensors = finding.id in ("N01", "N02", "N06", "N07", "N13", "M01", "M06", "P02", "C11")
+    return finding.severity == "error" and not finding.engines and (is_about_tensors or finding.outcome == "stops")
 
 
 def _guess_dims(subject: Subject) -> DraftConfig | None:
@@ -183,7 +262,7 @@ def _guess_dims(subject: Subject) -> DraftConfig | None:
     }
     if not all(is_int(body.get(key)) and 0 < body[key] < 2**31 for key in sizes) or body["num_hidden_layers"] > 10_000:
         return None
-    fields = {field: body[key] for key, field in sizes.items()}
+    fields = {name: body[key] for key, name in sizes.items()}
     reduced = subject.config.get("draft_vocab_size")
     try:
         return DraftConfig(

@@ -14,7 +14,7 @@ from dflash_cli.checks.base import (
     is_int,
     is_number,
 )
-from dflash_cli.formats.native import SCALES
+from dflash_cli.formats.native_fields import SCALES
 
 MASK_EXPECTED = "an integer from 0"
 NEUTRAL = {"input_embedding_scale": (1,), "output_multiplier": (1,), "final_logit_softcapping": (0,)}

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from dflash_cli.checks.base import TRY, Problem, Subject, check, is_int
-from dflash_cli.formats.native import guess_taps
+from dflash_cli.formats.native_fields import guess_taps
 
 NORMALISE = "dflash convert DRAFT OUT --to native --normalise-taps"
 

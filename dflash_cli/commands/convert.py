@@ -1,5 +1,6 @@
 """`dflash convert`: write a draft in the other dialect, with a manifest of what became of everything."""
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,13 +12,17 @@ import typer
 from dflash_cli import console
 from dflash_cli.conversion.write import Observe
 from dflash_cli.convert import Plan, Verification, Wish, check_destination, convert_draft, describe, plan_conversion
-from dflash_cli.loading import open_target
+from dflash_cli.loading import Causality, open_target
 from dflash_cli.options import JsonOption, TargetOption
 from dflash_cli.references import TINY, Role, is_bundled, resolve
+from dflash_runtime.errors import UsageError
 
 SourceArg = Annotated[str, typer.Argument(metavar="SRC", help="Draft: a directory, org/repo[@rev], or tiny.")]
 DestinationArg = Annotated[Path, typer.Argument(metavar="DST", help="Directory to write; it must not exist.")]
-ToOption = Annotated[Literal["native", "speculators"], typer.Option("--to", help="Dialect to write.")]
+ToOption = Annotated[
+    Literal["native", "speculators", "sglang", "vllm", "mlx"],
+    typer.Option("--to", help="Dialect to write, or the engine whose reading of the native one counts."),
+]
 VerifierOption = Annotated[
     str | None,
     typer.Option("--verifier", metavar="NAME", help="Name to store for the target. Default: its hub id."),
@@ -28,6 +33,17 @@ VerifyOption = Annotated[
 ]
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and write nothing.")]
 LossyOption = Annotated[bool, typer.Option("--allow-lossy", help="Leave out what the other dialect cannot state.")]
+CausalityOption = Annotated[
+    Causality | None,
+    typer.Option("--causality", help="How the draft's blocks attend, where its config is silent or wrong."),
+]
+TapsOption = Annotated[
+    bool, typer.Option("--normalise-taps", help="Put taps in ascending order, once each, and fc.weight with them.")
+]
+ShardOption = Annotated[
+    str | None,
+    typer.Option("--max-shard-size", metavar="SIZE", help="Weights a file at most, such as 5GB. Default: as SRC."),
+]
 ForceOption = Annotated[bool, typer.Option("--force", help="Replace a checkpoint at DST.")]
 
 
@@ -40,10 +56,14 @@ def convert(
     dry_run: DryRunOption = False,
     verify: VerifyOption = "roundtrip",
     allow_lossy: LossyOption = False,
+    causality: CausalityOption = None,
+    normalise_taps: TapsOption = False,
+    max_shard_size: ShardOption = None,
     force: ForceOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Convert a draft between the native and the speculators dialect."""
+    """Write a draft in another dialect, byte for byte, with a manifest of what became of everything."""
+    max_shard_bytes = None if max_shard_size is None else parse_size(max_shard_size)
     check_destination(destination, Path(source), force=force)
     if target is None and is_bundled(source):
         target = TINY
@@ -53,8 +73,10 @@ def convert(
         target_reference=target,
         verifier=verifier,
         allow_lossy=allow_lossy,
+        normalise_taps=normalise_taps,
+        max_shard_bytes=max_shard_bytes,
     )
-    plan = plan_conversion(resolve(source, Role.DRAFT), wish)
+    plan = plan_conversion(resolve(source, Role.DRAFT), wish, causality=causality)
     for warning in plan.warnings:
         console.warn(warning)
     console.status(_summary(plan))
@@ -69,11 +91,27 @@ def convert(
         console.result(str(destination))
 
 
+def parse_size(text: str) -> int:
+    """Bytes from a number and a decimal or binary unit: 500MB, 5GB, 1.5GiB, 1000000.
+
+    Raises:
+        UsageError: it is no size.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B?", text.strip().upper())
+    size = 0
+    if found is not None:
+        number, unit, binary = found.groups()
+        size = int(float(number) * (1024 if binary else 1000) ** " KMGT".index(unit or " "))
+    if size < 1:
+        raise UsageError(f"{text!r} is no size", hint="such as 500MB, 5GB or 4GiB")
+    return size
+
+
 def _show_dry_run(plan: Plan, *, as_json: bool) -> None:
     if as_json:
         console.result_json({"dry_run": True, **describe(plan)})
         return
-    for fate in (*plan.key_fates, *plan.tensor_fates):
+    for fate in (*plan.key_fates, *plan.tensor_fates, *plan.file_fates):
         where = fate.source if fate.result in (None, fate.source) else f"{fate.source or '-'} -> {fate.result}"
         console.result(f"{fate.fate:8} {where}{f'  ({fate.why})' if fate.why else ''}")
 

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from dflash_cli.formats.base import Format
 
-Fated = Literal["kept", "moved", "renamed", "derived", "dropped"]
+Fated = Literal["kept", "moved", "renamed", "split", "derived", "dropped"]
 
 CONTAINERS = ("dflash_config", "transformer_layer_config", "speculators_config")
 WHY_DERIVED = {
@@ -25,12 +25,15 @@ WHY_DROPPED = {
     "tie_word_embeddings": "a draft has no embedding to tie",
     "torch_dtype": "dtype says the same",
     "max_anchors": "a training setting",
+    "partial_rotary_factor": "the draft rotates every dimension, and engines that read the key would not",
+    "mrope_section": "the draft's positions have one dimension",
+    "mrope_interleaved": "the draft's positions have one dimension",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Fate:
-    """One key or tensor. `source` is None for what only the result has, `result` for what only the source had."""
+    """One key, tensor or file. `source` is None for what only the result has, `result` for what only the source had."""
 
     source: str | None
     result: str | None

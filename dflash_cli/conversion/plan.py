@@ -1,23 +1,25 @@
 """Decide a conversion before anything is written: the new config, which tensors go along, and what is refused."""
 
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 
+from dflash_cli.conversion.companions import Companion, find_companions, find_mask, left_behind
 from dflash_cli.conversion.fates import Fate, key_fates
-from dflash_cli.conversion.proof import find_difference, is_identity_map
+from dflash_cli.conversion.serving import check_serving, serving_warnings, suit_carried, suit_engine
+from dflash_cli.conversion.taps import PROJECTION, is_normal, normalise_taps
+from dflash_cli.conversion.tensors import assign_files, dropped_tensors, tensor_fates
 from dflash_cli.formats.base import Format, Json, get_format, named_architectures
 from dflash_cli.loading import DraftCheckpoint
 from dflash_cli.references import TINY, TINY_TARGET_NAME, is_hub_id
-from dflash_runtime.checkpoint import TensorInfo, refuse_escape
+from dflash_cli.safetensors_writer import WrittenTensor
+from dflash_runtime.checkpoint import TensorInfo
 from dflash_runtime.config import DraftConfig, Verifier
 from dflash_runtime.errors import LossyConversion, UnsupportedError, located
-from dflash_runtime.layout import DRAFT_TO_TARGET, EMBEDDING, HEAD, TARGET_TO_DRAFT
-from dflash_runtime.pair import TargetSource, check_pair
+from dflash_runtime.layout import HEAD
+from dflash_runtime.layout import PACKED_DTYPES as PACKED
+from dflash_runtime.pair import DraftSource, TargetSource, check_pair
 
-MASK_EMBEDDING = "mask_embedding.pt"
-COPIED = ("README*", "LICENSE*", "LICENCE*", "NOTICE*")
-ALLOW_HINT = "--allow-lossy converts without it"
+SCALES_OFF = {"input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,21 +31,28 @@ class Wish:
     target_reference: str | None = None
     verifier: str | None = None
     allow_lossy: bool = False
+    normalise_taps: bool = False
+    max_shard_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Everything that will be written, and why."""
+    """Everything that will be written, and why. `files` are the weights by file name."""
 
     draft: DraftCheckpoint
     target: TargetSource | None
     format: Format
     config: DraftConfig
     config_json: Json
-    kept: tuple[TensorInfo, ...]
+    files: Mapping[str, tuple[WrittenTensor, ...]]
     dropped: tuple[Fate, ...]
-    files: tuple[Path, ...]
+    companions: tuple[Companion, ...]
     warnings: tuple[str, ...]
+
+    @property
+    def kept(self) -> tuple[WrittenTensor, ...]:
+        """The tensors that will be written."""
+        return tuple(tensor for tensors in self.files.values() for tensor in tensors)
 
     @property
     def num_bytes(self) -> int:
@@ -57,7 +66,15 @@ class Plan:
 
     @property
     def tensor_fates(self) -> list[Fate]:
-        return [*(Fate(info.name, info.name, "kept") for info in self.kept), *self.dropped]
+        """The fate of every tensor of the source, by its stored name."""
+        place = self.draft.checkpoint.place
+        dropped = [replace(fate, source=place(fate.source).stored) for fate in self.dropped if fate.source is not None]
+        return [*tensor_fates(self.draft, self.kept), *dropped]
+
+    @property
+    def file_fates(self) -> list[Fate]:
+        """The fate of every file that is neither config nor weights."""
+        return [*(item.fate for item in self.companions), *left_behind(self.draft, self.companions)]
 
 
 def make_plan(draft: DraftCheckpoint, wish: Wish) -> Plan:
@@ -70,101 +87,65 @@ def make_plan(draft: DraftCheckpoint, wish: Wish) -> Plan:
     """
     result = get_format(wish.to)
     draft.plan()
+    _refuse_doubt(draft, result)
     if wish.target is not None:
-        check_pair(draft.source, wish.target)
+        check_pair(DraftSource(draft.config, draft.checkpoint), wish.target)
     warnings: list[str] = [*draft.reading.notes]
-    _refuse_mask_embedding(draft, wish, warnings)
-    dropped = tuple(_dropped_tensors(draft, wish, warnings))
+    companions = (
+        *find_companions(draft),
+        *find_mask(draft, result, warnings, allow_lossy=wish.allow_lossy),
+    )
+    dropped = tuple(dropped_tensors(draft, result, wish.target, warnings, allow_lossy=wish.allow_lossy))
     names = {fate.source for fate in dropped}
+    kept: list[WrittenTensor] = [info for name, info in draft.checkpoint.tensors.items() if name not in names]
     config = _result_config(draft, wish, result, names, warnings)
+    if wish.normalise_taps and not is_normal(config):
+        config, kept = _put_taps_in_order(config, kept, wish, warnings)
+    carried = draft.reading.carried
     with located(draft.checkpoint.config_path):
-        config_json = result.write_config(config, draft.reading.carried)
+        check_serving(config, result)
+        warnings += serving_warnings(config, carried, result)
+        config = suit_engine(config, result)
+        config_json = result.write_config(config, suit_carried(carried, result))
     return Plan(
         draft=draft,
         target=wish.target,
         format=result,
         config=config,
         config_json=config_json,
-        kept=tuple(info for name, info in draft.checkpoint.tensors.items() if name not in names),
+        files=assign_files(kept, wish.max_shard_bytes),
         dropped=dropped,
-        files=_companions(draft.checkpoint.path),
+        companions=companions,
         warnings=tuple(warnings),
     )
 
 
-def _refuse_mask_embedding(draft: DraftCheckpoint, wish: Wish, warnings: list[str]) -> None:
-    if not (draft.checkpoint.path / MASK_EMBEDDING).exists():
-        return
-    message = f"{draft.checkpoint.path / MASK_EMBEDDING}: a learned mask embedding, which would be lost"
-    if not wish.allow_lossy:
-        raise UnsupportedError(message, hint=ALLOW_HINT)
-    warnings.append(f"{MASK_EMBEDDING} is left behind: the result embeds its mask differently")
-
-
-def _dropped_tensors(draft: DraftCheckpoint, wish: Wish, warnings: list[str]) -> Iterator[Fate]:
-    """The tensors that do not go along, each with the reason that makes it safe."""
-    names = draft.checkpoint.tensors
-    is_full = not draft.config.has_reduced_vocab
-    for name in names:
-        if name.startswith("verifier_") or name.endswith("rotary_emb.inv_freq"):
-            yield Fate(name, None, "dropped", "not the draft's: readers make it from the target or the config")
-    maps = [name for name in (DRAFT_TO_TARGET, TARGET_TO_DRAFT) if name in names]
-    if is_full and maps:
-        yield from _drop_identity_maps(draft, maps)
-    if wish.to == "speculators":
-        return
-    if not is_full:
-        yield from _drop_reduced_head(draft, wish, warnings, maps)
-    elif HEAD in names:
-        yield _drop_copy(draft, wish, HEAD)
-    if EMBEDDING in names:
-        yield _drop_embedding(draft, wish, warnings)
-
-
-def _drop_identity_maps(draft: DraftCheckpoint, maps: list[str]) -> Iterator[Fate]:
-    for name in maps:
-        if not is_identity_map(draft.checkpoint, name):
-            raise UnsupportedError(
-                f"{draft.checkpoint.path}: {name} reorders ids although draft_vocab_size is the whole vocabulary"
-            )
-        yield Fate(name, None, "dropped", "maps every id to itself")
-
-
-def _drop_reduced_head(draft: DraftCheckpoint, wish: Wish, warnings: list[str], maps: list[str]) -> Iterator[Fate]:
-    yield _drop_copy(draft, wish, HEAD)
-    for name in maps:
-        yield Fate(name, None, "dropped", "there is no reduced vocabulary any more")
-    config = draft.config
-    warnings.append(
-        f"the reduced head ({config.draft_vocab_size} of {config.vocab_size} ids) equals the target's rows and is "
-        f"dropped: the result proposes over the whole vocabulary, so what is drafted changes"
-    )
-
-
-def _drop_copy(draft: DraftCheckpoint, wish: Wish, name: str) -> Fate:
-    path = draft.checkpoint.path
-    if wish.target is None:
-        raise LossyConversion(
-            f"{path}: {name} can be dropped only if it equals the target's rows, and no target is given",
-            hint="pass --target REF to compare them",
+def _refuse_doubt(draft: DraftCheckpoint, result: Format) -> None:
+    """Refuse to write one of two contradicting values, or packed weights where no reader looks for them."""
+    path = draft.checkpoint.config_path
+    if draft.reading.has_doubtful_causality:
+        raise UnsupportedError(
+            f"{path}: is_causal and dflash_config.causal contradict each other, and the result can state one",
+            hint="--causality causal is what NeMo Automodel's JetSpec recipe trains; otherwise --causality non-causal",
         )
-    difference = find_difference(draft, name, wish.target)
-    if difference is not None:
+    if draft.quantization is not None and result.name == "speculators" and draft.detection.format.name != result.name:
         raise LossyConversion(
-            f"{path}: {name} cannot be dropped: {difference}",
-            hint="a head of its own has no place in the native dialect; keep the speculators form",
+            f"{path}: quantised weights ({draft.quantization}): speculators' readers have no place for their settings",
+            hint="--to native, vllm and sglang copy them as they are",
         )
-    return Fate(name, None, "dropped", "equals the target's rows bit for bit")
 
 
-def _drop_embedding(draft: DraftCheckpoint, wish: Wish, warnings: list[str]) -> Fate:
-    if not wish.allow_lossy:
-        try:
-            return _drop_copy(draft, wish, EMBEDDING)
-        except LossyConversion as error:
-            raise LossyConversion(error.message, hint=f"{error.hint}; {ALLOW_HINT}") from error
-    warnings.append(f"{EMBEDDING} is dropped: readers take the target's, and nothing compared the two")
-    return Fate(EMBEDDING, None, "dropped", "readers take the target's (--allow-lossy)")
+def _put_taps_in_order(
+    config: DraftConfig, kept: list[WrittenTensor], wish: Wish, warnings: list[str]
+) -> tuple[DraftConfig, list[WrittenTensor]]:
+    at = next((at for at, info in enumerate(kept) if info.name == PROJECTION), None)
+    projection = kept[at] if at is not None else None
+    shape = (config.hidden_size, config.num_taps * config.feature_size)
+    if at is None or not isinstance(projection, TensorInfo) or projection.shape != shape or projection.dtype in PACKED:
+        raise UnsupportedError(f"{PROJECTION}: packed weights cannot be put in the order of the taps")
+    normal = normalise_taps(config, projection, allow_rounding=wish.allow_lossy)
+    warnings += [normal.warning] if normal.warning is not None else []
+    return normal.config, [*kept[:at], normal.projection, *kept[at + 1 :]]
 
 
 def _result_config(
@@ -182,8 +163,8 @@ def _result_config(
         _warn_of_mixed_layers(config, warnings)
     if "target_hidden_size" in result.unstated and config.feature_size == config.hidden_size:
         config = replace(config, target_hidden_size=None)
-    if wish.allow_lossy and "output_multiplier" in result.unstated:
-        config = _without_scales(config, warnings)
+    if wish.allow_lossy:
+        config = _without_scales(config, result, warnings)
     return config
 
 
@@ -218,15 +199,10 @@ def _warn_of_mixed_layers(config: DraftConfig, warnings: list[str]) -> None:
         )
 
 
-def _without_scales(config: DraftConfig, warnings: list[str]) -> DraftConfig:
-    plain = replace(config, input_embedding_scale=1.0, output_multiplier=1.0, final_logit_softcapping=None)
-    if plain != config:
-        warnings.append("scales are dropped: the result embeds or weighs tokens differently")
-    return plain
-
-
-def _companions(path: Path) -> tuple[Path, ...]:
-    found = sorted({item for pattern in COPIED for item in path.glob(pattern) if item.is_file()})
-    for item in found:
-        refuse_escape(path, item)
-    return tuple(found)
+def _without_scales(config: DraftConfig, result: Format, warnings: list[str]) -> DraftConfig:
+    off = {key: value for key, value in SCALES_OFF.items() if key in result.unstated}
+    lost = [key for key, value in off.items() if getattr(config, key) != value]
+    if lost:
+        warnings.append(f"scales are dropped ({', '.join(lost)}): the result embeds or weighs tokens differently")
+    changes: Json = dict(off)
+    return replace(config, **changes)

@@ -6,17 +6,19 @@ import json
 import os
 import secrets
 import shutil
+import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from dflash_cli.conversion.companions import MANIFEST_FILE, Companion, provenance
 from dflash_cli.conversion.plan import Plan
 from dflash_cli.safetensors_writer import write_tensors
-from dflash_runtime.checkpoint import INDEX_FILE, TensorInfo
+from dflash_runtime.checkpoint import INDEX_FILE
 from dflash_runtime.errors import CapacityError, UsageError
 
-MANIFEST_FILE = "conversion.json"
 HASH_BYTES = 4 * 1024 * 1024
 
 Observe = Callable[[str, int, int], None]
@@ -43,6 +45,23 @@ def check_destination(destination: Path, source: Path, *, force: bool) -> None:
 
 
 @contextmanager
+def ended_by_sigterm() -> Iterator[None]:
+    """Turn a request to end into an interruption, so that what is half written is removed."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
 def staged(destination: Path, num_bytes: int) -> Iterator[Path]:
     """A hidden directory beside the destination, which takes its place on success and is removed on anything else.
 
@@ -65,6 +84,10 @@ def staged(destination: Path, num_bytes: int) -> Iterator[Path]:
     try:
         yield stage
         _take_place(stage, destination)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise CapacityError(f"{parent}: the disk is full; nothing was left behind") from error
+        raise
     finally:
         shutil.rmtree(stage, ignore_errors=True)
 
@@ -72,17 +95,24 @@ def staged(destination: Path, num_bytes: int) -> Iterator[Path]:
 def write_plan(plan: Plan, stage: Path, observe: Observe) -> None:
     """Write weights, companions and config; the config comes last."""
     total = plan.num_bytes
-    by_file: dict[str, list[TensorInfo]] = {}
-    for info in plan.kept:
-        by_file.setdefault(info.file.name, []).append(info)
-    for name, tensors in by_file.items():
+    for name, tensors in plan.files.items():
         write_tensors(stage / name, tensors, lambda count: observe("copy", count, total))
-    if len(by_file) > 1:
-        weight_map = {info.name: name for name, tensors in by_file.items() for info in tensors}
+    if len(plan.files) > 1:
+        weight_map = {info.name: name for name, tensors in plan.files.items() for info in tensors}
         write_json(stage / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
-    for file in plan.files:
-        shutil.copyfile(file, stage / file.name)
+    for companion in plan.companions:
+        _write_companion(companion, plan, stage / companion.name)
     write_json(stage / "config.json", plan.config_json)
+
+
+def _write_companion(companion: Companion, plan: Plan, path: Path) -> None:
+    if companion.how == "tensor" and companion.tensor is not None:
+        write_tensors(path, [companion.tensor], lambda count: None)
+        return
+    shutil.copyfile(companion.source, path)
+    if companion.how == "card":
+        with path.open("a", encoding="utf-8") as card:
+            card.write(provenance(plan.draft, plan.format))
 
 
 def write_json(path: Path, document: dict[str, Any]) -> None:
@@ -106,7 +136,17 @@ def _hash(file: Path, total: int, observe: Observe) -> dict[str, Any]:
 
 
 def _take_place(stage: Path, destination: Path) -> None:
-    """Rename into place; what stands there, and may be replaced, is put back if that fails."""
+    """Rename into place; what stands there, and may be replaced, is put back if that fails.
+
+    At every moment the old checkpoint or the new one is whole: at the destination, or beside it under the hidden name
+    that ends what stands here.
+
+    | after           | destination | `.NAME.old-*` | `.NAME.tmp-*` |
+    |-----------------|-------------|---------------|---------------|
+    | moving aside    | -           | old           | new           |
+    | renaming        | new         | old           | -             |
+    | removing        | new         | -             | -             |
+    """
     aside = None
     if os.path.lexists(destination):
         aside = stage.with_name(f".{destination.name}.old-{secrets.token_hex(4)}")

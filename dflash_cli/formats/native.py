@@ -72,11 +72,9 @@ class Native:
     """Whether a sliding layer is causal where nothing is stated."""
 
     def evidence(self, config: Mapping[str, Any], tensor_names: frozenset[str]) -> str | None:
-        nested = config.get("dflash_config")
         if ARCHITECTURE in named_architectures(config):
-            home = "in dflash_config" if isinstance(nested, dict) and "block_size" in nested else "at the top level"
-            return f"architectures names {ARCHITECTURE}; block_size is {home}"
-        return "config.json has dflash_config" if isinstance(nested, dict) else None
+            return f"architectures names {ARCHITECTURE}"
+        return "config.json has dflash_config" if isinstance(config.get("dflash_config"), dict) else None
 
     def read_config(self, config: Mapping[str, Any], path: Path) -> Reading:
         """Read either spelling of every key.

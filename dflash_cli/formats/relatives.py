@@ -66,8 +66,8 @@ class Relative:
         raise UnknownFormat(
             f"{path}: {self.title} ({self.evidence(config, frozenset()) or 'by its tensors'}), not DFlash: "
             f"{self.difference}",
-            hint=f"served by {self.served_by}; this tool handles DFlash drafts only, and removing the extra parts would "
-            f"change the model",
+            hint=f"served by {self.served_by}; this tool handles DFlash only, and removing what makes it another "
+            f"kind would change the model",
         )
 
     def write_config(self, config: DraftConfig, carried: Mapping[str, Any]) -> Json:

@@ -1,4 +1,6 @@
-"""The native dialect as SGLang reads it as trained. Source: SGLang 0.5.23 speculative/dflash_utils.py, models/dflash.py.
+"""The native dialect as SGLang reads it as trained.
+
+Source: SGLang 0.5.23 speculative/dflash_utils.py::parse_dflash_draft_config, models/dflash.py.
 
 Written only; the file is a native one. SGLang takes causality from the top level alone, has no reduced head, takes the
 draft's width for the target's, and knows two of the three scales.

@@ -28,7 +28,8 @@ def _silu_mul_kernel(gate_up, out, gate_up_row, width, TILE: tl.constexpr):
     source = gate_up + row * gate_up_row + place
     gate = tl.load(source, mask=is_place, other=0.0)
     wide = gate.to(tl.float32)
-    gated = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype).to(tl.float32)
+    fall = tl.exp(-tl.abs(wide))  # never overflows
+    gated = (wide * tl.where(wide < 0, fall, 1.0) / (1.0 + fall)).to(gate.dtype).to(tl.float32)
     up = tl.load(source + width, mask=is_place, other=0.0).to(tl.float32)
     tl.store(out + row * width + place, (gated * up).to(gate.dtype), mask=is_place)
 

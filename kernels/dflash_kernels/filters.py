@@ -1,8 +1,8 @@
 """Cut distributions to their top-k and top-p tokens.
 
-The reference sorts each row. The kernel finds, by bisection on the bits of a logit, the value below which nothing is
-kept, skipping tiles whose highest logit is lower still: a row that keeps a few tokens costs a few tiles a bit instead
-of a sort of the whole vocabulary. What is kept is the same, ties included; sums may differ in their last bit.
+The reference sorts each row. The kernel searches, from the highest logit down, for the value below which nothing is
+kept, and skips tiles whose highest logit is lower still: a row that keeps a few tokens reads a few tiles some ten times
+instead of sorting its vocabulary. What is kept is the same, ties included; sums may differ in their last bit.
 
 Axis letters: T rows, V vocabulary.
 """
@@ -10,7 +10,7 @@ Axis letters: T rows, V vocabulary.
 import torch
 from torch import Tensor
 
-from dflash_kernels.launch import jit, tl
+from dflash_kernels.launch import FILTER_TILES, jit, power_of_2, tl
 
 _KEY_BITS = {torch.float32: 32, torch.float16: 19, torch.bfloat16: 16}
 """Leading bits that tell any two logits of a dtype apart, once widened to float32."""
@@ -56,33 +56,55 @@ def _load_keys(logits, token, vocab_size, NUM_BITS: tl.constexpr):
 
 
 @jit
-def _count_from(logits, tile_tops, key, enough, vocab_size, num_tiles, NUM_BITS: tl.constexpr, TILE_V: tl.constexpr):
-    """How many logits are at or above `key`; stops counting at `enough`."""
-    count = tl.zeros((), tl.int64)
+def _amount_from(
+    logits, probs, tile_tops, key, enough, vocab_size, num_tiles,
+    BY_MASS: tl.constexpr, NUM_BITS: tl.constexpr, TILE_V: tl.constexpr, TILE_T: tl.constexpr,
+):  # fmt: skip
+    """The probability, or the number, of the logits at or above `key`; adds up no further than `enough`.
+
+    Visits TILE_T tiles at a time, and only where one of them has a logit that high.
+    """
+    amount = tl.zeros((), tl.float64)
     tile = 0
-    while (tile < num_tiles) & (count < enough):
-        if _keys(tl.load(tile_tops + tile), NUM_BITS) >= key:
-            token = tile * TILE_V + tl.arange(0, TILE_V)
+    while (tile < num_tiles) & (amount < enough):
+        tiles = tile + tl.arange(0, TILE_T)
+        top = tl.max(tl.load(tile_tops + tiles, mask=tiles < num_tiles, other=float("-inf")), 0)
+        if _keys(top, NUM_BITS) >= key:
+            token = tile * TILE_V + tl.arange(0, TILE_T * TILE_V)
             is_above = (_load_keys(logits, token, vocab_size, NUM_BITS) >= key) & (token < vocab_size)
-            count += tl.sum(is_above.to(tl.int64), 0)
-        tile += 1
-    return count
+            if BY_MASS:
+                amount += tl.sum(tl.load(probs + token, mask=is_above, other=0.0), 0)
+            else:
+                amount += tl.sum(is_above.to(tl.int32), 0).to(tl.float64)
+        tile += TILE_T
+    return amount
 
 
 @jit
-def _mass_from(
-    logits, probs, tile_tops, key, enough, vocab_size, num_tiles, NUM_BITS: tl.constexpr, TILE_V: tl.constexpr
-):
-    """Probability of all logits at or above `key`; stops adding at `enough`."""
-    mass = tl.zeros((), tl.float64)
-    tile = 0
-    while (tile < num_tiles) & (mass < enough):
-        if _keys(tl.load(tile_tops + tile), NUM_BITS) >= key:
-            token = tile * TILE_V + tl.arange(0, TILE_V)
-            is_above = _load_keys(logits, token, vocab_size, NUM_BITS) >= key
-            mass += tl.sum(tl.load(probs + token, mask=is_above & (token < vocab_size), other=0.0), 0)
-        tile += 1
-    return mass
+def _highest_key(
+    logits, probs, tile_tops, top_key, enough, vocab_size, num_tiles,
+    BY_MASS: tl.constexpr, NUM_BITS: tl.constexpr, TILE_V: tl.constexpr, TILE_T: tl.constexpr,
+):  # fmt: skip
+    """The highest key with `enough` at or above it: down from the top in growing steps, then by bisection."""
+    low, high, step = top_key, top_key + 1, top_key * 0 + 1
+    amount = _amount_from(
+        logits, probs, tile_tops, low, enough, vocab_size, num_tiles, BY_MASS, NUM_BITS, TILE_V, TILE_T
+    )
+    while (amount < enough) & (low > 0):
+        high = low
+        low = tl.maximum(low - step, 0)
+        step = step * 2
+        amount = _amount_from(
+            logits, probs, tile_tops, low, enough, vocab_size, num_tiles, BY_MASS, NUM_BITS, TILE_V, TILE_T
+        )
+    while high - low > 1:
+        middle = (low + high) // 2
+        amount = _amount_from(
+            logits, probs, tile_tops, middle, enough, vocab_size, num_tiles, BY_MASS, NUM_BITS, TILE_V, TILE_T
+        )
+        low = tl.where(amount >= enough, middle, low)
+        high = tl.where(amount >= enough, high, middle)
+    return low
 
 
 @jit
@@ -109,53 +131,61 @@ def _place_of_tie(
 @jit
 def _threshold_kernel(
     logits, probs, tile_tops, temperatures, top_ks, top_ps, keys, last_ids, masses,
-    vocab_size, row_stride, num_tiles, NUM_BITS: tl.constexpr, TILE_V: tl.constexpr,
+    vocab_size, row_stride, num_tiles, NUM_BITS: tl.constexpr, TILE_V: tl.constexpr, TILE_T: tl.constexpr,
+    ALL_TILES: tl.constexpr,
 ):  # fmt: skip
     """For each row the lowest key kept, the last id kept among those equal to it, and the probability kept."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * row_stride
     probs += row * vocab_size
     tile_tops += row * num_tiles
-    top_k = tl.load(top_ks + row)
-    top_p = tl.load(top_ps + row)
-    has_k = (top_k > 0) & (top_k < vocab_size)
+    top_k, top_p = tl.load(top_ks + row), tl.load(top_ps + row)
     # Nothing to cut: keep every key, and divide by exactly 1.
     key = tl.zeros((), tl.int64)
     last_id = tl.zeros((), tl.int64) + vocab_size
     mass = tl.zeros((), tl.float64) + 1.0
-    is_drawn = tl.load(temperatures + row) > 0
-    kept = tl.zeros((), tl.int64) + vocab_size
-    if is_drawn & has_k:
-        for step in range(NUM_BITS):
-            higher = key + (tl.full((), 1, tl.int64) << (NUM_BITS - 1 - step))
-            if _count_from(logits, tile_tops, higher, top_k, vocab_size, num_tiles, NUM_BITS, TILE_V) >= top_k:
-                key = higher
-        above = _count_from(logits, tile_tops, key + 1, top_k, vocab_size, num_tiles, NUM_BITS, TILE_V)
-        kept = top_k - above
-        last_id, weight, _ = _place_of_tie(logits, probs, tile_tops, key, kept, vocab_size, num_tiles, NUM_BITS, TILE_V)
-        mass = (
-            _mass_from(logits, probs, tile_tops, key + 1, 2.0, vocab_size, num_tiles, NUM_BITS, TILE_V) + kept * weight
-        )
-    if is_drawn & (top_p < 1):
-        level = top_p * mass
-        low = key
-        key = tl.zeros((), tl.int64)
-        for step in range(NUM_BITS):
-            higher = key + (tl.full((), 1, tl.int64) << (NUM_BITS - 1 - step))
-            if _mass_from(logits, probs, tile_tops, higher, level, vocab_size, num_tiles, NUM_BITS, TILE_V) >= level:
-                key = higher
-        key = tl.maximum(key, low)
-        above_mass = _mass_from(logits, probs, tile_tops, key + 1, 2.0, vocab_size, num_tiles, NUM_BITS, TILE_V)
-        last_id, weight, ties = _place_of_tie(logits, probs, tile_tops, key, 1, vocab_size, num_tiles, NUM_BITS, TILE_V)
-        # Of equal tokens those are kept before which the level is not reached, and no more than top-k left.
-        needed = tl.ceil((level - above_mass) / tl.where(weight > 0, weight, 1.0))
-        needed = tl.minimum(tl.maximum(needed, 1.0), ties.to(tl.float64)).to(tl.int64)
-        needed = tl.minimum(needed, tl.where(key == low, kept, needed))
-        if needed > 1:
-            last_id, weight, ties = _place_of_tie(
-                logits, probs, tile_tops, key, needed, vocab_size, num_tiles, NUM_BITS, TILE_V
+    left = last_id
+    if tl.load(temperatures + row) > 0:
+        tiles = tl.arange(0, ALL_TILES)
+        tops = tl.load(tile_tops + tiles, mask=tiles < num_tiles, other=float("-inf"))
+        top_key = _keys(tl.max(tops, 0), NUM_BITS)
+        if (top_k > 0) & (top_k < vocab_size):
+            enough = top_k.to(tl.float64)
+            key = _highest_key(
+                logits, probs, tile_tops, top_key, enough, vocab_size, num_tiles, False, NUM_BITS, TILE_V, TILE_T
             )
-        mass = above_mass + needed * weight
+            above = _amount_from(
+                logits, probs, tile_tops, key + 1, enough, vocab_size, num_tiles, False, NUM_BITS, TILE_V, TILE_T
+            )
+            left = top_k - above.to(tl.int64)
+            last_id, weight, _ = _place_of_tie(
+                logits, probs, tile_tops, key, left, vocab_size, num_tiles, NUM_BITS, TILE_V
+            )
+            mass = left * weight + _amount_from(
+                logits, probs, tile_tops, key + 1, 2.0, vocab_size, num_tiles, True, NUM_BITS, TILE_V, TILE_T
+            )
+        if top_p < 1:
+            level, low = top_p * mass, key
+            key = _highest_key(
+                logits, probs, tile_tops, top_key, level, vocab_size, num_tiles, True, NUM_BITS, TILE_V, TILE_T
+            )
+            key = tl.maximum(key, low)
+            above = _amount_from(
+                logits, probs, tile_tops, key + 1, 2.0, vocab_size, num_tiles, True, NUM_BITS, TILE_V, TILE_T
+            )
+            first_id, weight, ties = _place_of_tie(
+                logits, probs, tile_tops, key, 1, vocab_size, num_tiles, NUM_BITS, TILE_V
+            )
+            # Of equal tokens those are kept before which the level is not reached, and no more than top-k left.
+            needed = tl.ceil((level - above) / tl.where(weight > 0, weight, 1.0))
+            needed = tl.minimum(tl.maximum(needed, 1.0), ties.to(tl.float64)).to(tl.int64)
+            needed = tl.minimum(needed, tl.where(key == low, left, needed))
+            last_id = first_id
+            if needed > 1:
+                last_id, weight, ties = _place_of_tie(
+                    logits, probs, tile_tops, key, needed, vocab_size, num_tiles, NUM_BITS, TILE_V
+                )
+            mass = above + needed * weight
     tl.store(keys + row, key)
     tl.store(last_ids + row, last_id)
     tl.store(masses + row, mass)
@@ -188,7 +218,8 @@ def launch_cut(
     masses = torch.empty(num_rows, dtype=torch.float64, device=logits.device)
     _threshold_kernel[(num_rows,)](
         logits, probs, tile_tops, temperatures, top_ks, top_ps, keys, last_ids, masses,
-        vocab_size, logits.stride(0), num_tiles, NUM_BITS=num_bits, TILE_V=tile, num_warps=8,
+        vocab_size, logits.stride(0), num_tiles, NUM_BITS=num_bits, TILE_V=tile,
+        TILE_T=min(FILTER_TILES, power_of_2(num_tiles)), ALL_TILES=power_of_2(num_tiles), num_warps=16,
     )  # fmt: skip
     _cut_kernel[(num_tiles, num_rows)](
         logits, probs, keys, last_ids, masses, vocab_size, logits.stride(0), NUM_BITS=num_bits, TILE_V=tile

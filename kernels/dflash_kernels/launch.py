@@ -117,6 +117,9 @@ HEAD_TILE = 8
 VOCAB_TILE = 4096
 """Tokens a program covers in one pass over logits or probabilities."""
 
+FILTER_TILES = 4
+"""Tiles of the vocabulary that the search for a cut visits at once."""
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionTiles:

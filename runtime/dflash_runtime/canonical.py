@@ -47,11 +47,7 @@ class CanonicalCheckpoint(Checkpoint):
         return self._tensors
 
     def place(self, name: str) -> StoredRows:
-        """Where a canonical tensor lies."""
         return self._places[self.tensors[name].name]
-
-    def stored_name(self, name: str) -> str:
-        return self.place(name).stored
 
     def _read(self, reader: Any, name: str) -> "torch.Tensor":
         place = self.place(name)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from dflash_runtime.errors import CheckpointError, CheckpointNotFound, TensorMismatch
 from dflash_runtime.gguf import refuse_gguf
+from dflash_runtime.layout import StoredRows
 
 if TYPE_CHECKING:
     import torch
@@ -93,9 +94,9 @@ class Checkpoint:
         """The safetensors files that hold tensors, in order of name."""
         return sorted({info.file for info in self.tensors.values()})
 
-    def stored_name(self, name: str) -> str:
-        """The name under which a file holds this tensor."""
-        return name
+    def place(self, name: str) -> StoredRows:
+        """Where a tensor lies, by the names its file uses."""
+        return StoredRows(self.tensors[name].name)
 
     def load(self, name: str) -> "torch.Tensor":
         """Read one tensor to the CPU, in the dtype it is stored in."""

@@ -33,7 +33,7 @@ FUSED = {
 PACKED = re.compile(
     r".*(weight_packed|weight_zero_point|weight_shape|qweight|qzeros|weight_scale(_2|_inv)?|input_scale)$"
 )
-"""Names that only packed weights have. Sources: compressed-tensors, NVIDIA/Model-Optimizer, AutoGPTQ and AWQ exports."""
+"""Names that only packed weights have: compressed-tensors, NVIDIA/Model-Optimizer, AutoGPTQ and AWQ exports."""
 
 PACKED_DTYPES = frozenset({"U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F4", "I32"})
 """Element types that a matrix has only when it is packed."""

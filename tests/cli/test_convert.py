@@ -116,8 +116,11 @@ class TestManifest:
         (source / "README.md").write_text("a draft")
         (source / "LICENSE").write_text("MIT")
         manifest = support.convert(source, tmp_path / "out", "speculators", verifier="acme/target")
-        assert manifest["files"] == ["LICENSE", "README.md"]
-        assert (tmp_path / "out" / "README.md").read_text() == "a draft"
+        fates = {entry["from"]: (entry["to"], entry["fate"]) for entry in manifest["files"]}
+        assert fates == {"LICENSE": ("LICENSE", "kept"), "README.md": ("README.md", "kept")}
+        card = (tmp_path / "out" / "README.md").read_text()
+        assert card.startswith("a draft\n\n## Provenance\n")
+        assert "from `source` (DFlash, native dialect) to DFlash, speculators dialect" in card
 
     def test_permissions_are_ordinary(self, tmp_path: Path) -> None:
         support.convert(

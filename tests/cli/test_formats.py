@@ -139,7 +139,7 @@ class TestReading:
             {"dflash_config": nested(sample_from_anchor=True)},
             {"dflash_config": nested(attention_sink_bias=True)},
             {"dflash_config": nested(attention_value_scale=0.6)},
-            {"quantization_config": {"quant_method": "modelopt"}},
+            {"dflash_config": nested(attention_mode="mla")},
             {"has_embed_tokens": True},
         ],
     )
@@ -182,6 +182,18 @@ class TestCausality:
     def test_use_swa_puts_a_window_on_every_layer(self) -> None:
         config = support.native_config(dflash_config=nested(use_swa=True, swa_window_size=16, causal=False))
         assert read(config).windows == (16, 16)
+
+    def test_a_window_from_use_swa_makes_no_layer_causal(self) -> None:
+        """As vLLM 0.33 reads it: only a stated sliding layer is causal by default."""
+        config = support.native_config(
+            dflash_config=nested(use_swa=True, swa_window_size=16), is_causal=support.REMOVED
+        )
+        assert (read(config).windows, read(config).causal) == ((16, 16), (False, False))
+
+    def test_two_windows_contradict(self) -> None:
+        config = support.native_config(MIXED, dflash_config=nested(use_swa=True, swa_window_size=8))
+        with pytest.raises(InvalidConfig, match="swa_window_size: found 8, expected sliding_window's value, 16"):
+            read(config)
 
     def test_a_window_that_is_switched_off_is_an_error(self) -> None:
         with pytest.raises(InvalidConfig, match="use_sliding_window"):
@@ -242,7 +254,7 @@ class TestDetection:
 
     def test_automodel(self) -> None:
         config = support.native_config(architectures=["Qwen3DFlashDraftModel"])
-        assert detect_from(config, frozenset(), PATH).format.name == "native"
+        assert detect_from(config, frozenset(), PATH).format.name == "automodel"
 
     def test_a_target_is_no_draft(self) -> None:
         with pytest.raises(UnknownFormat, match="not a DFlash draft"):

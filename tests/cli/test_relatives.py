@@ -36,6 +36,7 @@ BY_CONFIG = {
     "lilicorr": ("lilicorr", native("LiLiCorrDraftModel")),
     "laguna": ("laguna", native("DFlashLagunaForCausalLM")),
     "muse": ("muse", native("MuseGlimmerAssistantModel")),
+    "muse by its model type": ("muse", native(top={"model_type": "muse_glimmer_assistant"})),
     "eagle 3": ("eagle3", native("LlamaForCausalLMEagle3")),
     "eagle 3 in speculators": ("eagle3", support.speculators_config(speculators_model_type="eagle3")),
     "p-eagle in speculators": ("peagle", support.speculators_config(speculators_model_type="peagle")),
@@ -52,7 +53,6 @@ BY_TENSORS = {
     "candidate_selector.predecessor_codebook": "dflash2",
     "midlayer.hidden_norm.weight": "eagle3",
     "aux_hidden_norms.0.weight": "laguna",
-    "encoder.fc.weight": "muse",
 }
 
 
@@ -60,13 +60,19 @@ BY_TENSORS = {
 def test_by_config(name: str, config: dict[str, Any]) -> None:
     found = detect_from(config, frozenset(), PATH)
     assert found.format.name == name
-    with pytest.raises(UnknownFormat, match=f"{found.format.title}.*not DFlash"):
+    with pytest.raises(UnknownFormat, match=f"{found.format.title}.*not DFlash") as caught:
         found.format.read_config(config, PATH)
+    assert str(caught.value.hint).startswith("served by ")
 
 
 @pytest.mark.parametrize(("tensor", "name"), BY_TENSORS.items())
 def test_by_tensors_under_dflash_name(tensor: str, name: str) -> None:
     assert detect_from(native(), frozenset({"fc.weight", tensor}), PATH).format.name == name
+
+
+def test_a_prefix_hides_no_relative() -> None:
+    names = frozenset({"model.fc.weight", "model.prefix_gru.weight_ih_l0"})
+    assert detect_from(native(), names, PATH).format.name == "domino"
 
 
 def test_a_stated_speculators_type_decides_alone() -> None:

@@ -52,6 +52,7 @@ def test_a_draft_of_minus_one_is_never_accepted() -> None:
     for accept in (accept_block_ref, accept_block):
         got = accept(whole(NONE, 4)[None], whole(NONE, 4, 5)[None], whole(2), whole(NONE)[None], whole(9))
         assert got.num_accepted.tolist() == [0]
+        assert got.is_stopped.tolist() == [False]
 
 
 def test_the_last_kept_token_stops_only_if_it_is_kept() -> None:

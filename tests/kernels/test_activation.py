@@ -19,7 +19,7 @@ def test_gate(num_rows: int, width: int, dtype: torch.dtype) -> None:
 
 def test_gates_far_from_zero() -> None:
     gate_up = torch.tensor([[-1e4, -100.0, 0.0, 100.0, 1.0, 1.0, 1.0, 1.0]], device=normal(1).device)
-    assert silu_mul(gate_up).tolist() == [[0.0, 0.0, 0.0, 100.0]]
+    assert silu_mul(gate_up).allclose(gate_up[:, :4].clamp(min=0), atol=1e-30)
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -40,3 +40,29 @@ def test_no_steps_give_no_figures() -> None:
     assert counts.acceptance_len is None
     assert counts.overall_acceptance_rate is None
     assert counts.per_pos_acceptance_rates == []
+
+
+def test_truncated_and_untruncated_differ_only_in_the_last_step() -> None:
+    from dflash_runtime.request import SamplingParams
+    from pairs import bundled_draft_model, bundled_llm, bundled_prompts
+
+    llm = bundled_llm(bundled_draft_model(), 7, max_num_requests=4)
+    params = SamplingParams(max_new_tokens=29, stop_token_ids=tuple(range(5, 21)))
+    differing = 0
+    for found in llm.generate([prompt[:20] for prompt in bundled_prompts()[:12]], params):
+        assert found.kept_lengths[:-1] == found.acceptance_lengths[:-1]
+        assert sum(found.kept_lengths) + 1 == len(found.token_ids)
+        differing += found.kept_lengths[-1:] != found.acceptance_lengths[-1:]
+    assert differing > 0
+
+
+def test_steps_without_drafts_are_not_counted() -> None:
+    from dflash_runtime.request import SamplingParams
+    from pairs import bundled_draft_model, bundled_llm, bundled_prompts
+
+    prompt = bundled_prompts()[0][:20]
+    plain = bundled_llm(None, 0).generate([prompt], SamplingParams(max_new_tokens=12))
+    assert count_acceptance(plain, 0).num_drafts == 0
+    near_limit = bundled_llm(bundled_draft_model(), 7, max_model_len=25).generate([prompt], SamplingParams())
+    assert len(near_limit[0].token_ids) == 5
+    assert count_acceptance(near_limit, 7).num_drafts == 0

@@ -1,0 +1,70 @@
+"""The hub's errors in our words: gated, missing, wrong revision, offline and unreachable read differently."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from dflash_runtime.errors import CheckpointNotFound
+
+
+class HubUnreachable(CheckpointNotFound):
+    """Nobody answered, or the hub must not be asked; a local copy may still do."""
+
+
+@contextmanager
+def explained(repo: str, revision: str | None = None) -> Iterator[None]:
+    """Turn what huggingface_hub raises inside into one line.
+
+    Raises:
+        CheckpointNotFound: naming the reason.
+    """
+    from huggingface_hub.errors import (
+        EntryNotFoundError,
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    connection_errors = _connection_errors()
+    try:
+        yield
+    except GatedRepoError as error:
+        raise CheckpointNotFound(
+            f"{repo}: gated", hint="accept its terms on the hub, then log in (hf auth login) or set HF_TOKEN"
+        ) from error
+    except RevisionNotFoundError as error:
+        raise CheckpointNotFound(f"{repo}: no revision {revision!r}") from error
+    except RepositoryNotFoundError as error:
+        raise CheckpointNotFound(
+            f"{repo}: not found on the hub", hint="check the name; a private repository needs HF_TOKEN"
+        ) from error
+    except HFValidationError as error:
+        raise CheckpointNotFound(f"{repo}: no such directory, and not a name the hub allows") from error
+    except (OfflineModeIsEnabled, LocalEntryNotFoundError) as error:
+        if isinstance(error.__cause__, HfHubHTTPError):
+            raise CheckpointNotFound(f"{repo}: {_first_line(error.__cause__)}") from error
+        raise HubUnreachable(
+            f"{repo}: not in the local cache, and the hub cannot be reached",
+            hint="check the network, or unset HF_HUB_OFFLINE",
+        ) from error
+    except (EntryNotFoundError, HfHubHTTPError) as error:
+        raise CheckpointNotFound(f"{repo}: {_first_line(error)}") from error
+    except connection_errors as error:
+        raise HubUnreachable(
+            f"{repo}: the hub cannot be reached ({type(error).__name__})", hint="check the network and HF_ENDPOINT"
+        ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return f"the hub answered: {(str(error) or type(error).__name__).splitlines()[0]}"
+
+
+def _connection_errors() -> tuple[type[Exception], ...]:
+    """The errors of the HTTP library that the hub's client has imported: httpx, or httpx2 from its release 2."""
+    libraries: list[Any] = [sys.modules[name] for name in ("httpx", "httpx2") if name in sys.modules]
+    return tuple(library.HTTPError for library in libraries)
