@@ -10,12 +10,13 @@ from dflash_cli.checks.engines import Engine
 from dflash_cli.checks.serving import Verdict, judge
 from dflash_cli.formats.base import Reading, detect_from
 from dflash_cli.loading import open_draft, open_target
-from dflash_cli.references import Location, list_files, open_checkpoint
+from dflash_cli.references import list_files, open_checkpoint
 from dflash_runtime.checkpoint import Checkpoint, TensorInfo
 from dflash_runtime.config import DraftConfig, EngineConfig, RopeConfig
 from dflash_runtime.errors import CheckpointError, InvalidConfig, UnsupportedError, UsageError, located
 
 if TYPE_CHECKING:
+    from dflash_cli.references import Location
     from dflash_cli.trials import Effort, Observe, Search
 
 ORDER: dict[Severity, int] = {"error": 0, "warning": 1, "info": 2}
@@ -39,9 +40,9 @@ class RunPlan:
 class Request:
     """What to check: a draft, and everything it is to be held against."""
 
-    draft: Location
+    draft: "Location"
     reference: str | None = None
-    target: Location | None = None
+    target: "Location | None" = None
     target_reference: str | None = None
     engines: Sequence[Engine] = ()
     level: Level = "headers"
@@ -137,7 +138,7 @@ def known_ids() -> set[str]:
     return {rule.id for rule in all_rules()}
 
 
-def _open(location: Location) -> Subject:
+def _open(location: "Location") -> Subject:
     """A draft as far as it can be opened, with the errors that stopped it."""
     path = location if isinstance(location, Path) else location.path
     files = list_files(location)

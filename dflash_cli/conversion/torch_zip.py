@@ -6,6 +6,7 @@ anything else, any other global above all, is refused, and nothing is ever impor
 where they are. Source: torch/serialization.py, torch/_utils.py::_rebuild_tensor_v2; Python's pickletools.
 """
 
+import io
 import math
 import pickletools
 import struct
@@ -99,7 +100,12 @@ class _Machine:
     def run(self, data: bytes) -> Any:
         """The value that a pickle describes."""
         try:
-            for opcode, argument, _ in pickletools.genops(data):
+            stream = io.BytesIO(data)
+            while code := stream.read(1):
+                opcode = pickletools.code2op.get(code.decode("latin-1"))
+                if opcode is None or opcode.name not in KNOWN:
+                    raise _refusal(self._file, f"asks for the pickle operation {opcode.name if opcode else code!r}")
+                argument = opcode.arg.reader(stream) if opcode.arg is not None else None
                 if opcode.name == "STOP":
                     return self._stack.pop()
                 self._step(opcode.name, argument)
@@ -120,8 +126,6 @@ class _Machine:
             self._find(argument)
         elif name in ACTIONS:
             ACTIONS[name](self)
-        elif name not in ("PROTO", "FRAME"):
-            raise _refusal(self._file, f"asks for the pickle operation {name}")
 
     def _find(self, argument: str | None) -> None:
         if argument is None:
@@ -198,6 +202,13 @@ ACTIONS: dict[str, Callable[[_Machine], None]] = {
     "BINPERSID": _Machine.load_storage,
     "REDUCE": _Machine.reduce,
 }
+KNOWN = frozenset(
+    {
+        *LITERALS, *CONSTANTS, *ACTIONS, "BINPUT", "LONG_BINPUT", "MEMOIZE", "BINGET", "LONG_BINGET", "GLOBAL",
+        "STACK_GLOBAL", "PROTO", "FRAME", "STOP",
+    }
+)  # fmt: skip
+"""The operations that are read at all; the first other one ends the reading."""
 
 
 def _is_contiguous(shape: Any, stride: Any) -> bool:

@@ -95,7 +95,7 @@ def test_two_tensors_of_one_name_are_refused(tmp_path: Path) -> None:
     arrays = support.body_arrays()
     arrays["model.norm.weight"] = arrays["norm.weight"]
     source = support.write_checkpoint(tmp_path / "source", support.native_config(), arrays)
-    with pytest.raises(CheckpointError, match="are both norm.weight"):
+    with pytest.raises(CheckpointError, match=r"are both norm\.weight"):
         open_draft(source).plan()
 
 
@@ -205,7 +205,8 @@ class TestPackedWeights:
     def test_what_says_so(self, tmp_path: Path) -> None:
         assert open_draft(self.source(tmp_path)).quantization == "quantization_config"
         by_name = open_draft(self.source(tmp_path, config=False)).quantization
-        assert by_name == "the tensor layers.0.mlp.down_proj.weight_packed"
+        assert by_name is not None
+        assert by_name.startswith("the tensor layers.0.mlp.down_proj.weight_")
         (tmp_path / "source" / "hf_quant_config.json").write_text("{}")
         assert open_draft(tmp_path / "source").quantization == "hf_quant_config.json"
 

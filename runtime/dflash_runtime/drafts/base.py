@@ -14,12 +14,16 @@ from torch import Tensor
 
 from dflash_kernels.suite import Kernels
 from dflash_runtime.config import DraftConfig
+from dflash_runtime.errors import UnsupportedError
 from dflash_runtime.kv import KVCache
 from dflash_runtime.layout import plan_tensors
 from dflash_runtime.models.base import Target
 from dflash_runtime.models.layers import Attend, Weights
 from dflash_runtime.pair import DraftSource
 from dflash_runtime.registry import Registry
+
+MASK_EMBEDDING = "mask_embedding.pt"
+"""A vector some drafts bring for the mask token instead of the target's embedding of it."""
 
 
 class Draft(Protocol):
@@ -83,6 +87,11 @@ def load_draft(
         TensorMismatch: missing, unexpected and misshapen tensors, all at once.
     """
     checkpoint = source.checkpoint
+    if (checkpoint.path / MASK_EMBEDDING).exists():
+        raise UnsupportedError(
+            f"{checkpoint.path / MASK_EMBEDDING}: a learned mask embedding, which this runtime does not apply",
+            hint="acceptance without it would not be the draft's own",
+        )
     shapes = {name: info.shape for name, info in checkpoint.tensors.items()}
     plan = plan_tensors(source.config, shapes, path=checkpoint.path)
     weights = {
