@@ -4,14 +4,18 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dflash_cli.conversion.verify import same_bytes
 from dflash_cli.formats.base import detect
 from dflash_cli.loading import open_draft, open_target
+from dflash_cli.references import open_checkpoint
 from dflash_runtime.checkpoint import Checkpoint, TensorInfo
 from dflash_runtime.config import DraftConfig, TargetConfig
 from dflash_runtime.errors import CheckpointError, UnknownFormat
+
+if TYPE_CHECKING:
+    from dflash_cli.references import Location
 
 Json = dict[str, Any]
 
@@ -82,21 +86,21 @@ class Difference:
         return not any((self.fields, self.carried, self.only_first, self.only_second, self.reshaped, self.rewritten))
 
 
-def describe(path: Path) -> Description:
-    """Read a draft, or a target where it is no draft.
+def describe(location: "Location") -> Description:
+    """Read a draft, or a target where it is no draft; a repository on the hub by its headers.
 
     Raises:
         CheckpointNotFound, CheckpointError, UnsupportedError: see `errors`.
     """
-    checkpoint = Checkpoint(path)
+    checkpoint = open_checkpoint(location)
     try:
         detect(checkpoint)
     except UnknownFormat:
-        return _describe_target(path, checkpoint)
-    draft = open_draft(path)
+        return _describe_target(checkpoint)
+    draft = open_draft(checkpoint)
     plan = draft.plan()
     return Description(
-        path=path,
+        path=checkpoint.path,
         config=draft.config,
         checkpoint=draft.checkpoint,
         owned=plan.load,
@@ -148,15 +152,15 @@ def describe_layers(config: DraftConfig) -> str:
     return "; ".join(f"{_range(first, last)}: {kind}" for first, last, kind in runs)
 
 
-def _describe_target(path: Path, checkpoint: Checkpoint) -> Description:
+def _describe_target(checkpoint: Checkpoint) -> Description:
     """A target; where the config is no target either, the reason why it is no draft is the better message."""
     try:
-        target = open_target(path)
+        target = open_target(checkpoint)
     except CheckpointError:
         detect(checkpoint)
         raise
     return Description(
-        path=path, config=target.config, checkpoint=target.checkpoint, owned=tuple(target.checkpoint.tensors)
+        path=checkpoint.path, config=target.config, checkpoint=target.checkpoint, owned=tuple(target.checkpoint.tensors)
     )
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from dflash_cli import __version__, console
-from dflash_cli.commands import convert, eval_acceptance, generate, inspect, validate
+from dflash_cli.commands import convert, env, eval_acceptance, explain, generate, inspect, launch, validate
 from dflash_runtime.errors import CapacityError, DFlashError
 
 app = typer.Typer(
@@ -24,6 +24,9 @@ app.command("generate", short_help="Complete prompts with a pair.")(generate.gen
 app.command("eval-acceptance", short_help="Measure how many tokens a step it gives.")(eval_acceptance.eval_acceptance)
 app.command("validate", short_help="Check a draft, alone or with its target.")(validate.validate)
 app.command("inspect", short_help="Describe a draft or a target, or compare two.")(inspect.inspect)
+app.command("explain", short_help="Explain a validation rule.")(explain.explain)
+app.command("launch", short_help="Print the command that serves a pair.")(launch.launch)
+app.command("env", short_help="Show versions, GPUs and settings.")(env.env)
 app.command("convert", short_help="Write a draft in another dialect.")(convert.convert)
 
 

@@ -134,7 +134,5 @@ def _download(reference: str, *, is_local: bool = False) -> Path:
     repo, _, revision = reference.partition("@")
     with explained(repo, revision or None):
         return Path(
-            snapshot_download(
-                repo, revision=revision or None, allow_patterns=WEIGHT_FILES, local_files_only=is_local
-            )
+            snapshot_download(repo, revision=revision or None, allow_patterns=WEIGHT_FILES, local_files_only=is_local)
         )

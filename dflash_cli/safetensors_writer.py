@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dflash_runtime.checkpoint import DTYPE_BYTES, TensorInfo
+from dflash_runtime.errors import CheckpointError
 
 CHUNK_BYTES = 64 * 1024 * 1024
 """What one call into the kernel moves, and so how often progress is told."""
@@ -112,7 +113,8 @@ def copy_bytes(source: int, out: int, extent: Extent, advance: Advance) -> None:
     """Append an extent to the end of `out`, inside the kernel where the system can.
 
     Raises:
-        OSError: the source has become shorter, or the disk is full.
+        CheckpointError: the source has become shorter.
+        OSError: the disk is full.
     """
     moves = list(MOVES)
     position = extent.begin
@@ -128,7 +130,7 @@ def copy_bytes(source: int, out: int, extent: Extent, advance: Advance) -> None:
             moves.pop(0)
             continue
         if moved == 0:
-            raise OSError(errno.EIO, f"ended at byte {position}, expected {extent.end}", str(extent.file))
+            raise CheckpointError(f"ended at byte {position}, expected {extent.end}", path=extent.file)
         position += moved
         advance(moved)
 

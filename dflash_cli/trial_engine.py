@@ -106,6 +106,4 @@ class TrialEngine:
 
     def _open(self, draft: Draft | None) -> LLM:
         limits = self._limits if draft is not None else replace(self._limits, num_draft_tokens=0)
-        return LLM.from_models(
-            self._target, draft, limits, config=self._config, device=self._device, dtype=self._dtype
-        )
+        return LLM.from_models(self._target, draft, limits, config=self._config, device=self._device, dtype=self._dtype)

@@ -37,7 +37,7 @@ class RunPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class Question:
     """What to check: a draft, and everything it is to be held against."""
 
     draft: "Location"
@@ -91,7 +91,7 @@ class Report:
         }
 
 
-def validate_draft(request: Request) -> Report:
+def validate_draft(question: Question) -> Report:
     """Run every rule of the level.
 
     Raises:
@@ -99,32 +99,32 @@ def validate_draft(request: Request) -> Report:
         CheckpointError, UnsupportedError: the target, not the draft, cannot be read.
         UsageError: the run level without a target.
     """
-    if request.level == "run" and (request.target is None or request.run is None):
+    if question.level == "run" and (question.target is None or question.run is None):
         raise UsageError("--level run needs a target", hint="add --target REF")
-    source = open_target(open_checkpoint(request.target)) if request.target is not None else None
+    source = open_target(open_checkpoint(question.target)) if question.target is not None else None
     subject = replace(
-        _open(request.draft),
+        _open(question.draft),
         target_source=source,
-        target_reference=request.target_reference,
-        reference=request.reference,
-        engines=tuple(request.engines),
-        num_speculative_tokens=request.num_speculative_tokens,
+        target_reference=question.target_reference,
+        reference=question.reference,
+        engines=tuple(question.engines),
+        num_speculative_tokens=question.num_speculative_tokens,
     )
-    findings, num_rules = _run_rules(subject, "weights" if request.level == "run" else request.level)
+    findings, num_rules = _run_rules(subject, "weights" if question.level == "run" else question.level)
     notes: list[str] = []
-    if request.level == "run":
-        subject, notes = _search(subject, request, findings)
+    if question.level == "run":
+        subject, notes = _search(subject, question, findings)
         ran = _chosen("run", subject)
         findings += _run(ran, subject)
         num_rules += len(ran)
-    findings = [item for item in _settle(findings) if item.id not in request.ignored]
+    findings = [item for item in _settle(findings) if item.id not in question.ignored]
     findings.sort(key=lambda item: (ORDER[item.severity], item.id, item.place))
     return Report(
         path=subject.path,
         dialect=_dialect(subject),
-        target=request.target_reference,
-        engines=tuple(request.engines),
-        level=request.level,
+        target=question.target_reference,
+        engines=tuple(question.engines),
+        level=question.level,
         findings=tuple(findings),
         num_rules=num_rules,
         verdicts=judge(subject, findings),
@@ -222,16 +222,16 @@ def _settle(findings: list[Finding]) -> list[Finding]:
     return [item for item in findings if item.id != UNREADABLE or not is_explained]
 
 
-def _search(subject: Subject, request: Request, findings: list[Finding]) -> tuple[Subject, list[str]]:
+def _search(subject: Subject, question: Question, findings: list[Finding]) -> tuple[Subject, list[str]]:
     """Run the interpretation search, unless what was found already keeps the pair from running."""
     from dflash_cli.trials import run_search
 
-    assert request.run is not None
+    assert question.run is not None
     assert subject.target_source is not None
     reasons = sorted({item.id for item in findings if item.severity == "error" and not item.engines})
     if subject.checkpoint is None or subject.reading is None or any(_keeps_from_running(item) for item in findings):
         return subject, [f"not run: the pair cannot run as it is ({', '.join(reasons)})"]
-    plan = request.run
+    plan = question.run
     found = run_search(
         open_draft(subject.checkpoint),
         subject.target_source,

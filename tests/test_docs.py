@@ -28,6 +28,8 @@ def test_architecture_names_every_module() -> None:
     """Each module of the runtime and each folder of the command line stands in docs/architecture.md."""
     text = (ROOT / "docs" / "architecture.md").read_text()
     modules = [file.name for file in (ROOT / "runtime" / "dflash_runtime").glob("*.py") if file.name != "__init__.py"]
-    folders = [f"{item.name}/" for item in (ROOT / "dflash_cli").iterdir() if item.is_dir() and item.name[0] not in "._"]
+    folders = [
+        f"{item.name}/" for item in (ROOT / "dflash_cli").iterdir() if item.is_dir() and item.name[0] not in "._"
+    ]
     missing = [name for name in [*modules, *folders] if name not in text]
     assert not missing

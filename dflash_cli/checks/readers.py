@@ -14,7 +14,9 @@ CONVERTER = "ggml-org/llama.cpp conversion/qwen.py, src/models/dflash.cpp"
 VLLM_SERVES = "serve it with vLLM: dflash launch DRAFT --target TARGET --engine vllm"
 
 
-@check("S13", "warning", effect="the code of April stops, or assumes 16", fix=FIX_OUT, source=ZLAB, engines=TRANSFORMERS)
+@check(
+    "S13", "warning", effect="the code of April stops, or assumes 16", fix=FIX_OUT, source=ZLAB, engines=TRANSFORMERS
+)
 def keys_are_where_the_reference_looks(subject: Subject) -> Iterator[Problem]:
     """block_size and num_target_layers stand at the top level, where z-lab's first code reads them."""
     if subject.engine("transformers") is None or subject.is_speculators:
@@ -110,9 +112,9 @@ def llama_serves_one_causality(subject: Subject) -> Iterator[Problem]:
 )
 def llama_finds_the_block(subject: Subject) -> Iterator[Problem]:
     """block_size stands at the top level, where llama.cpp's converter looks."""
-    if subject.engine("llama.cpp") is not None and not subject.is_speculators:
-        if subject.config.get("block_size") is None and subject.block_size not in (None, 16):
-            yield Problem(subject.place("block_size"), f"missing at the top level, {subject.block_size} in dflash_config")
+    is_nested = subject.config.get("block_size") is None and subject.block_size not in (None, 16)
+    if subject.engine("llama.cpp") is not None and not subject.is_speculators and is_nested:
+        yield Problem(subject.place("block_size"), f"missing at the top level, {subject.block_size} in dflash_config")
 
 
 @check(

@@ -34,7 +34,9 @@ class Verdict:
         if self.causal is None:
             return "" if self.trained is None else ", causality not known for this release"
         served, total = sum(self.causal), len(self.causal)
-        text = f", serves {served} of {total} layers causally" if served else f", serves all {total} layers non-causally"
+        text = (
+            f", serves {served} of {total} layers causally" if served else f", serves all {total} layers non-causally"
+        )
         if self.trained is not None and self.trained != self.causal:
             text += f" (trained: {sum(self.trained)} of {total} causal)"
         return text

@@ -116,7 +116,7 @@ def sglang_scales_no_embedding(subject: Subject) -> Iterator[Problem]:
     "S23",
     "warning",
     effect="SGLang packs the draft like its target unless it is told not to",
-    fix="add --speculative-draft-model-quantization unquant, as dflash launch DRAFT --target TARGET --engine sglang does",
+    fix="dflash launch DRAFT --target TARGET --engine sglang adds --speculative-draft-model-quantization unquant",
     source="sgl-project/sglang#28196, #34622, #35629",
     engines=SGLANG,
 )

@@ -138,7 +138,7 @@ def vllm_serves_the_trained_causality(subject: Subject) -> Iterator[Problem]:
     "S22",
     "warning",
     effect="backends that read a quantised KV cache may have no non-causal attention",
-    fix="serve with a bfloat16 KV cache: --kv-cache-dtype auto after dflash launch DRAFT --target TARGET --engine vllm",
+    fix="dflash launch DRAFT --target TARGET --engine vllm adds --kv-cache-dtype bfloat16",
     source="vllm-project/vllm#41559, #53979",
     engines=VLLM,
 )

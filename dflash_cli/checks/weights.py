@@ -176,9 +176,7 @@ def map_is_not_empty(subject: Subject) -> Iterator[Problem]:
     """A reduced vocabulary is not simply the first ids."""
     offsets, vocab = _offsets(subject), subject.body.get("vocab_size")
     if offsets is not None and len(offsets) and len(offsets) != vocab and not bool(offsets.any()):
-        yield Problem(
-            f"{WEIGHTS}:{DRAFT_TO_TARGET}", f"all zeros: the head is mapped to the first {len(offsets)} ids"
-        )
+        yield Problem(f"{WEIGHTS}:{DRAFT_TO_TARGET}", f"all zeros: the head is mapped to the first {len(offsets)} ids")
 
 
 @check(
@@ -212,9 +210,7 @@ def stop_tokens_can_be_drafted(subject: Subject) -> Iterator[Problem]:
     ids = set(_ids(offsets))
     missing = [token for token in subject.target.eos_token_ids if token not in ids]
     if missing:
-        yield Problem(
-            f"{WEIGHTS}:{DRAFT_TO_TARGET}", f"leaves out the stop token {', '.join(map(str, missing))}"
-        )
+        yield Problem(f"{WEIGHTS}:{DRAFT_TO_TARGET}", f"leaves out the stop token {', '.join(map(str, missing))}")
 
 
 @check(

@@ -1,5 +1,6 @@
 """`dflash inspect`: what a checkpoint is, or how two differ."""
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -7,7 +8,7 @@ import typer
 from dflash_cli import console
 from dflash_cli.inspect import Description, Difference, compare, describe, describe_layers
 from dflash_cli.options import JsonOption
-from dflash_cli.references import Role, resolve
+from dflash_cli.references import Role, locate, resolve
 from dflash_runtime.config import DraftConfig, TargetConfig
 from dflash_runtime.errors import UsageError
 
@@ -20,7 +21,11 @@ def inspect(
     reference: ReferenceArg, other: OtherArg = None, tensors: TensorsOption = False, as_json: JsonOption = False
 ) -> None:
     """Describe a draft or a target; with two references, show the differences."""
-    first = describe(resolve(reference, Role.DRAFT))
+    # Bytes are compared only between two, so one alone is read by its headers.
+    place = locate(reference, Role.DRAFT) if other is None else resolve(reference, Role.DRAFT)
+    first = describe(place)
+    if not isinstance(place, Path):
+        console.status(f"{place.path}: {place.traffic.text}")
     if other is None:
         if as_json:
             console.result_json(first.document(with_tensors=tensors))

@@ -67,6 +67,8 @@ def serving_warnings(config: DraftConfig, carried: Mapping[str, Any], result: Fo
         yield f"{', '.join(found)}: left out, since the draft rotates every dimension and {result.name} would not"
     if result.name == "vllm":
         yield from _vllm_warnings(config)
+    if result.name == "mlx" and any(window is not None for window in config.windows):
+        yield "bstnxbt/dflash-mlx ignores windows; z-lab's own MLX loader reads them"
 
 
 def _vllm_warnings(config: DraftConfig) -> Iterator[str]:

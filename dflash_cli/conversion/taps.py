@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from dflash_cli.safetensors_writer import MadeTensor
 from dflash_runtime.checkpoint import TensorInfo
 from dflash_runtime.config import DraftConfig
-from dflash_runtime.errors import LossyConversion, UnsupportedError
+from dflash_runtime.errors import CheckpointError, LossyConversion, UnsupportedError
 
 if TYPE_CHECKING:
     import torch
@@ -80,7 +80,7 @@ class _Blocks:
             while remaining:
                 piece = stream.read(min(at_once, remaining))
                 if not piece:
-                    raise OSError(f"{self.info.file}: ended while {PROJECTION} was read")
+                    raise CheckpointError(f"ended while {PROJECTION} was read", path=self.info.file)
                 remaining -= len(piece)
                 yield piece
 

@@ -186,5 +186,6 @@ def _refuse(source: Source) -> None:
 
 def _carried(source: Source) -> Json:
     top = carried_keys(source.top, {*BODY_KEYS, *TWO_HOMES, "dflash_config", "draft_vocab_size", "target_hidden_size"})
-    nested = carried_keys(source.nested, {*TWO_HOMES, *WINDOW_KEYS, "causal", "sample_from_anchor"}, NESTED)
+    consumed = {*TWO_HOMES, *WINDOW_KEYS, "causal", "sample_from_anchor", "attention_mode"}
+    nested = carried_keys(source.nested, consumed, NESTED)
     return {**top, **nested}

@@ -44,6 +44,6 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     out = torch.empty((num_rows, width), dtype=gate_up.dtype, device=gate_up.device)
     if out.numel():
         _silu_mul_kernel[(num_rows, ceil_div(width, ELEMENT_TILE))](
-            gate_up, out, gate_up.stride(0), width, TILE=ELEMENT_TILE
+            gate_up, out, gate_up.stride(0), width, TILE=ELEMENT_TILE, enable_fp_fusion=False
         )
     return out

@@ -21,8 +21,7 @@ from dflash_kernels.attention_walk import share_of_tiles, walk_block, walk_conte
 from dflash_kernels.launch import (
     COMBINE_TILE,
     MIN_DOT,
-    attention_splits,
-    attention_tiles,
+    attention_shape,
     ceil_div,
     check_dtypes,
     check_tensors,
@@ -163,16 +162,16 @@ def _combine_kernel(
     is_part = is_row[:, None] & (split < NUM_SPLITS)[None, :]
     tops = tl.load(part_tops + split[None, :] * num_out + row[:, None], mask=is_part, other=float("-inf"))
     top = tl.where(is_row, tl.max(tops, 1), 0.0)
+    is_element = is_row[:, None] & (dim < HEAD_DIM)[None, :]
     total = tl.zeros((TILE_R, TILE_D), tl.float32)
     weight_sum = tl.zeros((TILE_R,), tl.float32)
     for part in tl.static_range(NUM_SPLITS):
         weight = tl.exp2(tl.load(part_tops + part * num_out + row, mask=is_row, other=0.0) - top)
-        is_read = (weight > 0)[:, None] & (dim < HEAD_DIM)[None, :] & is_row[:, None]
-        mean = tl.load(parts + (part * num_out + row)[:, None] * HEAD_DIM + dim[None, :], mask=is_read, other=0.0)
-        total += mean * weight[:, None]
+        mean = tl.load(parts + (part * num_out + row)[:, None] * HEAD_DIM + dim[None, :], mask=is_element, other=0.0)
+        # Empty parts are read too, so that no load waits for another, and then left out: they may be NaN.
+        total += tl.where((weight > 0)[:, None], mean * weight[:, None], 0.0)
         weight_sum += weight
     combined = total / weight_sum[:, None]
-    is_element = is_row[:, None] & (dim < HEAD_DIM)[None, :]
     tl.store(out + row[:, None] * HEAD_DIM + dim[None, :], combined.to(out.dtype.element_ty), mask=is_element)
 
 
@@ -210,10 +209,10 @@ def block_attention(
     require(all(tensor.stride(2) == 1 for tensor in flat), "each head contiguous")
 
     group, num_out = num_heads // num_kv, num_requests * num_rows * num_heads
-    tiles = attention_tiles(num_rows * group, head_dim, query.element_size())
-    num_row_tiles = ceil_div(num_rows * group, tiles.rows)
-    max_tiles = ceil_div(page_table.shape[1] * page_size, tiles.keys) + ceil_div(num_rows, tiles.keys)
-    num_splits = attention_splits(num_row_tiles * num_requests * num_kv, max_tiles, query.device)
+    shape = attention_shape(num_requests * num_kv, num_rows * group, head_dim, query.element_size(), query.device)
+    num_row_tiles = ceil_div(num_rows * group, shape.rows)
+    max_tiles = ceil_div(page_table.shape[1] * page_size, shape.keys) + ceil_div(num_rows, shape.keys)
+    num_splits = min(shape.num_splits, max_tiles)
     tile_dim = max(power_of_2(head_dim), MIN_DOT)
     parts, part_tops = out, out
     if num_splits > 1:
@@ -225,8 +224,8 @@ def block_attention(
         num_rows, page_table.shape[1], num_out, math.log2(math.e) / math.sqrt(head_dim),
         NUM_KV=num_kv, GROUP=group, HEAD_DIM=head_dim, PAGE_SIZE=page_size,
         IS_CAUSAL=is_causal, WINDOW=window or 0, NUM_SPLITS=num_splits,
-        TILE_M=tiles.rows, TILE_N=tiles.keys, TILE_D=tile_dim,
-        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        TILE_M=shape.rows, TILE_N=shape.keys, TILE_D=tile_dim,
+        num_warps=4, num_stages=shape.num_stages,
     )  # fmt: skip
     if num_splits > 1:
         _combine_kernel[(ceil_div(num_out, COMBINE_TILE),)](

@@ -120,5 +120,5 @@ def context_kv_store(
             *projected.stride()[:4], norm_weights.stride(0), cos.stride(0), sin.stride(0),
             *key_cache.stride()[:3], *value_cache.stride()[:3], eps,
             NUM_HEADS=num_heads, HEAD_DIM=head_dim, TILE_H=tile_heads, TILE_HALF=tile_half,
-            num_warps=warps_for(tile_heads * tile_half),
+            num_warps=warps_for(tile_heads * tile_half), enable_fp_fusion=False,
         )  # fmt: skip

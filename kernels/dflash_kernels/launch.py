@@ -121,36 +121,37 @@ FILTER_TILES = 4
 """Tiles of the vocabulary that the search for a cut visits at once."""
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionTiles:
-    """What one attention program covers: packed rows (query heads x block rows) times keys."""
-
-    rows: int
-    keys: int
-    num_warps: int
-    num_stages: int
-
-
-def attention_tiles(num_packed: int, head_dim: int, itemsize: int) -> AttentionTiles:
-    """Tiles for `num_packed` rows of one KV head, so that keys and values of all stages fit in shared memory."""
-    wide = power_of_2(head_dim) * itemsize
-    if wide > 512:
-        return AttentionTiles(rows=MIN_DOT, keys=16, num_warps=4, num_stages=2)
-    if wide > 256:
-        return AttentionTiles(rows=min(max(power_of_2(num_packed), MIN_DOT), 64), keys=32, num_warps=4, num_stages=2)
-    rows = min(max(power_of_2(num_packed), MIN_DOT), 64)
-    if num_packed >= 1024:
-        rows = 128
-    return AttentionTiles(rows=rows, keys=64, num_warps=8 if rows == 128 else 4, num_stages=3)
-
-
 COMBINE_TILE = 4
 """Rows whose parts one program adds up, a warp each."""
 
 
-def attention_splits(num_programs: int, max_tiles: int, device: torch.device) -> int:
-    """Into how many parts the keys are cut so that `num_programs` fill the device, from what the host knows.
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """How attention is cut into programs: a tile's packed rows (query heads x block rows) and keys, and the parts."""
 
-    The parts share the tiles of the true length evenly, on the device, so the count may be captured in a graph.
+    rows: int
+    keys: int
+    num_splits: int
+    num_stages: int
+
+
+MAX_SPLITS = 32
+"""More parts than this cost more to add up than they gain."""
+
+
+def attention_shape(
+    num_groups: int, num_packed: int, head_dim: int, itemsize: int, device: torch.device
+) -> AttentionShape:
+    """The cut for `num_groups` KV heads of requests with `num_packed` rows each; tiles fit in shared memory.
+
+    It follows from shapes, not from lengths, so a graph captured with it serves every context: the parts share the
+    tiles of the true length evenly, on the device. Where few programs have to fill the device, smaller tiles let more
+    of them share a multiprocessor.
     """
-    return max(1, min(2 * num_multiprocessors(device) // num_programs, max_tiles, 32))
+    row_bytes = power_of_2(head_dim) * itemsize
+    rows = MIN_DOT if row_bytes > 512 else min(max(power_of_2(num_packed), MIN_DOT), 64)
+    num_programs = num_groups * ceil_div(num_packed, rows)
+    num_splits = min(max(2 * num_multiprocessors(device) // num_programs, 1), MAX_SPLITS)
+    if row_bytes > 256:
+        return AttentionShape(rows, 16 if row_bytes > 512 else 32, num_splits, num_stages=2)
+    return AttentionShape(rows, 32 if num_splits > 1 else 64, num_splits, num_stages=3)

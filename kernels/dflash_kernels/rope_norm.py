@@ -2,7 +2,8 @@
 
 Both are computed in float32 (float64 stays float64) and rounded once, as transformers' Qwen3 does, so that bf16 runs
 agree with the models drafts were trained against. Source: huggingface/transformers models/qwen3/modeling_qwen3.py.
-The kernels round where the references round: after the norm, after its weight, after each product of the rotation.
+The kernels round where the references round: after the norm, after its weight, after each product of the rotation. They
+are compiled without fused multiply-add, which would swallow the last of these (seen: `fma.rn.bf16` for a rotation).
 
 Axis letters: T rows, H heads, D head dim.
 """
@@ -115,7 +116,8 @@ def _launch_norm(hidden: Tensor, residual: Tensor | None, weight: Tensor, eps: f
         tile = power_of_2(width)
         _rms_norm_kernel[(len(rows),)](
             rows, others, weight.contiguous(), normed, total, rows.stride(0), others.stride(0), eps,
-            WIDTH=width, HAS_RESIDUAL=residual is not None, TILE=tile, num_warps=warps_for(tile),
+            WIDTH=width, HAS_RESIDUAL=residual is not None, TILE=tile,
+            num_warps=warps_for(tile), enable_fp_fusion=False,
         )  # fmt: skip
     return normed, total
 
@@ -197,6 +199,6 @@ def qk_norm_rope(heads: Tensor, weight: Tensor | None, eps: float, cos: Tensor, 
             heads, cos if weight is None else weight.contiguous(), cos, sin, out,
             heads.stride(0), heads.stride(1), cos.stride(0), sin.stride(0), eps,
             NUM_HEADS=num_heads, HEAD_DIM=head_dim, HAS_NORM=weight is not None,
-            TILE_H=tile_heads, TILE_HALF=tile_half, num_warps=warps_for(tile_heads * tile_half),
+            TILE_H=tile_heads, TILE_HALF=tile_half, num_warps=warps_for(tile_heads * tile_half), enable_fp_fusion=False,
         )  # fmt: skip
     return out

@@ -60,7 +60,7 @@ def test_there_and_back(shape: support.Shape, rope: Any, causal: Any, data: st.D
 
 
 def test_keys_without_a_home_survive_both_ways(tmp_path: Path) -> None:
-    config = {"mask_token_id": 31, "target_layer_ids": [0, 2], "attention_mode": "gqa"}
+    config = {"mask_token_id": 31, "target_layer_ids": [0, 2], "mask_token": "<mask>"}
     source = support.make_native(tmp_path / "source", dflash_config=config, use_cache=True)
     support.convert(source, tmp_path / "there", "speculators", verifier="acme/target")
     support.convert(tmp_path / "there", tmp_path / "back", "native")

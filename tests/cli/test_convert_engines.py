@@ -1,4 +1,4 @@
-"""`--to vllm`, `--to sglang`, `--to mlx`: what is written so that an engine reads it as trained, and what is refused."""
+"""`--to vllm`, `--to sglang`, `--to mlx`: what is written for an engine to read as trained, and what is refused."""
 
 import json
 from pathlib import Path
@@ -55,6 +55,11 @@ def test_flat_keys_for_mlx(tmp_path: Path) -> None:
         assert written[key] == written["dflash_config"][key] == value
     for key in ("model_type", "rope_theta", "tie_word_embeddings", "num_target_layers", "max_position_embeddings"):
         assert key in written  # no defaults in bstnxbt/dflash-mlx
+
+
+def test_mlx_readers_of_windows_differ(tmp_path: Path) -> None:
+    outcome, _ = convert(support.make_native(tmp_path / "source", SLIDING), "mlx")
+    assert "dflash-mlx ignores windows" in outcome.err
 
 
 def test_mlx_has_no_bias(tmp_path: Path) -> None:

@@ -12,54 +12,9 @@ import support
 from dflash_cli.formats.base import Detection, Reading, detect_from
 from dflash_cli.loading import open_draft, override_causality
 from dflash_runtime.errors import LossyConversion, UnsupportedError
+from dialects import MIXED, automodel, mlx, model_optimizer, specforge, zlab, zlab_010
 
 PATH = Path("config.json")
-MIXED = support.Shape(windows=(16, None))
-NESTED: dict[str, Any] = {"mask_token_id": 31, "target_layer_ids": [0, 2]}
-UNSTATED = {"is_causal": support.REMOVED}
-
-
-def zlab(**changes: Any) -> dict[str, Any]:
-    """April 2026: code beside the weights, block size at the top level, both rope keys, no causality."""
-    auto_map = {"AutoModel": "dflash.DFlashDraftModel"}
-    return support.native_config(**{"auto_map": auto_map, "max_window_layers": 2, **UNSTATED, **changes})
-
-
-def zlab_010(**changes: Any) -> dict[str, Any]:
-    """Release 0.1.0: block size nested, rope in transformers 5's form only."""
-    nested = {**NESTED, "block_size": 4}
-    rope = {"rope_theta": support.REMOVED, "rope_scaling": support.REMOVED}
-    modern = {"rope_parameters": {"rope_theta": 10000000, "rope_type": "default"}}
-    config = support.native_config(MIXED, **{**UNSTATED, **rope, **modern, "block_size": support.REMOVED, **changes})
-    return {**config, "dflash_config": nested}
-
-
-def specforge(**changes: Any) -> dict[str, Any]:
-    """Both rope spellings, no code, no causality; the newer ones name their attention."""
-    rope = {"rope_parameters": {"rope_theta": 1000000, "rope_type": "default"}}
-    config = support.native_config(MIXED, **{**UNSTATED, **rope, **changes})
-    return {**config, "dflash_config": {**NESTED, "attention_mode": "gqa"}}
-
-
-def model_optimizer(**changes: Any) -> dict[str, Any]:
-    """All layers full, the window inside dflash_config, torch_dtype."""
-    nested = {**NESTED, "use_swa": True, "swa_window_size": 16, "causal": False}
-    removed = {"use_sliding_window": support.REMOVED, "dtype": support.REMOVED, **UNSTATED}
-    config = support.native_config(**{**removed, "torch_dtype": "bfloat16", "sliding_window": 16, **changes})
-    return {**config, "dflash_config": nested}
-
-
-def automodel(**nested: Any) -> dict[str, Any]:
-    """Its own architecture, block size in both places."""
-    config = support.native_config(architectures=["Qwen3DFlashDraftModel"])
-    return {**config, "dflash_config": {**NESTED, "block_size": 4, **nested}}
-
-
-def mlx(**changes: Any) -> dict[str, Any]:
-    """Everything at the top level."""
-    return support.native_config(
-        **{"dflash_config": support.REMOVED, "mask_token_id": 31, "target_layer_ids": [0, 2], **changes}
-    )
 
 
 def read(config: dict[str, Any]) -> tuple[Detection, Reading]:
@@ -166,6 +121,13 @@ class TestOverride:
         assert draft.config.causal == (False, False)
         assert draft.reading.notes == ("attention is read as non-causal, by --causality",)
 
+    def test_no_key_of_the_exporter_overrules_the_choice(self, tmp_path: Path) -> None:
+        """Mixed layers leave causality unstated, so the result must not pass for SpecForge's any more."""
+        source = support.write_checkpoint(tmp_path / "source", specforge(), support.body_arrays())
+        outcome = support.invoke("convert", source, tmp_path / "out", "--to", "native", "--causality", "layer-types")
+        assert outcome.code == 0, outcome.err
+        assert open_draft(tmp_path / "out").config.causal == (True, False)
+
     def test_what_the_result_cannot_state_is_still_refused(self, tmp_path: Path) -> None:
         path = support.make_native(tmp_path / "draft")
         outcome = support.invoke(
@@ -181,7 +143,7 @@ def test_each_becomes_plain_native_that_reads_the_same(make: Any, tmp_path: Path
     support.convert(source, tmp_path / "out", "native")
     before, after = open_draft(source), open_draft(tmp_path / "out")
     assert after.config == before.config
-    assert after.detection.format.name in ("native", "specforge")
+    assert after.detection.format.name == "native"
     written = after.checkpoint.config
     assert written["block_size"] == written["dflash_config"]["block_size"]
     assert written["rope_theta"] == written["rope_parameters"]["rope_theta"]

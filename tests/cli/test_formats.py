@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import dialects
 import support
 from dflash_cli.formats.base import all_formats, detect_from, get_format
 from dflash_cli.formats.native import guess_taps
@@ -106,9 +107,9 @@ class TestReading:
 
     def test_unknown_keys_are_carried(self) -> None:
         config = support.native_config(use_cache=True)
-        config["dflash_config"]["attention_mode"] = "gqa"
+        config["dflash_config"]["mask_token"] = "<mask>"
         carried = NATIVE.read_config(config, PATH).carried
-        assert carried == {"attention_dropout": 0.0, "use_cache": True, "dflash_config.attention_mode": "gqa"}
+        assert carried == {"attention_dropout": 0.0, "use_cache": True, "dflash_config.mask_token": "<mask>"}
 
     @pytest.mark.parametrize(
         ("key", "value", "expected"),
@@ -270,17 +271,11 @@ def test_what_is_written_reads_back(name: str) -> None:
     """Every writable dialect, whatever files are added: write, then read, gives the same draft."""
     dialect = get_format(name)
     source = read(support.native_config())
-    config = replace(source, verifier=None) if "verifier" in dialect.unstated else with_verifier(source)
+    config = replace(source, verifier=None) if "verifier" in dialect.unstated else dialects.with_verifier(source)
     written = json.loads(json.dumps(dialect.write_config(config, {})))
     reading = dialect.read_config(written, PATH)
     assert reading.config == config
     assert json.loads(json.dumps(dialect.write_config(reading.config, reading.carried))) == written
-
-
-def with_verifier(config: DraftConfig) -> DraftConfig:
-    from dflash_runtime.config import Verifier
-
-    return replace(config, verifier=Verifier(name_or_path="acme/target", architectures=("Qwen3ForCausalLM",)))
 
 
 @settings(max_examples=150, deadline=None)

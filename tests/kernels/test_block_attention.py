@@ -6,6 +6,7 @@ from torch import Tensor
 
 from dflash_kernels import block_attention as module
 from dflash_kernels.block_attention import block_attention, block_attention_ref
+from dflash_kernels.launch import AttentionShape
 from kernel_support import DTYPES, Pages, assert_rows_close, normal, random_pages
 
 PAGE = 16
@@ -71,7 +72,7 @@ def test_blocks_of_many_tiles(is_causal: bool, window: int | None) -> None:
 @pytest.mark.parametrize("window", [None, 70])
 def test_any_number_of_parts(num_splits: int, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """More parts than tiles, too: a part may be empty, and a part may see nothing for some of its rows."""
-    monkeypatch.setattr(module, "attention_splits", lambda *_: num_splits)
+    monkeypatch.setattr(module, "attention_shape", lambda *_: AttentionShape(16, 32, num_splits, 2))
     check(random_pages([0, 70, 250], 1, 16, PAGE, torch.float32, 5), 5, 2, is_causal=False, window=window)
 
 

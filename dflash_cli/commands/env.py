@@ -1,0 +1,25 @@
+"""`dflash env`: what this installation is made of, for a bug report."""
+
+from dflash_cli import __version__, console
+from dflash_cli.environment import describe_environment, interpreter
+from dflash_cli.options import JsonOption
+
+
+def env(as_json: JsonOption = False) -> None:
+    """Show versions, GPUs, hub settings and conflicts; never the value of a token."""
+    found = describe_environment(__version__)
+    if as_json:
+        console.result_json({"interpreter": interpreter(), **found.document()})
+    else:
+        console.result(f"{'python':16} {found.python} ({interpreter()}), {found.platform}")
+        for name, version in found.packages.items():
+            console.result(f"{name:16} {version or 'not installed'}")
+        gpus = "not known: no nvidia-smi" if found.gpus is None else "; ".join(found.gpus) or "none"
+        console.result(f"{'gpu':16} {gpus}")
+        free = f", {found.cache_bytes_free / 2**30:.0f} GiB free" if found.cache_bytes_free is not None else ""
+        console.result(f"{'hub cache':16} {found.cache}{free}")
+        for name, value in found.variables.items():
+            console.result(f"{name:16} {value}")
+        console.result(f"{'script':16} {found.script or 'dflash is not on PATH'}")
+    for warning in found.warnings:
+        console.warn(warning)

@@ -1,0 +1,121 @@
+"""What this installation is made of: versions, devices, hub settings, and who else owns the name `dflash`."""
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+DISTRIBUTION = "dflash-cli"
+PACKAGES = ("torch", "transformers", "safetensors", "huggingface-hub", "triton", "typer", "rich")
+SECRETS = ("TOKEN", "PASSWORD", "SECRET", "KEY")
+NAMES = ("dflash", "dflash_cli", "dflash_runtime", "dflash_kernels")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Environment:
+    """One installation. `warnings` are what may make `dflash` another program than this one."""
+
+    python: str
+    platform: str
+    packages: dict[str, str | None]
+    gpus: list[str] | None
+    cache: str
+    cache_bytes_free: int | None
+    variables: dict[str, str]
+    script: str | None
+    warnings: list[str] = field(default_factory=list)
+
+    def document(self) -> dict[str, Any]:
+        """As JSON."""
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+
+
+def describe_environment(version: str) -> Environment:
+    """Look around; nothing is imported that takes long, and no value of a secret is read out."""
+    cache = _cache()
+    return Environment(
+        python=platform.python_version(),
+        platform=f"{platform.system()} {platform.machine()}",
+        packages={DISTRIBUTION: version, **{name: _version(name) for name in PACKAGES}},
+        gpus=_gpus(),
+        cache=str(cache),
+        cache_bytes_free=_free(cache),
+        variables=_variables(),
+        script=shutil.which("dflash"),
+        warnings=find_conflicts(),
+    )
+
+
+def find_conflicts() -> list[str]:
+    """Other distributions that own the `dflash` script or one of our modules."""
+    found = []
+    for distribution in metadata.distributions():
+        name = distribution.metadata["Name"] or ""
+        if name.lower().replace("_", "-") == DISTRIBUTION:
+            continue
+        scripts = [item.name for item in distribution.entry_points if item.group == "console_scripts"]
+        modules = {Path(str(file)).parts[0] for file in distribution.files or ()}
+        if "dflash" in scripts:
+            found.append(f"{name} {distribution.version} installs a script named dflash as well; use dflash-cli")
+        for module in sorted(modules & set(NAMES[1:])):
+            found.append(f"{name} {distribution.version} brings a module named {module}, which may hide ours")
+    return found
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _gpus() -> list[str] | None:
+    """Names of the GPUs as the driver tells them; None where it does not, without loading torch."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return None
+    query = [program, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return [line.strip() for line in done.stdout.splitlines() if line.strip()] if done.returncode == 0 else None
+
+
+def _cache() -> Path:
+    """Where the hub keeps its downloads."""
+    named = os.environ.get("HF_HUB_CACHE")
+    if named:
+        return Path(named)
+    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "huggingface"
+    return Path(home) / "hub"
+
+
+def _free(path: Path) -> int | None:
+    there = next((item for item in (path, *path.parents) if item.exists()), None)
+    return shutil.disk_usage(there).free if there is not None else None
+
+
+def _variables() -> dict[str, str]:
+    """Settings of the hub and ours; of a secret only that it is set."""
+    shown = {}
+    for name, value in sorted(os.environ.items()):
+        if not name.startswith(("HF_", "DFLASH_", "HUGGING_FACE_")) and name not in (
+            "CUDA_VISIBLE_DEVICES",
+            "NO_COLOR",
+        ):
+            continue
+        is_secret = any(part in name for part in SECRETS) and not name.endswith("_PATH")
+        shown[name] = ("set" if value else "empty") if is_secret else value
+    shown.setdefault("HF_TOKEN", "not set")
+    return shown
+
+
+def interpreter() -> str:
+    """The Python that runs this."""
+    return sys.executable
