@@ -65,7 +65,12 @@ def convert_draft(
             "result": hash_files([stage / name for name in plan.files], watch),
         }
         seconds["hash_s"] = _since(started)
-        manifest = {**describe(plan), "verified": verification, **proof, "weights": weights, "timings": seconds}
+        configs = {
+            side: hash_files([path], _ignore)["config.json"]
+            for side, path in (("source", plan.draft.checkpoint.config_path), ("result", stage / "config.json"))
+        }
+        known = {**describe(plan), "verified": verification, **proof}
+        manifest = {**known, "weights": weights, "configs": configs, "timings": seconds}
         write_json(stage / MANIFEST_FILE, {"schema_version": 1, **manifest})
     return manifest
 

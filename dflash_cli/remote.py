@@ -186,8 +186,11 @@ def open_repo(reference: str) -> RemoteRepo:
         CheckpointNotFound: gated, missing, a wrong revision, or nobody answers.
     """
     from huggingface_hub import HfApi
+    from huggingface_hub.utils import validate_repo_id
 
     repo, _, revision = reference.partition("@")
+    with explained(repo):
+        validate_repo_id(repo)
     url = f"{HfApi().endpoint}/api/models/{quote(repo)}"
     if revision:
         url += f"/revision/{quote(revision, safe='')}"

@@ -16,7 +16,7 @@ from dflash_cli.convert import check_destination, convert_draft
 from dflash_cli.formats.base import get_format
 from dflash_cli.loading import open_draft, open_target
 from dflash_cli.references import open_checkpoint
-from dflash_cli.validate import Report, Question, validate_draft
+from dflash_cli.validate import Question, Report, validate_draft
 from dflash_runtime.errors import CheckpointError, UnsupportedError, UsageError
 
 

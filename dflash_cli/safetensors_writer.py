@@ -23,6 +23,8 @@ BUFFER_BYTES = 8 * 1024 * 1024
 """What is held in memory where bytes have to pass through this process."""
 
 ALIGNMENT = 8
+PREFIX_BYTES = 8
+PAGE_BYTES = 4096
 METADATA = {"format": "pt"}
 
 Advance = Callable[[int], None]
@@ -68,8 +70,9 @@ def write_tensors(destination: Path, tensors: Iterable[WrittenTensor], advance: 
     """
     ordered = sorted(tensors, key=_order)
     with destination.open("xb", buffering=0) as out:
-        write_all(out.fileno(), encode_header(ordered))
-        for run in join_extents(ordered):
+        runs = join_extents(ordered)
+        write_all(out.fileno(), encode_header(ordered, page_offset=_page_offset(runs)))
+        for run in runs:
             if isinstance(run, MadeTensor):
                 for piece in run.pieces():
                     write_all(out.fileno(), piece)
@@ -79,8 +82,11 @@ def write_tensors(destination: Path, tensors: Iterable[WrittenTensor], advance: 
                     copy_bytes(source.fileno(), out.fileno(), run, advance)
 
 
-def encode_header(tensors: Sequence[WrittenTensor]) -> bytes:
-    """The length prefix and header of a file that holds these tensors in this order."""
+def encode_header(tensors: Sequence[WrittenTensor], *, page_offset: int | None = None) -> bytes:
+    """The length prefix and header of a file that holds these tensors in this order.
+
+    With `page_offset` the data starts at that offset of a page, a multiple of `ALIGNMENT`.
+    """
     entries: dict[str, object] = {"__metadata__": METADATA}
     position = 0
     for info in tensors:
@@ -92,6 +98,8 @@ def encode_header(tensors: Sequence[WrittenTensor]) -> bytes:
         position += info.num_bytes
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % ALIGNMENT)
+    if page_offset is not None:
+        text += b" " * ((page_offset - len(text) - PREFIX_BYTES) % PAGE_BYTES)
     return struct.pack("<Q", len(text)) + text
 
 
@@ -107,6 +115,14 @@ def join_extents(tensors: Sequence[WrittenTensor]) -> list[Extent | MadeTensor]:
         elif info.num_bytes:
             runs.append(Extent(info.file, info.begin, info.end))
     return runs
+
+
+def _page_offset(runs: Sequence[Extent | MadeTensor]) -> int | None:
+    """Where in a page the first run should start: where its source does, so that whole pages are copied as they are."""
+    first = runs[0] if runs else None
+    if not isinstance(first, Extent) or first.begin % ALIGNMENT:
+        return None
+    return first.begin % PAGE_BYTES
 
 
 def copy_bytes(source: int, out: int, extent: Extent, advance: Advance) -> None:

@@ -30,7 +30,10 @@ Observe = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
-    """How much to run. Without prompts, random ids are continued by the target for `lead_len` tokens first."""
+    """How much to run. Without prompts, random ids are continued by the target for `lead_len` tokens first.
+
+    `factors` limits the search to some of them; None tries all.
+    """
 
     num_prompts: int = 32
     max_new_tokens: int = 96
@@ -38,6 +41,7 @@ class Effort:
     lead_len: int = 48
     num_resamples: int = 2000
     seed: int = 0
+    factors: frozenset[str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +151,11 @@ def run_search(
 
     if prompts is not None and len(prompts) < MIN_PROMPTS:
         raise UsageError(f"{len(prompts)} prompts, expected at least {MIN_PROMPTS} for an interval over prompts")
-    trials = make_trials(draft.config, target, find_specials(target))
+    trials = [
+        trial
+        for trial in make_trials(draft.config, target, find_specials(target))
+        if effort.factors is None or trial.factor in effort.factors
+    ]
     engine = TrialEngine(draft, target, config, effort, longest=max(map(len, prompts)) if prompts else None)
     total = len(trials) + 1
     if prompts is None:

@@ -3,7 +3,11 @@
 The keys and habits are those of published configs and of the exporters' sources; the sizes are those of `support`.
 """
 
+import hashlib
+import json
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import support
@@ -60,3 +64,46 @@ def mlx(**changes: Any) -> dict[str, Any]:
 def with_verifier(config: DraftConfig) -> DraftConfig:
     """The draft with a target's name, which the speculators dialect needs."""
     return replace(config, verifier=Verifier(name_or_path="acme/target", architectures=("Qwen3ForCausalLM",)))
+
+
+WIDE = support.Shape(windows=(16, 16))
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+CASES: dict[str, Callable[[], tuple[dict[str, Any], support.Shape]]] = {
+    "full": lambda: (support.native_config(), support.SMALL),
+    "full causal": lambda: (support.native_config(is_causal=True), support.SMALL),
+    "sliding": lambda: (support.native_config(WIDE), support.SMALL),
+    "sliding causal": lambda: (support.native_config(WIDE, is_causal=True), support.SMALL),
+    "mixed": lambda: (support.native_config(MIXED, is_causal=support.REMOVED), support.SMALL),
+    "use_swa": lambda: (model_optimizer(), support.SMALL),
+    "specforge": lambda: (specforge(), support.SMALL),
+    "flat": lambda: (mlx(), support.SMALL),
+    "yarn": lambda: (support.native_config(rope_scaling=YARN), support.SMALL),
+    "biased": lambda: (support.native_config(support.Shape(bias=True)), support.Shape(bias=True)),
+    "speculators": lambda: (support.speculators_config(num_target_layers=4), support.SMALL),
+    "reduced": lambda: (support.speculators_config(support.REDUCED, num_target_layers=4), support.REDUCED),
+}
+"""What is converted: a config and the shape of its tensors."""
+
+
+def make_case(path: Path, name: str) -> Path:
+    """The source of a case on disk."""
+    config, shape = CASES[name]()
+    extra = support.reduced_arrays(shape, support.target_arrays(shape)) if shape is support.REDUCED else {}
+    return support.write_checkpoint(path, config, {**support.body_arrays(shape), **extra})
+
+
+def config_digest(path: Path) -> str:
+    """What tells whether a config is still the one that an engine has read."""
+    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
+
+
+def one_line_each(document: dict[str, Any]) -> str:
+    """JSON with a line for each entry of its lists, so that a changed reading is a changed line."""
+    parts = []
+    for key, value in document.items():
+        text = json.dumps(value)
+        if isinstance(value, list):
+            text = "[\n" + ",\n".join(json.dumps(item) for item in value) + "\n]"
+        parts.append(f"{json.dumps(key)}: {text}")
+    return "{\n" + ",\n".join(parts) + "\n}\n"

@@ -7,8 +7,9 @@ read is still explained. The first line of its docstring is what must hold; the 
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 
@@ -38,6 +39,9 @@ LOOK = "dflash inspect DRAFT --tensors"
 TRY = "dflash validate DRAFT --target TARGET --level run"
 PAIR = "dflash validate DRAFT --target OTHER_TARGET"
 AGAIN = "export the draft again where it was trained, then dflash validate OUT"
+
+MAX_FINDINGS = 50
+"""Of one rule on one checkpoint."""
 
 REMOVED: Any = object()
 """In a repair: take the key out."""
@@ -223,7 +227,12 @@ class Rule:
         return "\n".join(inspect.cleandoc(self.run.__doc__ or "").splitlines()[2:])
 
     def findings(self, subject: Subject) -> list[Finding]:
-        return [self._finding(item) for item in self.run(subject)]
+        """What the rule finds; a fault that repeats without end is listed up to a limit."""
+        problems = list(islice(self.run(subject), MAX_FINDINGS + 1))
+        found = [self._finding(item) for item in problems[:MAX_FINDINGS]]
+        if len(problems) > MAX_FINDINGS:
+            found.append(replace(found[-1], message="and more of the same kind, not listed"))
+        return found
 
     def _finding(self, item: Problem) -> Finding:
         severity = item.severity or self.severity

@@ -8,6 +8,7 @@ from dflash_runtime.checkpoint import INDEX_FILE, SINGLE_FILE
 from dflash_runtime.errors import CheckpointError, DFlashError, TensorMismatch
 
 LEFTOVERS = ("optimizer", "scheduler", "training_args", "trainer_state", "rng_state", "random_states")
+INDEX_SUFFIX = ".safetensors.index.json"
 FORMAT_SOURCE = "huggingface/safetensors README, Format"
 FETCH = "copy or download the checkpoint again, then dflash inspect DRAFT"
 
@@ -60,8 +61,8 @@ def index_fits_its_shards(subject: Subject) -> Iterator[Problem]:
     error = subject.weights_error
     if error is None or error.path == subject.path:
         return
-    if isinstance(error, TensorMismatch) or _name(error) == INDEX_FILE:
-        yield Problem(INDEX_FILE, _message(error), fix=error.hint or "")
+    if isinstance(error, TensorMismatch) or _is_index(error):
+        yield Problem(_name(error), _message(error), fix=error.hint or "")
 
 
 @check("N16", effect="loaders stop, or read other bytes than were written", fix=FETCH, source=FORMAT_SOURCE)
@@ -71,7 +72,7 @@ def headers_cover_the_file(subject: Subject) -> Iterator[Problem]:
     A download that broke off is the usual cause.
     """
     error = subject.weights_error
-    if error is None or isinstance(error, TensorMismatch) or error.path == subject.path or _name(error) == INDEX_FILE:
+    if error is None or isinstance(error, TensorMismatch) or error.path == subject.path or _is_index(error):
         return
     yield Problem(_name(error), _message(error), fix=error.hint or "")
 
@@ -181,3 +182,7 @@ def _message(error: DFlashError) -> str:
 
 def _name(error: CheckpointError) -> str:
     return Path(str(error.path)).name
+
+
+def _is_index(error: CheckpointError) -> bool:
+    return _name(error).endswith(INDEX_SUFFIX)

@@ -114,6 +114,8 @@ def _show_dry_run(plan: Plan, *, as_json: bool) -> None:
     for fate in (*plan.key_fates, *plan.tensor_fates, *plan.file_fates):
         where = fate.source if fate.result in (None, fate.source) else f"{fate.source or '-'} -> {fate.result}"
         console.result(f"{fate.fate:8} {where}{f'  ({fate.why})' if fate.why else ''}")
+    for name, tensors in plan.files.items():
+        console.result(f"{'writes':8} {name}  ({sum(tensor.num_bytes for tensor in tensors)} bytes of weights)")
 
 
 def _summary(plan: Plan) -> str:

@@ -12,7 +12,7 @@ from dflash_cli.launch import Pair, make_line, notices
 from dflash_cli.loading import open_draft, open_target
 from dflash_cli.options import DraftArg, JsonOption, TargetOption
 from dflash_cli.references import TINY, Role, is_bundled, locate, open_checkpoint
-from dflash_cli.validate import Report, Question, validate_draft
+from dflash_cli.validate import Question, Report, validate_draft
 from dflash_runtime.errors import CheckpointError, UnsupportedError, UsageError
 
 EngineOption = Annotated[

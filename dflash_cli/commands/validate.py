@@ -14,7 +14,7 @@ from dflash_cli.checks.base import Finding, Level
 from dflash_cli.checks.engines import parse_engines
 from dflash_cli.options import DraftArg, JsonOption, PromptsOption, TargetOption
 from dflash_cli.references import TINY, Location, Role, is_bundled, locate, resolve
-from dflash_cli.validate import Report, Question, RunPlan, known_ids, validate_draft
+from dflash_cli.validate import Question, Report, RunPlan, known_ids, validate_draft
 from dflash_runtime.errors import UsageError
 
 FAILED = 3
@@ -122,9 +122,7 @@ def _plan(*, target_place: Location, prompts: str | None, sizes: tuple[int, int]
 
         assert isinstance(target_place, Path)
         rows = gather_rows([], prompts)
-        tokenizer = (
-            find_tokenizer(target_place, None) if any(row.kind != "prompt_token_ids" for row in rows) else None
-        )
+        tokenizer = find_tokenizer(target_place, None) if any(row.kind != "prompt_token_ids" for row in rows) else None
         return [Conversation(row).next_prompt(tokenizer, chat=False) for row in rows]
 
     def observe(name: str, index: int, total: int) -> None:
@@ -150,7 +148,7 @@ def _tell_traffic(places: Sequence[Location]) -> None:
 
 def _print(report: Report) -> None:
     for finding in report.findings:
-        _print_finding(finding)
+        print_finding(finding)
     if report.search is not None:
         _print_search(report)
     for verdict in report.verdicts:
@@ -167,7 +165,7 @@ def _print(report: Report) -> None:
         console.note("no --target given: nothing was checked against it")
 
 
-def _print_finding(finding: Finding) -> None:
+def print_finding(finding: Finding) -> None:
     """A line that names id, severity, place and fault, then effect and fix below it.
 
     Wrapped on a terminal; in a pipe each of them is one line, for grep.

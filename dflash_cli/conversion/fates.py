@@ -26,6 +26,7 @@ WHY_DROPPED = {
     "torch_dtype": "dtype says the same",
     "max_anchors": "a training setting",
     "attention_mode": "the numbers of heads say the same",
+    "attention_modes": "the numbers of heads say the same",
     "partial_rotary_factor": "the draft rotates every dimension, and engines that read the key would not",
     "mrope_section": "the draft's positions have one dimension",
     "mrope_interleaved": "the draft's positions have one dimension",

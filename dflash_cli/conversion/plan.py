@@ -97,7 +97,8 @@ def make_plan(draft: DraftCheckpoint, wish: Wish) -> Plan:
     )
     dropped = tuple(dropped_tensors(draft, result, wish.target, warnings, allow_lossy=wish.allow_lossy))
     names = {fate.source for fate in dropped}
-    kept: list[WrittenTensor] = [info for name, info in draft.checkpoint.tensors.items() if name not in names]
+    in_order = sorted(draft.checkpoint.tensors.values(), key=lambda info: (str(info.file), info.begin))
+    kept: list[WrittenTensor] = [info for info in in_order if info.name not in names]
     config = _result_config(draft, wish, result, names, warnings)
     if wish.normalise_taps and not is_normal(config):
         config, kept = _put_taps_in_order(config, kept, wish, warnings)

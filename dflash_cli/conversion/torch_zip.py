@@ -21,6 +21,7 @@ from dflash_runtime.errors import CheckpointError, UnsupportedError
 
 MAX_PICKLE_BYTES = 64 * 1024
 MAX_MEMBERS = 64
+ENCRYPTED = 1
 
 STORAGES = {
     "DoubleStorage": "F64",
@@ -75,7 +76,7 @@ def read_torch_zip(file: Path) -> dict[str, Any]:
             if len(archive.infolist()) > MAX_MEMBERS:
                 raise _refusal(file, "has more members than a dictionary of tensors needs")
             pickle = next((item for item in archive.infolist() if item.filename.endswith("/data.pkl")), None)
-            if pickle is None or pickle.file_size > MAX_PICKLE_BYTES or pickle.compress_type != zipfile.ZIP_STORED:
+            if pickle is None or pickle.file_size > MAX_PICKLE_BYTES or not _is_plain(pickle):
                 raise _refusal(file, "has no small data.pkl, which torch.save writes")
             value = _Machine(file).run(archive.read(pickle))
             if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
@@ -102,7 +103,7 @@ class _Machine:
         try:
             stream = io.BytesIO(data)
             while code := stream.read(1):
-                opcode = pickletools.code2op.get(code.decode("latin-1"))
+                opcode = OPCODES.get(code.decode("latin-1"))
                 if opcode is None or opcode.name not in KNOWN:
                     raise _refusal(self._file, f"asks for the pickle operation {opcode.name if opcode else code!r}")
                 argument = opcode.arg.reader(stream) if opcode.arg is not None else None
@@ -154,6 +155,8 @@ class _Machine:
 
     def set_items(self, pairs: list[Any]) -> None:
         """Put keys and values into the dictionary below them."""
+        if not isinstance(self._stack[-1], dict):
+            raise ValueError("no dictionary to put items into")
         self._stack[-1].update(zip(pairs[::2], pairs[1::2], strict=True))
 
     def set_item(self) -> None:
@@ -176,11 +179,13 @@ class _Machine:
         if function != _Global(*REBUILD):
             raise _refusal(self._file, "calls something that is no tensor")
         storage, offset, shape, stride = arguments[:4]
-        if not isinstance(storage, _Storage) or not _is_contiguous(shape, stride):
+        is_placed = isinstance(storage, _Storage) and isinstance(offset, int) and offset >= 0
+        if not is_placed or not _is_contiguous(shape, stride):
             raise _refusal(self._file, "holds a tensor that is not contiguous")
         self._stack.append(_Tensor(storage, offset, shape))
 
 
+OPCODES = {opcode.code: opcode for opcode in pickletools.opcodes}
 LITERALS = frozenset(
     {"BINUNICODE", "SHORT_BINUNICODE", "BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT"}
 )  # fmt: skip
@@ -211,6 +216,11 @@ KNOWN = frozenset(
 """The operations that are read at all; the first other one ends the reading."""
 
 
+def _is_plain(member: zipfile.ZipInfo) -> bool:
+    """Whether a member's bytes stand in the archive as they are."""
+    return member.compress_type == zipfile.ZIP_STORED and not member.flag_bits & ENCRYPTED
+
+
 def _is_contiguous(shape: Any, stride: Any) -> bool:
     if not isinstance(shape, tuple) or not isinstance(stride, tuple) or len(shape) != len(stride):
         return False
@@ -232,7 +242,7 @@ def _place(tensor: _Tensor, name: str, archive: zipfile.ZipFile, root: str, file
         raise _refusal(file, f"lacks the storage of {name!r}") from error
     width = int(DTYPE_BYTES[tensor.storage.dtype])
     begin, num_bytes = tensor.offset * width, math.prod(tensor.shape) * width
-    if member.compress_type != zipfile.ZIP_STORED or begin < 0 or begin + num_bytes > member.file_size:
+    if not _is_plain(member) or begin + num_bytes > member.file_size:
         raise CheckpointError(f"the storage of {name!r} is smaller than its tensor", path=file)
     with file.open("rb") as stream:
         stream.seek(member.header_offset)

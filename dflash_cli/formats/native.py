@@ -45,6 +45,7 @@ __all__ = ["ARCHITECTURE", "SCALES", "Native", "guess_taps"]
 ARCHITECTURE = "DFlashDraftModel"
 TWO_HOMES = ("block_size", "target_layer_ids", "mask_token_id", "num_target_layers", *SCALES)
 WINDOW_KEYS = ("use_swa", "swa_window_size")
+MODE_KEYS = ("attention_mode", "attention_modes")
 
 
 @FORMATS.register("native")
@@ -180,12 +181,14 @@ def _refuse(source: Source) -> None:
         raise UnsupportedError("attention_sink_bias: attention sinks are not served by this version")
     if source.nested.get("attention_value_scale") not in (None, 1, 1.0):
         raise UnsupportedError("attention_value_scale: scaled values are not served by this version")
-    if source.nested.get("attention_mode") == "mla":
-        raise UnsupportedError("dflash_config.attention_mode 'mla': latent attention is not served by any engine yet")
+    for key in MODE_KEYS:
+        mode = source.nested.get(key)
+        if "mla" in (mode if isinstance(mode, list) else [mode]):
+            raise UnsupportedError(f"dflash_config.{key} {mode!r}: latent attention is not served by any engine yet")
 
 
 def _carried(source: Source) -> Json:
     top = carried_keys(source.top, {*BODY_KEYS, *TWO_HOMES, "dflash_config", "draft_vocab_size", "target_hidden_size"})
-    consumed = {*TWO_HOMES, *WINDOW_KEYS, "causal", "sample_from_anchor", "attention_mode"}
+    consumed = {*TWO_HOMES, *WINDOW_KEYS, "causal", "sample_from_anchor", *MODE_KEYS}
     nested = carried_keys(source.nested, consumed, NESTED)
     return {**top, **nested}

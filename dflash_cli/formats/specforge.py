@@ -1,15 +1,16 @@
 """SpecForge's form of the native dialect. Source: sgl-project/SpecForge modeling/draft/dflash.py at a6b6b023.
 
 Its training attends in both directions in every layer, sliding ones included, and its export never writes `is_causal`,
-while readers take an unstated sliding layer for a causal one. Only `dflash_config.attention_mode` tells an export
-apart; one without it has no key that z-lab's own files lack, so it is read as native, with a note.
+while readers take an unstated sliding layer for a causal one. Only `dflash_config.attention_mode` and
+`attention_modes` (sgl-project/SpecForge#767) tell an export apart; one without them has no key that z-lab's own files
+lack, so it is read as native, with a note.
 """
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from dflash_cli.formats.base import FORMATS
-from dflash_cli.formats.native import Native
+from dflash_cli.formats.native import MODE_KEYS, Native
 
 
 @FORMATS.register("specforge")
@@ -24,6 +25,7 @@ class SpecForge(Native):
 
     def evidence(self, config: Mapping[str, Any], tensor_names: frozenset[str]) -> str | None:
         nested = config.get("dflash_config")
-        if isinstance(nested, dict) and "attention_mode" in nested:
-            return f"dflash_config.attention_mode is {nested['attention_mode']!r}"
-        return None
+        if not isinstance(nested, dict):
+            return None
+        key = next((key for key in MODE_KEYS if key in nested), None)
+        return f"dflash_config.{key} is {nested[key]!r}" if key is not None else None

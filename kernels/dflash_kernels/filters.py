@@ -1,8 +1,9 @@
 """Cut distributions to their top-k and top-p tokens.
 
-The reference sorts each row. The kernel searches, from the highest logit down, for the value below which nothing is
-kept, and skips tiles whose highest logit is lower still: a row that keeps a few tokens reads a few tiles some ten times
-instead of sorting its vocabulary. What is kept is the same, ties included; sums may differ in their last bit.
+The reference sorts each row. The kernels find the value below which nothing is kept, two bits of it in each pass over
+all rows and tiles of the vocabulary, and skip tiles whose highest logit is lower than what is in question: once for
+top-k, by number, and once for top-p, by probability. What is kept is the same, ties included; sums, which are made in a
+fixed order, may differ from the reference's in their last bit.
 
 Axis letters: T rows, V vocabulary.
 """
@@ -10,10 +11,10 @@ Axis letters: T rows, V vocabulary.
 import torch
 from torch import Tensor
 
-from dflash_kernels.launch import FILTER_TILES, jit, power_of_2, tl
+from dflash_kernels.launch import jit, power_of_2, tl
 
-_KEY_BITS = {torch.float32: 32, torch.float16: 19, torch.bfloat16: 16}
-"""Leading bits that tell any two logits of a dtype apart, once widened to float32."""
+_KEY_BITS = {torch.float32: 32, torch.float16: 20, torch.bfloat16: 16}
+"""Leading bits that tell any two logits of a dtype apart, once widened to float32; an even number."""
 
 
 def cut_ref(logits: Tensor, probs: Tensor, top_ks: Tensor, top_ps: Tensor) -> Tensor:
@@ -56,139 +57,120 @@ def _load_keys(logits, token, vocab_size, NUM_BITS: tl.constexpr):
 
 
 @jit
-def _amount_from(
-    logits, probs, tile_tops, key, enough, vocab_size, num_tiles,
-    BY_MASS: tl.constexpr, NUM_BITS: tl.constexpr, TILE_V: tl.constexpr, TILE_T: tl.constexpr,
-):  # fmt: skip
-    """The probability, or the number, of the logits at or above `key`; adds up no further than `enough`.
-
-    Visits TILE_T tiles at a time, and only where one of them has a logit that high.
-    """
-    amount = tl.zeros((), tl.float64)
-    tile = 0
-    while (tile < num_tiles) & (amount < enough):
-        tiles = tile + tl.arange(0, TILE_T)
-        top = tl.max(tl.load(tile_tops + tiles, mask=tiles < num_tiles, other=float("-inf")), 0)
-        if _keys(top, NUM_BITS) >= key:
-            token = tile * TILE_V + tl.arange(0, TILE_T * TILE_V)
-            is_above = (_load_keys(logits, token, vocab_size, NUM_BITS) >= key) & (token < vocab_size)
-            if BY_MASS:
-                amount += tl.sum(tl.load(probs + token, mask=is_above, other=0.0), 0)
-            else:
-                amount += tl.sum(is_above.to(tl.int32), 0).to(tl.float64)
-        tile += TILE_T
-    return amount
+def _narrowed(keys, amounts, row, level, num_tiles, shift, TILE_T: tl.constexpr):
+    """The key after a pass: two more bits of it, those of the highest candidate that still has `level` above it."""
+    key = tl.load(keys + row)
+    tiles = tl.arange(0, TILE_T)
+    for candidate in tl.static_range(3):
+        place = amounts + (row * 3 + candidate) * num_tiles + tiles
+        amount = tl.sum(tl.load(place, mask=tiles < num_tiles, other=0.0), 0)
+        key += (amount >= level).to(tl.int64) << shift
+    return key
 
 
 @jit
-def _highest_key(
-    logits, probs, tile_tops, top_key, enough, vocab_size, num_tiles,
-    BY_MASS: tl.constexpr, NUM_BITS: tl.constexpr, TILE_V: tl.constexpr, TILE_T: tl.constexpr,
+def _narrow_kernel(
+    logits, probs, tile_tops, levels, keys, amounts, new_keys, new_amounts,
+    vocab_size, row_stride, num_tiles, shift,
+    IS_FIRST: tl.constexpr, BY_MASS: tl.constexpr, NUM_BITS: tl.constexpr, TILE_V: tl.constexpr, TILE_T: tl.constexpr,
 ):  # fmt: skip
-    """The highest key with `enough` at or above it: down from the top in growing steps, then by bisection."""
-    low, high, step = top_key, top_key + 1, top_key * 0 + 1
-    amount = _amount_from(
-        logits, probs, tile_tops, low, enough, vocab_size, num_tiles, BY_MASS, NUM_BITS, TILE_V, TILE_T
-    )
-    while (amount < enough) & (low > 0):
-        high = low
-        low = tl.maximum(low - step, 0)
-        step = step * 2
-        amount = _amount_from(
-            logits, probs, tile_tops, low, enough, vocab_size, num_tiles, BY_MASS, NUM_BITS, TILE_V, TILE_T
-        )
-    while high - low > 1:
-        middle = (low + high) // 2
-        amount = _amount_from(
-            logits, probs, tile_tops, middle, enough, vocab_size, num_tiles, BY_MASS, NUM_BITS, TILE_V, TILE_T
-        )
-        low = tl.where(amount >= enough, middle, low)
-        high = tl.where(amount >= enough, high, middle)
-    return low
-
-
-@jit
-def _place_of_tie(
-    logits, probs, tile_tops, key, number, vocab_size, num_tiles, NUM_BITS: tl.constexpr, TILE_V: tl.constexpr
-):
-    """Id of the logit equal to `key` that is `number`-th by id (from 1), the probability of one, and their count."""
-    seen = tl.zeros((), tl.int64)
-    place = tl.zeros((), tl.int64) + vocab_size
-    weight = tl.zeros((), tl.float64)
-    tile = 0
-    while tile < num_tiles:
-        if _keys(tl.load(tile_tops + tile), NUM_BITS) >= key:
-            token = tile * TILE_V + tl.arange(0, TILE_V)
-            is_tie = (_load_keys(logits, token, vocab_size, NUM_BITS) == key) & (token < vocab_size)
-            rank = seen + tl.cumsum(is_tie.to(tl.int64), 0)
-            place = tl.minimum(place, tl.min(tl.where(is_tie & (rank == number), token, vocab_size), 0))
-            weight = tl.maximum(weight, tl.max(tl.load(probs + token, mask=is_tie, other=0.0), 0))
-            seen += tl.sum(is_tie.to(tl.int64), 0)
-        tile += 1
-    return place, weight, seen
-
-
-@jit
-def _threshold_kernel(
-    logits, probs, tile_tops, temperatures, top_ks, top_ps, keys, last_ids, masses,
-    vocab_size, row_stride, num_tiles, NUM_BITS: tl.constexpr, TILE_V: tl.constexpr, TILE_T: tl.constexpr,
-    ALL_TILES: tl.constexpr,
-):  # fmt: skip
-    """For each row the lowest key kept, the last id kept among those equal to it, and the probability kept."""
-    row = tl.program_id(0).to(tl.int64)
-    logits += row * row_stride
-    probs += row * vocab_size
-    tile_tops += row * num_tiles
-    top_k, top_p = tl.load(top_ks + row), tl.load(top_ps + row)
-    # Nothing to cut: keep every key, and divide by exactly 1.
+    """One pass: what a tile has at or above each of three candidate keys, as probability or as a number."""
+    tile = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    level = tl.load(levels + row)
+    if level == 0:
+        return
     key = tl.zeros((), tl.int64)
-    last_id = tl.zeros((), tl.int64) + vocab_size
-    mass = tl.zeros((), tl.float64) + 1.0
-    left = last_id
-    if tl.load(temperatures + row) > 0:
-        tiles = tl.arange(0, ALL_TILES)
-        tops = tl.load(tile_tops + tiles, mask=tiles < num_tiles, other=float("-inf"))
-        top_key = _keys(tl.max(tops, 0), NUM_BITS)
-        if (top_k > 0) & (top_k < vocab_size):
-            enough = top_k.to(tl.float64)
-            key = _highest_key(
-                logits, probs, tile_tops, top_key, enough, vocab_size, num_tiles, False, NUM_BITS, TILE_V, TILE_T
-            )
-            above = _amount_from(
-                logits, probs, tile_tops, key + 1, enough, vocab_size, num_tiles, False, NUM_BITS, TILE_V, TILE_T
-            )
-            left = top_k - above.to(tl.int64)
-            last_id, weight, _ = _place_of_tie(
-                logits, probs, tile_tops, key, left, vocab_size, num_tiles, NUM_BITS, TILE_V
-            )
-            mass = left * weight + _amount_from(
-                logits, probs, tile_tops, key + 1, 2.0, vocab_size, num_tiles, True, NUM_BITS, TILE_V, TILE_T
-            )
-        if top_p < 1:
-            level, low = top_p * mass, key
-            key = _highest_key(
-                logits, probs, tile_tops, top_key, level, vocab_size, num_tiles, True, NUM_BITS, TILE_V, TILE_T
-            )
-            key = tl.maximum(key, low)
-            above = _amount_from(
-                logits, probs, tile_tops, key + 1, 2.0, vocab_size, num_tiles, True, NUM_BITS, TILE_V, TILE_T
-            )
-            first_id, weight, ties = _place_of_tie(
-                logits, probs, tile_tops, key, 1, vocab_size, num_tiles, NUM_BITS, TILE_V
-            )
-            # Of equal tokens those are kept before which the level is not reached, and no more than top-k left.
-            needed = tl.ceil((level - above) / tl.where(weight > 0, weight, 1.0))
-            needed = tl.minimum(tl.maximum(needed, 1.0), ties.to(tl.float64)).to(tl.int64)
-            needed = tl.minimum(needed, tl.where(key == low, left, needed))
-            last_id = first_id
-            if needed > 1:
-                last_id, weight, ties = _place_of_tie(
-                    logits, probs, tile_tops, key, needed, vocab_size, num_tiles, NUM_BITS, TILE_V
-                )
-            mass = above + needed * weight
-    tl.store(keys + row, key)
-    tl.store(last_ids + row, last_id)
-    tl.store(masses + row, mass)
+    if not IS_FIRST:
+        key = _narrowed(keys, amounts, row, level, num_tiles, shift + 2, TILE_T)
+    if tile == 0:
+        tl.store(new_keys + row, key)
+    token = tile * TILE_V + tl.arange(0, TILE_V)
+    place = new_amounts + row * 3 * num_tiles + tile
+    one = tl.full((), 1, tl.int64) << shift
+    # Most tiles of most rows have nothing as high as the keys in question.
+    if _keys(tl.load(tile_tops + row * num_tiles + tile), NUM_BITS) >= key + one:
+        token_keys = _load_keys(logits + row * row_stride, token, vocab_size, NUM_BITS)
+        weights = tl.where(token < vocab_size, 1.0, 0.0).to(tl.float64)
+        if BY_MASS:
+            is_above = (token_keys >= key + one) & (token < vocab_size)
+            weights = tl.load(probs + row * vocab_size + token, mask=is_above, other=0.0)
+        for candidate in tl.static_range(3):
+            is_above = token_keys >= key + one * (candidate + 1)
+            tl.store(place + candidate * num_tiles, tl.sum(tl.where(is_above, weights, 0.0), 0))
+    else:
+        for candidate in tl.static_range(3):
+            tl.store(place + candidate * num_tiles, 0.0)
+
+
+@jit
+def _edge_kernel(
+    logits, probs, levels, low_keys, keys, amounts, new_keys, edges, vocab_size, row_stride, num_tiles,
+    NUM_BITS: tl.constexpr, TILE_V: tl.constexpr, TILE_T: tl.constexpr,
+):  # fmt: skip
+    """At the key the passes end with: a tile's number and probability above it, and the same of those equal to it."""
+    tile = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    level = tl.load(levels + row)
+    if level == 0:
+        return
+    key = _narrowed(keys, amounts, row, level, num_tiles, 0, TILE_T)
+    key = tl.maximum(key, tl.load(low_keys + row))
+    if tile == 0:
+        tl.store(new_keys + row, key)
+    token = tile * TILE_V + tl.arange(0, TILE_V)
+    token_keys = _load_keys(logits + row * row_stride, token, vocab_size, NUM_BITS)
+    is_token = token < vocab_size
+    above, equal = is_token & (token_keys > key), is_token & (token_keys == key)
+    weights = tl.load(probs + row * vocab_size + token, mask=above | equal, other=0.0)
+    place = edges + row * 4 * num_tiles + tile
+    tl.store(place, tl.sum(above.to(tl.int32), 0).to(tl.float64))
+    tl.store(place + num_tiles, tl.sum(tl.where(above, weights, 0.0), 0))
+    tl.store(place + 2 * num_tiles, tl.sum(equal.to(tl.int32), 0).to(tl.float64))
+    tl.store(place + 3 * num_tiles, tl.max(tl.where(equal, weights, 0.0), 0))
+
+
+@jit
+def _settle_kernel(
+    logits, temperatures, top_ks, top_ps, levels, edges, edge_keys, keys, last_ids, masses, lefts,
+    vocab_size, row_stride, num_tiles,
+    BY_MASS: tl.constexpr, NUM_BITS: tl.constexpr, TILE_V: tl.constexpr, TILE_T: tl.constexpr,
+):  # fmt: skip
+    """Decide how many of a row's equal tokens are kept, and find the last. After top-k, set the level of top-p."""
+    row = tl.program_id(0).to(tl.int64)
+    level, mass = tl.load(levels + row), tl.load(masses + row)
+    if level > 0:
+        tiles = tl.arange(0, TILE_T)
+        is_tile = tiles < num_tiles
+        place = edges + row * 4 * num_tiles + tiles
+        above_mass = tl.sum(tl.load(place + num_tiles, mask=is_tile, other=0.0), 0)
+        ties = tl.load(place + 2 * num_tiles, mask=is_tile, other=0.0)
+        weight = tl.max(tl.load(place + 3 * num_tiles, mask=is_tile, other=0.0), 0)
+        key = tl.load(edge_keys + row)
+        if BY_MASS:
+            # Those are kept before which the level is not reached, and no more than top-k left of them.
+            needed = tl.ceil((level - above_mass) / tl.where(weight > 0, weight, 1.0))
+            left = tl.where(key == tl.load(keys + row), tl.load(lefts + row), vocab_size).to(tl.float64)
+            needed = tl.minimum(tl.maximum(needed, 1.0), left)
+        else:
+            needed = level - tl.sum(tl.load(place, mask=is_tile, other=0.0), 0)
+        needed = tl.minimum(needed, tl.sum(ties, 0))
+        rank = tl.cumsum(ties, 0)
+        tile = tl.min(tl.where(rank >= needed, tiles, TILE_T - 1), 0)
+        before = tl.sum(tl.where(tiles < tile, ties, 0.0), 0)
+        token = tile * TILE_V + tl.arange(0, TILE_V)
+        is_tie = (_load_keys(logits + row * row_stride, token, vocab_size, NUM_BITS) == key) & (token < vocab_size)
+        is_last = is_tie & (tl.cumsum(is_tie.to(tl.int32), 0).to(tl.float64) + before == needed)
+        tl.store(last_ids + row, tl.max(tl.where(is_last, token, 0), 0).to(tl.int64))
+        mass = above_mass + needed * weight
+        tl.store(masses + row, mass)
+        tl.store(keys + row, key)
+        tl.store(lefts + row, needed.to(tl.int64))
+    if not BY_MASS:
+        top_p = tl.load(top_ps + row)
+        is_cut = (tl.load(temperatures + row) > 0) & (top_p < 1)
+        # Above 0, which means that there is nothing to do.
+        tl.store(levels + row, tl.where(is_cut, tl.maximum(top_p * mass, 1e-300), 0.0))
 
 
 @jit
@@ -208,19 +190,38 @@ def _cut_kernel(
 def launch_cut(
     logits: Tensor, probs: Tensor, tile_tops: Tensor, temperatures: Tensor, top_ks: Tensor, top_ps: Tensor, tile: int
 ) -> None:
-    """`cut_ref` in place, in two launches; rows of temperature 0 stay as they are.
+    """`cut_ref` in place; rows of temperature 0 stay as they are. A launch for every two bits of a logit, twice.
 
     tile_tops  [T, tiles] float32   the highest logit of each tile of `tile` tokens
     """
     num_rows, vocab_size = logits.shape
     num_tiles, num_bits = tile_tops.shape[1], _KEY_BITS[logits.dtype]
-    keys, last_ids = (torch.empty(num_rows, dtype=torch.int64, device=logits.device) for _ in range(2))
-    masses = torch.empty(num_rows, dtype=torch.float64, device=logits.device)
-    _threshold_kernel[(num_rows,)](
-        logits, probs, tile_tops, temperatures, top_ks, top_ps, keys, last_ids, masses,
-        vocab_size, logits.stride(0), num_tiles, NUM_BITS=num_bits, TILE_V=tile,
-        TILE_T=min(FILTER_TILES, power_of_2(num_tiles)), ALL_TILES=power_of_2(num_tiles), num_warps=16,
-    )  # fmt: skip
+    sizes = vocab_size, logits.stride(0), num_tiles
+    tiling = {"NUM_BITS": num_bits, "TILE_V": tile, "TILE_T": power_of_2(num_tiles)}
+    # Until a filter says otherwise: keep every key, and divide by exactly 1.
+    keys = torch.zeros(num_rows, dtype=torch.int64, device=logits.device)
+    last_ids, lefts = (torch.full_like(keys, vocab_size) for _ in range(2))
+    masses = torch.ones(num_rows, dtype=torch.float64, device=logits.device)
+    edges = torch.empty((num_rows, 4, num_tiles), dtype=torch.float64, device=logits.device)
+    levels = torch.where((temperatures > 0) & (top_ks < vocab_size), top_ks, 0).double()
+    for by_mass in (False, True):
+        passed, amounts = keys, edges
+        for shift in range(num_bits - 2, -1, -2):
+            new_passed = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+            new_amounts = torch.empty((num_rows, 3, num_tiles), dtype=torch.float64, device=logits.device)
+            _narrow_kernel[(num_tiles, num_rows)](
+                logits, probs, tile_tops, levels, passed, amounts, new_passed, new_amounts, *sizes, shift,
+                IS_FIRST=shift == num_bits - 2, BY_MASS=by_mass, **tiling,
+            )  # fmt: skip
+            passed, amounts = new_passed, new_amounts
+        edge_keys = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+        _edge_kernel[(num_tiles, num_rows)](
+            logits, probs, levels, keys, passed, amounts, edge_keys, edges, *sizes, **tiling
+        )
+        _settle_kernel[(num_rows,)](
+            logits, temperatures, top_ks, top_ps, levels, edges, edge_keys, keys, last_ids, masses, lefts, *sizes,
+            BY_MASS=by_mass, **tiling,
+        )  # fmt: skip
     _cut_kernel[(num_tiles, num_rows)](
         logits, probs, keys, last_ids, masses, vocab_size, logits.stride(0), NUM_BITS=num_bits, TILE_V=tile
     )

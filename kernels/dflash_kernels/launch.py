@@ -117,9 +117,6 @@ HEAD_TILE = 8
 VOCAB_TILE = 4096
 """Tokens a program covers in one pass over logits or probabilities."""
 
-FILTER_TILES = 4
-"""Tiles of the vocabulary that the search for a cut visits at once."""
-
 
 COMBINE_TILE = 4
 """Rows whose parts one program adds up, a warp each."""
@@ -135,7 +132,7 @@ class AttentionShape:
     num_stages: int
 
 
-MAX_SPLITS = 32
+MAX_SPLITS = 16
 """More parts than this cost more to add up than they gain."""
 
 

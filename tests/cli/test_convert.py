@@ -110,6 +110,8 @@ class TestManifest:
             data = (directory / "model.safetensors").read_bytes()
             entry = manifest["weights"][side]["model.safetensors"]
             assert entry == {"num_bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+            config = (directory / "config.json").read_bytes()
+            assert manifest["configs"][side]["sha256"] == hashlib.sha256(config).hexdigest()
 
     def test_papers_go_along(self, tmp_path: Path) -> None:
         source = support.make_native(tmp_path / "source")

@@ -90,7 +90,8 @@ class TestVllm:
 
     @pytest.mark.parametrize("scale", ["input_embedding_scale", "output_multiplier", "final_logit_softcapping"])
     def test_scales(self, scale: str, tmp_path: Path) -> None:
-        source = support.make_native(tmp_path / "source", **{scale: 2.0})
+        changes: dict[str, Any] = {scale: 2.0}
+        source = support.make_native(tmp_path / "source", **changes)
         outcome, _ = convert(source, "vllm")
         assert outcome.code == 5
         assert f"{scale}: vLLM 0.33 reads scales for DFlash 2 only" in outcome.err

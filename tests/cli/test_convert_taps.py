@@ -129,12 +129,13 @@ def test_a_last_layer_tap_is_kept_and_warned_about(to: str, tmp_path: Path) -> N
 
 def test_a_made_tensor_that_differs_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The result is compared with the projection made anew, not with what was written."""
+    from dflash_cli import safetensors_writer
     from dflash_cli.conversion import write as write_module
     from dflash_cli.convert import Wish, convert_draft, plan_conversion
     from dflash_runtime.checkpoint import read_header
     from dflash_runtime.errors import GateFailed
 
-    copy = write_module.write_tensors
+    copy = safetensors_writer.write_tensors
 
     def corrupt(destination: Path, *args: Any) -> None:
         copy(destination, *args)

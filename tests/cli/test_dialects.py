@@ -57,6 +57,49 @@ def test_each_is_read_as_it_was_trained(config: dict[str, Any], windows: Any, ca
     assert (found.block_size, found.mask_token_id, found.target_layer_ids) == (4, 31, (0, 2))
 
 
+def published(layers: int, depth: int, taps: list[int], mask: int, **changes: Any) -> dict[str, Any]:
+    """The keys of a published config that decide its reading."""
+    config = support.native_config(
+        auto_map={"AutoModel": "dflash.DFlashDraftModel"}, num_hidden_layers=layers, num_target_layers=depth,
+        block_size=16, vocab_size=248320, is_causal=support.REMOVED, layer_types=["full_attention"] * layers,
+        dflash_config={"mask_token_id": mask, "target_layer_ids": taps},
+    )  # fmt: skip
+    return {**config, **changes}
+
+
+SWA = ["sliding_attention"] * 4 + ["full_attention"]
+PUBLISHED: dict[str, tuple[dict[str, Any], tuple[int | None, ...], tuple[bool, ...]]] = {
+    "Qwen3-8B": (published(5, 36, [1, 9, 17, 25, 33], 151669), (None,) * 5, (False,) * 5),
+    "Qwen3.5-4B, tied": (
+        published(5, 32, [1, 8, 15, 22, 29], 248070, tie_word_embeddings=True, rope_theta=10000000),
+        (None,) * 5,
+        (False,) * 5,
+    ),
+    "Qwen3.6-27B": (
+        published(
+            5, 64, [1, 16, 31, 46, 61], 248070, layer_types=SWA, sliding_window=2048, use_sliding_window=True
+        ),
+        (2048,) * 4 + (None,),
+        (True,) * 4 + (False,),
+    ),
+    "Qwen3.5-35B, more layers than taps": (
+        published(8, 40, [1, 10, 19, 28, 37], 248070),
+        (None,) * 8,
+        (False,) * 8,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configs(name: str) -> None:
+    config, windows, causal = PUBLISHED[name]
+    found, reading = read(config)
+    assert found.format.name == "native"
+    assert (reading.config.windows, reading.config.causal) == (windows, causal)
+    assert list(reading.config.target_layer_ids) == config["dflash_config"]["target_layer_ids"]
+    assert reading.config.num_draft_tokens == 15
+
+
 def test_an_exporters_default_is_said() -> None:
     _, reading = read(specforge())
     assert any("as this exporter trains them" in note for note in reading.notes)
@@ -70,10 +113,11 @@ def test_an_unmarked_specforge_export_is_read_as_native_with_a_note() -> None:
     assert any("--causality non-causal" in note for note in reading.notes)
 
 
-def test_latent_attention_is_refused() -> None:
+@pytest.mark.parametrize(("key", "value"), [("attention_mode", "mla"), ("attention_modes", ["gqa", "mla"])])
+def test_latent_attention_is_refused(key: str, value: Any) -> None:
     config = specforge()
-    config["dflash_config"]["attention_mode"] = "mla"
-    with pytest.raises(UnsupportedError, match="attention_mode 'mla'"):
+    config["dflash_config"][key] = value
+    with pytest.raises(UnsupportedError, match=f"{key} .*mla"):
         read(config)
 
 

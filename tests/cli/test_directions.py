@@ -156,7 +156,7 @@ def go_there_and_back(name: str, source: dict[str, Any], work: Path) -> None:
             support.convert(work / "source", work / "there", name, verifier="acme/target")
         assert not (work / "there").exists()
         return
-    middle = next((middle for middle in ("native", "vllm", "speculators") if CAN_STATE[middle](config)))
+    middle = next(middle for middle in ("native", "vllm", "speculators") if CAN_STATE[middle](config))
     support.convert(work / "source", work / "there", name, verifier="acme/target")
     support.convert(work / "there", work / "back", middle, verifier="acme/target")
     support.convert(work / "back", work / "again", name, verifier="acme/target")
@@ -164,8 +164,10 @@ def go_there_and_back(name: str, source: dict[str, Any], work: Path) -> None:
     ignored = frozenset({"verifier"}) | lost_by(name, config)
     assert differing_fields(config, there.config, ignored=ignored) == []
     assert differing_fields(config, open_draft(work / "back").config, ignored=ignored | {"target_hidden_size"}) == []
-    again = json.loads((work / "again" / "config.json").read_text())
-    assert again == json.loads((work / "there" / "config.json").read_text())
+    first, second = (json.loads((work / name / "config.json").read_text()) for name in ("there", "again"))
+    if config.target_hidden_size == config.hidden_size:  # a width that native leaves out, since it says nothing
+        first["target_hidden_size"] = second["target_hidden_size"] = None
+    assert first == second
     for directory in ("there", "back", "again"):
         support.assert_same_tensors(work / "source", work / directory)
 

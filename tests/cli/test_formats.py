@@ -76,6 +76,15 @@ class TestReading:
     def test_either_rope_spelling(self, rope: dict[str, Any]) -> None:
         assert read(support.native_config(**rope)).rope.theta == 5e6
 
+    def test_rope_by_layer_type(self) -> None:
+        """transformers 5 may nest it; one rope serves all layers or none is right."""
+        full, sliding = {"rope_theta": 5e6, "rope_type": "default"}, {"rope_theta": 1e4, "rope_type": "default"}
+        keys = {"rope_theta": support.REMOVED, "rope_scaling": support.REMOVED}
+        same = {"full_attention": full, "sliding_attention": dict(full)}
+        assert read(support.native_config(**keys, rope_parameters=same)).rope.theta == 5e6
+        with pytest.raises(InvalidConfig, match="the same rope for every layer type"):
+            read(support.native_config(**keys, rope_parameters={**same, "sliding_attention": sliding}))
+
     def test_yarn_keeps_its_parameters(self) -> None:
         scaling = {"type": "yarn", "factor": 64.0, "original_max_position_embeddings": 4096}
         rope = read(support.native_config(rope_scaling=scaling)).rope

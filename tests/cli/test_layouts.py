@@ -186,7 +186,7 @@ class TestPackedWeights:
         for layer in range(2):
             packed[f"layers.{layer}.mlp.down_proj.weight_packed"] = np.arange(48, dtype=np.uint8).reshape(16, 3)
             packed[f"layers.{layer}.mlp.down_proj.weight_scale"] = np.ones((16, 1), np.float32)
-        changes = {"quantization_config": {"quant_method": "compressed-tensors"}} if config else {}
+        changes: dict[str, Any] = {"quantization_config": {"quant_method": "compressed-tensors"}} if config else {}
         return support.write_checkpoint(tmp_path / "source", support.native_config(**changes), {**packed, **arrays})
 
     @pytest.mark.parametrize("config", [True, False])

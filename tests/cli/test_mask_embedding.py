@@ -117,7 +117,7 @@ class TestReader:
         with pytest.raises(CheckpointError, match="smaller than its tensor"):
             read_torch_zip(tmp_path / "b.pt")
 
-    @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(data=st.data())
     def test_damage_is_an_error_of_ours(self, data: st.DataObject, tmp_path: Path) -> None:
         """Random bytes changed in the pickle, which stands in the file as it is."""

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from dflash_runtime.request import RequestOutput, SamplingParams
+from dflash_runtime.llm import LLM
+from dflash_runtime.request import Request, RequestOutput, SamplingParams
 from pairs import bundled_draft_model, bundled_llm, bundled_prompts
 
 MODES: dict[str, tuple[Any, ...]] = {
@@ -19,7 +20,7 @@ MODES: dict[str, tuple[Any, ...]] = {
     "scheduling": ("sync", "async"),
     "prefix_cache": (True, False),
     "max_batched_tokens": (1, 4, 16, 17, 2048),
-    "num_pages": (1000, 12),  # the second forces preemption once two requests run
+    "pool": ("roomy", "short", "forced"),  # short makes requests wait; forced preempts the youngest every few steps
     "max_num_requests": (1, 2, 5, 16),
 }
 
@@ -68,17 +69,38 @@ def expected(draft: str, num_draft_tokens: int) -> list[RequestOutput]:
 
 def check(combo: dict[str, Any]) -> None:
     engine = dict(combo)
-    name, num_draft_tokens = engine.pop("draft"), engine.pop("num_draft_tokens")
+    name, num_draft_tokens, pool = (engine.pop(key) for key in ("draft", "num_draft_tokens", "pool"))
+    num_pages = 12 if pool == "short" else 1000
     draft = bundled_draft_model(name, torch.float64)
-    llm = bundled_llm(draft, num_draft_tokens, dtype=torch.float64, **engine)
-    outputs = llm.generate(prompts(), SamplingParams(max_new_tokens=26))
+    llm = bundled_llm(draft, num_draft_tokens, dtype=torch.float64, num_pages=num_pages, **engine)
+    requests = [
+        Request(index=index, prompt_token_ids=prompt, params=SamplingParams(max_new_tokens=26))
+        for index, prompt in enumerate(prompts())
+    ]
+    for request in requests:
+        llm.engine.add(request)
+    steps = 0
+    while llm.engine.scheduler.has_work:
+        llm.engine.step()
+        steps += 1
+        if pool == "forced" and steps % 5 == 0:
+            preempt_youngest(llm)
     wanted = expected(name, num_draft_tokens)
-    assert [output.token_ids for output in outputs] == [output.token_ids for output in wanted]
-    assert [output.drafts for output in outputs] == [output.drafts for output in wanted]
-    if combo["num_pages"] == 12 and combo["max_num_requests"] >= 5 and combo["max_batched_tokens"] > 100:
-        assert sum(output.num_preemptions for output in outputs) > 0
+    assert [tuple(request.output_token_ids) for request in requests] == [output.token_ids for output in wanted]
+    assert [tuple(request.steps) for request in requests] == [output.drafts for output in wanted]
+    if pool == "forced":
+        assert sum(request.num_preemptions for request in requests) > 2
     llm.engine.scheduler.check_integrity()
-    assert llm.engine.scheduler.pages.num_available == combo["num_pages"] - 1
+    assert llm.engine.scheduler.pages.num_available == num_pages - 1
+
+
+def preempt_youngest(llm: LLM) -> None:
+    """What the scheduler does when pages run out: let everything in flight come in, then take the youngest out."""
+    while llm.engine._in_flight:
+        llm.engine._commit(llm.engine._in_flight.popleft())
+    running = llm.engine.scheduler.running
+    if running and running[-1].num_preemptions < 3:  # a request that is always taken out never ends
+        llm.engine.scheduler._preempt(running[-1])
 
 
 @pytest.mark.parametrize("combo", pairwise(), ids=name_of)

@@ -1,0 +1,165 @@
+"""How long `dflash validate` takes for an 8B pair from headers alone, on one core.
+
+    python examples/benchmarks/headers.py [--runs 20] [--limit 0.3] [--profile]
+
+The pair has the shapes of Qwen3-8B (36 layers, 399 tensors in 5 shards, 16.4 GB) and of its b16 draft (5 layers, 58
+tensors, 2.1 GB). The files are sparse: their headers are real and their data is holes, so they take no room. Our own
+time is the command's less that of an interpreter that does nothing, the median of the runs after a first one. Byte
+code is kept between runs, as it is for an installed package, whatever the environment says.
+"""
+
+import argparse
+import json
+import math
+import os
+import statistics
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+Shapes = dict[str, tuple[int, ...]]
+
+HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 4096, 12288, 32, 8, 128, 151936
+TARGET_LAYERS, DRAFT_LAYERS, TAPS, NUM_SHARDS = 36, 5, (1, 9, 17, 25, 33), 5
+
+
+def layer(prefix: str) -> Shapes:
+    """The tensors of one decoder layer."""
+    queries, keys = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
+    return {
+        f"{prefix}.input_layernorm.weight": (HIDDEN,),
+        f"{prefix}.post_attention_layernorm.weight": (HIDDEN,),
+        f"{prefix}.self_attn.q_proj.weight": (queries, HIDDEN),
+        f"{prefix}.self_attn.k_proj.weight": (keys, HIDDEN),
+        f"{prefix}.self_attn.v_proj.weight": (keys, HIDDEN),
+        f"{prefix}.self_attn.o_proj.weight": (HIDDEN, queries),
+        f"{prefix}.self_attn.q_norm.weight": (HEAD_DIM,),
+        f"{prefix}.self_attn.k_norm.weight": (HEAD_DIM,),
+        f"{prefix}.mlp.gate_proj.weight": (INNER, HIDDEN),
+        f"{prefix}.mlp.up_proj.weight": (INNER, HIDDEN),
+        f"{prefix}.mlp.down_proj.weight": (HIDDEN, INNER),
+    }
+
+
+def target_shapes() -> Shapes:
+    shapes: Shapes = {"model.embed_tokens.weight": (VOCAB, HIDDEN), "lm_head.weight": (VOCAB, HIDDEN)}
+    for index in range(TARGET_LAYERS):
+        shapes |= layer(f"model.layers.{index}")
+    return shapes | {"model.norm.weight": (HIDDEN,)}
+
+
+def draft_shapes() -> Shapes:
+    shapes: Shapes = {"fc.weight": (HIDDEN, len(TAPS) * HIDDEN), "hidden_norm.weight": (HIDDEN,)}
+    for index in range(DRAFT_LAYERS):
+        shapes |= layer(f"layers.{index}")
+    return shapes | {"norm.weight": (HIDDEN,)}
+
+
+def body(num_layers: int) -> dict[str, Any]:
+    """The config keys that both share."""
+    return {
+        "model_type": "qwen3",
+        "hidden_size": HIDDEN,
+        "intermediate_size": INNER,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": HEAD_DIM,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 40960,
+        "rope_theta": 1000000,
+        "layer_types": ["full_attention"] * num_layers,
+        "vocab_size": VOCAB,
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+    }
+
+
+def write_sparse(path: Path, shapes: Shapes) -> None:
+    """A safetensors file with a real header and no data."""
+    header, end = {}, 0
+    for name, shape in shapes.items():
+        begin, end = end, end + 2 * math.prod(shape)
+        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    with path.open("wb") as stream:
+        stream.write(struct.pack("<Q", len(text)) + text)
+        stream.truncate(8 + len(text) + end)
+
+
+def make_pair(home: Path) -> tuple[Path, Path]:
+    """Write both checkpoints."""
+    draft, target = home / "Qwen3-8B-DFlash-b16", home / "Qwen3-8B"
+    draft.mkdir()
+    target.mkdir()
+    own = {
+        "architectures": ["DFlashDraftModel"],
+        "block_size": 16,
+        "num_target_layers": TARGET_LAYERS,
+        "is_causal": False,
+        "dflash_config": {"mask_token_id": 151669, "target_layer_ids": list(TAPS)},
+    }
+    (draft / "config.json").write_text(json.dumps(body(DRAFT_LAYERS) | own))
+    write_sparse(draft / "model.safetensors", draft_shapes())
+    (target / "config.json").write_text(
+        json.dumps(body(TARGET_LAYERS) | {"architectures": ["Qwen3ForCausalLM"], "eos_token_id": 151645})
+    )
+    shapes, weight_map = target_shapes(), {}
+    names = list(shapes)
+    for shard in range(NUM_SHARDS):
+        file = f"model-{shard + 1:05d}-of-{NUM_SHARDS:05d}.safetensors"
+        members = names[shard * len(names) // NUM_SHARDS : (shard + 1) * len(names) // NUM_SHARDS]
+        write_sparse(target / file, {name: shapes[name] for name in members})
+        weight_map |= dict.fromkeys(members, file)
+    (target / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return draft, target
+
+
+def environment(home: Path) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    return {**kept, "PYTHONPYCACHEPREFIX": str(home / "bytecode")}
+
+
+def seconds(command: list[str], env: dict[str, str]) -> float:
+    started = time.perf_counter()
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
+    if done.returncode:
+        sys.exit(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
+    return time.perf_counter() - started
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--runs", type=int, default=20)
+    parser.add_argument("--limit", type=float, help="exit 3 where our own time is above")
+    parser.add_argument("--profile", action="store_true", help="print the slowest imports instead")
+    options = parser.parse_args()
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    with tempfile.TemporaryDirectory() as home:
+        draft, target = make_pair(Path(home))
+        env = environment(Path(home))
+        arguments = ["-m", "dflash_cli", "validate", str(draft), "--target", str(target), "--engine", "vllm,sglang"]
+        if options.profile:
+            seconds([sys.executable, *arguments], env)
+            command = [sys.executable, "-X", "importtime", *arguments]
+            done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
+            lines = [line.removeprefix("import time:") for line in done.stderr.splitlines() if "|" in line]
+            print("\n".join(sorted(lines[1:], key=lambda line: int(line.split("|")[0]))[-25:]))
+            return
+        seconds([sys.executable, *arguments], env)
+        whole = statistics.median(seconds([sys.executable, *arguments], env) for _ in range(options.runs))
+        bare = statistics.median(seconds([sys.executable, "-c", "pass"], env) for _ in range(options.runs))
+    own = whole - bare
+    print(f"validate an 8B pair from headers: {whole:.3f} s, bare interpreter {bare:.3f} s, own time {own:.3f} s")
+    if options.limit is not None and own > options.limit:
+        sys.exit(3)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""`dflash explain`: every rule, offline, and the table in the documents that is made from the same rules."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import support
+from dflash_cli.checks.base import all_rules
+from rule_table import render
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize("rule", all_rules(), ids=lambda rule: rule.id)
+def test_each_rule_is_explained(rule: object) -> None:
+    assert isinstance(rule, type(all_rules()[0]))
+    outcome = support.invoke("explain", rule.id)
+    assert outcome.code == 0
+    assert outcome.out.startswith(f"{rule.id}  {rule.title}\n")
+    for label in ("severity", "level", "effect", "fix", "source"):
+        assert f"\n{label} " in outcome.out
+    assert max(map(len, outcome.out.splitlines()[1:])) <= 80
+
+
+def test_the_long_text_is_printed() -> None:
+    assert "0.24 does not look at it" in " ".join(support.invoke("explain", "c20").out.split())
+
+
+def test_without_an_id_all_are_listed() -> None:
+    outcome = support.invoke("explain")
+    assert [line.split()[0] for line in outcome.out.splitlines()] == [rule.id for rule in all_rules()]
+
+
+def test_json() -> None:
+    one = json.loads(support.invoke("explain", "C20", "--json").out)
+    assert one["engines"] == ["vllm"]
+    assert one["schema_version"] == 1
+    everything = json.loads(support.invoke("explain", "--json").out)
+    assert len(everything["rules"]) == len(all_rules())
+
+
+def test_a_wrong_id_gets_a_guess() -> None:
+    outcome = support.invoke("explain", "C200")
+    assert outcome.code == 2
+    assert "did you mean C20?" in outcome.err
+
+
+def test_the_table_in_the_documents_is_true() -> None:
+    """docs/checks.md is what `python tests/rule_table.py` prints."""
+    assert (ROOT / "docs" / "checks.md").read_text(encoding="utf-8") == render()

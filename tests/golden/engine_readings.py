@@ -1,0 +1,225 @@
+"""Record what engines themselves read from what this project writes, for tests/cli/test_engine_readings.py.
+
+Runs in an environment of its own, with z-lab's package and with the unpacked wheels of the engines beside it; of those
+only source files are looked at, nothing of them is installed:
+
+    python -m venv zlab
+    zlab/bin/pip install torch==2.13.0 transformers==5.15.0 tqdm numpy safetensors regex
+    zlab/bin/pip install --no-deps dflash==0.1.0
+    pip download --no-deps --only-binary :all: vllm==0.24.0 vllm==0.33.0 sglang==0.5.23     # one at a time
+    unzip each into engines/vllm-0.24.0, engines/vllm-0.33.0, engines/sglang
+    export PYTHONPATH=.:runtime:kernels:tests
+    zlab/bin/python tests/golden/engine_readings.py engines tests/golden/engine_readings.json
+
+An engine's functions and classes are cut out of its source by name and run as they are, since importing the modules
+they stand in would need compiled kernels. Which ones: see `READERS`. z-lab's loader runs whole.
+"""
+
+import argparse
+import ast
+import dataclasses
+import json
+import logging
+import numbers
+import tempfile
+import typing
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import transformers
+from dflash import model as zlab
+from transformers import AutoConfig, PretrainedConfig, Qwen3Config
+
+import dialects
+import support
+
+Reading = dict[str, Any]
+
+
+def cut(file: Path, names: Sequence[str], **known: Any) -> SimpleNamespace:
+    """Top-level definitions of a source file by name, run with nothing but `known` around them."""
+    wanted = set(names)
+    body = [node for node in ast.parse(file.read_text(encoding="utf-8")).body if defined_name(node) in wanted]
+    future = ast.parse("from __future__ import annotations").body
+    module = ast.Module(body=[*future, *body], type_ignores=[])
+    scope: dict[str, Any] = {"__name__": "cut", **vars(typing), **known}
+    exec(compile(ast.fix_missing_locations(module), str(file), "exec"), scope)
+    missing = wanted - scope.keys()
+    assert not missing, f"{file} has no {missing}"
+    return SimpleNamespace(**{name: scope[name] for name in names})
+
+
+def defined_name(node: ast.stmt) -> str | None:
+    """The name that a top-level statement defines."""
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        return node.name
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    return next((target.id for target in targets if isinstance(target, ast.Name)), None)
+
+
+class Vllm:
+    """Config code of one vLLM release."""
+
+    def __init__(self, root: Path, *, reads_causality: bool) -> None:
+        configs = root / "vllm/transformers_utils/configs"
+        worker = root / "vllm/v1/worker/gpu/spec_decode"
+        known = {
+            "PreTrainedConfig": PretrainedConfig, "PretrainedConfig": PretrainedConfig, "AutoConfig": AutoConfig,
+            "DeepseekV2Config": transformers.DeepseekV2Config, "without_trust_remote_code": lambda kwargs: kwargs,
+            "fields": dataclasses.fields, "os": __import__("os"),
+        }  # fmt: skip
+        self.eagle = cut(configs / "eagle.py", ["EAGLEConfig"], **known).EAGLEConfig
+        algos = cut(
+            configs / "speculators/algos.py", ["SUPPORTED_SPECULATORS_TYPES", "register_speculator", "update_dflash"]
+        )
+        known["SUPPORTED_SPECULATORS_TYPES"] = algos.SUPPORTED_SPECULATORS_TYPES
+        self.speculators = cut(configs / "speculators/base.py", ["SpeculatorsConfig"], **known).SpeculatorsConfig
+        self.aux = cut(worker / "eagle/eagle3_utils.py", ["get_eagle3_aux_layers_from_config"])
+        self.mask = cut(worker / "utils.py", ["get_parallel_drafting_token_id"])
+        runner = SimpleNamespace(use_v2_model_runner=True)
+        names = ["_SLIDING_ATTENTION", "_dflash_layer_causal", "_resolve_layer_attention"]
+        model = root / "vllm/model_executor/models/qwen3_dflash.py"
+        self.layers = cut(model, names, get_current_vllm_config=lambda: runner) if reads_causality else None
+
+    def native(self, path: Path) -> Reading:
+        config = AutoConfig.from_pretrained(path)
+        return self.describe(self.eagle(model=config, method="dflash", model_type="eagle"))
+
+    def from_speculators(self, path: Path) -> Reading:
+        stored = json.loads((path / "config.json").read_text())
+        serving = self.speculators.extract_vllm_speculative_config(stored)
+        return {**self.describe(self.speculators.from_pretrained(path)), "serving": serving}
+
+    def describe(self, config: Any) -> Reading:
+        """What the model and the runner take from the config. Before 0.33 layers are full and never causal."""
+        spec = SimpleNamespace(draft_model_config=SimpleNamespace(hf_config=config))
+        reading = {
+            "architectures": config.architectures,
+            "taps": [layer - 1 for layer in self.aux.get_eagle3_aux_layers_from_config(spec)],
+            "mask_token_id": self.mask.get_parallel_drafting_token_id(config),
+            "vocab_size": config.vocab_size,
+            "draft_vocab_size": getattr(config, "draft_vocab_size", None) or config.vocab_size,
+            "target_hidden_size": getattr(config, "target_hidden_size", None),
+            "rope": dict(config.rope_parameters),
+        }
+        if self.layers is not None:
+            layers = [self.layers._resolve_layer_attention(config, at) for at in range(config.num_hidden_layers)]
+            reading["windows"] = [window for window, _ in layers]
+            reading["causal"] = [causal for _, causal in layers]
+        return reading
+
+
+class Sglang:
+    """SGLang's parser of draft configs and its choice of attention by layer."""
+
+    def __init__(self, root: Path) -> None:
+        names = [
+            "DEFAULT_DFLASH_MASK_TOKEN", "DFlashDraftConfig", "_cfg_get", "_get_dflash_config", "_get_text_config",
+            "_parse_optional_int", "build_target_layer_ids", "get_dflash_attention_sliding_window_size",
+            "get_dflash_layer_types", "parse_dflash_draft_config",
+        ]  # fmt: skip
+        known = {
+            "dataclass": dataclasses.dataclass, "Integral": numbers.Integral, "Sequence": Sequence,
+            "logger": logging.getLogger("sglang"),
+        }  # fmt: skip
+        self.utils = cut(root / "sglang/srt/speculative/dflash_utils.py", names, **known)
+        kinds = SimpleNamespace(DECODER="causal", ENCODER_ONLY="non-causal")
+        self.model = cut(
+            root / "sglang/srt/models/dflash.py",
+            ["_get_dflash_attention_type", "_get_dflash_layer_attention_params"],
+            AttentionType=kinds,
+            **vars(self.utils),
+        )
+
+    def native(self, path: Path) -> Reading:
+        config = AutoConfig.from_pretrained(path)
+        parsed = self.utils.parse_dflash_draft_config(draft_hf_config=config)
+        layers = [self.model._get_dflash_layer_attention_params(config, at) for at in range(config.num_hidden_layers)]
+        return {
+            "architectures": config.architectures,
+            "block_size": parsed.block_size,
+            "num_target_layers": parsed.num_target_layers,
+            "taps": parsed.target_layer_ids,
+            "mask_token_id": parsed.mask_token_id,
+            "vocab_size": config.vocab_size,
+            "windows": [None if left < 0 else left + 1 for left, _ in layers],
+            "causal": [kind == "causal" for _, kind in layers],
+            "output_multiplier": parsed.output_multiplier,
+            "final_logit_softcapping": parsed.final_logit_softcapping,
+            "rope": dict(config.rope_parameters or {}),
+        }
+
+
+class Zlab:
+    """z-lab's loader, weights and all."""
+
+    def native(self, path: Path) -> Reading:
+        config = Qwen3Config.from_pretrained(path)
+        model, info = zlab.DFlashDraftModel.from_pretrained(
+            path, config=config, dtype=torch.float32, output_loading_info=True
+        )
+        layers = [layer.self_attn for layer in model.layers]
+        return {
+            "missing": sorted(info["missing_keys"]),
+            "unexpected": sorted(info["unexpected_keys"]),
+            "taps": list(model.target_layer_ids),
+            "block_size": model.block_size,
+            "mask_token_id": model.mask_token_id,
+            "windows": [layer.sliding_window for layer in layers],
+            "causal": [bool(layer.is_causal) for layer in layers],
+            "rope": dict(config.rope_parameters or {}),
+        }
+
+
+def main() -> None:
+    """Convert every case to every dialect that can state it, and let each engine read the result."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("engines", type=Path)
+    parser.add_argument("output", type=Path)
+    arguments = parser.parse_args()
+    early = Vllm(arguments.engines / "vllm-0.24.0", reads_causality=False)
+    late = Vllm(arguments.engines / "vllm-0.33.0", reads_causality=True)
+    sglang, reference = Sglang(arguments.engines / "sglang"), Zlab()
+    readers: dict[str, dict[str, Callable[[Path], Reading]]] = {
+        "native": {"vllm 0.33.0": late.native, "sglang 0.5.23": sglang.native, "z-lab 0.1.0": reference.native},
+        "vllm": {"vllm 0.24.0": early.native, "vllm 0.33.0": late.native},
+        "sglang": {"sglang 0.5.23": sglang.native},
+        "mlx": {"z-lab 0.1.0": reference.native},
+        "speculators": {"vllm 0.24.0": early.from_speculators, "vllm 0.33.0": late.from_speculators},
+    }
+    readings = [entry for to in readers for name in dialects.CASES for entry in record(name, to, readers[to])]
+    document = {
+        "provenance": {
+            "script": "tests/golden/engine_readings.py",
+            "wheels": ["vllm 0.24.0", "vllm 0.33.0", "sglang 0.5.23"],
+            "versions": {name: version(name) for name in ("dflash", "transformers", "torch")},
+        },
+        "readings": readings,
+    }
+    arguments.output.write_text(dialects.one_line_each(document), encoding="utf-8")
+    print(f"{len(readings)} readings")
+
+
+def record(name: str, to: str, readers: dict[str, Callable[[Path], Reading]]) -> list[Reading]:
+    """What each reader of a dialect makes of a case; nothing where the case cannot be stated in it."""
+    from dflash_runtime.errors import LossyConversion
+
+    with tempfile.TemporaryDirectory() as directory:
+        source, out = dialects.make_case(Path(directory) / "source", name), Path(directory) / "out"
+        try:
+            support.convert(source, out, to, verifier="acme/target")
+        except LossyConversion:
+            return []
+        digest = dialects.config_digest(out)
+        return [
+            {"case": name, "to": to, "reader": reader, "config_sha256": digest, "reading": read(out)}
+            for reader, read in readers.items()
+        ]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,164 @@
+"""A hub on this machine: as much of its protocol as downloads and ranges of bytes need. It counts what it sends."""
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+COMMIT = "1" * 40
+REVISIONS = ("", "main", "v2", COMMIT)
+
+GONE = {
+    "acme/gated": (403, "GatedRepo"),
+    "acme/absent": (401, "RepoNotFound"),
+    "acme/broken": (500, ""),
+}
+"""Repositories that are refused whole."""
+
+
+@dataclass
+class LocalHub:
+    """What the server serves and what it was asked for.
+
+    `closed` lists files that are gated though their repository is listed; `ranges` says whether ranges are answered.
+    """
+
+    repos: dict[str, dict[str, bytes]] = field(default_factory=dict)
+    closed: set[str] = field(default_factory=set)
+    ranges: bool = True
+    num_bytes: int = 0
+    asked: list[tuple[str, str | None]] = field(default_factory=list)
+    url: str = ""
+
+    def add(self, repo: str, directory: Path) -> None:
+        self.repos[repo] = {item.name: item.read_bytes() for item in directory.iterdir() if item.is_file()}
+
+    def forget(self) -> None:
+        """Start counting anew."""
+        self.num_bytes, self.asked = 0, []
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers for the server's `hub`."""
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+    @property
+    def hub(self) -> LocalHub:
+        hub: LocalHub = self.server.hub  # type: ignore[attr-defined]
+        return hub
+
+    def do_HEAD(self) -> None:
+        self._answer(with_body=False)
+
+    def do_GET(self) -> None:
+        self.hub.asked.append((self.path, self.headers.get("Range")))
+        self._answer(with_body=True)
+
+    def _answer(self, *, with_body: bool) -> None:
+        for repo, (status, code) in GONE.items():
+            if repo in self.path:
+                self._send(status, b"", {"X-Error-Code": code} if code else {}, with_body=with_body)
+                return
+        path = self.path.partition("?")[0]
+        repo = next((name for name in self.hub.repos if f"/{name}/" in f"{path}/"), None)
+        if repo is None:
+            self._send(404, b"", {"X-Error-Code": "RepoNotFound"}, with_body=with_body)
+        elif "/tree/" in path:
+            self._send_tree(repo, with_body=with_body)
+        elif path.startswith("/api/models/"):
+            self._send_info(repo, path, with_body=with_body)
+        elif path.startswith("/cdn/"):
+            self._send_file(repo, path.rpartition("/")[2], with_body=with_body)
+        else:
+            self._resolve(repo, path.partition("/resolve/")[2].partition("/")[2], with_body=with_body)
+
+    def _resolve(self, repo: str, name: str, *, with_body: bool) -> None:
+        if name in self.hub.closed:
+            self._send(403, b"", {"X-Error-Code": "GatedRepo"}, with_body=with_body)
+        elif name.endswith(".safetensors") and with_body:
+            self._send(302, b"", {"Location": f"{self.hub.url}/cdn/{repo}/{name}"}, with_body=True)
+        else:
+            self._send_file(repo, name, with_body=with_body)
+
+    def _send_file(self, repo: str, name: str, *, with_body: bool) -> None:
+        data = self.hub.repos[repo].get(name)
+        if data is None:
+            self._send(404, b"", {"X-Error-Code": "EntryNotFound"}, with_body=with_body)
+            return
+        headers = {"ETag": f'"{hashlib.sha1(data).hexdigest()}"', "X-Repo-Commit": COMMIT}
+        wanted = self.headers.get("Range")
+        if wanted is None or not self.hub.ranges:
+            self._send(200, data, headers, with_body=with_body)
+            return
+        begin, end = (int(part) for part in wanted.removeprefix("bytes=").split("-"))
+        part = data[begin : end + 1]
+        headers["Content-Range"] = f"bytes {begin}-{begin + len(part) - 1}/{len(data)}"
+        self._send(206, part, headers, with_body=with_body)
+
+    def _send_tree(self, repo: str, *, with_body: bool) -> None:
+        entries = [
+            {"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
+            for name, data in self.hub.repos[repo].items()
+        ]
+        self._send_json(entries, with_body=with_body)
+
+    def _send_info(self, repo: str, path: str, *, with_body: bool) -> None:
+        if path.partition("/revision/")[2] not in REVISIONS:
+            self._send(404, b"", {"X-Error-Code": "RevisionNotFound"}, with_body=with_body)
+            return
+        siblings = [{"rfilename": name} for name in self.hub.repos[repo]]
+        info = {"_id": "0", "id": repo, "sha": COMMIT, "siblings": siblings, "private": False}
+        self._send_json(info, with_body=with_body)
+
+    def _send_json(self, document: Any, *, with_body: bool) -> None:
+        self._send(200, json.dumps(document).encode(), {"Content-Type": "application/json"}, with_body=with_body)
+
+    def _send(self, status: int, body: bytes, headers: dict[str, str], *, with_body: bool) -> None:
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if with_body:
+            try:
+                self.wfile.write(body)
+            except (BrokenPipeError, ConnectionResetError):  # a client may stop reading where it has enough
+                return
+            self.hub.num_bytes += len(body)
+
+
+@contextmanager
+def serving() -> Iterator[LocalHub]:
+    """A hub that answers until the context ends."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    hub = LocalHub(url=f"http://127.0.0.1:{server.server_port}")
+    server.hub = hub  # type: ignore[attr-defined]
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield hub
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def environment(hub: LocalHub, home: Path) -> dict[str, str]:
+    """The hub library reads its settings when it is imported, so each run has a process of its own."""
+    return {
+        "HF_ENDPOINT": hub.url,
+        "HF_HOME": str(home),
+        "HF_HUB_CACHE": str(home / "hub"),
+        "HF_HUB_DISABLE_XET": "1",
+        "HF_HUB_OFFLINE": "0",
+        "HF_TOKEN": "",
+        "NO_PROXY": "127.0.0.1",
+        "no_proxy": "127.0.0.1",
+    }
