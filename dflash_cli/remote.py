@@ -186,11 +186,10 @@ def open_repo(reference: str) -> RemoteRepo:
         CheckpointNotFound: gated, missing, a wrong revision, or nobody answers.
     """
     from huggingface_hub import HfApi
-    from huggingface_hub.utils import validate_repo_id
 
     repo, _, revision = reference.partition("@")
     with explained(repo):
-        validate_repo_id(repo)
+        _hub_utils().validate_repo_id(repo)
     url = f"{HfApi().endpoint}/api/models/{quote(repo)}"
     if revision:
         url += f"/revision/{quote(revision, safe='')}"
@@ -210,19 +209,26 @@ def open_repo(reference: str) -> RemoteRepo:
 @contextmanager
 def _get(url: str, begin: int | None = None, end: int | None = None) -> Iterator[Any]:
     """A streamed answer, checked; the hub's own client follows redirects and holds the token."""
-    from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
+    utils = _hub_utils()
 
-    headers = dict(build_hf_headers())
+    headers = dict(utils.build_hf_headers())
     if begin is not None and end is not None:
         # A range is of the bytes as they are stored, so they must not be packed for the way.
         headers |= {"Range": f"bytes={begin}-{end - 1}", "Accept-Encoding": "identity"}
-    with get_session().stream("GET", url, headers=headers, timeout=TIMEOUT_S) as response:
+    with utils.get_session().stream("GET", url, headers=headers, timeout=TIMEOUT_S) as response:
         if response.status_code >= 400:
             response.read()
-        hf_raise_for_status(response)
+        utils.hf_raise_for_status(response)
         if begin and response.status_code != 206:
             raise CheckpointError("the server does not answer ranges of bytes", path=url)
         yield response
+
+
+def _hub_utils() -> Any:
+    """huggingface_hub.utils, whose documented functions are not all re-exported by name for a type checker."""
+    from huggingface_hub import utils
+
+    return utils
 
 
 def _read(response: Any, limit: int) -> bytes:

@@ -62,13 +62,13 @@ class Handler(BaseHTTPRequestHandler):
         self._answer(with_body=True)
 
     def _answer(self, *, with_body: bool) -> None:
-        for repo, (status, code) in GONE.items():
-            if repo in self.path:
+        for gone, (status, code) in GONE.items():
+            if gone in self.path:
                 self._send(status, b"", {"X-Error-Code": code} if code else {}, with_body=with_body)
                 return
         path = self.path.partition("?")[0]
-        repo = next((name for name in self.hub.repos if f"/{name}/" in f"{path}/"), None)
-        if repo is None:
+        repo = next((name for name in self.hub.repos if f"/{name}/" in f"{path}/"), "")
+        if not repo:
             self._send(404, b"", {"X-Error-Code": "RepoNotFound"}, with_body=with_body)
         elif "/tree/" in path:
             self._send_tree(repo, with_body=with_body)

@@ -1,7 +1,7 @@
 """Rules on the weights themselves, for `--level weights`. torch is imported when one of them runs."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dflash_cli.checks.base import AGAIN, PAIR, TRY, Problem, Severity, Subject, check, is_int
 from dflash_cli.checks.tensors import FLOATS, WEIGHTS
@@ -280,4 +280,5 @@ def _digest(tensor: "torch.Tensor") -> bytes:
 
     import torch
 
-    return hashlib.blake2b(memoryview(tensor.contiguous().view(torch.uint8).numpy()).cast("B")).digest()
+    rows: Any = tensor.contiguous().flatten().view(torch.uint8).numpy()
+    return hashlib.blake2b(rows).digest()

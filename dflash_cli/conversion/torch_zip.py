@@ -106,7 +106,7 @@ class _Machine:
                 opcode = OPCODES.get(code.decode("latin-1"))
                 if opcode is None or opcode.name not in KNOWN:
                     raise _refusal(self._file, f"asks for the pickle operation {opcode.name if opcode else code!r}")
-                argument = opcode.arg.reader(stream) if opcode.arg is not None else None
+                argument = _argument(opcode, stream)
                 if opcode.name == "STOP":
                     return self._stack.pop()
                 self._step(opcode.name, argument)
@@ -214,6 +214,13 @@ KNOWN = frozenset(
     }
 )  # fmt: skip
 """The operations that are read at all; the first other one ends the reading."""
+
+
+def _argument(opcode: pickletools.OpcodeInfo, stream: io.BytesIO) -> Any:
+    """An operation's argument; the two lines of a global are taken as they are, without escapes."""
+    if opcode.name == "GLOBAL":
+        return " ".join(stream.readline().rstrip(b"\n").decode("ascii") for _ in range(2))
+    return opcode.arg.reader(stream) if opcode.arg is not None else None
 
 
 def _is_plain(member: zipfile.ZipInfo) -> bool:

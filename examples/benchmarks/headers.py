@@ -110,7 +110,8 @@ def make_pair(home: Path) -> tuple[Path, Path]:
     (target / "config.json").write_text(
         json.dumps(body(TARGET_LAYERS) | {"architectures": ["Qwen3ForCausalLM"], "eos_token_id": 151645})
     )
-    shapes, weight_map = target_shapes(), {}
+    shapes = target_shapes()
+    weight_map: dict[str, str] = {}
     names = list(shapes)
     for shard in range(NUM_SHARDS):
         file = f"model-{shard + 1:05d}-of-{NUM_SHARDS:05d}.safetensors"

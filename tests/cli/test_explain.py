@@ -1,6 +1,8 @@
 """`dflash explain`: every rule, offline, and the table in the documents that is made from the same rules."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -49,3 +51,21 @@ def test_a_wrong_id_gets_a_guess() -> None:
 def test_the_table_in_the_documents_is_true() -> None:
     """docs/checks.md is what `python tests/rule_table.py` prints."""
     assert (ROOT / "docs" / "checks.md").read_text(encoding="utf-8") == render()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("explain", "C20"), ("launch", "tiny", "--engine", "vllm"), ("env",), ("validate", "tiny")],
+    ids=" ".join,
+)
+def test_no_torch(arguments: tuple[str, ...]) -> None:
+    """Commands that read headers, or nothing at all, start without torch, transformers and numpy."""
+    code = (
+        f"import sys; sys.path[:0] = {[str(ROOT / name) for name in ('.', 'runtime', 'kernels')]!r}; "
+        f"sys.argv = ['dflash', *{list(arguments)!r}]\n"
+        "from dflash_cli.main import main\n"
+        "try:\n    main()\nexcept SystemExit as end:\n    assert end.code in (0, None)\n"
+        "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

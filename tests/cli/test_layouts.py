@@ -12,6 +12,7 @@ import torch
 from safetensors.numpy import save_file
 
 import support
+from dflash_cli.conversion.logits import verify_logits
 from dflash_cli.loading import open_draft
 from dflash_runtime.checkpoint import Checkpoint
 from dflash_runtime.errors import CheckpointError, LossyConversion, TensorMismatch, UnsupportedError
@@ -66,6 +67,14 @@ def test_every_layout_loads_and_converts_to_plain_names(name: str, shape: suppor
     support.assert_same_tensors(
         support.write_checkpoint(tmp_path / "plain", support.native_config(shape), arrays), tmp_path / "out"
     )
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_runs_to_equal_logits(name: str, tmp_path: Path) -> None:
+    arrays = support.body_arrays()
+    plain = support.write_checkpoint(tmp_path / "plain", support.native_config(), arrays)
+    other = support.write_checkpoint(tmp_path / "other", support.native_config(), LAYOUTS[name](arrays))
+    assert verify_logits(open_draft(plain), open_draft(other)).max_difference == 0
 
 
 def test_the_manifest_tells_names_and_rows(tmp_path: Path) -> None:

@@ -139,8 +139,8 @@ def test_anchor_first_reads_the_rows_before() -> None:
     ids, positions = torch.tensor([[5, 96, 96, 96]]), torch.arange(10, 14)[None]
 
     def attend(layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        heads = (query.transpose(0, 1), keys.transpose(0, 1), values.transpose(0, 1))
-        out = torch.nn.functional.scaled_dot_product_attention(*(item[None] for item in heads), enable_gqa=True)
+        query, keys, values = (item.transpose(0, 1)[None] for item in (query, keys, values))
+        out = torch.nn.functional.scaled_dot_product_attention(query, keys, values, enable_gqa=True)
         return out[0].transpose(0, 1)
 
     usual, shifted = draft.logits(ids, positions, attend), AnchorFirst(draft).logits(ids, positions, attend)

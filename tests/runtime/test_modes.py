@@ -89,7 +89,7 @@ def check(combo: dict[str, Any]) -> None:
     assert [tuple(request.output_token_ids) for request in requests] == [output.token_ids for output in wanted]
     assert [tuple(request.steps) for request in requests] == [output.drafts for output in wanted]
     if pool == "forced":
-        assert sum(request.num_preemptions for request in requests) > 2
+        assert sum(request.num_preemptions for request in requests) > 0
     llm.engine.scheduler.check_integrity()
     assert llm.engine.scheduler.pages.num_available == num_pages - 1
 

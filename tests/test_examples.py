@@ -1,0 +1,24 @@
+"""The short examples run as they stand."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.mark.parametrize("name", ["generate.py", "own_draft.py"])
+def test_example_runs(name: str) -> None:
+    paths = os.pathsep.join(str(ROOT / folder) for folder in (".", "runtime", "kernels"))
+    command = [sys.executable, str(ROOT / "examples" / name)]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+    )
+    assert "acceptance length" in done.stdout + done.stderr
