@@ -80,8 +80,8 @@ def bundled_llm(
 ) -> LLM:
     """The bundled target with any draft object, on a synchronous engine unless asked otherwise."""
     target = bundled_target_model(dtype)
-    engine = {"scheduling": "sync", "num_pages": 1000} | engine
-    config = EngineConfig(max_num_requests=max_num_requests, **engine)
+    settings: dict[str, Any] = {"scheduling": "sync", "num_pages": 1000} | engine
+    config = EngineConfig(max_num_requests=max_num_requests, **settings)
     limits = Limits(
         num_draft_tokens=num_draft_tokens,
         max_model_len=max_model_len or target.config.max_position_embeddings,
@@ -189,7 +189,8 @@ def random_llm(
     target: Target, draft: Draft | None, num_draft_tokens: int, *, max_model_len: int | None = None, **engine: Any
 ) -> LLM:
     """An LLM around loaded models."""
-    config = EngineConfig(**{"scheduling": "sync", "num_pages": 1000} | engine)
+    settings: dict[str, Any] = {"scheduling": "sync", "num_pages": 1000} | engine
+    config = EngineConfig(**settings)
     limits = Limits(
         num_draft_tokens=num_draft_tokens,
         max_model_len=max_model_len or target.config.max_position_embeddings,
@@ -221,9 +222,9 @@ def target_logits(target: Target, tokens: Sequence[int]) -> Tensor:
     """[T, V] logits of a plain forward over a text, by no part of the engine but the model and one attention call."""
 
     def attend(layer: int, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        return scaled_dot_product_attention(
-            *(heads[None].transpose(1, 2) for heads in (query, keys, values)), is_causal=True, enable_gqa=True
-        ).transpose(1, 2)[0]
+        query, keys, values = (heads[None].transpose(1, 2) for heads in (query, keys, values))
+        attended = scaled_dot_product_attention(query, keys, values, is_causal=True, enable_gqa=True)
+        return attended.transpose(1, 2)[0]
 
     with torch.inference_mode():
         hidden, _ = target(torch.tensor(tokens), torch.arange(len(tokens)), attend, ())

@@ -7,13 +7,17 @@ from typing import Any
 from dflash_cli.checks.base import Finding, Subject
 from dflash_cli.checks.engines import Engine
 
+IDENTITY = "C01"
 SLIDING = "sliding_attention"
 FLAG = "sliding_window_non_causal"
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What one engine does with the draft. `causal` is None where it is not known for the release."""
+    """What one engine does with the draft. `causal` is None where it is not known for the release.
+
+    `outcome` is that of the findings, or "unknown" for a relative of DFlash, which an engine may serve as what it is.
+    """
 
     engine: Engine
     outcome: str
@@ -25,6 +29,8 @@ class Verdict:
     def text(self) -> str:
         """`vllm 0.33: loads, serves 5 of 5 layers causally, trained 0 -> acceptance drops (C20)`."""
         because = f" ({', '.join(self.reasons)})" if self.reasons else ""
+        if self.outcome == "unknown":
+            return f"{self.engine}: not judged, since it is another kind of draft{because}"
         if self.outcome == "stops":
             return f"{self.engine}: does not serve it{because}"
         ending = f" -> acceptance drops{because}" if self.outcome == "drops" else ""
@@ -97,6 +103,8 @@ def _vllm_speculators(subject: Subject, engine: Engine, count: int) -> tuple[boo
 
 def _judge(subject: Subject, findings: Sequence[Finding], engine: Engine) -> Verdict:
     about = [item for item in findings if item.severity == "error" and engine.name in (item.engines or (engine.name,))]
+    if any(item.id == IDENTITY for item in about):
+        return Verdict(engine, "unknown", (IDENTITY,), None, None)
     outcome = next((kind for kind in ("stops", "drops") if any(item.outcome == kind for item in about)), "serves")
     reasons = tuple(dict.fromkeys(item.id for item in about if item.outcome == outcome))
     return Verdict(engine, outcome, reasons, served_causality(subject, engine), trained_causality(subject))

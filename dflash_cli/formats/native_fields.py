@@ -12,7 +12,7 @@ from dflash_cli.formats.base import Json
 from dflash_cli.formats.body import NESTED, layer_list
 from dflash_runtime.config import DraftConfig
 from dflash_runtime.errors import MISSING, InvalidConfig, LossyConversion
-from dflash_runtime.hf_config import SLIDING, read_layer_types, read_windows, require_int
+from dflash_runtime.hf_config import FULL, SLIDING, read_layer_types, read_windows, require_int
 
 SCALES = ("input_embedding_scale", "output_multiplier", "final_logit_softcapping")
 AUX_KEY = "eagle_aux_hidden_state_layer_ids"
@@ -105,6 +105,10 @@ def read_causality(
             notes.append(
                 "is_causal and dflash_config.causal contradict each other; is_causal is taken, as engines do; "
                 "--causality decides otherwise"
+            )
+        elif value and FULL in layer_types:
+            notes.append(
+                "causality: full layers attend causally in the block, as JetSpec trains them and DFlash does not"
             )
         return (value,) * len(layer_types), notes
     if SLIDING not in layer_types:

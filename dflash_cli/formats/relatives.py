@@ -150,7 +150,7 @@ class LiLiCorr(Relative):
     priority = 14
     architectures = r"LiLiCorr"
     difference = "a correction follows the block's proposals"
-    served_by = "vLLM 0.33"
+    served_by = "vLLM 0.33 and SGLang 0.5.23"
 
 
 @FORMATS.register("laguna")

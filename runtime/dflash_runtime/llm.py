@@ -1,12 +1,12 @@
 """Offline generation: `LLM(target, draft).generate(prompts, params)`. Knows token ids, no text."""
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from dflash_kernels.suite import pick_kernels
+from dflash_kernels.suite import KernelChoice, pick_kernels
 from dflash_runtime.attention import check_capability
 from dflash_runtime.config import EngineConfig
 from dflash_runtime.drafts.base import Draft, load_draft
@@ -86,7 +86,7 @@ class LLM:
         draft: Draft | None,
         limits: Limits,
         config: EngineConfig,
-        backend: str,
+        backend: KernelChoice,
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
@@ -129,7 +129,7 @@ class LLM:
 
     def stream(
         self, prompts: Iterable[Sequence[int]], params: SamplingParams | Sequence[SamplingParams] | None = None
-    ) -> Iterator[Delta]:
+    ) -> Generator[Delta, None, None]:
         """As `generate`, yielding tokens as they are committed. Leaving early drops what is unfinished."""
         for request in _requests(prompts, params):
             try:

@@ -1,9 +1,11 @@
 """Turn what was asked for into what will run: device, dtype, kernels, limits, and the size of the page pool."""
 
 import os
+from typing import cast
 
 import torch
 
+from dflash_kernels.suite import KernelChoice
 from dflash_runtime.config import DraftConfig, EngineConfig, TargetConfig
 from dflash_runtime.errors import CapacityError, UnsupportedError, UsageError
 from dflash_runtime.kv import bytes_per_token
@@ -41,10 +43,10 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     return dtype
 
 
-def resolve_kernels(name: str, device: torch.device, dtype: torch.dtype) -> str:
+def resolve_kernels(name: str, device: torch.device, dtype: torch.dtype) -> KernelChoice:
     """`auto` is triton on a GPU, where it computes in the dtype, and reference on the CPU."""
-    if name != "auto":
-        return name
+    if name in ("triton", "reference"):
+        return cast(KernelChoice, name)
     return "triton" if device.type == "cuda" and dtype != torch.float64 else "reference"
 
 

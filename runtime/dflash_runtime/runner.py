@@ -97,7 +97,8 @@ class Runner:
         for request in batch.admitted:
             self.state.admit(request, request.generation, self.limits.num_lookahead_tokens, self._upload)
         self.state.add_pages(batch.additions, self.page_size, self._upload)
-        parts, requests = [], []
+        parts: list[Tensor] = []
+        requests: list[Request] = []
         if batch.decode:
             parts.append(self._decode(batch))
             requests += batch.decode

@@ -1,9 +1,12 @@
 """Bad input: each kind has its own message and exit code, through the real entry point."""
 
+import json
+import os
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -53,6 +56,48 @@ def eagle(path: Path) -> None:
     support.write_checkpoint(path, changed, {"midlayer.hidden_norm.weight": np.ones(4, np.float32)})
 
 
+def link(name: str, target: str) -> Callable[[Path], object]:
+    """A file of the checkpoint that is a link to somewhere."""
+
+    def change(path: Path) -> None:
+        (path / name).unlink()
+        (path / name).symlink_to(target)
+
+    return edit(change)
+
+
+def pipe(name: str) -> Callable[[Path], object]:
+    """A named pipe, whose reader would wait for ever."""
+
+    def change(path: Path) -> None:
+        (path / name).unlink()
+        os.mkfifo(path / name)
+
+    return edit(change)
+
+
+def directory(name: str) -> Callable[[Path], object]:
+    def change(path: Path) -> None:
+        (path / name).unlink()
+        (path / name).mkdir()
+
+    return edit(change)
+
+
+def header(text: bytes) -> Callable[[Path], object]:
+    return weights(lambda data: struct.pack("<Q", len(text)) + text)
+
+
+def index(weight_map: dict[str, str]) -> Callable[[Path], object]:
+    text = json.dumps({"weight_map": weight_map})
+    return edit(lambda path: (path / "model.safetensors.index.json").write_text(text))
+
+
+def entry(**fields: Any) -> Callable[[Path], object]:
+    """A file of one tensor whose header entry has these fields."""
+    return header(json.dumps({"fc.weight": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4], **fields}}).encode())
+
+
 CASES = [
     Case("absent", lambda path: None, "no such directory", 4, 4),
     Case("a file", lambda path: path.write_text("x"), "not a directory"),
@@ -69,6 +114,26 @@ CASES = [
     Case("truncated data", weights(lambda data: data[:-1]), "truncated:"),
     Case("trailing data", weights(lambda data: data + b"\x00"), "oversized:"),
     Case("a huge header", weights(lambda data: struct.pack("<Q", 2**40) + data[8:]), "header length 1099511627776"),
+    Case("a link outside", link("config.json", "/etc/passwd"), "outside the checkpoint"),
+    Case("weights linked outside", link("model.safetensors", "/dev/zero"), "outside the checkpoint"),
+    Case("a loop of links", link("config.json", "config.json"), "config.json"),
+    Case("a dangling link", link("model.safetensors", "nowhere"), "model.safetensors"),
+    Case("a config that is a pipe", pipe("config.json"), "not a regular file"),
+    Case("weights that are a pipe", pipe("model.safetensors"), "not a regular file"),
+    Case("a config that is a directory", directory("config.json"), "config.json"),
+    Case("half a surrogate pair", config('{"a": "\\ud800"}'), "not valid JSON"),
+    Case("deep nesting", config("[" * 100_000), "nested too deeply"),
+    Case("a huge integer", config('{"a": ' + "9" * 5000 + "}"), "not valid JSON"),
+    Case("a dtype that is a list", entry(dtype=[]), "unknown dtype"),
+    Case("offsets past the end", entry(data_offsets=[2**62, 2**62 + 4]), "leaves a hole"),
+    Case("negative offsets", entry(data_offsets=[-4, 0]), "expected [begin, end]"),
+    Case("offsets backwards", entry(data_offsets=[4, 0]), "expected [begin, end]"),
+    Case("too many tensors", header(b'"data_offsets"' * 250_001), "more than 250000 tensors"),
+    Case("a shard above", index({"a": "../x.safetensors"}), "expected a file beside the index"),
+    Case("an absolute shard", index({"a": "/etc/passwd"}), "expected a file beside the index"),
+    Case("a shard with a null", index({"a": "x\0y"}), "expected a file beside the index"),
+    Case("a shard with a long name", index({"a": "x" * 4000}), "expected a file beside the index"),
+    Case("100,000 shards", index({f"t{n}": f"s{n}.safetensors" for n in range(100_000)}), "which is not there"),
     Case("unknown dialect", config('{"model_type": "bert"}'), "not a DFlash draft", 5),
     Case("a target", lambda path: support.make_target(path), "not a DFlash draft", 5),
     Case(

@@ -132,6 +132,12 @@ class TestJetSpec:
         assert draft.config.causal == (False, False)
         assert any("contradict each other" in note for note in draft.reading.notes)
 
+    def test_one_that_agrees_with_itself_is_named_in_a_note(self, tmp_path: Path) -> None:
+        path = support.make_native(tmp_path / "draft", is_causal=True)
+        assert any("as JetSpec trains them" in note for note in open_draft(path).reading.notes)
+        sliding = support.make_native(tmp_path / "sliding", support.Shape(windows=(16, 16)), is_causal=True)
+        assert open_draft(sliding).reading.notes == ()
+
     def test_is_not_converted_until_the_user_decides(self, tmp_path: Path) -> None:
         outcome = support.invoke("convert", self.source(tmp_path), tmp_path / "out", "--to", "native")
         assert outcome.code == 5

@@ -83,6 +83,13 @@ class TestCommand:
         assert "sglang 0.5.23: does not serve it (" in outcome.out
         assert "C38" in outcome.out
 
+    def test_a_relative_is_not_judged_for_engines(self, tmp_path: Path) -> None:
+        """SGLang serves Domino as Domino; what is said here is only that it is not DFlash."""
+        draft = support.make_native(tmp_path / "draft", architectures=["DominoDraftModel"])
+        outcome = support.invoke("validate", draft, "--engine", "sglang")
+        assert outcome.code == 3
+        assert "sglang 0.5.23: not judged, since it is another kind of draft (C01)" in outcome.out
+
     def test_every_finding_has_effect_and_fix(self, tmp_path: Path) -> None:
         draft = support.make_native(tmp_path / "draft", block_size=1)
         outcome = support.invoke("validate", draft)

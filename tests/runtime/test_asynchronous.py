@@ -1,6 +1,7 @@
 """Steps launched before the counts of earlier ones are known."""
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -46,7 +47,7 @@ def test_steps_are_in_flight() -> None:
     assert deepest == 2
 
 
-def request(index: int = 0, **params: int) -> Request:
+def request(index: int = 0, **params: Any) -> Request:
     return Request(index=index, prompt_token_ids=bundled_prompts()[0][:20], params=SamplingParams(**params))
 
 
@@ -89,8 +90,8 @@ def test_drafting_switched_off_and_on_again_keeps_its_context() -> None:
     item = request(max_new_tokens=50)
     llm = bundled_llm(draft, 7, dtype=torch.float64)
     llm.engine.add(item)
-    for step in range(1000):
-        llm.engine.scheduler.is_drafting = not 4 <= step < 7
+    for count in range(1000):
+        llm.engine.scheduler.is_drafting = not 4 <= count < 7
         llm.engine.step()
         if item.is_finished:
             break

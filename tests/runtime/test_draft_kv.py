@@ -49,6 +49,7 @@ def check(reference: torch.nn.Module, draft: Draft, llm: LLM, request: Request) 
     features = torch.cat([states[layer + 1][0] for layer in draft.config.target_layer_ids], dim=-1)
     positions = torch.arange(request.kv_len)
     runner = llm.engine.runner
+    assert runner.draft_kv is not None
     fresh = KVCache(draft.config, 1, request.kv_len, torch.device("cpu"), torch.float32)
     draft.write_context(features, positions, fresh, positions)
     keys, values = fresh.keys, fresh.values

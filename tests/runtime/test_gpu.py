@@ -23,7 +23,8 @@ REGRET = 0.2
 
 
 def gpu_llm(name: str | None, dtype: str, **engine: Any) -> LLM:
-    config = EngineConfig(**{"device": "cuda", "dtype": dtype, "num_pages": 3000} | engine)
+    settings: dict[str, Any] = {"device": "cuda", "dtype": dtype, "num_pages": 3000} | engine
+    config = EngineConfig(**settings)
     draft = bundled_draft(name).source if name is not None else None
     return LLM(open_target(tiny_directory() / "target"), draft, config)
 

@@ -1,5 +1,7 @@
 """Reservation, admission, preemption and the page pool; no tensors."""
 
+from typing import Any
+
 import pytest
 
 from dflash_runtime.batch import Batch, StepOutput
@@ -25,7 +27,7 @@ def limits(
     )
 
 
-def request(index: int = 0, prompt_len: int = 16, first: int = 1, **params: int) -> Request:
+def request(index: int = 0, prompt_len: int = 16, first: int = 1, **params: Any) -> Request:
     prompt = (first, *[2] * (prompt_len - 1))
     return Request(index=index, prompt_token_ids=prompt, params=SamplingParams(**params))
 
