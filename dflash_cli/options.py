@@ -34,6 +34,10 @@ PromptsOption = Annotated[
         help="JSON Lines with prompt, messages, turns or prompt_token_ids; - reads stdin.",
     ),
 ]
+CausalityOption = Annotated[
+    Literal["causal", "non-causal", "layer-types"] | None,
+    typer.Option(help="Read the draft's blocks so, whatever its config says.", show_default=False),
+]
 MaxNewTokensOption = Annotated[int, typer.Option("--max-new-tokens", "-n", min=1, help="Tokens to generate a prompt.")]
 ChatOption = Annotated[bool, typer.Option("--chat/--raw", help="Send prompts through the target's chat template.")]
 TemplateOption = Annotated[

@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from dflash_cli import __version__, console
-from dflash_cli.loading import DraftCheckpoint, open_draft, open_target
+from dflash_cli.loading import Causality, DraftCheckpoint, open_draft, open_target
 from dflash_cli.references import TINY, Role, is_bundled, resolve
 from dflash_cli.text import Tokenizer, find_tokenizer
 from dflash_runtime.config import EngineConfig
@@ -25,6 +25,7 @@ class Session:
     tokenizer: Tokenizer | None
     stop_token_ids: tuple[int, ...]
     references: dict[str, str | None]
+    causality: Causality | None = None
     template_options: str | None = None
 
     def describe(self, params: SamplingParams, *, chat: bool) -> dict[str, Any]:
@@ -37,6 +38,7 @@ class Session:
             "max_model_len": self.llm.limits.max_model_len,
             "dtype": str(self.llm.dtype).removeprefix("torch."),
             "device": self.llm.device.type,
+            "causality": self.causality,
             "chat": chat,
             "chat_template_kwargs": self.template_options,
             **asdict(params),
@@ -47,7 +49,12 @@ class Session:
 
 
 def open_session(
-    draft: str | None, target: str | None, config: EngineConfig, *, template_options: str | None = None
+    draft: str | None,
+    target: str | None,
+    config: EngineConfig,
+    *,
+    causality: Causality | None = None,
+    template_options: str | None = None,
 ) -> Session:
     """Load a pair.
 
@@ -57,7 +64,9 @@ def open_session(
         UsageError: a combination that names no pair; and whatever opening and loading raise.
     """
     draft_reference, target_reference = _complete(draft, target, config)
-    draft_checkpoint = open_draft(resolve(draft_reference, Role.DRAFT)) if draft_reference else None
+    draft_checkpoint = None
+    if draft_reference is not None:
+        draft_checkpoint = open_draft(resolve(draft_reference, Role.DRAFT), causality=causality)
     if target_reference is None:
         target_reference = _verifier(draft_checkpoint, draft_reference)
     target_source = open_target(resolve(target_reference, Role.TARGET))
@@ -73,6 +82,7 @@ def open_session(
         tokenizer=tokenizer,
         stop_token_ids=_stop_token_ids(target_source, tokenizer),
         references={"draft": draft_reference, "target": target_reference},
+        causality=causality,
         template_options=template_options,
     )
 

@@ -8,6 +8,7 @@ import typer
 
 from dflash_cli import console
 from dflash_cli.options import (
+    CausalityOption,
     ChatOption,
     DraftOption,
     EngineOptions,
@@ -38,6 +39,7 @@ def eval_acceptance(
     engine: EngineOptions,
     draft: DraftOption = None,
     target: TargetOption = None,
+    causality: CausalityOption = None,
     prompts: PromptsOption = None,
     num_prompts: Annotated[int | None, typer.Option("--num-prompts", min=1, help="Use the first so many rows.")] = None,
     max_new_tokens: MaxNewTokensOption = 128,
@@ -85,7 +87,7 @@ def eval_acceptance(
         journal=rows_file,
         resume=resume,
     )
-    session = open_session(draft, target, config, template_options=chat_template_kwargs)
+    session = open_session(draft, target, config, causality=causality, template_options=chat_template_kwargs)
     evaluation = _measure(session, plan)
     if report is not None:
         _write_report(evaluation, report)

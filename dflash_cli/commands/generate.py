@@ -8,6 +8,7 @@ import typer
 
 from dflash_cli import console
 from dflash_cli.options import (
+    CausalityOption,
     ChatOption,
     DraftOption,
     EngineOptions,
@@ -51,6 +52,7 @@ def generate(
     prompt: PromptArg = None,
     draft: DraftOption = None,
     target: TargetOption = None,
+    causality: CausalityOption = None,
     prompts: PromptsOption = None,
     output: OutputOption = None,
     max_new_tokens: MaxNewTokensOption = 256,
@@ -76,7 +78,7 @@ def generate(
     from dflash_cli.session import open_session
     from dflash_cli.sinks import ProgressSink, Sink, TextSink, TraceSink, open_row_sink
 
-    session = open_session(draft, target, config, template_options=chat_template_kwargs)
+    session = open_session(draft, target, config, causality=causality, template_options=chat_template_kwargs)
     params = params.with_stops(session.stop_token_ids)
     tally = Tally(session.llm.num_draft_tokens)
     started = time.perf_counter()

@@ -184,3 +184,13 @@ def test_options_that_make_no_sense_are_refused(options: list[str], message: str
 def test_sampled_acceptance_is_lower_and_seeded() -> None:
     first, again = (json.loads(run(*SMALL, "--temperature", "1", "--json").stdout)["acceptance_len"] for _ in range(2))
     assert first == again
+
+
+def test_a_trial_reading_changes_acceptance_and_not_the_text() -> None:
+    """The reduced draft was trained without causality and shows it most."""
+    options = ["--draft", "tiny:reduced", "--num-prompts", "12", "-n", "48", "--bootstrap", "0", "--json"]
+    as_trained = json.loads(run(*options).stdout)
+    causal = json.loads(run(*options, "--causality", "causal").stdout)
+    assert causal["settings"]["causality"] == "causal"
+    assert causal["acceptance_len"] < as_trained["acceptance_len"] - 0.05
+    assert causal["num_tokens"] == as_trained["num_tokens"]
