@@ -1,6 +1,7 @@
 """The Typer app: one line a command, and the one place that turns errors into messages."""
 
 import errno
+import logging
 import os
 import sys
 from typing import Annotated
@@ -47,6 +48,8 @@ def root(
 
 def main() -> None:
     """Run the command line; every foreseen error becomes one line and its documented exit code."""
+    # What a library logs is for programs; what a user should know, commands say through the console.
+    logging.getLogger("dflash_runtime").addHandler(logging.NullHandler())
     try:
         app()
     except DFlashError as error:

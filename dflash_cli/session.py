@@ -74,6 +74,8 @@ def open_session(
         for text in draft_checkpoint.reading.notes:
             console.note(text)
     llm = LLM(target_source, draft_checkpoint.source if draft_checkpoint else None, config)
+    for text in llm.warnings:
+        console.warn(text)
     tokenizer = find_tokenizer(target_source.checkpoint.path, template_options)
     return Session(
         llm=llm,

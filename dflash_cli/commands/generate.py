@@ -20,7 +20,7 @@ from dflash_cli.options import (
     TemplateOption,
     flatten,
 )
-from dflash_runtime.errors import GateFailed, RequestError, UsageError
+from dflash_runtime.errors import GateFailed, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -126,5 +126,6 @@ def _finish(tally: "Tally", interrupted: bool, lossless: "Lossless | None") -> N
             raise GateFailed(
                 f"not lossless: {lossless.worst}", hint="run again with --scheduling sync --no-prefix-cache"
             )
-    if any(answer.output.error is not None for answer in tally.answers):
-        raise typer.Exit(RequestError.exit_code)
+    code = max((answer.output.exit_code for answer in tally.answers), default=0)
+    if code:
+        raise typer.Exit(code)

@@ -135,7 +135,7 @@ class LLM:
             try:
                 self.engine.add(request)
             except DFlashError as error:
-                yield Delta(request.index, (), RequestOutput.refuse(request, error.message))
+                yield Delta(request.index, (), RequestOutput.refuse(request, error))
         for committed in self.engine.run():
             request = committed.request
             output = RequestOutput.read(request) if request.is_finished else None

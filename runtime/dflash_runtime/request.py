@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from dflash_runtime.errors import RequestError
+from dflash_runtime.errors import DFlashError, RequestError
 
 MAX_STOP_IDS = 16
 """Stop ids a request may have; the device compares with all of them in every step."""
@@ -165,7 +165,7 @@ class RequestOutput:
     `acceptance_lengths` has accepted + 1 for each verify step, untruncated; the prefill's token is no step.
     `kept_lengths` has the tokens each of those steps left in the output after stops and limits, and `drafts` what it
     proposed. A step that decoded plainly is in none of them. `error` says why a request was not served, with
-    `finish_reason` ERROR.
+    `finish_reason` ERROR and the exit code its error has.
     """
 
     index: int
@@ -178,6 +178,7 @@ class RequestOutput:
     num_cached: int = 0
     num_preemptions: int = 0
     error: str | None = None
+    exit_code: int = 0
 
     @classmethod
     def read(cls, request: Request) -> "RequestOutput":
@@ -196,12 +197,13 @@ class RequestOutput:
         )
 
     @classmethod
-    def refuse(cls, request: Request, error: str) -> "RequestOutput":
+    def refuse(cls, request: Request, error: DFlashError) -> "RequestOutput":
         """The output of a request that was never run."""
         return cls(
             index=request.index,
             prompt_token_ids=request.prompt_token_ids,
             token_ids=(),
             finish_reason=FinishReason.ERROR,
-            error=error,
+            error=error.message,
+            exit_code=error.exit_code,
         )

@@ -5,6 +5,7 @@ from typing import cast
 
 import torch
 
+from dflash_kernels.launch import HAS_TRITON, IS_INTERPRETED
 from dflash_kernels.suite import KernelChoice
 from dflash_runtime.config import DraftConfig, EngineConfig, TargetConfig
 from dflash_runtime.errors import CapacityError, UnsupportedError, UsageError
@@ -44,10 +45,18 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def resolve_kernels(name: str, device: torch.device, dtype: torch.dtype) -> KernelChoice:
-    """`auto` is triton on a GPU, where it computes in the dtype, and reference on the CPU."""
+    """`auto` is triton on a GPU, where it is installed and computes in the dtype, and reference elsewhere.
+
+    Raises:
+        UnsupportedError: triton is asked for where it cannot run.
+    """
+    runs = HAS_TRITON and (device.type == "cuda" or IS_INTERPRETED)
+    if name == "triton" and not runs:
+        why = f"its kernels do not run on {device}" if HAS_TRITON else "it is not installed"
+        raise UnsupportedError(f"--kernels triton: {why}", hint="--kernels reference runs everywhere")
     if name in ("triton", "reference"):
         return cast(KernelChoice, name)
-    return "triton" if device.type == "cuda" and dtype != torch.float64 else "reference"
+    return "triton" if runs and device.type == "cuda" and dtype != torch.float64 else "reference"
 
 
 def resolve_limits(config: EngineConfig, target: TargetConfig, draft: DraftConfig | None) -> Limits:

@@ -1,6 +1,7 @@
 """`dflash generate`: text, rows, statistics, and every way a prompt can be given."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -36,7 +37,8 @@ def run(*arguments: str, stdin: str | None = None) -> Any:
 def process(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     """The command as a user runs it."""
     command = [sys.executable, "-m", "dflash_cli", "generate", *arguments]
-    return subprocess.run(command, input=stdin, capture_output=True, text=True, check=False)
+    env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    return subprocess.run(command, input=stdin, capture_output=True, text=True, check=False, env=env)
 
 
 @pytest.fixture(scope="module")
@@ -169,6 +171,9 @@ def test_a_malformed_row_is_named_by_file_and_line(line: str, message: str) -> N
         (["x", "-k", "8"], 2, "8 speculative tokens, expected at most 7"),
         (["x", "--top-p", "0"], 2, "top_p"),
         (["x", "--device", "tpu"], 2, "device 'tpu'"),
+        (["x", "--kv-memory", "20K"], 6, "one request needs 2 pages of 16 tokens, 147456 bytes"),
+        (["x", "--kv-memory", "lots"], 2, "--kv-memory 'lots', expected a size"),
+        (["x", "--kernels", "triton", "--device", "cpu"], 5, "--kernels triton: its kernels do not run on cpu"),
         (["x", "--max-model-len", "999999"], 2, "max_model_len 999999"),
         (["x", "--output", "no/such/dir/rows.jsonl"], 2, "no/such/dir: no such directory"),
         (["x", "--chat-template-kwargs", "{"], 2, "--chat-template-kwargs: not valid JSON"),
@@ -182,6 +187,20 @@ def test_bad_input_ends_in_one_line_and_its_exit_code(arguments: list[str], code
     assert message in first
     assert "Traceback" not in done.stderr
     assert done.stdout == ""
+
+
+def test_a_request_too_large_for_the_pool_exits_6_with_the_arithmetic() -> None:
+    done = process("x", "-n", "2000", "--kv-memory", "1M")
+    assert done.returncode == 6
+    assert "KV pages of 16 tokens for 2001 tokens and a lookahead of 8, the pool has" in done.stderr
+
+
+def test_what_gives_way_is_said_once() -> None:
+    done = process("x", "-k", "0", "--draft-sampling", "probabilistic", "-n", "4")
+    assert done.returncode == 0
+    lines = [line for line in done.stderr.splitlines() if "probabilistic drafting is off" in line]
+    assert len(lines) == 1
+    assert lines[0].startswith("warning: ")
 
 
 def test_a_row_that_cannot_be_served_harms_no_other(tmp_path: Path, expected: RequestOutput) -> None:
