@@ -1,12 +1,13 @@
 """`dflash env`: what this installation is made of, for a bug report."""
 
 from dflash_cli import __version__, console
-from dflash_cli.environment import describe_environment, interpreter
 from dflash_cli.options import JsonOption
 
 
 def env(as_json: JsonOption = False) -> None:
     """Show versions, GPUs, hub settings and conflicts; never the value of a token."""
+    from dflash_cli.environment import describe_environment, interpreter
+
     found = describe_environment(__version__)
     if as_json:
         console.result_json({"interpreter": interpreter(), **found.document()})

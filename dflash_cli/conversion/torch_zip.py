@@ -71,6 +71,8 @@ def read_torch_zip(file: Path) -> dict[str, Any]:
     Raises:
         UnsupportedError: anything but a dictionary of contiguous tensors, numbers and strings.
     """
+    if not file.is_file():
+        raise _refusal(file, "is no regular file")
     try:
         with zipfile.ZipFile(file) as archive:
             if len(archive.infolist()) > MAX_MEMBERS:

@@ -8,6 +8,8 @@ Layout of a safetensors file: u64 header length, JSON header, data. Source: hugg
 
 import json
 import math
+import re
+import stat
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -27,6 +29,11 @@ MASK_FILE = "mask_embedding.safetensors"
 """A learned mask embedding; it lies beside the weights and is none of them."""
 MAX_HEADER_BYTES = 100_000_000
 MAX_JSON_BYTES = 64_000_000
+MAX_TENSORS = 250_000
+"""In one file: several times what the largest published checkpoints hold, and still parsed in bounded memory."""
+
+MAX_NAME_BYTES = 255
+ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
 DTYPE_BYTES: Mapping[str, float] = {
@@ -136,8 +143,9 @@ def read_json(path: Path) -> dict[str, Any]:
         CheckpointError: absent, too large, not JSON, or not an object.
     """
     try:
-        if path.stat().st_size > MAX_JSON_BYTES:
-            raise CheckpointError(f"{path.stat().st_size} bytes, expected at most {MAX_JSON_BYTES}", path=path)
+        size = _regular_size(path)
+        if size > MAX_JSON_BYTES:
+            raise CheckpointError(f"{size} bytes, expected at most {MAX_JSON_BYTES}", path=path)
         text = path.read_bytes()
     except FileNotFoundError as error:
         raise CheckpointError(
@@ -151,15 +159,20 @@ def read_json(path: Path) -> dict[str, Any]:
 def parse_json(text: bytes, path: Path) -> dict[str, Any]:
     """Parse a JSON object with the strictness `read_json` promises."""
     try:
+        decoded = text.decode("utf-8")
         value = json.loads(
-            text.decode("utf-8"),
+            decoded,
             object_pairs_hook=_unique_keys,
             parse_constant=_refuse_constant,
             parse_float=_finite,
             parse_int=_small,
         )
+        if ESCAPED_SURROGATE.search(decoded):  # pairs are characters, halves cannot be written to a file again
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
     except RecursionError as error:
         raise CheckpointError("nested too deeply to be a config", path=path) from error
+    except UnicodeEncodeError as error:
+        raise CheckpointError("not valid JSON: half a surrogate pair", path=path) from error
     except UnicodeDecodeError as error:
         raise CheckpointError(f"not UTF-8 at byte {error.start}", path=path) from error
     except ValueError as error:
@@ -179,7 +192,7 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
         CheckpointError: naming the file, the tensor and what is wrong.
     """
     try:
-        size = file.stat().st_size
+        size = _regular_size(file)
         with file.open("rb") as stream:
             prefix = stream.read(8)
             if len(prefix) < 8:
@@ -191,7 +204,10 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
                 )
             if length > size - 8:
                 raise CheckpointError(f"truncated: header of {length} bytes in a file of {size}", path=file)
-            header = parse_json(stream.read(length), file)
+            text = stream.read(length)
+            if text.count(b'"data_offsets"') > MAX_TENSORS:
+                raise CheckpointError(f"more than {MAX_TENSORS} tensors: not a checkpoint this tool reads", path=file)
+            header = parse_json(text, file)
     except OSError as error:
         raise CheckpointError(f"cannot be read: {error.strerror}", path=file) from error
     header.pop("__metadata__", None)
@@ -206,7 +222,7 @@ def _tensor_info(name: str, entry: Any, file: Path, base: int) -> TensorInfo:
     dtype: Any = entry.get("dtype")
     shape: Any = entry.get("shape")
     offsets: Any = entry.get("data_offsets")
-    if dtype not in DTYPE_BYTES:
+    if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
         raise CheckpointError(f"tensor {name!r} has unknown dtype {dtype!r}", path=file)
     if not _is_count_list(shape):
         raise CheckpointError(f"tensor {name!r} has shape {shape!r}, expected a list of sizes", path=file)
@@ -287,16 +303,23 @@ def _read_sharded(path: Path, index_path: Path) -> dict[str, TensorInfo]:
 
 def _shard_name(shard: Any, index_path: Path) -> str:
     """Refuse anything but a plain file name: a checkpoint must not reach outside its own directory."""
-    if not isinstance(shard, str) or not shard or Path(shard).name != shard or shard in (".", "..") or "\\" in shard:
+    if not isinstance(shard, str) or Path(shard).name != shard or not _is_plain_name(shard):
         raise CheckpointError(f"weight_map names {shard!r}, expected a file beside the index", path=index_path)
     return shard
+
+
+def _is_plain_name(name: str) -> bool:
+    return name not in ("", ".", "..") and not {"\\", "\0"} & set(name) and len(name.encode()) <= MAX_NAME_BYTES
 
 
 def refuse_escape(root: Path, file: Path) -> None:
     """Follow a link only where the hub cache keeps its own: `snapshots/REV/file -> ../../blobs/HASH`."""
     if not file.is_symlink():
         return
-    resolved = file.resolve()
+    try:
+        resolved = file.resolve()
+    except RuntimeError as error:  # how Python 3.11 and 3.12 say that links lead to each other
+        raise CheckpointError("links to itself", path=file) from error
     home = root.resolve()
     blobs = home.parent.parent / "blobs"
     is_cache = home.parent.name == "snapshots" and resolved.parent == blobs
@@ -313,6 +336,19 @@ def _refuse_without_safetensors(path: Path) -> None:
             hint="save the checkpoint as safetensors where it was made",
         )
     raise CheckpointError("no *.safetensors file, expected the weights beside config.json", path=path)
+
+
+def _regular_size(file: Path) -> int:
+    """The bytes of a file that is one: a pipe or a device would keep a reader waiting.
+
+    Raises:
+        CheckpointError: it is something else.
+        OSError: it cannot be looked at.
+    """
+    found = file.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise CheckpointError("not a regular file", path=file)
+    return found.st_size
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

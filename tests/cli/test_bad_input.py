@@ -3,7 +3,7 @@
 import json
 import os
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import support
+from deadline import deadline
 
 
 @dataclass(frozen=True)
@@ -160,6 +161,13 @@ CASES = [
     Case("domino", lambda path: support.make_native(path, architectures=["DominoDraftModel"]), "Domino", 5),
     Case("eagle 3", eagle, "EAGLE-3", 5),
 ]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def limit() -> Iterator[None]:
+    """No input may keep a command waiting."""
+    with deadline(30):
+        yield
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

@@ -18,6 +18,7 @@ import pytest
 
 import mutations
 import support
+from deadline import deadline
 
 DOCUMENTED = {0, 2, 3, 4, 5, 6}
 SECONDS = 10.0
@@ -101,16 +102,15 @@ def held(command: tuple[object, ...], what: str, home: Path) -> int:
     """Run one command; a traceback, an undocumented code, slowness or a stray read fails the test."""
     WATCH.opened.clear()
     WATCH.root = f"{home}/elsewhere"
-    started = time.perf_counter()
     try:
-        outcome = support.invoke(*command)
+        with deadline(SECONDS):
+            outcome = support.invoke(*command)
     except BaseException as error:
         raise AssertionError(what) from error
     finally:
         WATCH.root = None
     assert outcome.code in DOCUMENTED, f"{what}: {outcome.code}\n{outcome.err}"
     assert outcome.code == 0 or outcome.out or outcome.err, what
-    assert time.perf_counter() - started < SECONDS, what
     assert not WATCH.opened, f"{what}: read {WATCH.opened}"
     assert not (home / "out").exists() or outcome.code in (0, 3), what
     return outcome.code

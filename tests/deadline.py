@@ -1,0 +1,21 @@
+"""A limit on time that turns waiting for ever into a failure."""
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def deadline(seconds: float) -> Iterator[None]:
+    """Raise `TimeoutError` inside where the body takes longer; works in the main thread, where tests run."""
+
+    def stop(number: int, frame: object) -> None:
+        raise TimeoutError(f"longer than {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
