@@ -168,8 +168,8 @@ def _combine_kernel(
     for part in tl.static_range(NUM_SPLITS):
         weight = tl.exp2(tl.load(part_tops + part * num_out + row, mask=is_row, other=0.0) - top)
         mean = tl.load(parts + (part * num_out + row)[:, None] * HEAD_DIM + dim[None, :], mask=is_element, other=0.0)
-        # Empty parts are read too, so that no load waits for another, and then left out: they may be NaN.
-        total += tl.where((weight > 0)[:, None], mean * weight[:, None], 0.0)
+        # Empty parts are read too, so that no load waits for another, and then left out: they may hold anything.
+        total += tl.where((weight > 0)[:, None], mean, 0.0) * weight[:, None]
         weight_sum += weight
     combined = total / weight_sum[:, None]
     tl.store(out + row[:, None] * HEAD_DIM + dim[None, :], combined.to(out.dtype.element_ty), mask=is_element)
