@@ -28,7 +28,8 @@ Location: TypeAlias = "Path | RemoteRepo"
 """Where a checkpoint is: a directory, or a repository on the hub that was listed."""
 
 HEADER_FILES = ["*.json", "*.jinja", "*.txt", "*.model"]
-WEIGHT_FILES = [*HEADER_FILES, "*.safetensors", "mask_embedding.pt"]
+COMPANION_FILES = ["LICENSE*", "NOTICE*", "README*", "*.tiktoken"]
+WEIGHT_FILES = [*HEADER_FILES, *COMPANION_FILES, "*.safetensors", "mask_embedding.pt"]
 
 
 class Role(StrEnum):

@@ -81,7 +81,8 @@ def test_a_drafts_own_head_is_not_overwritten() -> None:
     assert torch.equal(draft._head.weight, stored)
 
 
-def test_a_learned_mask_embedding_is_not_ignored(tmp_path: Any) -> None:
+@pytest.mark.parametrize("name", ["mask_embedding.pt", "mask_embedding.safetensors"])
+def test_a_learned_mask_embedding_is_not_ignored(tmp_path: Any, name: str) -> None:
     """vllm#46104: served without it, acceptance was low; this runtime refuses what it does not apply."""
     import shutil
 
@@ -90,8 +91,8 @@ def test_a_learned_mask_embedding_is_not_ignored(tmp_path: Any) -> None:
 
     copy = tmp_path / "draft"
     shutil.copytree(tiny_directory() / "draft", copy)
-    (copy / "mask_embedding.pt").write_bytes(b"never read")
-    with pytest.raises(UnsupportedError, match=r"mask_embedding\.pt"):
+    (copy / name).write_bytes(b"never read")
+    with pytest.raises(UnsupportedError, match=name):
         load_draft(
             open_draft(copy).source, bundled_target_model(), num_positions=64, kernels=REFERENCE,
             device=torch.device("cpu"), dtype=torch.float32,

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dflash_kernels.suite import Kernels
+from dflash_runtime.checkpoint import MASK_FILE
 from dflash_runtime.config import DraftConfig
 from dflash_runtime.errors import UnsupportedError
 from dflash_runtime.kv import KVCache
@@ -22,7 +23,7 @@ from dflash_runtime.models.layers import Attend, Weights
 from dflash_runtime.pair import DraftSource
 from dflash_runtime.registry import Registry
 
-MASK_EMBEDDING = "mask_embedding.pt"
+MASK_EMBEDDINGS = ("mask_embedding.pt", MASK_FILE)
 """A vector some drafts bring for the mask token instead of the target's embedding of it."""
 
 
@@ -87,11 +88,12 @@ def load_draft(
         TensorMismatch: missing, unexpected and misshapen tensors, all at once.
     """
     checkpoint = source.checkpoint
-    if (checkpoint.path / MASK_EMBEDDING).exists():
-        raise UnsupportedError(
-            f"{checkpoint.path / MASK_EMBEDDING}: a learned mask embedding, which this runtime does not apply",
-            hint="acceptance without it would not be the draft's own",
-        )
+    for name in MASK_EMBEDDINGS:
+        if (checkpoint.path / name).exists():
+            raise UnsupportedError(
+                f"{checkpoint.path / name}: a learned mask embedding, which this runtime does not apply",
+                hint="acceptance without it would not be the draft's own",
+            )
     shapes = {name: info.shape for name, info in checkpoint.tensors.items()}
     plan = plan_tensors(source.config, shapes, path=checkpoint.path)
     weights = {
