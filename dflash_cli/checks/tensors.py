@@ -41,7 +41,9 @@ EXPLAINED = (
 )
 def every_tensor_is_there(subject: Subject) -> Iterator[Problem]:
     """No tensor is missing: 3, and 11 a layer, 15 with attention bias."""
-    if subject.dims is None or subject.tensors is None or _prefix(subject) is not None or _fused(subject):
+    if subject.dims is None or subject.tensors is None or _states_packing(subject):
+        return
+    if _prefix(subject) is not None or _fused(subject):
         return
     missing, _, _ = compare_tensors(body_shapes(subject.dims), _shapes(subject))
     if missing:
@@ -56,7 +58,7 @@ def every_tensor_is_there(subject: Subject) -> Iterator[Problem]:
 )
 def no_tensor_is_unexpected(subject: Subject) -> Iterator[Problem]:
     """No tensor that DFlash does not have."""
-    if subject.dims is None or subject.tensors is None or _prefix(subject) is not None:
+    if subject.dims is None or subject.tensors is None or _states_packing(subject) or _prefix(subject) is not None:
         return
     _, unexpected, _ = compare_tensors(owned_shapes(subject.dims), _shapes(subject))
     layers = subject.dims.num_layers
@@ -97,7 +99,7 @@ def names_are_flat(subject: Subject) -> Iterator[Problem]:
 )
 def shapes_fit(subject: Subject) -> Iterator[Problem]:
     """Every shape follows from the config."""
-    if subject.dims is None or subject.tensors is None:
+    if subject.dims is None or subject.tensors is None or _states_packing(subject):
         return
     expected = body_shapes(subject.dims)
     if subject.taps is None:
@@ -185,7 +187,7 @@ def projections_are_apart(subject: Subject) -> Iterator[Problem]:
 def one_element_type(subject: Subject) -> Iterator[Problem]:
     """Weights have one element type, and not float16."""
     counts = Counter(info.dtype for info in _body_tensors(subject).values())
-    if len(counts) > 1:
+    if len(counts) > 1 and not _states_packing(subject):
         yield Problem(WEIGHTS, f"mixed element types: {', '.join(f'{n} {kind}' for kind, n in counts.most_common())}")
     if "F16" in counts:
         yield Problem(
@@ -224,17 +226,16 @@ def weights_are_plain(subject: Subject) -> Iterator[Problem]:
     packed = sorted(
         {info.dtype for info in _body_tensors(subject).values() if info.dtype not in FLOATS and len(info.shape) > 1}
     )
-    has_config = bool(subject.config.get("quantization_config") or subject.body.get("quantization_config"))
-    if packed and not has_config:
-        yield Problem(WEIGHTS, f"packed weights ({', '.join(packed)}) without a quantization_config")
-    elif has_config:
+    if _states_packing(subject):
         yield Problem(
             subject.place("quantization_config"),
             "quantised weights",
-            effect="their shapes are not those of a plain draft; this tool does not read them",
-            severity="error" if packed else "warning",
+            effect="names and shapes are the packer's own: they are not judged here, and this tool does not run them",
+            severity="warning",
             outcome="serves",
         )
+    elif packed:
+        yield Problem(WEIGHTS, f"packed weights ({', '.join(packed)}) without a quantization_config")
 
 
 @check(
@@ -250,6 +251,11 @@ def no_mask_embedding(subject: Subject) -> Iterator[Problem]:
         if name in subject.files:
             kind = " in a pickle file" if name.endswith(".pt") else ""
             yield Problem(name, f"a learned mask embedding{kind}")
+
+
+def _states_packing(subject: Subject) -> bool:
+    """Whether the config says that weights are quantised; their tensors are then the packer's business."""
+    return bool(subject.config.get("quantization_config") or subject.body.get("quantization_config"))
 
 
 def _shapes(subject: Subject) -> dict[str, tuple[int, ...]]:

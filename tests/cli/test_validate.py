@@ -122,3 +122,25 @@ def test_junk_in_any_key_is_a_finding_at_most(data: st.DataObject, dialect: str,
             num_speculative_tokens=3,
         )
     )
+
+
+def test_a_sound_quantised_checkpoint_is_not_judged_by_the_shapes_of_a_plain_one(tmp_path: Path) -> None:
+    """Names, types and shapes are the packer's; the one finding is a warning that says so."""
+    import numpy as np
+    from safetensors.numpy import load_file, save_file
+
+    draft, target = tmp_path / "draft", tmp_path / "target"
+    support.make_native(draft)
+    support.make_target(target)
+    weights = {}
+    for name, tensor in load_file(draft / "model.safetensors").items():
+        if name.endswith("proj.weight"):
+            weights[f"{name}_packed"] = np.zeros((tensor.shape[0], tensor.shape[1] // 2), dtype=np.uint8)
+            weights[f"{name}_scale"] = np.ones((tensor.shape[0], 1), dtype=np.float32)
+        else:
+            weights[name] = tensor
+    save_file(weights, draft / "model.safetensors")
+    support.write_config(draft, support.native_config() | {"quantization_config": {"quant_method": "modelopt"}})
+    question = Question(draft=draft, target=target, target_reference=str(target))
+    found = [(finding.id, str(finding.severity)) for finding in validate_draft(question).findings]
+    assert found == [("N11", "warning")]
