@@ -6,7 +6,6 @@ Rich is imported only where something is drawn, so that short commands start at 
 import json
 import sys
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -91,11 +90,6 @@ def progress(*, transient: bool = True) -> "Progress":
         transient=transient,
         disable=not console.is_terminal,
     )
-
-
-def quiet() -> AbstractContextManager[None]:
-    """A context that shows nothing, for callers that sometimes show progress."""
-    return nullcontext()
 
 
 def _rich_stdout() -> "Console":

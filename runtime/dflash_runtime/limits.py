@@ -18,9 +18,10 @@ class Limits:
         """Slots a step may write past a request's true KV: the anchor and each drafted token."""
         return self.num_draft_tokens + 1
 
-    def can_draft(self, kv_len: int) -> bool:
-        """Whether a whole block still fits the model; blocks are never shortened."""
-        return self.num_draft_tokens > 0 and kv_len + self.num_lookahead_tokens <= self.max_model_len
+    @property
+    def last_draft_len(self) -> int:
+        """The longest true KV after which a whole block still fits the model; blocks are never shortened."""
+        return self.max_model_len - self.num_lookahead_tokens
 
     def reserved_len(self, known_len: int, num_in_flight: int = 0) -> int:
         """Tokens to have pages for before a launch.

@@ -45,11 +45,6 @@ class Launch:
         event.record()
         return cls(tuple(requests), results, event)
 
-    @property
-    def is_ready(self) -> bool:
-        """Whether reading would not wait."""
-        return self.event is None or self.event.query()
-
     def read(self) -> list[tuple[Request, StepOutput]]:
         """Wait for the copy and unpack it."""
         if self.event is not None:

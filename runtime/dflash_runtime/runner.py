@@ -141,7 +141,7 @@ class Runner:
         positions = view.kv_lens[:, None] + torch.arange(num_rows, device=self.device)
         sampling = self._sampling(rows, requests)
         anchors = state.anchors[rows]
-        can_draft = view.alive & (view.kv_lens + num_rows <= self.limits.max_model_len) & (num_rows > 1)
+        can_draft = view.alive & (view.kv_lens <= self.limits.last_draft_len) & is_drafting
         max_accepted = torch.where(can_draft, state.widths[rows] - 1, 0)
         if is_drafting:
             draft_ids, draft_probs = self._propose(view, anchors, positions, sampling)

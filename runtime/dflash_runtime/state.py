@@ -93,10 +93,6 @@ class DeviceState:
         self.rooms[row] = room
         self.done[row] = done
 
-    def retire(self, row: int) -> None:
-        """Switch a row off, as when its request is taken out before its end."""
-        self.done[row].fill_(True)
-
 
 @dataclass(frozen=True, slots=True)
 class PageAddition:

@@ -68,7 +68,7 @@ def test_lookahead_is_withheld_while_loading_only_from_drafts_that_write_nothing
 
 @pytest.mark.parametrize(("kv_len", "can_draft"), [(95, True), (96, True), (97, False), (99, False)])
 def test_a_block_is_drafted_only_where_it_fits_the_model(kv_len: int, can_draft: bool) -> None:
-    assert limits(3, max_model_len=100).can_draft(kv_len) is can_draft
+    assert (kv_len <= limits(3, max_model_len=100).last_draft_len) is can_draft
 
 
 def test_a_prompt_of_one_page_reserves_two() -> None:
