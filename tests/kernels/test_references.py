@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from dflash_kernels.accept import accept_ref
 from dflash_kernels.block_attention import block_attention_ref
 from dflash_kernels.draw import draw_ref
 from dflash_kernels.kv_store import kv_store_ref
@@ -112,14 +111,6 @@ def test_norm_and_rope_equal_transformers(dtype: torch.dtype) -> None:
     cos, sin = (torch.cat((angle, angle), -1).to(dtype) for angle in (angles.cos(), angles.sin()))
     expected, _ = apply_rotary_pos_emb(hidden.transpose(1, 2), hidden.transpose(1, 2), cos, sin)
     assert torch.equal(rope_ref(hidden, cos, sin), expected.transpose(1, 2))
-
-
-def test_accept_keeps_the_longest_matching_prefix() -> None:
-    drafts = torch.tensor([[1, 2, 3], [1, 9, 3], [9, 2, 3], [9, 9, 9]])
-    target = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 4]])
-    num_accepted, bonus = accept_ref(drafts, target)
-    assert num_accepted.tolist() == [3, 1, 0, 0]
-    assert bonus.tolist() == [4, 2, 1, 1]
 
 
 def test_filters_cut_what_they_say() -> None:
