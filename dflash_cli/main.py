@@ -9,7 +9,8 @@ from typing import Annotated
 import typer
 
 from dflash_cli import __version__, console
-from dflash_cli.commands import convert, env, eval_acceptance, explain, generate, inspect, launch, validate
+from dflash_cli.commands import convert, env, eval_acceptance, explain, generate, inspect, validate
+from dflash_cli.commands import serve_command as launch
 from dflash_runtime.errors import CapacityError, DFlashError
 
 app = typer.Typer(

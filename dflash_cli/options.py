@@ -13,7 +13,7 @@ import typer
 
 from dflash_runtime.config import EngineConfig
 from dflash_runtime.errors import UsageError
-from dflash_runtime.request import SamplingParams
+from dflash_runtime.scheduling.request import SamplingParams
 
 DraftArg = Annotated[str, typer.Argument(metavar="DRAFT", help="Draft: a directory, org/repo[@rev], or tiny.")]
 DraftOption = Annotated[

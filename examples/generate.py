@@ -6,12 +6,12 @@ python examples/generate.py DRAFT TARGET         directories of your own; the ta
 
 import sys
 
-from dflash_cli.loading import open_draft, open_target
-from dflash_cli.references import Role, resolve
-from dflash_cli.text import StreamDecoder, Tokenizer
+from dflash_cli.checkpoints.opening import open_draft, open_target
+from dflash_cli.checkpoints.references import Role, resolve
+from dflash_cli.generation.tokenizer import StreamDecoder, Tokenizer
 from dflash_runtime.llm import LLM
 from dflash_runtime.metrics import count_acceptance
-from dflash_runtime.request import SamplingParams
+from dflash_runtime.scheduling.request import SamplingParams
 
 
 def main() -> None:

@@ -1,24 +1,24 @@
 """Put a draft of your own beside the target: here one that looks the continuation up in the prompt.
 
-Anything that keeps the three promises of `dflash_runtime.drafts.base.Draft` can draft. The engine verifies every
+Anything that keeps the three promises of `dflash_runtime.drafts.draft.Draft` can draft. The engine verifies every
 token, so a draft can be slow or wrong but never change the text.
 """
 
 import torch
 from torch import Tensor
 
-from dflash_cli.loading import open_draft, open_target
-from dflash_cli.references import Role, resolve, tiny_directory
-from dflash_cli.text import Tokenizer
+from dflash_cli.checkpoints.opening import open_draft, open_target
+from dflash_cli.checkpoints.references import Role, resolve, tiny_directory
+from dflash_cli.generation.tokenizer import Tokenizer
 from dflash_kernels.suite import REFERENCE
 from dflash_runtime.config import DraftConfig, EngineConfig
-from dflash_runtime.kv import KVCache
+from dflash_runtime.device.kv import KVCache
+from dflash_runtime.device.settings import resolve_limits
 from dflash_runtime.llm import LLM
 from dflash_runtime.metrics import count_acceptance
-from dflash_runtime.models.base import load_target
 from dflash_runtime.models.layers import Attend
-from dflash_runtime.request import SamplingParams
-from dflash_runtime.resolve import resolve_limits
+from dflash_runtime.models.target import load_target
+from dflash_runtime.scheduling.request import SamplingParams
 
 
 class RepeatingDraft:

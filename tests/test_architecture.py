@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+from dflash_testing.paths import ROOT
 
 FORBIDDEN = {
     "kernels/dflash_kernels": {"dflash_runtime", "dflash_cli", "typer", "rich", "transformers", "huggingface_hub"},

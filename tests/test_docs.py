@@ -2,9 +2,8 @@
 
 import ast
 import re
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from dflash_testing.paths import ROOT
 
 
 def suite() -> set[str]:

@@ -3,11 +3,10 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+from dflash_testing.paths import ROOT
 
 
 @pytest.mark.parametrize("name", ["generate.py", "own_draft.py"])

@@ -10,11 +10,19 @@ from typing import Annotated, Any, Literal
 import typer
 
 from dflash_cli import console
+from dflash_cli.checkpoints.opening import Causality, open_target
+from dflash_cli.checkpoints.references import TINY, Role, is_bundled, resolve
+from dflash_cli.conversion.execute import (
+    Plan,
+    Verification,
+    Wish,
+    check_destination,
+    convert_draft,
+    describe,
+    plan_conversion,
+)
 from dflash_cli.conversion.write import Observe
-from dflash_cli.convert import Plan, Verification, Wish, check_destination, convert_draft, describe, plan_conversion
-from dflash_cli.loading import Causality, open_target
 from dflash_cli.options import JsonOption, TargetOption
-from dflash_cli.references import TINY, Role, is_bundled, resolve
 from dflash_runtime.errors import UsageError
 
 SourceArg = Annotated[str, typer.Argument(metavar="SRC", help="Draft: a directory, org/repo[@rev], or tiny.")]

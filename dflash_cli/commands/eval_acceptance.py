@@ -23,9 +23,9 @@ from dflash_cli.options import (
 from dflash_runtime.errors import UsageError
 
 if TYPE_CHECKING:
-    from dflash_cli.evaluation.evaluate import Plan
-    from dflash_cli.evaluation.report import Evaluation
-    from dflash_cli.session import Session
+    from dflash_cli.evaluation.acceptance_report import Evaluation
+    from dflash_cli.evaluation.measure import Plan
+    from dflash_cli.generation.loaded_pair import Session
 
 GateOption = Annotated[
     Literal["point", "lower"],
@@ -71,12 +71,12 @@ def eval_acceptance(
     if resume and rows_file is None:
         raise UsageError("--resume needs --rows FILE to resume from")
     params, config = sampling.params(max_new_tokens), engine.config()
-    from dflash_cli.prompts import gather_rows
-    from dflash_cli.references import tiny_directory
+    from dflash_cli.checkpoints.references import tiny_directory
+    from dflash_cli.generation.prompts import gather_rows
 
     rows = gather_rows([], prompts, default=tiny_directory() / "prompts.jsonl")[:num_prompts]
-    from dflash_cli.evaluation.evaluate import Plan, check_gate
-    from dflash_cli.session import open_session
+    from dflash_cli.evaluation.measure import Plan, check_gate
+    from dflash_cli.generation.loaded_pair import open_session
 
     plan = Plan(
         rows=rows,
@@ -100,9 +100,9 @@ def eval_acceptance(
 
 
 def _measure(session: "Session", plan: "Plan") -> "Evaluation":
-    from dflash_cli.evaluation.evaluate import measure
-    from dflash_cli.generation import Tally
-    from dflash_cli.sinks import ProgressSink
+    from dflash_cli.evaluation.measure import measure
+    from dflash_cli.generation.answers import Tally
+    from dflash_cli.generation.outputs import ProgressSink
 
     tally = Tally(session.llm.num_draft_tokens)
     with ExitStack() as stack:
@@ -113,7 +113,7 @@ def _measure(session: "Session", plan: "Plan") -> "Evaluation":
 
 
 def _print(evaluation: "Evaluation") -> None:
-    from dflash_cli.evaluation.report import headline, tables
+    from dflash_cli.evaluation.acceptance_report import headline, tables
 
     console.result(headline(evaluation))
     for title, (columns, rows) in tables(evaluation).items():
@@ -122,8 +122,8 @@ def _print(evaluation: "Evaluation") -> None:
 
 
 def _write_report(evaluation: "Evaluation", path: Path) -> None:
-    from dflash_cli.evaluation.report import to_markdown
-    from dflash_cli.output import atomic_text
+    from dflash_cli.evaluation.acceptance_report import to_markdown
+    from dflash_cli.generation.atomic_file import atomic_text
 
     with atomic_text(path) as stream:
         stream.write(to_markdown(evaluation))

@@ -7,8 +7,8 @@ from typing import Annotated, Any
 import typer
 
 from dflash_cli import console
-from dflash_cli.checks.base import Rule, all_rules
 from dflash_cli.options import JsonOption
+from dflash_cli.validation.rule import Rule, all_rules
 from dflash_runtime.errors import UsageError
 
 WIDTH = 78

@@ -25,8 +25,8 @@ from dflash_runtime.errors import GateFailed, UsageError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from dflash_cli.generation import Event, Tally
-    from dflash_cli.sinks import Sink
+    from dflash_cli.generation.answers import Event, Tally
+    from dflash_cli.generation.outputs import Sink
     from dflash_runtime.lossless import Lossless
 
 PromptArg = Annotated[
@@ -71,12 +71,12 @@ def generate(
     if check_lossless and sampling.temperature > 0:
         raise UsageError("--check-lossless judges greedy output; a sampled token has no one right choice")
     params, config = sampling.params(max_new_tokens), engine.config()
-    from dflash_cli.prompts import gather_rows
+    from dflash_cli.generation.prompts import gather_rows
 
     rows = gather_rows(prompt or [], prompts)
-    from dflash_cli.generation import Tally, answer_rows
-    from dflash_cli.session import open_session
-    from dflash_cli.sinks import ProgressSink, Sink, TextSink, TraceSink, open_row_sink
+    from dflash_cli.generation.answers import Tally, answer_rows
+    from dflash_cli.generation.loaded_pair import open_session
+    from dflash_cli.generation.outputs import ProgressSink, Sink, TextSink, TraceSink, open_row_sink
 
     session = open_session(draft, target, config, causality=causality, template_options=chat_template_kwargs)
     params = params.with_stops(session.stop_token_ids)

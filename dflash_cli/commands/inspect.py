@@ -6,9 +6,9 @@ from typing import Annotated, Any
 import typer
 
 from dflash_cli import console
-from dflash_cli.inspect import Description, Difference, compare, describe, describe_layers
+from dflash_cli.checkpoints.description import Description, Difference, compare, describe, describe_layers
+from dflash_cli.checkpoints.references import Role, locate, resolve
 from dflash_cli.options import JsonOption
-from dflash_cli.references import Role, locate, resolve
 from dflash_runtime.config import DraftConfig, TargetConfig
 from dflash_runtime.errors import UsageError
 

@@ -10,11 +10,11 @@ from typing import Annotated
 import typer
 
 from dflash_cli import console
-from dflash_cli.checks.base import Finding, Level
-from dflash_cli.checks.engines import parse_engines
+from dflash_cli.checkpoints.references import TINY, Location, Role, is_bundled, locate, resolve
+from dflash_cli.engines.serving_engine import parse_engines
 from dflash_cli.options import DraftArg, JsonOption, PromptsOption, TargetOption
-from dflash_cli.references import TINY, Location, Role, is_bundled, locate, resolve
-from dflash_cli.validate import Question, Report, RunPlan, known_ids, validate_draft
+from dflash_cli.validation.rule import Finding, Level
+from dflash_cli.validation.validator import Question, Report, RunPlan, known_ids, validate_draft
 from dflash_runtime.errors import UsageError
 
 FAILED = 3
@@ -96,7 +96,7 @@ def validate(
     if not as_json:
         _print(report)
     if fix_out is not None:
-        from dflash_cli.repair import repair_draft
+        from dflash_cli.validation.repair import repair_draft
 
         repaired = repair_draft(question, report, fix_out)
         document["repaired"] = repaired.document()
@@ -111,14 +111,14 @@ def validate(
 
 def _plan(*, target_place: Location, prompts: str | None, sizes: tuple[int, int], device: str) -> RunPlan:
     """The run level's settings; prompts are read, and the tokenizer loaded, only when the search starts."""
-    from dflash_cli.trials import Effort
+    from dflash_cli.validation.readings import Effort
     from dflash_runtime.config import EngineConfig
 
     def read_prompts() -> Sequence[Sequence[int]] | None:
         if prompts is None:
             return None
-        from dflash_cli.prompts import Conversation, gather_rows
-        from dflash_cli.text import find_tokenizer
+        from dflash_cli.generation.prompts import Conversation, gather_rows
+        from dflash_cli.generation.tokenizer import find_tokenizer
 
         assert isinstance(target_place, Path)
         rows = gather_rows([], prompts)

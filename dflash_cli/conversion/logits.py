@@ -9,12 +9,12 @@ Axis letters: T context rows, N block rows, F features, V output vocabulary.
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dflash_cli.conversion.proof import target_tensor
-from dflash_cli.loading import DraftCheckpoint
+from dflash_cli.checkpoints.opening import DraftCheckpoint
+from dflash_cli.conversion.target_copies import target_tensor
+from dflash_runtime.checkpoint.layout import EMBEDDING, HEAD
+from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.config import DraftConfig
 from dflash_runtime.errors import GateFailed
-from dflash_runtime.layout import EMBEDDING, HEAD
-from dflash_runtime.pair import TargetSource
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -76,8 +76,8 @@ def draft_logits(
     import torch
 
     from dflash_kernels.suite import REFERENCE
-    from dflash_runtime.drafts.base import load_draft
-    from dflash_runtime.kv import KVCache, PagedAttention
+    from dflash_runtime.device.kv import KVCache, PagedAttention
+    from dflash_runtime.drafts.draft import load_draft
 
     config, device, dtype = draft.config, torch.device("cpu"), torch.float32
     context_len = len(features)

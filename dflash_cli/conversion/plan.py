@@ -3,21 +3,21 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from dflash_cli.conversion.companions import Companion, find_companions, find_mask, left_behind
-from dflash_cli.conversion.fates import Fate, key_fates
-from dflash_cli.conversion.serving import check_serving, serving_warnings, suit_carried, suit_engine
-from dflash_cli.conversion.taps import PROJECTION, is_normal, normalise_taps
-from dflash_cli.conversion.tensors import assign_files, dropped_tensors, tensor_fates
-from dflash_cli.formats.base import Format, Json, get_format, named_architectures
-from dflash_cli.loading import DraftCheckpoint
-from dflash_cli.references import TINY, TINY_TARGET_NAME, is_hub_id
-from dflash_cli.safetensors_writer import WrittenTensor
-from dflash_runtime.checkpoint import TensorInfo
+from dflash_cli.checkpoints.opening import DraftCheckpoint
+from dflash_cli.checkpoints.references import TINY, TINY_TARGET_NAME, is_hub_id
+from dflash_cli.checkpoints.safetensors_writer import WrittenTensor
+from dflash_cli.conversion.changes import Fate, key_fates
+from dflash_cli.conversion.engine_fit import check_serving, serving_warnings, suit_carried, suit_engine
+from dflash_cli.conversion.side_files import Companion, find_companions, find_mask, left_behind
+from dflash_cli.conversion.tap_order import PROJECTION, is_normal, normalise_taps
+from dflash_cli.conversion.tensor_selection import assign_files, dropped_tensors, tensor_fates
+from dflash_cli.formats.dialect import Format, Json, get_format, named_architectures
+from dflash_runtime.checkpoint.files import TensorInfo
+from dflash_runtime.checkpoint.layout import HEAD
+from dflash_runtime.checkpoint.layout import PACKED_DTYPES as PACKED
+from dflash_runtime.checkpoint.pair import DraftSource, TargetSource, check_pair
 from dflash_runtime.config import DraftConfig, Verifier
 from dflash_runtime.errors import LossyConversion, UnsupportedError, located
-from dflash_runtime.layout import HEAD
-from dflash_runtime.layout import PACKED_DTYPES as PACKED
-from dflash_runtime.pair import DraftSource, TargetSource, check_pair
 
 SCALES_OFF = {"input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": None}
 

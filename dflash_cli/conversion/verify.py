@@ -3,11 +3,11 @@
 from dataclasses import fields
 from pathlib import Path
 
+from dflash_cli.checkpoints.opening import open_draft
+from dflash_cli.checkpoints.safetensors_writer import MadeTensor
 from dflash_cli.conversion.plan import Plan
 from dflash_cli.conversion.write import Observe
-from dflash_cli.loading import open_draft
-from dflash_cli.safetensors_writer import MadeTensor
-from dflash_runtime.checkpoint import TensorInfo
+from dflash_runtime.checkpoint.files import TensorInfo
 from dflash_runtime.config import DraftConfig
 from dflash_runtime.errors import GateFailed
 

@@ -13,10 +13,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from dflash_cli.conversion.companions import MANIFEST_FILE, Companion, provenance
+from dflash_cli.checkpoints.safetensors_writer import write_tensors
 from dflash_cli.conversion.plan import Plan
-from dflash_cli.safetensors_writer import write_tensors
-from dflash_runtime.checkpoint import INDEX_FILE
+from dflash_cli.conversion.side_files import MANIFEST_FILE, Companion, provenance
+from dflash_runtime.checkpoint.files import INDEX_FILE
 from dflash_runtime.errors import CapacityError, UsageError
 
 HASH_BYTES = 4 * 1024 * 1024

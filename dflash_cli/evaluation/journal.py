@@ -10,11 +10,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
-from dflash_cli.generation import Answer
-from dflash_cli.output import json_line
-from dflash_cli.prompts import PromptRow
+from dflash_cli.generation.answers import Answer
+from dflash_cli.generation.atomic_file import json_line
+from dflash_cli.generation.prompts import PromptRow
 from dflash_runtime.errors import UsageError
-from dflash_runtime.request import FinishReason, RequestOutput
+from dflash_runtime.scheduling.request import FinishReason, RequestOutput
 
 
 class Journal:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from dflash_runtime.metrics import AcceptanceCounts, count_acceptance
-from dflash_runtime.request import RequestOutput
+from dflash_runtime.scheduling.request import RequestOutput
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ It has an architecture name of its own, which vLLM does not know. The JetSpec re
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from dflash_cli.formats.base import FORMATS, named_architectures
+from dflash_cli.formats.dialect import FORMATS, named_architectures
 from dflash_cli.formats.native import Native
 
 ARCHITECTURE = "Qwen3DFlashDraftModel"

@@ -7,7 +7,7 @@ homes and rope in both spellings, so that z-lab's MLX loader and the others read
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from dflash_cli.formats.base import FORMATS, Json
+from dflash_cli.formats.dialect import FORMATS, Json
 from dflash_cli.formats.native import Native
 from dflash_runtime.config import DraftConfig
 from dflash_runtime.errors import LossyConversion

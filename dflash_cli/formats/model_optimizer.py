@@ -7,7 +7,7 @@ vLLM alone reads it. Attention is not causal. Its exports without a window are p
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from dflash_cli.formats.base import FORMATS
+from dflash_cli.formats.dialect import FORMATS
 from dflash_cli.formats.native import WINDOW_KEYS, Native
 
 

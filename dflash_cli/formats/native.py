@@ -12,8 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from dflash_cli.formats.base import FORMATS, Homes, Json, Reading, named_architectures
-from dflash_cli.formats.body import (
+from dflash_cli.formats.decoder_body import (
     BODY_HOMES,
     BODY_KEYS,
     NESTED,
@@ -24,6 +23,7 @@ from dflash_cli.formats.body import (
     require_object,
     write_body,
 )
+from dflash_cli.formats.dialect import FORMATS, Homes, Json, Reading, named_architectures
 from dflash_cli.formats.native_fields import (
     SCALES,
     Source,
@@ -36,9 +36,9 @@ from dflash_cli.formats.native_fields import (
     write_causality,
     write_scales,
 )
+from dflash_runtime.checkpoint.hf_config import read_body, read_layer_types, require_int
 from dflash_runtime.config import DraftConfig
 from dflash_runtime.errors import MISSING, LossyConversion, UnsupportedError, UsageError
-from dflash_runtime.hf_config import read_body, read_layer_types, require_int
 
 __all__ = ["ARCHITECTURE", "SCALES", "Native", "guess_taps"]
 

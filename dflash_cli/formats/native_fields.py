@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dflash_cli.formats.base import Json
-from dflash_cli.formats.body import NESTED, layer_list
+from dflash_cli.formats.decoder_body import NESTED, layer_list
+from dflash_cli.formats.dialect import Json
+from dflash_runtime.checkpoint.hf_config import FULL, SLIDING, read_layer_types, read_windows, require_int
 from dflash_runtime.config import DraftConfig
 from dflash_runtime.errors import MISSING, InvalidConfig, LossyConversion
-from dflash_runtime.hf_config import FULL, SLIDING, read_layer_types, read_windows, require_int
 
 SCALES = ("input_embedding_scale", "output_multiplier", "final_logit_softcapping")
 AUX_KEY = "eagle_aux_hidden_state_layer_ids"

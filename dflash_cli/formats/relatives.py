@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from dflash_cli.formats.base import FORMATS, Homes, Json, Reading, named_architectures
+from dflash_cli.formats.dialect import FORMATS, Homes, Json, Reading, named_architectures
 from dflash_runtime.config import DraftConfig
 from dflash_runtime.errors import UnknownFormat, UnsupportedError
 

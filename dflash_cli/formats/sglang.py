@@ -9,7 +9,7 @@ draft's width for the target's, and knows two of the three scales.
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from dflash_cli.formats.base import FORMATS
+from dflash_cli.formats.dialect import FORMATS
 from dflash_cli.formats.native import Native
 from dflash_runtime.config import DraftConfig
 from dflash_runtime.errors import LossyConversion

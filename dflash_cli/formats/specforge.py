@@ -9,7 +9,7 @@ lack, so it is read as native, with a note.
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from dflash_cli.formats.base import FORMATS
+from dflash_cli.formats.dialect import FORMATS
 from dflash_cli.formats.native import MODE_KEYS, Native
 
 

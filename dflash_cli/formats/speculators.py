@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from dflash_cli.formats.base import FORMATS, Homes, Json, Reading, named_architectures
-from dflash_cli.formats.body import (
+from dflash_cli.formats.decoder_body import (
     BODY_HOMES,
     BODY_KEYS,
     NESTED,
@@ -22,16 +21,17 @@ from dflash_cli.formats.body import (
     require_object,
     write_body,
 )
-from dflash_cli.formats.speculators_registry import (
+from dflash_cli.formats.dialect import FORMATS, Homes, Json, Reading, named_architectures
+from dflash_cli.formats.speculators_updaters import (
     SPECULATORS,
     find_updater,
     layer_causality,
     register_speculator,
     update_dflash,
 )
+from dflash_runtime.checkpoint.hf_config import read_body, read_layer_types, read_windows, require_int
 from dflash_runtime.config import DraftConfig, Verifier
 from dflash_runtime.errors import MISSING, InvalidConfig, LossyConversion, UnsupportedError, UsageError
-from dflash_runtime.hf_config import read_body, read_layer_types, read_windows, require_int
 
 __all__ = ["SPECULATORS", "SpeculatorsFormat", "register_speculator", "update_dflash"]
 

@@ -7,7 +7,7 @@ and a target of another width. It reads scales for DFlash 2 only.
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from dflash_cli.formats.base import FORMATS, Json
+from dflash_cli.formats.dialect import FORMATS, Json
 from dflash_cli.formats.native import Native, refuse_common
 from dflash_cli.formats.native_fields import SCALES, write_scales
 from dflash_runtime.config import DraftConfig

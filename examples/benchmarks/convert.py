@@ -20,9 +20,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from dflash_runtime.checkpoint import DTYPE_BYTES
+from dflash_runtime.checkpoint.files import DTYPE_BYTES
+from dflash_runtime.checkpoint.layout import body_shapes
 from dflash_runtime.config import DraftConfig, RopeConfig
-from dflash_runtime.layout import body_shapes
 
 ROOT = Path(__file__).resolve().parents[2]
 PIECE = 64 * 1024 * 1024
@@ -31,7 +31,7 @@ BAR_SPEED, BAR_MEGABYTES = 0.8, 256
 MEASURED = r"""
 import json, re, sys
 from pathlib import Path
-from dflash_cli.convert import Wish, convert_draft, plan_conversion
+from dflash_cli.conversion.execute import Wish, convert_draft, plan_conversion
 source, out, to, verification = sys.argv[1:]
 plan = plan_conversion(Path(source), Wish(to=to, verifier="acme/target"))
 manifest = convert_draft(plan, Path(out), verification=verification)
@@ -81,7 +81,7 @@ def _matrices(config: DraftConfig) -> list[tuple[int, int]]:
 
 def write_draft(path: Path, config: DraftConfig) -> None:
     """A native checkpoint with random bytes for weights."""
-    from dflash_cli.formats.base import get_format
+    from dflash_cli.formats.dialect import get_format
 
     path.mkdir()
     (path / "config.json").write_text(json.dumps(get_format("native").write_config(config, {})))

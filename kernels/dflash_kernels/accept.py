@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dflash_kernels.launch import check_tensors, jit, power_of_2, require, tl
+from dflash_kernels.launch_config import check_tensors, jit, power_of_2, require, tl
 
 
 class Acceptance(NamedTuple):

@@ -4,7 +4,7 @@ Device functions of `block_attention.py`. A program holds TILE_M packed rows of 
 running softmax over tiles of TILE_N keys (Milakov and Gimelshein 2018, "Online normalizer calculation for softmax").
 """
 
-from dflash_kernels.launch import jit, tl
+from dflash_kernels.launch_config import jit, tl
 
 
 @jit

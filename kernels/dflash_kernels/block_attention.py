@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dflash_kernels.attention_walk import share_of_tiles, walk_block, walk_context
-from dflash_kernels.launch import (
+from dflash_kernels.launch_config import (
     COMBINE_TILE,
     MIN_DOT,
     attention_shape,

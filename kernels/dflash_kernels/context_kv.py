@@ -9,7 +9,7 @@ Axis letters: T rows, L draft layers, S slots, KV heads of keys and values, D he
 from torch import Tensor
 
 from dflash_kernels.kv_store import kv_store_ref
-from dflash_kernels.launch import (
+from dflash_kernels.launch_config import (
     HEAD_TILE,
     ceil_div,
     check_dtypes,

@@ -9,7 +9,7 @@ Axis letters: T rows, R requests, N block rows, K drafted tokens, V vocabulary.
 import torch
 from torch import Tensor
 
-from dflash_kernels.launch import VOCAB_TILE, ceil_div, check_tensors, jit, power_of_2, require, tl
+from dflash_kernels.launch_config import VOCAB_TILE, ceil_div, check_tensors, jit, power_of_2, require, tl
 from dflash_kernels.uniform import RESIDUAL, TARGET, stream, uniform_ref, uniform_tile
 
 

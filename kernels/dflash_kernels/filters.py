@@ -11,7 +11,7 @@ Axis letters: T rows, V vocabulary.
 import torch
 from torch import Tensor
 
-from dflash_kernels.launch import jit, power_of_2, tl
+from dflash_kernels.launch_config import jit, power_of_2, tl
 
 _KEY_BITS = {torch.float32: 32, torch.float16: 20, torch.bfloat16: 16}
 """Leading bits that tell any two logits of a dtype apart, once widened to float32; an even number."""

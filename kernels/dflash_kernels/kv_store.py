@@ -5,7 +5,7 @@ Axis letters: T rows, S slots, KV heads of keys and values, D head dim.
 
 from torch import Tensor
 
-from dflash_kernels.launch import check_tensors, jit, power_of_2, require, tl, warps_for
+from dflash_kernels.launch_config import check_tensors, jit, power_of_2, require, tl, warps_for
 
 
 def kv_store_ref(keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dflash_kernels.draw import draw_ref, launch_draw
-from dflash_kernels.launch import check_tensors, jit, power_of_2, require, tl
+from dflash_kernels.launch_config import check_tensors, jit, power_of_2, require, tl
 from dflash_kernels.uniform import ACCEPT, RESIDUAL, TARGET, stream, uniform_ref, uniform_tile
 
 

@@ -11,7 +11,7 @@ Axis letters: T rows, H heads, D head dim.
 import torch
 from torch import Tensor
 
-from dflash_kernels.launch import (
+from dflash_kernels.launch_config import (
     HEAD_TILE,
     ceil_div,
     check_dtypes,

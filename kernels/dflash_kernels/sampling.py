@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dflash_kernels.draw import draw_at, draw_ref, first_above
 from dflash_kernels.filters import cut_ref, launch_cut
-from dflash_kernels.launch import VOCAB_TILE, ceil_div, check_dtypes, check_tensors, jit, power_of_2, require, tl
+from dflash_kernels.launch_config import VOCAB_TILE, ceil_div, check_dtypes, check_tensors, jit, power_of_2, require, tl
 from dflash_kernels.uniform import TARGET, stream, uniform_ref, uniform_tile
 
 

@@ -9,7 +9,7 @@ Axis letters: R requests, N rows a request, P pages.
 import torch
 from torch import Tensor
 
-from dflash_kernels.launch import ELEMENT_TILE, ceil_div, check_tensors, jit, require, tl
+from dflash_kernels.launch_config import ELEMENT_TILE, ceil_div, check_tensors, jit, require, tl
 
 PAD = -1
 

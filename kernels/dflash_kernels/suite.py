@@ -15,7 +15,7 @@ from dflash_kernels.block_attention import block_attention, block_attention_ref
 from dflash_kernels.context_kv import context_kv_store, context_kv_store_ref
 from dflash_kernels.draw import draw_at, draw_at_ref
 from dflash_kernels.kv_store import kv_store, kv_store_ref
-from dflash_kernels.launch import HAS_TRITON, IS_INTERPRETED, NOT_INSTALLED
+from dflash_kernels.launch_config import HAS_TRITON, IS_INTERPRETED, NOT_INSTALLED
 from dflash_kernels.rejection import reject, reject_ref
 from dflash_kernels.rope_norm import (
     add_rms_norm,

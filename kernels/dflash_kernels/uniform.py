@@ -9,7 +9,7 @@ Axis letters: T rows.
 import torch
 from torch import Tensor
 
-from dflash_kernels.launch import ELEMENT_TILE, ceil_div, check_tensors, constexpr, jit, require, tl
+from dflash_kernels.launch_config import ELEMENT_TILE, ceil_div, check_tensors, constexpr, jit, require, tl
 
 TARGET, DRAFT, ACCEPT, RESIDUAL = 1, 2, 3, 4
 """Purposes, one for each use of randomness: the target's own draws, the draft's, the coin of acceptance, the draw after

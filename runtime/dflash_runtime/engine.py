@@ -9,11 +9,11 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from dflash_runtime.batch import Batch
-from dflash_runtime.request import Request
-from dflash_runtime.results import Launch
-from dflash_runtime.runner import Runner
-from dflash_runtime.scheduler import OutOfPages, Scheduler
+from dflash_runtime.device.results import Launch
+from dflash_runtime.device.runner import Runner
+from dflash_runtime.scheduling.batch import Batch
+from dflash_runtime.scheduling.request import Request
+from dflash_runtime.scheduling.scheduler import OutOfPages, Scheduler
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,22 +7,22 @@ from dataclasses import dataclass
 import torch
 
 from dflash_kernels.suite import KernelChoice, pick_kernels
-from dflash_runtime.attention import check_capability
+from dflash_runtime.checkpoint.pair import DraftSource, TargetSource, check_pair
 from dflash_runtime.config import EngineConfig
-from dflash_runtime.drafts.base import Draft, load_draft
+from dflash_runtime.device.attention import check_capability
+from dflash_runtime.device.exclusions import Setting, settle
+from dflash_runtime.device.runner import Runner
+from dflash_runtime.device.settings import fit_num_pages, resolve_device, resolve_dtype, resolve_kernels, resolve_limits
+from dflash_runtime.drafts.draft import Draft, load_draft
 from dflash_runtime.engine import Engine
 from dflash_runtime.errors import DFlashError, UsageError
-from dflash_runtime.features import Setting, settle
-from dflash_runtime.limits import Limits
 from dflash_runtime.lossless import Lossless, check_lossless
-from dflash_runtime.models.base import Target, load_target
-from dflash_runtime.pages import PagePool
-from dflash_runtime.pair import DraftSource, TargetSource, check_pair
-from dflash_runtime.prefix_cache import PrefixCache
-from dflash_runtime.request import Request, RequestOutput, SamplingParams
-from dflash_runtime.resolve import fit_num_pages, resolve_device, resolve_dtype, resolve_kernels, resolve_limits
-from dflash_runtime.runner import Runner
-from dflash_runtime.scheduler import Scheduler
+from dflash_runtime.models.target import Target, load_target
+from dflash_runtime.scheduling.limits import Limits
+from dflash_runtime.scheduling.pages import PagePool
+from dflash_runtime.scheduling.prefix_cache import PrefixCache
+from dflash_runtime.scheduling.request import Request, RequestOutput, SamplingParams
+from dflash_runtime.scheduling.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 

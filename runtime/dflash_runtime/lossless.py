@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from dflash_runtime.request import RequestOutput
-from dflash_runtime.runner import Runner
+from dflash_runtime.device.runner import Runner
+from dflash_runtime.scheduling.request import RequestOutput
 
 TOLERANCE_NATS = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.2}
 """Regret that rounding explains, by the dtype of the run."""

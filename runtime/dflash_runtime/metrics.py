@@ -7,7 +7,7 @@ drafts; a prefill and a step that decodes plainly are none.
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from dflash_runtime.request import RequestOutput
+from dflash_runtime.scheduling.request import RequestOutput
 
 
 @dataclass(slots=True)

@@ -34,8 +34,8 @@ import transformers
 from dflash import model as zlab
 from transformers import AutoConfig, PretrainedConfig, Qwen3Config
 
-import dialects
-import support
+from dflash_testing import checkpoints as support
+from dflash_testing import dialects
 
 Reading = dict[str, Any]
 

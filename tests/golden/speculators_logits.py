@@ -26,9 +26,9 @@ import torch
 from speculators import SpeculatorModel, SpeculatorModelConfig
 from transformers import AutoModelForCausalLM
 
-import support
-from dflash_cli.convert import Wish, convert_draft, plan_conversion
-from dflash_cli.loading import open_target
+from dflash_cli.checkpoints.opening import open_target
+from dflash_cli.conversion.execute import Wish, convert_draft, plan_conversion
+from dflash_testing import checkpoints as support
 
 PROMPT = [5, 3, 17, 8, 29, 2, 11, 23, 7, 19, 1, 13, 30, 4, 26, 9, 21, 6, 15, 28]
 ANCHOR = 12

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dflash_kernels.accept import Acceptance, accept_block, accept_block_ref
-from kernel_support import DEVICE, whole
+from dflash_testing.tensors import DEVICE, whole
 
 NONE = -1
 

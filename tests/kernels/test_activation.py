@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dflash_kernels.activation import silu_mul, silu_mul_ref
-from kernel_support import DTYPES, assert_mostly_equal, assert_rows_close, normal
+from dflash_testing.tensors import DTYPES, assert_mostly_equal, assert_rows_close, normal
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -6,8 +6,8 @@ from torch import Tensor
 
 from dflash_kernels import block_attention as module
 from dflash_kernels.block_attention import block_attention, block_attention_ref
-from dflash_kernels.launch import AttentionShape
-from kernel_support import DTYPES, Pages, assert_rows_close, normal, random_pages
+from dflash_kernels.launch_config import AttentionShape
+from dflash_testing.tensors import DTYPES, Pages, assert_rows_close, normal, random_pages
 
 PAGE = 16
 LENS = [0, 1, PAGE - 1, PAGE + 1, 130]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dflash_kernels.suite import REFERENCE, Kernels, triton_kernels
-from kernel_support import DEVICE, assert_rows_close, normal, random_pages
+from dflash_testing.tensors import DEVICE, assert_rows_close, normal, random_pages
 
 R, N, H, KV, D, L, V, PAGE = 3, 4, 4, 2, 16, 2, 5000, 16
 BFLOAT = torch.bfloat16

@@ -7,7 +7,7 @@ from torch import Tensor
 from dflash_kernels.context_kv import context_kv_store, context_kv_store_ref
 from dflash_kernels.kv_store import kv_store, kv_store_ref
 from dflash_kernels.slot_mapping import PAD
-from kernel_support import DEVICE, DTYPES, assert_mostly_equal, assert_rows_close, normal, whole
+from dflash_testing.tensors import DEVICE, DTYPES, assert_mostly_equal, assert_rows_close, normal, whole
 
 SLOTS = [5, PAD, 0, 17, PAD, 3, 16]
 

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from dflash_kernels.draw import draw_at_ref
-from dflash_kernels.launch import VOCAB_TILE
+from dflash_kernels.launch_config import VOCAB_TILE
 from dflash_kernels.rejection import reject, reject_ref
 from dflash_kernels.uniform import DRAFT, TARGET
-from kernel_support import DEVICE, normal, whole
+from dflash_testing.tensors import DEVICE, normal, whole
 
 Reject = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 BOTH = [reject_ref, pytest.param(reject, marks=pytest.mark.gpu)]

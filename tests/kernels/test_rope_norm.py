@@ -12,7 +12,7 @@ from dflash_kernels.rope_norm import (
     rms_norm,
     rms_norm_ref,
 )
-from kernel_support import DTYPES, assert_mostly_equal, assert_rows_close, normal
+from dflash_testing.tensors import DTYPES, assert_mostly_equal, assert_rows_close, normal
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

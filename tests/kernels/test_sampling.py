@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from dflash_kernels.draw import draw_at, draw_at_ref
-from dflash_kernels.launch import VOCAB_TILE
+from dflash_kernels.launch_config import VOCAB_TILE
 from dflash_kernels.sampling import filtered_probs, filtered_probs_ref, sample, sample_ref
 from dflash_kernels.uniform import ACCEPT, DRAFT, RESIDUAL, TARGET, uniform, uniform_ref
-from kernel_support import DEVICE, DTYPES, normal, real, whole
+from dflash_testing.tensors import DEVICE, DTYPES, normal, real, whole
 
 VOCABS = [1, 63, VOCAB_TILE + 1, 2 * VOCAB_TILE + 15]
 Rows = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dflash_kernels.slot_mapping import PAD, slot_mapping, slot_mapping_ref
-from kernel_support import DEVICE, whole
+from dflash_testing.tensors import DEVICE, whole
 
 
 @pytest.mark.parametrize("page_size", [1, 7, 16])

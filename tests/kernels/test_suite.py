@@ -5,15 +5,15 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from dflash_kernels.suite import REFERENCE, pick_kernels, triton_kernels
+from dflash_testing.paths import ROOT
 
-KERNELS = Path(__file__).resolve().parents[2] / "kernels"
+KERNELS = ROOT / "kernels"
 FUNCTIONS = [field.name for field in fields(REFERENCE) if field.name != "name"]
 
 

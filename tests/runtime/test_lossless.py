@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from dflash_cli.references import tiny_directory
-from dflash_runtime.request import SamplingParams
-from pairs import (
+from dflash_cli.checkpoints.references import tiny_directory
+from dflash_runtime.scheduling.request import SamplingParams
+from dflash_testing.pairs import (
     always_mask,
     always_right,
     always_wrong,

@@ -1,7 +1,7 @@
 """Acceptance counts under vLLM's names."""
 
 from dflash_runtime.metrics import AcceptanceCounts, count_acceptance
-from dflash_runtime.request import FinishReason, RequestOutput
+from dflash_runtime.scheduling.request import FinishReason, RequestOutput
 
 
 def output(*lengths: int) -> RequestOutput:
@@ -43,8 +43,8 @@ def test_no_steps_give_no_figures() -> None:
 
 
 def test_truncated_and_untruncated_differ_only_in_the_last_step() -> None:
-    from dflash_runtime.request import SamplingParams
-    from pairs import bundled_draft_model, bundled_llm, bundled_prompts
+    from dflash_runtime.scheduling.request import SamplingParams
+    from dflash_testing.pairs import bundled_draft_model, bundled_llm, bundled_prompts
 
     llm = bundled_llm(bundled_draft_model(), 7, max_num_requests=4)
     params = SamplingParams(max_new_tokens=29, stop_token_ids=tuple(range(5, 21)))
@@ -57,8 +57,8 @@ def test_truncated_and_untruncated_differ_only_in_the_last_step() -> None:
 
 
 def test_steps_without_drafts_are_not_counted() -> None:
-    from dflash_runtime.request import SamplingParams
-    from pairs import bundled_draft_model, bundled_llm, bundled_prompts
+    from dflash_runtime.scheduling.request import SamplingParams
+    from dflash_testing.pairs import bundled_draft_model, bundled_llm, bundled_prompts
 
     prompt = bundled_prompts()[0][:20]
     plain = bundled_llm(None, 0).generate([prompt], SamplingParams(max_new_tokens=12))

@@ -14,13 +14,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dflash_kernels.suite import Kernels
+from dflash_runtime.checkpoint.layout import DRAFT_TO_TARGET, HEAD
 from dflash_runtime.config import DraftConfig
-from dflash_runtime.drafts.base import DRAFTS
+from dflash_runtime.device.kv import KVCache
+from dflash_runtime.drafts.draft import DRAFTS
 from dflash_runtime.errors import CheckpointError, UnsupportedError
-from dflash_runtime.kv import KVCache
-from dflash_runtime.layout import DRAFT_TO_TARGET, HEAD
-from dflash_runtime.models.base import Target
 from dflash_runtime.models.layers import Attend, Attention, DecoderLayer, Linear, RMSNorm, RopeTable, Weights
+from dflash_runtime.models.target import Target
 
 
 @DRAFTS.register("dflash")

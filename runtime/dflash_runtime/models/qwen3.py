@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from dflash_kernels.suite import Kernels
 from dflash_runtime.config import TargetConfig
 from dflash_runtime.errors import TensorMismatch
-from dflash_runtime.models.base import TARGETS
 from dflash_runtime.models.layers import Attend, DecoderLayer, Linear, RMSNorm, RopeTable
+from dflash_runtime.models.target import TARGETS
 
 PREFIX = "model."
 

@@ -1,0 +1,108 @@
+"""Open drafts and targets from directories: detect the dialect, read it, and hand the runtime what it takes."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from dflash_cli.formats.dialect import Detection, Reading, detect
+from dflash_runtime.checkpoint.canonical_names import CanonicalCheckpoint, find_quantization
+from dflash_runtime.checkpoint.files import Checkpoint
+from dflash_runtime.checkpoint.hf_config import read_target_config
+from dflash_runtime.checkpoint.layout import NOT_OWNED, TensorPlan, plan_tensors
+from dflash_runtime.checkpoint.pair import DraftSource, TargetSource
+from dflash_runtime.config import DraftConfig
+from dflash_runtime.errors import UnsupportedError, located
+
+Causality = Literal["causal", "non-causal", "layer-types"]
+"""How a draft's blocks attend, whatever its config says; `layer-types`: sliding layers causal, full layers not."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftCheckpoint:
+    """A draft on disk, read into canonical form; `checkpoint` gives its tensors under canonical names.
+
+    `quantization` says by what its weights are known to be packed, None where they are plain.
+    """
+
+    checkpoint: Checkpoint
+    detection: Detection
+    reading: Reading
+    quantization: str | None = None
+
+    @property
+    def config(self) -> DraftConfig:
+        return self.reading.config
+
+    @property
+    def source(self) -> DraftSource:
+        """What the runtime takes.
+
+        Raises:
+            UnsupportedError: the weights are packed.
+        """
+        if self.quantization is not None:
+            raise UnsupportedError(
+                f"{self.checkpoint.path}: quantised weights ({self.quantization}), which this runtime does not run",
+                hint="dflash convert copies them as they are; run the draft in the engine they were packed for",
+            )
+        return DraftSource(self.config, self.checkpoint)
+
+    def plan(self) -> TensorPlan:
+        """Which tensors to load and which to skip; raises `TensorMismatch` naming everything that is wrong.
+
+        Packed weights have names and shapes of their own, so nothing is expected of them.
+        """
+        tensors = self.checkpoint.tensors
+        if self.quantization is not None:
+            owned = tuple(name for name in tensors if not NOT_OWNED.match(name))
+            return TensorPlan(load=owned, skip=tuple(name for name in tensors if NOT_OWNED.match(name)))
+        shapes = {name: info.shape for name, info in tensors.items()}
+        return plan_tensors(self.config, shapes, path=self.checkpoint.path)
+
+
+def open_draft(path: str | Path | Checkpoint, *, causality: Causality | None = None) -> DraftCheckpoint:
+    """Read a draft of any known dialect. Reads JSON and headers only. `causality` overrules the config.
+
+    Raises:
+        CheckpointNotFound, CheckpointError, UnknownFormat: see `errors`.
+    """
+    stored = path if isinstance(path, Checkpoint) else Checkpoint(path)
+    detection = detect(stored)
+    with located(stored.config_path):
+        reading = detection.format.read_config(stored.config, stored.config_path)
+    if causality is not None:
+        reading = override_causality(reading, causality)
+    quantization = find_quantization(stored)
+    checkpoint = CanonicalCheckpoint(stored, None if quantization is not None else reading.config)
+    return DraftCheckpoint(checkpoint, detection, reading, quantization)
+
+
+def override_causality(reading: Reading, causality: Causality) -> Reading:
+    """The reading with another causality, whatever the config states."""
+    config = reading.config
+    causal = {
+        "causal": (True,) * config.num_layers,
+        "non-causal": (False,) * config.num_layers,
+        "layer-types": tuple(window is not None for window in config.windows),
+    }[causality]
+    note = f"attention is read as {causality}, by --causality"
+    return replace(
+        reading,
+        config=replace(config, causal=causal),
+        notes=(*(item for item in reading.notes if "causality" not in item), note),
+        has_doubtful_causality=False,
+    )
+
+
+def open_target(path: str | Path | Checkpoint) -> TargetSource:
+    """Read a target's config and headers.
+
+    Raises:
+        CheckpointNotFound, CheckpointError: see `errors`.
+        UnsupportedError: the directory holds a draft.
+    """
+    checkpoint = path if isinstance(path, Checkpoint) else Checkpoint(path)
+    if "speculators_model_type" in checkpoint.config or "dflash_config" in checkpoint.config:
+        raise UnsupportedError(f"{checkpoint.path}: is a draft, expected a target")
+    with located(checkpoint.config_path):
+        return TargetSource(read_target_config(checkpoint.config, checkpoint.config_path), checkpoint)

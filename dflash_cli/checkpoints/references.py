@@ -1,0 +1,139 @@
+"""Turn what a user typed into a directory: an existing path, `org/repo[@revision]`, or the bundled pair.
+
+tiny            the bundled target, or the bundled draft, as the place asks for
+tiny:reduced    the bundled draft with a reduced output vocabulary
+"""
+
+import os
+import re
+from enum import StrEnum
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+from dflash_cli.checkpoints.hub import HubUnreachable, explained
+from dflash_runtime.checkpoint.files import Checkpoint
+from dflash_runtime.errors import CheckpointNotFound, UsageError
+
+if TYPE_CHECKING:
+    from dflash_cli.checkpoints.remote_headers import RemoteRepo
+
+TINY = "tiny"
+TINY_REDUCED = "tiny:reduced"
+TINY_TARGET_NAME = "dflash/tiny-python-target"
+"""What checkpoints call the bundled target."""
+HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?$")
+
+Location: TypeAlias = "Path | RemoteRepo"
+"""Where a checkpoint is: a directory, or a repository on the hub that was listed."""
+
+HEADER_FILES = ["*.json", "*.jinja", "*.txt", "*.model"]
+COMPANION_FILES = ["LICENSE*", "NOTICE*", "README*", "*.tiktoken"]
+WEIGHT_FILES = [*HEADER_FILES, *COMPANION_FILES, "*.safetensors", "mask_embedding.pt"]
+
+
+class Role(StrEnum):
+    """What a reference stands for in a pair."""
+
+    DRAFT = "draft"
+    TARGET = "target"
+
+
+def resolve(reference: str, role: Role) -> Path:
+    """The directory a reference names, downloading from the hub where it is not local.
+
+    Raises:
+        CheckpointNotFound: nothing of that name, or the hub says no.
+        UsageError: the text is no reference.
+    """
+    path = _local(reference)
+    if reference and path.exists():
+        return path
+    bundled = _bundled(reference, role)
+    if bundled is not None:
+        return bundled
+    if not HUB_ID.match(reference):
+        raise CheckpointNotFound(
+            f"{reference}: no such directory, and not a hub reference",
+            hint="pass a directory, org/repo, org/repo@revision, or tiny",
+        )
+    return _download(reference)
+
+
+def locate(reference: str, role: Role) -> "Location":
+    """As `resolve`, for what reads only headers: a repository on the hub is listed, not downloaded.
+
+    Where the hub cannot be reached, what the local cache has is taken.
+
+    Raises:
+        CheckpointNotFound, UsageError: as `resolve`.
+    """
+    if not is_hub_id(reference):
+        return resolve(reference, role)
+    from dflash_cli.checkpoints.remote_headers import open_repo
+
+    try:
+        return open_repo(reference)
+    except HubUnreachable:
+        return _download(reference, is_local=True)
+
+
+def open_checkpoint(location: "Location") -> Checkpoint:
+    """The checkpoint at a place, with its headers read when they are asked for.
+
+    Raises:
+        CheckpointNotFound, CheckpointError: see `Checkpoint`.
+    """
+    if isinstance(location, Path):
+        return Checkpoint(location)
+    from dflash_cli.checkpoints.remote_headers import RemoteCheckpoint
+
+    return RemoteCheckpoint(location)
+
+
+def list_files(location: "Location") -> frozenset[str]:
+    """The names of the files beside config.json."""
+    if isinstance(location, Path):
+        return frozenset(item.name for item in location.iterdir()) if location.is_dir() else frozenset()
+    return frozenset(name for name in location.files if "/" not in name)
+
+
+def is_bundled(reference: str) -> bool:
+    """Whether a reference names the bundled pair; a directory of that name hides it."""
+    return reference in (TINY, TINY_REDUCED) and not Path(reference).exists()
+
+
+def is_hub_id(reference: str) -> bool:
+    """Whether a reference would be looked up on the hub."""
+    return reference not in (TINY, TINY_REDUCED) and not _local(reference).exists() and bool(HUB_ID.match(reference))
+
+
+def tiny_directory() -> Path:
+    """Where the bundled pair lies."""
+    return Path(str(files("dflash_cli") / "tiny"))
+
+
+def _local(reference: str) -> Path:
+    """The path a reference would be; an unknown `~user` stays as it is."""
+    return Path(os.path.expanduser(reference))  # noqa: PTH111  (Path.expanduser raises on an unknown user)
+
+
+def _bundled(reference: str, role: Role) -> Path | None:
+    if reference == TINY:
+        return tiny_directory() / ("target" if role is Role.TARGET else "draft")
+    if reference == TINY_REDUCED:
+        if role is Role.TARGET:
+            raise UsageError(f"{TINY_REDUCED} names a draft; its target is {TINY}")
+        return tiny_directory() / "draft-reduced"
+    return None
+
+
+def _download(reference: str, *, is_local: bool = False) -> Path:
+    """Fetch a repository into the hub cache and return its snapshot, or only look there."""
+    from huggingface_hub import snapshot_download
+
+    repo, _, revision = reference.partition("@")
+    with explained(repo, revision or None):
+        return Path(
+            snapshot_download(repo, revision=revision or None, allow_patterns=WEIGHT_FILES, local_files_only=is_local)
+        )

@@ -1,0 +1,190 @@
+"""Write safetensors files by moving bytes: tensors are copied from file to file and never decoded.
+
+Layout: u64 header length, JSON header padded with spaces so that the data starts at a multiple of 8, data without
+holes. Source: huggingface/safetensors README, "Format". Knows nothing about drafts.
+"""
+
+import errno
+import json
+import math
+import os
+import struct
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from dflash_runtime.checkpoint.files import DTYPE_BYTES, TensorInfo
+from dflash_runtime.errors import CheckpointError
+
+CHUNK_BYTES = 64 * 1024 * 1024
+"""What one call into the kernel moves, and so how often progress is told."""
+
+BUFFER_BYTES = 8 * 1024 * 1024
+"""What is held in memory where bytes have to pass through this process."""
+
+ALIGNMENT = 8
+PREFIX_BYTES = 8
+PAGE_BYTES = 4096
+METADATA = {"format": "pt"}
+
+Advance = Callable[[int], None]
+"""Called with the number of bytes that have just been copied."""
+
+Move = Callable[[int, int, int, int], int]
+"""Moves up to `count` bytes of a file from a position to the end of another, and returns how many it moved."""
+
+
+@dataclass(frozen=True, slots=True)
+class MadeTensor:
+    """A tensor whose bytes are not those of a file. `pieces` gives them in order, anew at each call; `file` is where
+    it comes from."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: Path
+    pieces: Callable[[], Iterator[bytes]]
+
+    @property
+    def num_bytes(self) -> int:
+        return int(math.prod(self.shape) * DTYPE_BYTES[self.dtype])
+
+
+WrittenTensor = TensorInfo | MadeTensor
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """A run of bytes of one source file."""
+
+    file: Path
+    begin: int
+    end: int
+
+
+def write_tensors(destination: Path, tensors: Iterable[WrittenTensor], advance: Advance) -> None:
+    """Write the given tensors, byte for byte, into a new file.
+
+    Wider element types come first, so that every tensor is aligned to its own type; among equals the source's order
+    is kept, so that neighbours are copied in one go.
+    """
+    ordered = sorted(tensors, key=_order)
+    with destination.open("xb", buffering=0) as out:
+        runs = join_extents(ordered)
+        write_all(out.fileno(), encode_header(ordered, page_offset=_page_offset(runs)))
+        for run in runs:
+            if isinstance(run, MadeTensor):
+                for piece in run.pieces():
+                    write_all(out.fileno(), piece)
+                    advance(len(piece))
+            else:
+                with run.file.open("rb", buffering=0) as source:
+                    copy_bytes(source.fileno(), out.fileno(), run, advance)
+
+
+def encode_header(tensors: Sequence[WrittenTensor], *, page_offset: int | None = None) -> bytes:
+    """The length prefix and header of a file that holds these tensors in this order.
+
+    With `page_offset` the data starts at that offset of a page, a multiple of `ALIGNMENT`.
+    """
+    entries: dict[str, object] = {"__metadata__": METADATA}
+    position = 0
+    for info in tensors:
+        entries[info.name] = {
+            "dtype": info.dtype,
+            "shape": list(info.shape),
+            "data_offsets": [position, position + info.num_bytes],
+        }
+        position += info.num_bytes
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % ALIGNMENT)
+    if page_offset is not None:
+        text += b" " * ((page_offset - len(text) - PREFIX_BYTES) % PAGE_BYTES)
+    return struct.pack("<Q", len(text)) + text
+
+
+def join_extents(tensors: Sequence[WrittenTensor]) -> list[Extent | MadeTensor]:
+    """The bytes of the tensors in order, neighbours of one file merged."""
+    runs: list[Extent | MadeTensor] = []
+    for info in tensors:
+        last = runs[-1] if runs else None
+        if isinstance(info, MadeTensor):
+            runs.append(info)
+        elif isinstance(last, Extent) and last.file == info.file and last.end == info.begin:
+            runs[-1] = Extent(info.file, last.begin, info.end)
+        elif info.num_bytes:
+            runs.append(Extent(info.file, info.begin, info.end))
+    return runs
+
+
+def _page_offset(runs: Sequence[Extent | MadeTensor]) -> int | None:
+    """Where in a page the first run should start: where its source does, so that whole pages are copied as they are."""
+    first = runs[0] if runs else None
+    if not isinstance(first, Extent) or first.begin % ALIGNMENT:
+        return None
+    return first.begin % PAGE_BYTES
+
+
+def copy_bytes(source: int, out: int, extent: Extent, advance: Advance) -> None:
+    """Append an extent to the end of `out`, inside the kernel where the system can.
+
+    Raises:
+        CheckpointError: the source has become shorter.
+        OSError: the disk is full.
+    """
+    moves = list(MOVES)
+    position = extent.begin
+    while position < extent.end:
+        try:
+            moved = moves[0](source, out, position, min(CHUNK_BYTES, extent.end - position))
+        except OSError as error:
+            if error.errno not in NOT_HERE or len(moves) == 1:
+                raise
+            moves.pop(0)
+            continue
+        if moved == 0 and len(moves) > 1:  # some file systems answer so instead of with an error
+            moves.pop(0)
+            continue
+        if moved == 0:
+            raise CheckpointError(f"ended at byte {position}, expected {extent.end}", path=extent.file)
+        position += moved
+        advance(moved)
+
+
+def write_all(out: int, data: bytes) -> None:
+    """Append bytes, however many calls that takes."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(out, view) :]
+
+
+def _copy_file_range(source: int, out: int, position: int, count: int) -> int:
+    return os.copy_file_range(source, out, count, position)
+
+
+def _sendfile(source: int, out: int, position: int, count: int) -> int:
+    return os.sendfile(out, source, position, count)
+
+
+def _read_and_write(source: int, out: int, position: int, count: int) -> int:
+    data = os.pread(source, min(count, BUFFER_BYTES), position)
+    write_all(out, data)
+    return len(data)
+
+
+MOVES: tuple[Move, ...] = (
+    *([_copy_file_range] if hasattr(os, "copy_file_range") else []),
+    *([_sendfile] if hasattr(os, "sendfile") else []),
+    _read_and_write,
+)
+"""The ways to move bytes, the cheapest first; a file system that lacks one is served by the next."""
+
+NOT_HERE = frozenset(
+    {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF, errno.ENOTSOCK}
+)
+"""What a system answers where it cannot move bytes in this way."""
+
+
+def _order(info: WrittenTensor) -> tuple[float, str, int]:
+    begin = info.begin if isinstance(info, TensorInfo) else 0
+    return -DTYPE_BYTES[info.dtype], str(info.file), begin

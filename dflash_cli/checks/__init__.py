@@ -1,1 +1,0 @@
-"""Rules of `dflash validate`, one decorated function each, in files by theme. `base` holds the registry."""

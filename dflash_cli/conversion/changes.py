@@ -1,0 +1,102 @@
+"""What became of every config key and tensor: the body of `conversion.json`."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from dflash_cli.formats.dialect import Format
+
+Fated = Literal["kept", "moved", "renamed", "split", "derived", "dropped"]
+
+CONTAINERS = ("dflash_config", "transformer_layer_config", "speculators_config")
+WHY_DERIVED = {
+    "target_layer_ids": "the dialects number layers from 0 (native) and from 1 (speculators)",
+    "causal": "the dialects state causality in different keys",
+    "windows": "windows are stated by layer_types, sliding_window and use_sliding_window together",
+    "rope": "rope is stated in every spelling that readers look for",
+    "block_size": "speculators also states the drafted tokens, one less than the block",
+    "num_target_layers": "taken from the target",
+    "verifier": "the name the target is known by",
+    "draft_vocab_size": "the target's whole vocabulary",
+}
+WHY_DROPPED = {
+    "auto_map": "names code in the source repository, which is not copied",
+    "_name_or_path": "says where the source was loaded from",
+    "tie_word_embeddings": "a draft has no embedding to tie",
+    "torch_dtype": "dtype says the same",
+    "max_anchors": "a training setting",
+    "attention_mode": "the numbers of heads say the same",
+    "attention_modes": "the numbers of heads say the same",
+    "partial_rotary_factor": "the draft rotates every dimension, and engines that read the key would not",
+    "mrope_section": "the draft's positions have one dimension",
+    "mrope_interleaved": "the draft's positions have one dimension",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Fate:
+    """One key, tensor or file. `source` is None for what only the result has, `result` for what only the source had."""
+
+    source: str | None
+    result: str | None
+    fate: Fated
+    why: str = ""
+
+    def document(self) -> dict[str, Any]:
+        """As JSON, under the manifest's names."""
+        entry = asdict(self)
+        return {"from": entry["source"], "to": entry["result"], "fate": entry["fate"], "why": entry["why"]}
+
+
+def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted keys of a config; only the dialects' own containers are opened."""
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        if key in CONTAINERS and isinstance(value, dict):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
+def key_fates(
+    source: Mapping[str, Any], source_format: Format, result: Mapping[str, Any], result_format: Format
+) -> list[Fate]:
+    """The fate of every key of the source, and the origin of every key that is new in the result."""
+    before, after = flatten(source), flatten(result)
+    fields = {key: field for field, keys in source_format.homes.items() for key in keys}
+    fates = [_fate(key, value, fields.get(key), after, result_format) for key, value in before.items()]
+    reached = {fate.result for fate in fates}
+    return [*fates, *_new_keys(after, reached, result_format)]
+
+
+def _fate(key: str, value: Any, field: str | None, after: Mapping[str, Any], result_format: Format) -> Fate:
+    leaf = _leaf(key)
+    homes = [home for home in result_format.homes.get(field or "", ()) if home in after]
+    candidates = [key, *homes, *(other for other in after if _leaf(other) == leaf)]
+    for candidate in candidates:
+        if candidate in after and _is_same(after[candidate], value):
+            if candidate == key:
+                return Fate(key, key, "kept")
+            return Fate(key, candidate, "moved" if _leaf(candidate) == leaf else "renamed")
+    if homes:
+        return Fate(key, homes[0], "derived", WHY_DERIVED.get(field or "", "written in this dialect's form"))
+    if key in after:
+        return Fate(key, key, "derived", "stated anew by the writer")
+    return Fate(key, None, "dropped", WHY_DROPPED.get(leaf, f"{result_format.title} has no key for it"))
+
+
+def _new_keys(after: Mapping[str, Any], reached: set[str | None], result_format: Format) -> Iterator[Fate]:
+    fields = {key: field for field, keys in result_format.homes.items() for key in keys}
+    for key in after:
+        if key not in reached:
+            yield Fate(None, key, "derived", WHY_DERIVED.get(fields.get(key, ""), "stated for readers that look here"))
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Equal as JSON, where true is not 1."""
+    return bool(one == other) and isinstance(one, bool) == isinstance(other, bool)
+
+
+def _leaf(key: str) -> str:
+    return key.rpartition(".")[2]

@@ -1,0 +1,157 @@
+"""What travels with a checkpoint besides config and weights: licence, card, tokenizer, a learned mask embedding.
+
+Everything else is left behind and listed, code and pickles above all.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from dflash_cli import __version__
+from dflash_cli.checkpoints.opening import DraftCheckpoint
+from dflash_cli.checkpoints.torch_zip import read_torch_zip
+from dflash_cli.conversion.changes import Fate
+from dflash_cli.formats.dialect import Format
+from dflash_runtime.checkpoint.canonical_names import QUANTIZATION_FILE
+from dflash_runtime.checkpoint.files import MASK_FILE, PICKLE_SUFFIXES, TensorInfo, read_header, refuse_escape
+from dflash_runtime.errors import CheckpointError, UnsupportedError
+
+CARD = "README.md"
+MANIFEST_FILE = "conversion.json"
+MASK_PICKLE = "mask_embedding.pt"
+MASK_TENSOR = "embedding"
+ALLOW_HINT = "--allow-lossy leaves it behind"
+
+PAPERS = ("README*", "LICENSE*", "LICENCE*", "NOTICE*")
+TOKENIZER = (
+    "tokenizer*", "vocab.json", "vocab.txt", "merges.txt", "special_tokens_map.json", "added_tokens.json",
+    "chat_template*", "*.tiktoken", "spiece.model", "sentencepiece*.model",
+)  # fmt: skip
+SETTINGS = ("generation_config.json", QUANTIZATION_FILE)
+
+MASK_READERS = {"vllm": "pickle", "sglang": "pickle", "native": "safetensors", "mlx": "safetensors"}
+"""In which form a dialect's readers find the mask embedding. Sources: vLLM 0.33.0 models/qwen3_dflash.py
+_read_mask_embedding and SGLang 0.5.23 models/dflash.py, which read the pickle only."""
+
+How = Literal["copy", "card", "tensor"]
+
+
+@dataclass(frozen=True, slots=True)
+class Companion:
+    """A file of the result: a copy, the card with a section more, or a tensor of its own."""
+
+    source: Path
+    name: str
+    how: How = "copy"
+    tensor: TensorInfo | None = None
+
+    @property
+    def fate(self) -> Fate:
+        """For the manifest."""
+        why = {"copy": "", "card": "with a section on this conversion", "tensor": "read without unpickling"}[self.how]
+        return Fate(self.source.name, self.name, "kept" if self.source.name == self.name else "derived", why)
+
+
+def find_companions(draft: DraftCheckpoint) -> Iterator[Companion]:
+    """The papers, tokenizer files and settings of a source."""
+    path = draft.checkpoint.path
+    patterns = (*PAPERS, *TOKENIZER, *SETTINGS)
+    found = {item for pattern in patterns for item in path.glob(pattern) if item.is_file()}
+    for item in sorted(found):
+        refuse_escape(path, item)
+        if item.suffix not in (*PICKLE_SUFFIXES, ".py"):
+            yield Companion(item, item.name, "card" if item.name == CARD else "copy")
+
+
+def find_mask(draft: DraftCheckpoint, result: Format, warnings: list[str], *, allow_lossy: bool) -> Iterator[Companion]:
+    """The learned mask embedding in the form that the result's readers look for.
+
+    Raises:
+        UnsupportedError: it has no such form, or its file holds anything but a tensor.
+        CheckpointError: it belongs to another mask or another width.
+    """
+    path = draft.checkpoint.path
+    wanted = MASK_READERS.get(result.name)
+    pickle, plain = path / MASK_PICKLE, path / MASK_FILE
+    try:
+        if pickle.exists():
+            refuse_escape(path, pickle)
+            tensor = read_mask(pickle, draft)
+            if wanted == "pickle":
+                yield Companion(pickle, MASK_PICKLE)
+            elif wanted == "safetensors":
+                yield Companion(pickle, MASK_FILE, "tensor", tensor)
+                warnings.append(f"{MASK_PICKLE} becomes {MASK_FILE}: vLLM and SGLang read the former only, see --to")
+            else:
+                raise UnsupportedError(f"{pickle}: a learned mask embedding, which {result.title} has no place for")
+        elif plain.exists():
+            refuse_escape(path, plain)
+            _check_mask(read_header(plain).get(MASK_TENSOR), plain, draft)
+            if wanted != "safetensors":
+                raise UnsupportedError(
+                    f"{plain}: a learned mask embedding, which {result.title} reads from {MASK_PICKLE} or not at all"
+                )
+            yield Companion(plain, MASK_FILE)
+    except UnsupportedError as error:
+        if not allow_lossy:
+            raise UnsupportedError(error.message, hint=ALLOW_HINT) from error
+        warnings.append("the learned mask embedding is left behind: the result embeds its mask differently")
+
+
+def read_mask(file: Path, draft: DraftCheckpoint) -> TensorInfo:
+    """Where the embedding lies in a `mask_embedding.pt`, found without unpickling.
+
+    Raises:
+        UnsupportedError: the file holds something else.
+        CheckpointError: it belongs to another mask or another width.
+    """
+    values = read_torch_zip(file)
+    mask_id = values.get("mask_token_id", draft.config.mask_token_id)
+    if mask_id != draft.config.mask_token_id:
+        raise CheckpointError(f"mask_token_id {mask_id!r}, expected {draft.config.mask_token_id}", path=file)
+    return _check_mask(values.get(MASK_TENSOR), file, draft)
+
+
+def left_behind(draft: DraftCheckpoint, companions: tuple[Companion, ...]) -> Iterator[Fate]:
+    """The files of the source that do not go along."""
+    checkpoint = draft.checkpoint
+    taken = {item.source.name for item in companions} | {item.name for item in checkpoint.weight_files}
+    for item in sorted(checkpoint.path.iterdir()):
+        if item.name in taken or item.name.startswith(".") or item.name == "config.json":
+            continue
+        if item.name.endswith(".safetensors.index.json"):
+            continue
+        yield Fate(item.name, None, "dropped", _why(item))
+
+
+def provenance(draft: DraftCheckpoint, result: Format) -> str:
+    """The section that a conversion adds to the card."""
+    return (
+        "\n\n## Provenance\n\n"
+        f"Converted with dflash {__version__} from `{draft.checkpoint.path.resolve().name}` "
+        f"({draft.detection.format.title}) to {result.title}. `{MANIFEST_FILE}` says what became of every key, tensor "
+        "and file.\n"
+    )
+
+
+def _check_mask(tensor: object, file: Path, draft: DraftCheckpoint) -> TensorInfo:
+    hidden_size = draft.config.hidden_size
+    if not isinstance(tensor, TensorInfo) or tensor.num_elements != hidden_size:
+        found = list(tensor.shape) if isinstance(tensor, TensorInfo) else "no tensor"
+        raise CheckpointError(f"{MASK_TENSOR}: found {found}, expected [{hidden_size}]", path=file)
+    return tensor
+
+
+def _why(item: Path) -> str:
+    if item.is_dir():
+        return "a directory"
+    if item.suffix == ".py":
+        return "code, which no reader of the result needs"
+    if item.suffix in PICKLE_SUFFIXES:
+        return "a pickle file"
+    if item.name == MANIFEST_FILE:
+        return "the manifest of an earlier conversion"
+    if item.suffix in (".safetensors", ".gguf"):
+        return "weights that the checkpoint does not name"
+    return "no part of a checkpoint that readers know"

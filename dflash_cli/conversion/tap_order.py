@@ -1,0 +1,133 @@
+"""Put a draft's taps in ascending order, once each, without changing what it computes.
+
+The context projection reads the tapped features side by side, so another order of the taps is another order of the
+column blocks of `fc.weight`, and a tap named twice adds its two blocks. Engines sort the taps and drop repetitions,
+and leave `fc.weight` as it is. Source: vLLM 0.33.0 model_executor/models/interfaces.py.
+
+`fc.weight` is [H, T * F] with T taps of F features; it is read and made in groups of rows.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from dflash_cli.checkpoints.safetensors_writer import MadeTensor
+from dflash_runtime.checkpoint.files import TensorInfo
+from dflash_runtime.config import DraftConfig
+from dflash_runtime.errors import CheckpointError, LossyConversion, UnsupportedError
+
+if TYPE_CHECKING:
+    import torch
+
+PROJECTION = "fc.weight"
+PIECE_BYTES = 8 * 1024 * 1024
+
+
+def is_normal(config: DraftConfig) -> bool:
+    """Whether the taps ascend, each named once."""
+    return all(one < other for one, other in zip(config.target_layer_ids, config.target_layer_ids[1:], strict=False))
+
+
+def normalise_taps(config: DraftConfig, projection: TensorInfo, *, allow_rounding: bool) -> "NormalTaps":
+    """The draft with its taps in order, and the projection that belongs to them.
+
+    Raises:
+        LossyConversion: a repeated tap whose blocks do not add up exactly in the file's element type.
+        UnsupportedError: repeated taps in an element type that cannot be added.
+    """
+    order = tuple(sorted(set(config.target_layer_ids)))
+    groups = tuple(tuple(at for at, tap in enumerate(config.target_layer_ids) if tap == layer) for layer in order)
+    blocks = _Blocks(projection, groups, config.num_taps)
+    warning = None
+    if any(len(group) > 1 for group in groups):
+        if projection.dtype not in ("F64", "F32", "BF16", "F16"):
+            raise UnsupportedError(f"{PROJECTION} is {projection.dtype}: blocks of repeated taps cannot be added")
+        warning = _check_rounding(blocks, allow_rounding=allow_rounding)
+    made = MadeTensor(
+        PROJECTION,
+        projection.dtype,
+        (projection.shape[0], projection.shape[1] // config.num_taps * len(order)),
+        projection.file,
+        blocks.pieces,
+    )
+    return NormalTaps(replace(config, target_layer_ids=order), made, warning)
+
+
+@dataclass(frozen=True, slots=True)
+class NormalTaps:
+    """A draft's config and projection after `normalise_taps`."""
+
+    config: DraftConfig
+    projection: MadeTensor
+    warning: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Blocks:
+    """Column blocks of a stored projection; `groups` lists, for each block of the result, those it is the sum of."""
+
+    info: TensorInfo
+    groups: tuple[tuple[int, ...], ...]
+    num_blocks: int
+
+    def rows(self) -> Iterator[bytes]:
+        """The stored rows, some at a time."""
+        row_bytes = self.info.num_bytes // self.info.shape[0]
+        at_once = max(1, PIECE_BYTES // row_bytes) * row_bytes
+        remaining = self.info.num_bytes
+        with self.info.file.open("rb") as stream:
+            stream.seek(self.info.begin)
+            while remaining:
+                piece = stream.read(min(at_once, remaining))
+                if not piece:
+                    raise CheckpointError(f"ended while {PROJECTION} was read", path=self.info.file)
+                remaining -= len(piece)
+                yield piece
+
+    def pieces(self) -> Iterator[bytes]:
+        """The bytes of the result. Blocks that are only moved are never decoded."""
+        moved = all(len(group) == 1 for group in self.groups)
+        for rows in self.rows():
+            yield self._move(rows) if moved else self._add(rows)[0]
+
+    def _move(self, rows: bytes) -> bytes:
+        width = self.info.num_bytes // self.info.shape[0] // self.num_blocks
+        view = memoryview(rows)
+        order = [group[0] for group in self.groups]
+        starts = range(0, len(rows), width * self.num_blocks)
+        return b"".join(view[row + at * width : row + (at + 1) * width] for row in starts for at in order)
+
+    def _add(self, rows: bytes) -> tuple[bytes, float]:
+        """Sums in float64, rounded once to the stored type; and the largest rounding."""
+        import torch
+
+        stored = _torch_dtype(self.info.dtype)
+        blocks = torch.frombuffer(bytearray(rows), dtype=stored).view(-1, self.num_blocks, self._width).double()
+        exact = torch.stack([blocks[:, list(group)].sum(dim=1) for group in self.groups], dim=1)
+        rounded = exact.to(stored)
+        error = float((rounded.double() - exact).abs().max()) if exact.numel() else 0.0
+        return rounded.contiguous().view(torch.uint8).numpy().tobytes(), error
+
+    @property
+    def _width(self) -> int:
+        return self.info.shape[1] // self.num_blocks
+
+    def largest_rounding(self) -> float:
+        """How far a made element is from the exact sum."""
+        return max((self._add(rows)[1] for rows in self.rows()), default=0.0)
+
+
+def _check_rounding(blocks: _Blocks, *, allow_rounding: bool) -> str | None:
+    largest = blocks.largest_rounding()
+    if largest == 0:
+        return None
+    message = f"{PROJECTION}: the blocks of repeated taps add up to numbers that {blocks.info.dtype} rounds"
+    if not allow_rounding:
+        raise LossyConversion(f"{message}, by up to {largest:g}", hint="--allow-lossy rounds them")
+    return f"{message}, by up to {largest:g}"
+
+
+def _torch_dtype(name: str) -> "torch.dtype":
+    import torch
+
+    return {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}[name]

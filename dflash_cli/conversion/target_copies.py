@@ -1,0 +1,100 @@
+"""Prove that a draft's embedding or head holds the target's own rows, bit for bit in the draft's element type.
+
+speculators keeps both frozen from 0.5 to 0.9, so a sound file passes. Rows are compared in pieces, so memory does not
+grow with the vocabulary. torch is imported when a comparison runs.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from dflash_cli.checkpoints.opening import DraftCheckpoint
+from dflash_runtime.checkpoint.files import Checkpoint, TensorInfo
+from dflash_runtime.checkpoint.layout import DRAFT_TO_TARGET, EMBEDDING, HEAD
+from dflash_runtime.checkpoint.pair import TargetSource
+
+if TYPE_CHECKING:
+    import torch
+
+PIECE_BYTES = 16 * 1024 * 1024
+
+
+def find_difference(draft: DraftCheckpoint, name: str, target: TargetSource) -> str | None:
+    """Where the draft's `embed_tokens.weight` or `lm_head.weight` differs from the target's, None where it does not."""
+    mine = draft.checkpoint.tensors[name]
+    theirs = target_tensor(target, name)
+    if theirs is None:
+        return f"the target has no {name} to compare with"
+    if len(mine.shape) != 2 or mine.shape[1:] != theirs.shape[1:]:
+        return f"{name} is {list(mine.shape)}, the target's is {list(theirs.shape)}"
+    ids = _kept_ids(draft, name)
+    if ids is None and mine.shape != theirs.shape:
+        return f"{name} is {list(mine.shape)}, the target's is {list(theirs.shape)}"
+    if ids is not None and (int(ids.min()) < 0 or int(ids.max()) >= theirs.shape[0]):
+        return f"d2t maps outside the target's {theirs.shape[0]} ids"
+    return next(_differences(replace(mine, name=draft.checkpoint.place(name).stored), theirs, ids), None)
+
+
+def is_identity_map(checkpoint: Checkpoint, name: str) -> bool:
+    """Whether d2t is all zeros, or t2d all ones: a map that changes nothing."""
+    info = checkpoint.tensors[name]
+    with info.file.open("rb") as stream:
+        stream.seek(info.begin)
+        data = stream.read(info.num_bytes)
+    expected = b"\x00" if name == DRAFT_TO_TARGET else b"\x01"
+    return data == expected * len(data)
+
+
+def target_tensor(target: TargetSource, name: str) -> TensorInfo | None:
+    """The target's embedding or head, under whatever prefix; a tied head is the embedding."""
+    tensors = target.checkpoint.tensors
+    for suffix in (name, EMBEDDING) if target.config.tie_word_embeddings else (name,):
+        found = [info for key, info in tensors.items() if key == suffix or key.endswith(f".{suffix}")]
+        if found:
+            return min(found, key=lambda info: len(info.name))
+    return None
+
+
+def _differences(mine: TensorInfo, theirs: TensorInfo, ids: "torch.Tensor | None") -> Iterator[str]:
+    import torch
+    from safetensors import safe_open
+
+    with safe_open(mine.file, framework="pt") as ours, safe_open(theirs.file, framework="pt") as other:
+        head, rows = ours.get_slice(mine.name), other.get_slice(theirs.name)
+        for begin, end in _pieces(mine, theirs, ids):
+            found = head[begin:end]
+            if ids is None:
+                expected = rows[begin:end]
+            else:
+                wanted = ids[begin:end]
+                low = int(wanted.min())
+                expected = rows[low : int(wanted.max()) + 1][wanted - low]
+            same = found.contiguous().view(torch.uint8) == expected.to(found.dtype).contiguous().view(torch.uint8)
+            bad = (~same.all(dim=1)).nonzero().flatten()
+            if len(bad):
+                row = begin + int(bad[0])
+                at = row if ids is None else int(ids[row])
+                yield f"row {row} of {mine.name} is not the target's row {at}"
+
+
+def _pieces(mine: TensorInfo, theirs: TensorInfo, ids: "torch.Tensor | None") -> Iterator[tuple[int, int]]:
+    """Ranges of the draft's rows whose rows in the target lie within one piece's bytes."""
+    count = mine.shape[0]
+    row_bytes = max(1, theirs.num_bytes // max(1, theirs.shape[0]), mine.num_bytes // max(1, count))
+    most = max(1, PIECE_BYTES // row_bytes)
+    begin = 0
+    while begin < count:
+        end = min(count, begin + most)
+        while ids is not None and end - begin > 1 and int(ids[begin:end].max() - ids[begin:end].min()) >= most:
+            end = begin + (end - begin) // 2
+        yield begin, end
+        begin = end
+
+
+def _kept_ids(draft: DraftCheckpoint, name: str) -> "torch.Tensor | None":
+    if name != HEAD or not draft.config.has_reduced_vocab:
+        return None
+    import torch
+
+    offsets = draft.checkpoint.load(DRAFT_TO_TARGET).long()
+    return torch.arange(len(offsets)) + offsets

@@ -1,0 +1,1 @@
+"""Serving engines, one file each: what is known of them and nothing else."""

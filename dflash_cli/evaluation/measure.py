@@ -1,0 +1,84 @@
+"""Measure a pair's acceptance on prompts. Knows no terminal."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from dflash_cli.evaluation.acceptance_report import Evaluation
+from dflash_cli.evaluation.journal import Journal
+from dflash_cli.evaluation.statistics import Summary, summarise
+from dflash_cli.generation.answers import Answer, Tally, answer_rows
+from dflash_cli.generation.loaded_pair import Session
+from dflash_cli.generation.outputs import Sink
+from dflash_cli.generation.prompts import PromptRow, digest_rows
+from dflash_runtime.errors import GateFailed
+from dflash_runtime.scheduling.request import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What to ask, and how sure to be.
+
+    `journal` keeps answers as they come; with `resume` those already in it are not asked again.
+    """
+
+    rows: Sequence[PromptRow]
+    params: SamplingParams
+    chat: bool = False
+    confidence: float = 0.95
+    num_resamples: int = 10_000
+    journal: Path | None = None
+    resume: bool = False
+
+
+def measure(session: Session, plan: Plan, tally: Tally, show: Sink) -> Evaluation:
+    """Answer the plan's rows and pool their verify steps, all together and by category."""
+    params = plan.params.with_stops(session.stop_token_ids)
+    settings = session.describe(params, chat=plan.chat)
+    started = time.perf_counter()
+    with Journal(plan.journal, settings, plan.rows, resume=plan.resume) as journal:
+        for event in answer_rows(session, journal.pending, lambda row: params, chat=plan.chat):
+            tally.add(event)
+            show(event)
+            if event.answer is not None:
+                journal.add(event.answer)
+    return Evaluation(
+        total=_pool(journal.answers, session, plan),
+        categories={name: _pool(answers, session, plan) for name, answers in _by_category(journal.answers).items()},
+        settings=settings | {"num_prompts": len(plan.rows), "prompts_digest": digest_rows(plan.rows)},
+        seconds=time.perf_counter() - started,
+    )
+
+
+def check_gate(evaluation: Evaluation, minimum: float, *, use_lower_bound: bool) -> None:
+    """Hold a threshold against the acceptance length, or against the lower end of its interval.
+
+    Raises:
+        GateFailed: it is below, or there is nothing to hold it against.
+    """
+    total = evaluation.total
+    name = "lower confidence bound" if use_lower_bound else "acceptance length"
+    lower = total.interval.low if total.interval is not None else None
+    value = lower if use_lower_bound else total.counts.acceptance_len
+    if value is None:
+        raise GateFailed(f"{name}: too few steps to say, expected at least {minimum:g}")
+    if value < minimum:
+        raise GateFailed(f"{name} {value:.3f}, expected at least {minimum:g}")
+
+
+def _pool(answers: Sequence[Answer], session: Session, plan: Plan) -> Summary:
+    return summarise(
+        [answer.output for answer in answers],
+        session.llm.num_draft_tokens,
+        confidence=plan.confidence,
+        num_resamples=plan.num_resamples,
+    )
+
+
+def _by_category(answers: Sequence[Answer]) -> dict[str, list[Answer]]:
+    groups: dict[str, list[Answer]] = {}
+    for answer in answers:
+        if answer.row.category is not None:
+            groups.setdefault(answer.row.category, []).append(answer)
+    return {name: groups[name] for name in sorted(groups)}

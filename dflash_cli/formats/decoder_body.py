@@ -1,0 +1,121 @@
+"""The decoder body that both dialects describe with the same Hugging Face keys: dimensions, rope, windows."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from dflash_cli.formats.dialect import Homes, Json
+from dflash_runtime.checkpoint.hf_config import FULL, SLIDING
+from dflash_runtime.config import DraftConfig, RopeConfig
+from dflash_runtime.errors import InvalidConfig, LossyConversion, UnsupportedError
+
+BODY_HOMES: Homes = {
+    "hidden_size": ("hidden_size",),
+    "intermediate_size": ("intermediate_size",),
+    "num_layers": ("num_hidden_layers",),
+    "num_heads": ("num_attention_heads",),
+    "num_kv_heads": ("num_key_value_heads",),
+    "head_dim": ("head_dim",),
+    "rms_norm_eps": ("rms_norm_eps",),
+    "max_position_embeddings": ("max_position_embeddings",),
+    "rope": ("rope_theta", "rope_scaling", "rope_parameters"),
+    "vocab_size": ("vocab_size",),
+    "windows": ("layer_types", "sliding_window", "use_sliding_window"),
+    "hidden_act": ("hidden_act",),
+    "attention_bias": ("attention_bias",),
+    "dtype": ("dtype", "torch_dtype"),
+    "model_type": ("model_type",),
+}
+"""Canonical field -> the keys that state it in a decoder config."""
+
+BODY_KEYS = frozenset(key for keys in BODY_HOMES.values() for key in keys) | {"tie_word_embeddings"}
+
+NEVER_CARRIED = frozenset({"auto_map", "_name_or_path", "architectures", "is_causal"})
+"""Keys that say where a file came from, name code that is not copied, or are stated anew by the writer."""
+
+NESTED = "dflash_config."
+TOP = "speculators."
+CONTAINERS = (NESTED, TOP)
+"""Prefixes of carried keys: the native `dflash_config` object, and the top level of a speculators config."""
+
+
+def write_body(config: DraftConfig) -> Json:
+    """The decoder keys of a draft, rope and windows in every spelling that readers look for.
+
+    Raises:
+        LossyConversion: layers with different windows, which one `sliding_window` cannot say.
+    """
+    sizes = sorted({window for window in config.windows if window is not None})
+    if len(sizes) > 1:
+        raise LossyConversion(f"windows {sizes}: the layers differ, and a config has one sliding_window for all")
+    return {
+        "model_type": config.model_type,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": config.hidden_act,
+        "attention_bias": config.attention_bias,
+        "rms_norm_eps": config.rms_norm_eps,
+        "max_position_embeddings": config.max_position_embeddings,
+        **_write_rope(config.rope),
+        "layer_types": [FULL if window is None else SLIDING for window in config.windows],
+        "sliding_window": sizes[0] if sizes else None,
+        "use_sliding_window": bool(sizes),
+        "vocab_size": config.vocab_size,
+        "tie_word_embeddings": False,
+        **({"dtype": config.dtype} if config.dtype is not None else {}),
+    }
+
+
+def refuse_unserved(config: Mapping[str, Any]) -> None:
+    """Refuse what would be misread if it were ignored: drafts with their own embedding or head.
+
+    Raises:
+        UnsupportedError: naming the key.
+    """
+    for key in ("has_embed_tokens", "has_lm_head", "has_own_lm_head"):
+        if config.get(key):
+            raise UnsupportedError(f"{key}: the draft brings weights that DFlash borrows from the target")
+
+
+def carried_keys(config: Mapping[str, Any], consumed: Iterable[str], prefix: str = "") -> Json:
+    """The keys of an object that the reader did not consume, prefixed with their container."""
+    skipped = {*consumed, *NEVER_CARRIED}
+    return {prefix + key: value for key, value in config.items() if key not in skipped}
+
+
+def plain_keys(carried: Mapping[str, Any]) -> Json:
+    """The carried keys that belong to the decoder body."""
+    return {key: value for key, value in carried.items() if not key.startswith(CONTAINERS)}
+
+
+def prefixed_keys(carried: Mapping[str, Any], prefix: str) -> Json:
+    """The carried keys of one container, without its prefix."""
+    return {key.removeprefix(prefix): value for key, value in carried.items() if key.startswith(prefix)}
+
+
+def require_object(value: Any, key: str, path: Path) -> Mapping[str, Any]:
+    """A JSON object that must be one."""
+    if not isinstance(value, dict):
+        raise InvalidConfig(key, value, "an object", path=path)
+    return value
+
+
+def layer_list(value: Any, key: str, path: Path) -> tuple[int, ...]:
+    """A list of layer numbers."""
+    if not isinstance(value, list) or not all(isinstance(item, int) and not isinstance(item, bool) for item in value):
+        raise InvalidConfig(key, value, "a list of integers", path=path)
+    return tuple(value)
+
+
+def _write_rope(rope: RopeConfig) -> Json:
+    theta = int(rope.theta) if float(rope.theta).is_integer() else rope.theta
+    is_plain = rope.kind == "default" and not rope.params
+    return {
+        "rope_theta": theta,
+        "rope_scaling": None if is_plain else {"rope_type": rope.kind, **rope.params},
+        "rope_parameters": {"rope_theta": theta, "rope_type": rope.kind, **rope.params},
+    }

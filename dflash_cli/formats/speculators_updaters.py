@@ -1,0 +1,100 @@
+"""Updaters by `speculators_model_type`: what an engine makes of a speculators config.
+
+Source: vllm-project/vllm transformers_utils/configs/speculators/algos.py; the function's name and arguments are kept.
+"""
+
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from typing import Any
+
+from dflash_runtime.checkpoint.hf_config import FULL, SLIDING
+from dflash_runtime.errors import MISSING, InvalidConfig, UnknownFormat, UnsupportedError
+from dflash_runtime.registry import Registry
+
+Updater = Callable[[Mapping[str, Any], MutableMapping[str, Any]], None]
+
+SPECULATORS: Registry[Updater] = Registry("speculators_model_type")
+
+
+def register_speculator(name: str) -> Callable[[Updater], Updater]:
+    """Enter an updater for one `speculators_model_type`."""
+    return SPECULATORS.register(name)
+
+
+def find_updater(name: object) -> Updater:
+    """The updater of a type.
+
+    Raises:
+        UnknownFormat: a type this tool does not read.
+    """
+    if not isinstance(name, str) or name not in SPECULATORS:
+        raise UnknownFormat(
+            f"speculators_model_type {name!r} is not DFlash (read here: {', '.join(SPECULATORS)})",
+            hint="this tool handles DFlash drafts only",
+        )
+    return SPECULATORS[name]
+
+
+@register_speculator("dflash")
+def update_dflash(config_dict: Mapping[str, Any], pre_trained_config: MutableMapping[str, Any]) -> None:
+    """Turn the decoder config of a speculators draft into the config an engine sees, in place.
+
+    config_dict           the whole speculators config
+    pre_trained_config    its `transformer_layer_config`; gains `architectures`, `draft_vocab_size`,
+                          `target_hidden_size` where given, `eagle_aux_hidden_state_layer_ids` and `dflash_config`
+
+    speculators numbers a tap by the layer whose input it is, so aux ids [2, 4, 5] are the outputs of layers [1, 3, 4].
+
+    Raises:
+        InvalidConfig: aux ids or a mask id that are missing or of the wrong type.
+        UnsupportedError: an aux id of 0, the embedding's output, which no layer produces.
+    """
+    aux_ids = _aux_ids(config_dict)
+    pre_trained_config["architectures"] = ["DFlashDraftModel"]
+    pre_trained_config["draft_vocab_size"] = config_dict.get("draft_vocab_size")
+    if config_dict.get("target_hidden_size") is not None:
+        pre_trained_config["target_hidden_size"] = config_dict["target_hidden_size"]
+    pre_trained_config["eagle_aux_hidden_state_layer_ids"] = aux_ids
+    pre_trained_config["dflash_config"] = {
+        "mask_token_id": _mask_token_id(config_dict),
+        "target_layer_ids": [aux_id - 1 for aux_id in aux_ids],
+        "sample_from_anchor": config_dict.get("sample_from_anchor", False),
+        **_common_causality(config_dict, pre_trained_config),
+    }
+
+
+def layer_causality(config_dict: Mapping[str, Any], layer_types: Sequence[str]) -> tuple[bool, ...]:
+    """Only sliding layers can be causal, and they are where the flag is stated as false.
+
+    Source: vllm-project/speculators 0.9.0 models/dflash/attention.py; before 0.6.0 the key did not exist and every
+    layer was non-causal.
+    """
+    is_causal = config_dict.get("sliding_window_non_causal") is False
+    return tuple(is_causal and kind == SLIDING for kind in layer_types)
+
+
+def _common_causality(config_dict: Mapping[str, Any], body: Mapping[str, Any]) -> dict[str, bool]:
+    """`causal` where all layers agree. One key for layers that differ would be wrong for some of them."""
+    layer_types = body.get("layer_types")
+    values = set(layer_causality(config_dict, layer_types if isinstance(layer_types, list) and layer_types else [FULL]))
+    return {"causal": values.pop()} if len(values) == 1 else {}
+
+
+def _aux_ids(config_dict: Mapping[str, Any]) -> list[int]:
+    key = "aux_hidden_state_layer_ids"
+    value = config_dict.get(key, MISSING)
+    if not isinstance(value, list) or not all(isinstance(item, int) and not isinstance(item, bool) for item in value):
+        raise InvalidConfig(key, value, "a list of integers")
+    if any(item < 0 for item in value):
+        raise InvalidConfig(key, value, "layers numbered from 1")
+    if 0 in value:
+        raise UnsupportedError(
+            f"{key} {value}: 0 taps the embedding's output; only the outputs of layers, numbered from 1, are served"
+        )
+    return list(value)
+
+
+def _mask_token_id(config_dict: Mapping[str, Any]) -> int:
+    value = config_dict.get("mask_token_id", MISSING)
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise InvalidConfig("mask_token_id", value, "an integer")
+    return value

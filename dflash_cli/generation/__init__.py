@@ -1,0 +1,1 @@
+"""A loaded pair, its prompts and its answers."""

@@ -1,0 +1,161 @@
+"""Run rows of prompts through a session, turn by turn, yielding text as it is committed. Knows no terminal."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dflash_cli.generation.loaded_pair import Session
+from dflash_cli.generation.prompts import Conversation, PromptRow
+from dflash_cli.generation.tokenizer import StreamDecoder, Tokenizer
+from dflash_runtime.lossless import Lossless
+from dflash_runtime.metrics import AcceptanceCounts, count_acceptance
+from dflash_runtime.scheduling.request import DraftStep, RequestOutput, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One finished turn of one row."""
+
+    row: PromptRow
+    turn: int
+    output: RequestOutput
+    text: str | None
+
+    def to_json(self, *, with_trace: bool = False) -> dict[str, Any]:
+        """The row `dflash generate --output` writes."""
+        record: dict[str, Any] = {"index": self.row.index}
+        if self.row.id is not None:
+            record["id"] = self.row.id
+        if self.row.kind == "turns":
+            record["turn"] = self.turn
+        record |= {
+            "prompt_token_ids": list(self.output.prompt_token_ids),
+            "token_ids": list(self.output.token_ids),
+            "text": self.text,
+            "finish_reason": str(self.output.finish_reason),
+            "acceptance_lengths": list(self.output.acceptance_lengths),
+        }
+        if with_trace:
+            record["trace"] = [_step_json(step, self.output.token_ids) for step in self.output.drafts]
+        if self.output.error is not None:
+            record["error"] = self.output.error
+        return record
+
+
+def split_step(step: DraftStep, token_ids: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """A step's accepted drafts that were kept, its bonus where it was, and the draft that the bonus replaced."""
+    kept = tuple(token_ids[step.start : step.start + step.num_kept])
+    accepted, bonus = kept[: step.num_accepted], kept[step.num_accepted :]
+    return accepted, bonus, step.draft_ids[step.num_accepted : step.num_accepted + 1] if bonus else ()
+
+
+def _step_json(step: DraftStep, token_ids: Sequence[int]) -> dict[str, Any]:
+    accepted, bonus, replaced = split_step(step, token_ids)
+    return {
+        "drafted": list(step.draft_ids),
+        "accepted": list(accepted),
+        "bonus": list(bonus),
+        "replaced": list(replaced),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """What one step did for one row: its tokens, which text is now certain, and the answer if it was its last."""
+
+    row: PromptRow
+    token_ids: tuple[int, ...]
+    text: str | None
+    answer: Answer | None = None
+
+
+@dataclass(slots=True)
+class Tally:
+    """Running figures over events, for a progress line and a summary."""
+
+    num_speculative_tokens: int
+    num_tokens: int = 0
+    answers: list[Answer] = field(default_factory=list)
+
+    def add(self, event: Event) -> None:
+        self.num_tokens += len(event.token_ids)
+        if event.answer is not None:
+            self.answers.append(event.answer)
+
+    @property
+    def outputs(self) -> list[RequestOutput]:
+        return [answer.output for answer in self.answers if answer.output.error is None]
+
+    @property
+    def counts(self) -> AcceptanceCounts:
+        return count_acceptance(self.outputs, self.num_speculative_tokens)
+
+    def figures(self, seconds: float) -> str:
+        """`128 tokens, 41 steps, acceptance length 3.12, 95.2 tokens/s`."""
+        counts = self.counts
+        parts = [f"{self.num_tokens} tokens"]
+        if counts.acceptance_len is not None:
+            parts += [f"{counts.num_drafts} steps", f"acceptance length {counts.acceptance_len:.2f}"]
+        if seconds > 0:
+            parts.append(f"{self.num_tokens / seconds:.1f} tokens/s")
+        return ", ".join(parts)
+
+    def to_json(
+        self, session: Session, seconds: float, *, with_trace: bool = False, lossless: Lossless | None = None
+    ) -> dict[str, Any]:
+        """The document of `dflash generate --json`."""
+        answers = sorted(self.answers, key=lambda item: (item.row.index, item.turn))
+        return {
+            "draft": session.references["draft"],
+            "target": session.references["target"],
+            "num_speculative_tokens": self.num_speculative_tokens,
+            "num_tokens": self.num_tokens,
+            "seconds": round(seconds, 6),
+            **self.counts.to_json(),
+            "lossless": lossless.to_json() if lossless is not None else None,
+            "rows": [answer.to_json(with_trace=with_trace) for answer in answers],
+        }
+
+
+def answer_rows(
+    session: Session, rows: Sequence[PromptRow], params: Callable[[PromptRow], SamplingParams], *, chat: bool = False
+) -> Iterator[Event]:
+    """Answer every row. All rows take their first turn together, then their second, and so on.
+
+    Raises:
+        RequestError: a row that cannot be served, before its turn runs.
+    """
+    pending = [Conversation(row) for row in rows]
+    while pending:
+        prompts = [conversation.next_prompt(session.tokenizer, chat=chat) for conversation in pending]
+        texts = [_Text(session.tokenizer) for _ in pending]
+        for delta in session.llm.stream(prompts, [params(conversation.row) for conversation in pending]):
+            conversation, text = pending[delta.index], texts[delta.index]
+            released = text.push(delta.token_ids, is_last=delta.output is not None)
+            answer = None
+            if delta.output is not None:
+                answer = Answer(conversation.row, conversation.turn, delta.output, text.whole)
+                conversation.add_answer(text.whole)
+            yield Event(conversation.row, delta.token_ids, released, answer)
+        pending = [conversation for conversation in pending if not conversation.is_done]
+
+
+class _Text:
+    """The text of one turn as it grows; None without a tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._decoder = StreamDecoder(tokenizer) if tokenizer is not None else None
+        self._pieces: list[str] = []
+
+    def push(self, token_ids: Sequence[int], *, is_last: bool) -> str | None:
+        if self._decoder is None:
+            return None
+        released = self._decoder.push(token_ids)
+        if is_last:
+            released += self._decoder.finish()
+        self._pieces.append(released)
+        return released
+
+    @property
+    def whole(self) -> str | None:
+        return "".join(self._pieces) if self._decoder is not None else None

@@ -1,0 +1,117 @@
+"""Open a pair for running: resolve references, load the models, find the tokenizer and the stop tokens."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from dflash_cli import __version__, console
+from dflash_cli.checkpoints.opening import Causality, DraftCheckpoint, open_draft, open_target
+from dflash_cli.checkpoints.references import TINY, Role, is_bundled, resolve
+from dflash_cli.generation.tokenizer import Tokenizer, find_tokenizer
+from dflash_runtime.checkpoint.hf_config import read_token_ids
+from dflash_runtime.checkpoint.pair import TargetSource
+from dflash_runtime.config import EngineConfig
+from dflash_runtime.errors import UsageError
+from dflash_runtime.llm import LLM
+from dflash_runtime.scheduling.request import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """A loaded pair. `draft` is None when decoding plainly."""
+
+    llm: LLM
+    target: TargetSource
+    draft: DraftCheckpoint | None
+    tokenizer: Tokenizer | None
+    stop_token_ids: tuple[int, ...]
+    references: dict[str, str | None]
+    causality: Causality | None = None
+    template_options: str | None = None
+
+    def describe(self, params: SamplingParams, *, chat: bool) -> dict[str, Any]:
+        """Everything that decides what a run produces, for results and for resuming."""
+        import torch
+
+        return {
+            **self.references,
+            "num_speculative_tokens": self.llm.num_draft_tokens,
+            "max_model_len": self.llm.limits.max_model_len,
+            "dtype": str(self.llm.dtype).removeprefix("torch."),
+            "device": self.llm.device.type,
+            "causality": self.causality,
+            "chat": chat,
+            "chat_template_kwargs": self.template_options,
+            **asdict(params),
+            "stop_token_ids": list(params.stop_token_ids),
+            "dflash": __version__,
+            "torch": torch.__version__,
+        }
+
+
+def open_session(
+    draft: str | None,
+    target: str | None,
+    config: EngineConfig,
+    *,
+    causality: Causality | None = None,
+    template_options: str | None = None,
+) -> Session:
+    """Load a pair.
+
+    Neither reference: the bundled pair. A draft alone: the target it names. A target alone: only with K = 0.
+
+    Raises:
+        UsageError: a combination that names no pair; and whatever opening and loading raise.
+    """
+    draft_reference, target_reference = _complete(draft, target, config)
+    draft_checkpoint = None
+    if draft_reference is not None:
+        draft_checkpoint = open_draft(resolve(draft_reference, Role.DRAFT), causality=causality)
+    if target_reference is None:
+        target_reference = _verifier(draft_checkpoint, draft_reference)
+    target_source = open_target(resolve(target_reference, Role.TARGET))
+    if draft_checkpoint is not None:
+        for text in draft_checkpoint.reading.notes:
+            console.note(text)
+    llm = LLM(target_source, draft_checkpoint.source if draft_checkpoint else None, config)
+    for text in llm.warnings:
+        console.warn(text)
+    tokenizer = find_tokenizer(target_source.checkpoint.path, template_options)
+    return Session(
+        llm=llm,
+        target=target_source,
+        draft=draft_checkpoint,
+        tokenizer=tokenizer,
+        stop_token_ids=_stop_token_ids(target_source, tokenizer),
+        references={"draft": draft_reference, "target": target_reference},
+        causality=causality,
+        template_options=template_options,
+    )
+
+
+def _complete(draft: str | None, target: str | None, config: EngineConfig) -> tuple[str | None, str | None]:
+    if draft is None and target is None:
+        return (None if config.num_draft_tokens == 0 else TINY), TINY
+    if draft is None and config.num_draft_tokens != 0:
+        raise UsageError("a target is given without a draft", hint="add --draft REF, or -k 0 to decode plainly")
+    if draft is not None and target is None and is_bundled(draft):
+        return draft, TINY
+    return draft, target
+
+
+def _verifier(draft: DraftCheckpoint | None, reference: str | None) -> str:
+    """The target a draft names for itself."""
+    verifier = draft.config.verifier if draft is not None else None
+    if verifier is None or not verifier.name_or_path:
+        raise UsageError(f"{reference} names no target of its own", hint="add --target REF")
+    console.note(f"target {verifier.name_or_path}, as the draft names it")
+    return verifier.name_or_path
+
+
+def _stop_token_ids(target: TargetSource, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """Every id that ends a text: of the generation config, the config and the tokenizer."""
+    generation = target.checkpoint.read_optional_json("generation_config.json") or {}
+    ids = set(read_token_ids(generation.get("eos_token_id"))) | set(target.config.eos_token_ids)
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        ids.add(tokenizer.eos_token_id)
+    return tuple(sorted(ids))

@@ -1,0 +1,147 @@
+"""Where the events of a run go: text to stdout, rows to a file, figures to a progress line."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from dflash_cli import console
+from dflash_cli.generation.answers import Answer, Event, Tally, split_step
+from dflash_cli.generation.atomic_file import atomic_text, json_line
+from dflash_cli.generation.prompts import PromptRow
+from dflash_cli.generation.tokenizer import Tokenizer
+
+Sink = Callable[[Event], None]
+
+
+class TextSink:
+    """Streams each row to stdout, in input order; a row behind another waits its turn. Ids where there is no text."""
+
+    def __init__(self, rows: Sequence[PromptRow]) -> None:
+        self._pending = {row.index: row.num_turns for row in rows}
+        self._held: dict[int, list[str]] = {row.index: [] for row in rows}
+
+    def __call__(self, event: Event) -> None:
+        index = event.row.index
+        ids = "".join(f"{token} " for token in event.token_ids)
+        self._held[index].append(ids if event.text is None else event.text)
+        if event.answer is not None:
+            self._held[index].append("\n")
+            self._pending[index] -= 1
+        self._release()
+
+    def _release(self) -> None:
+        """Print what the first unfinished row has, and every finished row before it."""
+        while self._held:
+            index = next(iter(self._held))
+            text = "".join(self._held[index])
+            self._held[index].clear()
+            if text:
+                console.result(text, end="")
+            if self._pending[index]:
+                return
+            del self._held[index]
+
+
+class TraceSink:
+    """Shows each row as it ends, a line a step: what was accepted, the target's own token, what it replaced."""
+
+    def __init__(self, rows: Sequence[PromptRow], tokenizer: Tokenizer | None) -> None:
+        self._in_order = InOrder(rows)
+        self._tokenizer = tokenizer
+
+    def __call__(self, event: Event) -> None:
+        for answer in self._in_order.push(event):
+            for line in trace_lines(answer, self._tokenizer):
+                console.spans(line)
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+class RowSink:
+    """Writes a row an answer, in input order, turns in theirs."""
+
+    def __init__(self, rows: Sequence[PromptRow], write: Callable[[str], object], *, with_trace: bool = False) -> None:
+        self._in_order = InOrder(rows)
+        self._write = write
+        self._with_trace = with_trace
+
+    def __call__(self, event: Event) -> None:
+        for answer in self._in_order.push(event):
+            self._write(json_line(answer.to_json(with_trace=self._with_trace)))
+
+    def close(self) -> None:
+        """Write what waits for rows that will not come, as after an interruption."""
+        for answer in self._in_order.rest():
+            self._write(json_line(answer.to_json(with_trace=self._with_trace)))
+
+
+class InOrder:
+    """Holds answers back until those before them, by row and turn, are there."""
+
+    def __init__(self, rows: Sequence[PromptRow]) -> None:
+        self._order = iter([(row.index, turn) for row in rows for turn in range(row.num_turns)])
+        self._next = next(self._order, None)
+        self._held: dict[tuple[int, int], Answer] = {}
+
+    def push(self, event: Event) -> Iterator[Answer]:
+        """Take an event and yield the answers whose turn has come."""
+        if event.answer is not None:
+            self._held[event.row.index, event.answer.turn] = event.answer
+        while self._next is not None and self._next in self._held:
+            yield self._held.pop(self._next)
+            self._next = next(self._order, None)
+
+    def rest(self) -> Iterator[Answer]:
+        """Everything still held, in order."""
+        for key in sorted(self._held):
+            yield self._held.pop(key)
+
+
+class ProgressSink:
+    """A bar over answers on stderr, with tokens a second and acceptance so far."""
+
+    def __init__(self, tally: Tally, num_answers: int, label: str, stack: ExitStack) -> None:
+        self._tally = tally
+        self._progress = stack.enter_context(console.progress())
+        self._task = self._progress.add_task(label, total=num_answers, figures="")
+        self._started = time.perf_counter()
+
+    def __call__(self, event: Event) -> None:
+        if event.answer is not None:
+            figures = self._tally.figures(time.perf_counter() - self._started)
+            self._progress.update(self._task, advance=1, figures=figures)
+
+
+def open_row_sink(rows: Sequence[PromptRow], output: str, stack: ExitStack, *, with_trace: bool = False) -> RowSink:
+    """A sink that writes rows to stdout (`-`) or to a file that appears when the run is complete."""
+    if output == "-":
+        return RowSink(rows, lambda line: console.result(line, end=""), with_trace=with_trace)
+    return RowSink(rows, stack.enter_context(atomic_text(Path(output))).write, with_trace=with_trace)
+
+
+def trace_lines(answer: Answer, tokenizer: Tokenizer | None) -> list[list[tuple[str, str]]]:
+    """One line a verify step, as (text, style) spans."""
+    lines = []
+    for step in answer.output.drafts:
+        accepted, bonus, replaced = split_step(step, answer.output.token_ids)
+        lines.append(
+            [
+                (f"{step.num_accepted}/{len(step.draft_ids)} ", "dim"),
+                (show(accepted, tokenizer), "green"),
+                (show(bonus, tokenizer), "bold"),
+                (show(replaced, tokenizer), "red strike"),
+            ]
+        )
+    return lines
+
+
+def show(token_ids: Sequence[int], tokenizer: Tokenizer | None) -> str:
+    """Tokens on one line, in brackets, so that their bounds show without colour."""
+    if not token_ids:
+        return ""
+    text = tokenizer.decode(token_ids) if tokenizer is not None else " ".join(map(str, token_ids))
+    for character, shown in (("\\", "\\\\"), ("\n", "\\n"), ("\r", "\\r"), ("\t", "\\t")):
+        text = text.replace(character, shown)
+    return f"[{text}]"

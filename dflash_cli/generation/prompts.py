@@ -1,0 +1,186 @@
+"""Read prompts from arguments, a JSON Lines file or stdin, and turn them into token ids.
+
+A row holds exactly one of
+
+    prompt             text, completed as it is (or as one user message with --chat)
+    messages           a conversation, rendered by the target's chat template
+    turns              user messages; each is answered before the next is asked
+    prompt_token_ids   ids, which need no tokenizer
+
+and may hold `id` and `category`.
+"""
+
+import hashlib
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dflash_cli.generation.tokenizer import Tokenizer
+from dflash_runtime.checkpoint.files import parse_json
+from dflash_runtime.errors import CheckpointError, CheckpointNotFound, RequestError, UsageError
+
+KINDS = ("prompt", "messages", "turns", "prompt_token_ids")
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptRow:
+    """One row of prompts, as it was given."""
+
+    index: int
+    kind: str
+    value: Any
+    id: str | int | None = None
+    category: str | None = None
+    where: str = "prompt"
+
+    @property
+    def num_turns(self) -> int:
+        return len(self.value) if self.kind == "turns" else 1
+
+    @property
+    def digest(self) -> str:
+        """A hash of what is asked, by which a resumed run knows a row again."""
+        text = json.dumps([self.kind, self.value], ensure_ascii=False, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@dataclass(slots=True)
+class Conversation:
+    """A row on its way through its turns."""
+
+    row: PromptRow
+    messages: list[Message] = field(default_factory=list)
+    turn: int = 0
+
+    @property
+    def is_done(self) -> bool:
+        return self.turn >= self.row.num_turns
+
+    def next_prompt(self, tokenizer: Tokenizer | None, *, chat: bool) -> list[int]:
+        """Token ids of the next turn.
+
+        Raises:
+            RequestError: text without a tokenizer, or messages without a chat template.
+        """
+        kind, value = self.row.kind, self.row.value
+        if kind == "prompt_token_ids":
+            return list(value)
+        if tokenizer is None:
+            raise RequestError(
+                f"{self.row.where}: holds text, but the target has no tokenizer",
+                hint="give rows with prompt_token_ids, or a target directory with tokenizer.json",
+            )
+        if kind == "prompt" and not chat:
+            return tokenizer.encode(value)
+        if kind == "messages":
+            self.messages = list(value)
+        else:
+            self.messages.append({"role": "user", "content": value[self.turn] if kind == "turns" else value})
+        return tokenizer.render(self.messages, where=self.row.where)
+
+    def add_answer(self, text: str | None) -> None:
+        """Take the answer to the current turn."""
+        self.messages.append({"role": "assistant", "content": text or ""})
+        self.turn += 1
+
+
+def gather_rows(arguments: Sequence[str], prompts: str | None, *, default: Path | None = None) -> list[PromptRow]:
+    """Rows from the command line's arguments or its `--prompts`, or from `default` where neither is given.
+
+    Raises:
+        UsageError: both, or nothing to read.
+        RequestError: a malformed row, naming file and line.
+    """
+    if arguments and prompts is not None:
+        raise UsageError("prompts are given both as arguments and by --prompts")
+    if arguments:
+        texts = [sys.stdin.read() if text == "-" else text for text in arguments]
+        return [PromptRow(index=index, kind="prompt", value=text) for index, text in enumerate(texts)]
+    if prompts == "-":
+        return parse_rows(sys.stdin, "stdin")
+    path = Path(prompts) if prompts is not None else default
+    if path is None:
+        raise UsageError("no prompt", hint='dflash generate "def fibonacci(n):", or --prompts FILE.jsonl')
+    try:
+        with path.open(encoding="utf-8") as lines:
+            return parse_rows(lines, str(path))
+    except FileNotFoundError as error:
+        raise CheckpointNotFound(f"{path}: no such file") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"{path}: cannot be read as UTF-8 text: {error}") from error
+
+
+def parse_rows(lines: Iterable[str], name: str) -> list[PromptRow]:
+    """Parse JSON Lines; blank lines are skipped.
+
+    Raises:
+        RequestError: naming the line, the field, what was found and what was expected.
+    """
+    rows: list[PromptRow] = []
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            rows.append(_parse_row(line, f"{name}:{number}", len(rows)))
+    if not rows:
+        raise RequestError(f"{name}: no rows, expected one JSON object a line")
+    return rows
+
+
+def digest_rows(rows: Iterable[PromptRow]) -> str:
+    """A hash over all rows in order, stored with results so that runs on the same prompts can be told."""
+    return hashlib.sha256("".join(row.digest for row in rows).encode()).hexdigest()[:16]
+
+
+def _parse_row(line: str, where: str, index: int) -> PromptRow:
+    try:
+        row = parse_json(line.encode(), Path(where))
+    except CheckpointError as error:
+        raise RequestError(error.message) from error
+    kinds = [kind for kind in KINDS if row.get(kind) is not None]
+    if len(kinds) != 1:
+        found = " and ".join(kinds) or ", ".join(row) or "nothing"
+        raise RequestError(f"{where}: found {found}, expected exactly one of {', '.join(KINDS)}")
+    kind = kinds[0]
+    expected = _problem(kind, row[kind])
+    if expected is not None:
+        raise RequestError(f"{where}: {kind}: found {_brief(row[kind])}, expected {expected}")
+    category = row.get("category")
+    return PromptRow(
+        index=index,
+        kind=kind,
+        value=row[kind],
+        id=row.get("id"),
+        category=str(category) if category is not None else None,
+        where=where,
+    )
+
+
+def _problem(kind: str, value: Any) -> str | None:
+    """What a well-formed value would have been, or None where it is one."""
+    if kind == "prompt":
+        return None if isinstance(value, str) else "a string"
+    if kind == "prompt_token_ids":
+        is_ids = isinstance(value, list) and value and all(_is_id(item) for item in value)
+        return None if is_ids else "a list of one or more ids"
+    if kind == "turns":
+        is_turns = isinstance(value, list) and value and all(isinstance(item, str) for item in value)
+        return None if is_turns else "a list of one or more strings"
+    is_messages = isinstance(value, list) and value and all(_is_message(item) for item in value)
+    return None if is_messages else "a list of objects with role and content"
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("role"), str) and "content" in value
+
+
+def _brief(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else text[:59] + "…"

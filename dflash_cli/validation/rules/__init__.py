@@ -1,0 +1,1 @@
+"""Rules of `dflash validate`, one decorated function each, in files by theme."""

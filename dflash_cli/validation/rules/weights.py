@@ -1,0 +1,284 @@
+"""Rules on the weights themselves, for `--level weights`. torch is imported when one of them runs."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from dflash_cli.checkpoints.opening import open_draft
+from dflash_cli.conversion.target_copies import find_difference
+from dflash_cli.validation.rule import AGAIN, PAIR, TRY, Problem, Severity, Subject, check, is_int
+from dflash_cli.validation.rules.tensors import FLOATS, WEIGHTS
+from dflash_runtime.checkpoint.layout import DRAFT_TO_TARGET, EMBEDDING, HEAD, TARGET_TO_DRAFT
+
+if TYPE_CHECKING:
+    import torch
+
+NORM_LIMIT = 1e-6
+FLOAT16_MAX = 65504.0
+HEADROOM = 1 / 8
+"""Share of float16's range above which a product of a few such values leaves it."""
+
+
+@check(
+    "N13",
+    level="weights",
+    effect="every text drafted with it is noise, or NaN",
+    fix=AGAIN,
+    source="vllm-project/vllm#55294; speculators 0.9 NaN initialisation",
+    outcome="drops",
+)
+def values_are_sane(subject: Subject) -> Iterator[Problem]:
+    """No NaN or infinity, no tensor of zeros only, no norm weight near zero."""
+    import torch
+
+    for name, tensor in _floats(subject):
+        place = f"{WEIGHTS}:{name}"
+        finite = torch.isfinite(tensor)
+        if not bool(finite.all()):
+            yield Problem(place, f"{int((~finite).sum())} values are NaN or infinite")
+        elif not bool(tensor.any()):
+            severity: Severity = "warning" if name.endswith(".bias") else "error"
+            yield Problem(place, "every value is zero", severity=severity)
+        elif "norm" in name and float(tensor.abs().max()) < NORM_LIMIT:
+            yield Problem(place, f"no value reaches {NORM_LIMIT:g}", severity="warning")
+
+
+@check(
+    "N14",
+    "warning",
+    level="weights",
+    effect="the tap has no effect, though the target's layer is captured for it",
+    fix=TRY,
+    source="speculators converter slices fc by taps",
+)
+def every_tap_is_used(subject: Subject) -> Iterator[Problem]:
+    """No tapped layer's columns of fc are all zero."""
+    taps, weight = subject.taps, _load(subject, "fc.weight")
+    if taps is None or weight is None or weight.dim() != 2 or weight.shape[1] % len(taps):
+        return
+    for tap, columns in zip(taps, weight.chunk(len(taps), dim=1), strict=True):
+        if not bool(columns.any()):
+            yield Problem(f"{WEIGHTS}:fc.weight", f"the columns of layer {tap} are all zero")
+
+
+@check(
+    "N17",
+    "warning",
+    level="weights",
+    effect="one layer was written twice, or never trained",
+    fix=AGAIN,
+    source="copying faults in exporters",
+)
+def layers_differ(subject: Subject) -> Iterator[Problem]:
+    """No matrix is the same in two layers, bit for bit."""
+    seen: dict[tuple[str, bytes], str] = {}
+    for name, tensor in _floats(subject):
+        parts = name.split(".")
+        if parts[0] != "layers" or len(parts) < 3 or tensor.dim() < 2:
+            continue
+        key = (".".join(parts[2:]), _digest(tensor))
+        if key in seen:
+            yield Problem(f"{WEIGHTS}:{name}", f"the same values as {seen[key]}")
+        seen.setdefault(key, name)
+
+
+@check(
+    "N18",
+    "warning",
+    level="weights",
+    effect="served in float16 its activations overflow",
+    fix="serve it in bfloat16: dflash launch DRAFT --target TARGET --engine vllm",
+    source="vllm-project/vllm#55250; InternLM/lmdeploy#4991",
+)
+def values_fit_float16(subject: Subject) -> Iterator[Problem]:
+    """Weights leave headroom below float16's largest value."""
+    for name, tensor in _floats(subject):
+        largest = float(tensor.abs().max().double())
+        if FLOAT16_MAX * HEADROOM < largest < float("inf"):
+            yield Problem(f"{WEIGHTS}:{name}", f"reaches {largest:g}, float16 ends at {FLOAT16_MAX:g}")
+
+
+@check(
+    "N19",
+    "warning",
+    level="weights",
+    effect="the tensor was never trained, or was lost on the way",
+    fix=AGAIN,
+    source="initial values of torch.nn modules",
+)
+def values_vary(subject: Subject) -> Iterator[Problem]:
+    """No tensor holds one value throughout, as a norm does before training."""
+    for name, tensor in _floats(subject):
+        first = tensor.flatten()[0]
+        if tensor.numel() > 1 and bool(first) and bool((tensor == first).all()):
+            yield Problem(f"{WEIGHTS}:{name}", f"every value is {float(first):g}")
+
+
+@check(
+    "M05",
+    level="weights",
+    effect="the map and the mask tell of different vocabularies",
+    fix=AGAIN,
+    source="speculators 0.9.0 train/vocab_mapping.py",
+    outcome="drops",
+)
+def mask_counts_the_vocabulary(subject: Subject) -> Iterator[Problem]:
+    """t2d selects draft_vocab_size ids."""
+    mask = _load(subject, TARGET_TO_DRAFT)
+    reduced = subject.config.get("draft_vocab_size")
+    if mask is not None and is_int(reduced) and int(mask.sum()) != reduced:
+        yield Problem(f"{WEIGHTS}:{TARGET_TO_DRAFT}", f"selects {int(mask.sum())} ids, draft_vocab_size is {reduced}")
+
+
+@check(
+    "M06",
+    level="weights",
+    effect="the head's rows are proposed as other tokens",
+    fix=AGAIN,
+    source="speculators 0.9.0 train/vocab_mapping.py; vLLM 0.33.0 qwen3_dflash.py",
+    outcome="drops",
+)
+def map_is_a_map(subject: Subject) -> Iterator[Problem]:
+    """j + d2t[j] ascends inside the target's vocabulary and names the ids that t2d marks.
+
+    Files with absolute ids in place of offsets exist: there the values themselves ascend, and adding j leaves the
+    vocabulary.
+    """
+    import torch
+
+    offsets, vocab = _offsets(subject), subject.body.get("vocab_size")
+    if offsets is None or not is_int(vocab) or not len(offsets):
+        return
+    place = f"{WEIGHTS}:{DRAFT_TO_TARGET}"
+    ids = torch.arange(len(offsets)) + offsets
+    steps = ids[1:] > ids[:-1]
+    if int(ids.min()) < 0 or int(ids.max()) >= vocab:
+        ascending = bool((offsets[1:] > offsets[:-1]).all()) and int(offsets.max()) < vocab
+        guess = "; the values themselves ascend: they look like ids, where offsets are expected" if ascending else ""
+        yield Problem(place, f"maps to {int(ids.min())}..{int(ids.max())}, outside the target's {vocab} ids{guess}")
+    elif not bool(steps.all()):
+        yield Problem(place, f"{int((~steps).sum())} ids do not ascend")
+    else:
+        mask = _load(subject, TARGET_TO_DRAFT)
+        marked = mask.bool().nonzero().flatten() if mask is not None and mask.dim() == 1 else None
+        if marked is not None and not torch.equal(marked, ids):
+            yield Problem(place, "names other ids than t2d marks", effect="the head's rows belong to other tokens")
+
+
+@check(
+    "M07",
+    level="weights",
+    effect="right only if the vocabulary was cut like that",
+    fix=AGAIN,
+    source="vLLM 0.33.0 qwen3_dflash.py fills a missing map with zeros",
+    outcome="drops",
+)
+def map_is_not_empty(subject: Subject) -> Iterator[Problem]:
+    """A reduced vocabulary is not simply the first ids."""
+    offsets, vocab = _offsets(subject), subject.body.get("vocab_size")
+    if offsets is not None and len(offsets) and len(offsets) != vocab and not bool(offsets.any()):
+        yield Problem(f"{WEIGHTS}:{DRAFT_TO_TARGET}", f"all zeros: the head is mapped to the first {len(offsets)} ids")
+
+
+@check(
+    "M08",
+    "info",
+    level="weights",
+    effect="a row of the head is spent on a token that is never wanted",
+    fix=AGAIN,
+    source="speculators 0.9.0 train/vocab_mapping.py",
+)
+def mask_is_not_proposed(subject: Subject) -> Iterator[Problem]:
+    """The mask token is not among the ids the draft can propose."""
+    mask_id, offsets = subject.stated("mask_token_id"), _offsets(subject)
+    if is_int(mask_id) and offsets is not None and mask_id in _ids(offsets):
+        yield Problem(f"{WEIGHTS}:{DRAFT_TO_TARGET}", f"the draft can propose its mask token {mask_id}")
+
+
+@check(
+    "M09",
+    "warning",
+    level="weights",
+    effect="the end of a text is never drafted",
+    fix=AGAIN,
+    source="speculators 0.9.0 train/vocab_mapping.py keeps frequent tokens only",
+)
+def stop_tokens_can_be_drafted(subject: Subject) -> Iterator[Problem]:
+    """The target's stop tokens are in the reduced vocabulary."""
+    offsets = _offsets(subject)
+    if subject.target is None or offsets is None:
+        return
+    ids = set(_ids(offsets))
+    missing = [token for token in subject.target.eos_token_ids if token not in ids]
+    if missing:
+        yield Problem(f"{WEIGHTS}:{DRAFT_TO_TARGET}", f"leaves out the stop token {', '.join(map(str, missing))}")
+
+
+@check(
+    "M10",
+    "warning",
+    level="weights",
+    effect="trained for another target, or a head that was trained on",
+    fix=PAIR,
+    source="speculators keeps head and embedding frozen from 0.5 to 0.9; sgl-project/SpecForge#800",
+)
+def copies_are_the_targets(subject: Subject) -> Iterator[Problem]:
+    """Head and embedding hold the target's rows."""
+    target, checkpoint = subject.target_source, subject.checkpoint
+    if target is None or subject.reading is None or checkpoint is None:
+        return
+    draft = open_draft(checkpoint)
+    for name in (HEAD, EMBEDDING):
+        difference = find_difference(draft, name, target) if name in (subject.tensors or {}) else None
+        if difference is not None:
+            yield Problem(f"{WEIGHTS}:{name}", difference)
+
+
+@check(
+    "M11",
+    level="weights",
+    effect="two rows of the head compete for one token, and another token has none",
+    fix=AGAIN,
+    source="vLLM 0.33.0 qwen3_dflash.py scatters logits by the map",
+    outcome="drops",
+)
+def map_names_each_id_once(subject: Subject) -> Iterator[Problem]:
+    """No two ids of the draft mean the same target id."""
+    offsets = _offsets(subject)
+    if offsets is None:
+        return
+    ids = _ids(offsets)
+    repeats = len(ids) - len(set(ids))
+    if repeats:
+        yield Problem(f"{WEIGHTS}:{DRAFT_TO_TARGET}", f"{repeats} target ids are named more than once")
+
+
+def _floats(subject: Subject) -> "Iterator[tuple[str, torch.Tensor]]":
+    """Every tensor of plain floats that is not empty."""
+    names = [name for name, info in (subject.tensors or {}).items() if info.dtype in FLOATS and info.num_elements]
+    if subject.checkpoint is not None:
+        yield from subject.checkpoint.load_many(names)
+
+
+def _load(subject: Subject, name: str) -> "torch.Tensor | None":
+    if subject.checkpoint is None or name not in (subject.tensors or {}):
+        return None
+    return subject.checkpoint.load(name)
+
+
+def _offsets(subject: Subject) -> "torch.Tensor | None":
+    """d2t, where it is a list of integers; M03 and M04 report what is not."""
+    tensor = _load(subject, DRAFT_TO_TARGET)
+    return None if tensor is None or tensor.dim() != 1 or tensor.is_floating_point() else tensor
+
+
+def _ids(offsets: "torch.Tensor") -> list[int]:
+    return [index + offset for index, offset in enumerate(offsets.tolist())]
+
+
+def _digest(tensor: "torch.Tensor") -> bytes:
+    import hashlib
+
+    import torch
+
+    rows: Any = tensor.contiguous().flatten().view(torch.uint8).numpy()
+    return hashlib.blake2b(rows).digest()

@@ -1,0 +1,1 @@
+"""Checkpoints as files: headers, names, configs, whether a pair fits. Needs no torch."""

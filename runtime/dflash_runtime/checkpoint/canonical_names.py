@@ -1,0 +1,91 @@
+"""A draft's checkpoint under canonical names, whatever its files call the tensors. Needs no torch until `load`.
+
+Prefixes are removed and fused projections are split by rows, which are byte ranges of the file: nothing is read or
+decoded to make the view. A conversion copies those ranges, the runtime loads them.
+"""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from dflash_runtime.checkpoint.files import Checkpoint, TensorInfo
+from dflash_runtime.checkpoint.layout import PACKED, PACKED_DTYPES, StoredRows, locate_tensors
+from dflash_runtime.config import DraftConfig
+
+if TYPE_CHECKING:
+    import torch
+
+QUANTIZATION_FILE = "hf_quant_config.json"
+"""Where Model-Optimizer says how it packed the weights."""
+
+
+class CanonicalCheckpoint(Checkpoint):
+    """A view on `stored`. Packed weights keep their own names and shapes, so for them `config` is None.
+
+    Raises, from `tensors` on:
+        CheckpointError, TensorMismatch: see `layout.locate_tensors`.
+    """
+
+    def __init__(self, stored: Checkpoint, config: DraftConfig | None) -> None:
+        self.stored = stored
+        self.path = stored.path
+        self.config = stored.config
+        self._config = config
+        self._tensors = None
+        self._places: dict[str, StoredRows] = {}
+
+    @property
+    def tensors(self) -> dict[str, TensorInfo]:
+        """Every tensor by its canonical name; `begin` and `end` are those of its own rows."""
+        if self._tensors is None:
+            stored = self.stored.tensors
+            if self._config is None:
+                self._places = {name: StoredRows(name) for name in stored}
+            else:
+                shapes = {name: info.shape for name, info in stored.items()}
+                self._places = locate_tensors(self._config, shapes, path=self.path)
+            self._tensors = {name: _slice(name, stored[at.stored], at.rows) for name, at in self._places.items()}
+        return self._tensors
+
+    def place(self, name: str) -> StoredRows:
+        return self._places[self.tensors[name].name]
+
+    def _read(self, reader: Any, name: str) -> "torch.Tensor":
+        place = self.place(name)
+        tensor: torch.Tensor
+        if place.rows is None:
+            tensor = reader.get_tensor(place.stored)
+        else:
+            begin, end = place.rows
+            tensor = reader.get_slice(place.stored)[begin:end]
+        return tensor
+
+
+def find_quantization(stored: Checkpoint) -> str | None:
+    """What says that a checkpoint's weights are packed, or None where they are plain."""
+    body = stored.config.get("transformer_layer_config")
+    for config in (stored.config, body if isinstance(body, dict) else {}):
+        if config.get("quantization_config"):
+            return "quantization_config"
+    if (stored.path / QUANTIZATION_FILE).exists():
+        return QUANTIZATION_FILE
+    for name, info in stored.tensors.items():
+        if PACKED.match(name):
+            return f"the tensor {name}"
+        if info.dtype in PACKED_DTYPES and len(info.shape) > 1:
+            return f"{name} is {info.dtype}"
+    return None
+
+
+def _slice(name: str, info: TensorInfo, rows: tuple[int, int] | None) -> TensorInfo:
+    """A stored tensor, or rows of it, under its canonical name."""
+    if rows is None:
+        return replace(info, name=name)
+    row_bytes = info.num_bytes // info.shape[0]
+    begin, end = rows
+    return replace(
+        info,
+        name=name,
+        shape=(end - begin, *info.shape[1:]),
+        begin=info.begin + begin * row_bytes,
+        end=info.begin + end * row_bytes,
+    )

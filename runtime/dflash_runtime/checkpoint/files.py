@@ -1,0 +1,378 @@
+"""A checkpoint on disk: its JSON, its safetensors headers, and tensors loaded one by one.
+
+Headers are parsed and checked here, without torch, because a header-only command must start at once and a malformed
+header must be named rather than crash a reader. Tensor data is read by the safetensors library.
+
+Layout of a safetensors file: u64 header length, JSON header, data. Source: huggingface/safetensors README, "Format".
+"""
+
+import json
+import math
+import re
+import stat
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dflash_runtime.checkpoint.gguf import refuse_gguf
+from dflash_runtime.checkpoint.layout import StoredRows
+from dflash_runtime.errors import CheckpointError, CheckpointNotFound, TensorMismatch
+
+if TYPE_CHECKING:
+    import torch
+
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+MASK_FILE = "mask_embedding.safetensors"
+"""A learned mask embedding; it lies beside the weights and is none of them."""
+MAX_HEADER_BYTES = 100_000_000
+MAX_JSON_BYTES = 64_000_000
+MAX_TENSORS = 250_000
+"""In one file: several times what the largest published checkpoints hold, and still parsed in bounded memory."""
+
+MAX_NAME_BYTES = 255
+ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+
+DTYPE_BYTES: Mapping[str, float] = {
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1,
+    "F4": 0.5, "F6_E2M3": 0.75, "F6_E3M2": 0.75,
+    "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
+    "U32": 4, "I32": 4, "F32": 4,
+    "U64": 8, "I64": 8, "F64": 8, "C64": 8,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """Where one tensor lies. `begin` and `end` are absolute byte offsets in `file`."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: Path
+    begin: int
+    end: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.end - self.begin
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
+
+class Checkpoint:
+    """A directory with `config.json` and safetensors weights. Reads JSON and headers only, until `load` is called.
+
+    Raises:
+        CheckpointNotFound: the directory does not exist.
+        CheckpointError: no config, unreadable JSON, a header that breaks the format, pickle weights only.
+        UnknownFormat: a GGUF file.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        if not self.path.exists():
+            raise CheckpointNotFound(f"{self.path}: no such directory")
+        refuse_gguf(self.path)
+        if not self.path.is_dir():
+            raise CheckpointError("not a directory, expected a checkpoint directory with config.json", path=self.path)
+        refuse_escape(self.path, self.config_path)
+        self.config = read_json(self.config_path)
+        self._tensors: dict[str, TensorInfo] | None = None
+
+    @property
+    def config_path(self) -> Path:
+        return self.path / "config.json"
+
+    @property
+    def tensors(self) -> dict[str, TensorInfo]:
+        """Every tensor of the checkpoint, by name, from the headers."""
+        if self._tensors is None:
+            self._tensors = _read_all_headers(self.path)
+        return self._tensors
+
+    @property
+    def weight_files(self) -> list[Path]:
+        """The safetensors files that hold tensors, in order of name."""
+        return sorted({info.file for info in self.tensors.values()})
+
+    def place(self, name: str) -> StoredRows:
+        """Where a tensor lies, by the names its file uses."""
+        return StoredRows(self.tensors[name].name)
+
+    def load(self, name: str) -> "torch.Tensor":
+        """Read one tensor to the CPU, in the dtype it is stored in."""
+        return next(tensor for _, tensor in self.load_many([name]))
+
+    def load_many(self, names: list[str]) -> "Iterator[tuple[str, torch.Tensor]]":
+        """Read tensors to the CPU, file by file, so that each file is opened once."""
+        from safetensors import SafetensorError, safe_open
+
+        by_file: dict[Path, list[str]] = {}
+        for name in names:
+            by_file.setdefault(self.tensors[name].file, []).append(name)
+        for file, members in by_file.items():
+            try:
+                with safe_open(file, framework="pt") as reader:
+                    for name in members:
+                        yield name, self._read(reader, name)
+            except SafetensorError as error:
+                raise CheckpointError(str(error), path=file) from error
+
+    def _read(self, reader: Any, name: str) -> "torch.Tensor":
+        """One tensor from the file that holds it, which is open."""
+        tensor: torch.Tensor = reader.get_tensor(name)
+        return tensor
+
+    def read_optional_json(self, name: str) -> dict[str, Any] | None:
+        """A JSON file beside the config, or None where there is none."""
+        path = self.path / name
+        refuse_escape(self.path, path)
+        return read_json(path) if path.exists() else None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object strictly: UTF-8, no duplicate keys, no NaN or Infinity.
+
+    Raises:
+        CheckpointError: absent, too large, not JSON, or not an object.
+    """
+    try:
+        size = _regular_size(path)
+        if size > MAX_JSON_BYTES:
+            raise CheckpointError(f"{size} bytes, expected at most {MAX_JSON_BYTES}", path=path)
+        text = path.read_bytes()
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            "not found, expected a checkpoint's config", path=path, hint="pass the directory that holds config.json"
+        ) from error
+    except OSError as error:
+        raise CheckpointError(f"cannot be read: {error.strerror}", path=path) from error
+    return parse_json(text, path)
+
+
+def parse_json(text: bytes, path: Path) -> dict[str, Any]:
+    """Parse a JSON object with the strictness `read_json` promises."""
+    try:
+        decoded = text.decode("utf-8")
+        value = json.loads(
+            decoded,
+            object_pairs_hook=_unique_keys,
+            parse_constant=_refuse_constant,
+            parse_float=_finite,
+            parse_int=_small,
+        )
+        if ESCAPED_SURROGATE.search(decoded):  # pairs are characters, halves cannot be written to a file again
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except RecursionError as error:
+        raise CheckpointError("nested too deeply to be a config", path=path) from error
+    except UnicodeEncodeError as error:
+        raise CheckpointError("not valid JSON: half a surrogate pair", path=path) from error
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"not UTF-8 at byte {error.start}", path=path) from error
+    except ValueError as error:
+        raise CheckpointError(f"not valid JSON: {error}", path=path) from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"found a JSON {type(value).__name__}, expected an object", path=path)
+    return value
+
+
+def read_header(file: Path) -> dict[str, TensorInfo]:
+    """Parse and check one safetensors header.
+
+    The checks are those of the format: the header fits the file, every entry has a known dtype, a shape and offsets
+    that agree, and the data is covered without holes or overlaps.
+
+    Raises:
+        CheckpointError: naming the file, the tensor and what is wrong.
+    """
+    try:
+        size = _regular_size(file)
+        with file.open("rb") as stream:
+            prefix = stream.read(8)
+            if len(prefix) < 8:
+                raise CheckpointError(f"{size} bytes, expected at least 8: not a safetensors file", path=file)
+            (length,) = struct.unpack("<Q", prefix)
+            if length > MAX_HEADER_BYTES or length < 2:
+                raise CheckpointError(
+                    f"header length {length}, expected 2..{MAX_HEADER_BYTES}: not a safetensors file", path=file
+                )
+            if length > size - 8:
+                raise CheckpointError(f"truncated: header of {length} bytes in a file of {size}", path=file)
+            text = stream.read(length)
+            if text.count(b'"data_offsets"') > MAX_TENSORS:
+                raise CheckpointError(f"more than {MAX_TENSORS} tensors: not a checkpoint this tool reads", path=file)
+            header = parse_json(text, file)
+    except OSError as error:
+        raise CheckpointError(f"cannot be read: {error.strerror}", path=file) from error
+    header.pop("__metadata__", None)
+    infos = {name: _tensor_info(name, entry, file, 8 + length) for name, entry in header.items()}
+    _check_coverage(infos, file, 8 + length, size)
+    return infos
+
+
+def _tensor_info(name: str, entry: Any, file: Path, base: int) -> TensorInfo:
+    if not isinstance(entry, dict):
+        raise CheckpointError(f"header entry {name!r} is not an object", path=file)
+    dtype: Any = entry.get("dtype")
+    shape: Any = entry.get("shape")
+    offsets: Any = entry.get("data_offsets")
+    if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
+        raise CheckpointError(f"tensor {name!r} has unknown dtype {dtype!r}", path=file)
+    if not _is_count_list(shape):
+        raise CheckpointError(f"tensor {name!r} has shape {shape!r}, expected a list of sizes", path=file)
+    if not _is_count_list(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise CheckpointError(f"tensor {name!r} has data_offsets {offsets!r}, expected [begin, end]", path=file)
+    expected = math.prod(shape) * DTYPE_BYTES[dtype]
+    if offsets[1] - offsets[0] != expected:
+        raise CheckpointError(
+            f"tensor {name!r} takes {offsets[1] - offsets[0]} bytes, expected {expected:g} for {dtype} {shape}",
+            path=file,
+        )
+    return TensorInfo(name, dtype, tuple(shape), file, base + offsets[0], base + offsets[1])
+
+
+def _check_coverage(infos: Mapping[str, TensorInfo], file: Path, base: int, size: int) -> None:
+    position = base
+    for info in sorted(infos.values(), key=lambda info: (info.begin, info.end)):
+        if info.begin != position:
+            problem = "overlaps the tensor before it" if info.begin < position else "leaves a hole before it"
+            raise CheckpointError(f"tensor {info.name!r} {problem} (byte {info.begin - base})", path=file)
+        position = info.end
+    if position != size:
+        problem = "truncated" if position > size else "oversized"
+        raise CheckpointError(f"{problem}: {size} bytes, expected {position} from the header", path=file)
+
+
+def _is_count_list(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(item, int) and not isinstance(item, bool) and 0 <= item < 2**63 for item in value
+    )
+
+
+def _read_all_headers(path: Path) -> dict[str, TensorInfo]:
+    index_path = _find_index(path)
+    if index_path is not None:
+        refuse_escape(path, index_path)
+        return _read_sharded(path, index_path)
+    files = sorted(
+        item for item in path.glob("*.safetensors") if not item.name.startswith(".") and item.name != MASK_FILE
+    )
+    if not files:
+        _refuse_without_safetensors(path)
+    tensors: dict[str, TensorInfo] = {}
+    for file in [path / SINGLE_FILE] if path / SINGLE_FILE in files else files:
+        refuse_escape(path, file)
+        for name, info in read_header(file).items():
+            if name in tensors:
+                raise CheckpointError(f"tensor {name!r} is also in {tensors[name].file.name}", path=file)
+            tensors[name] = info
+    return tensors
+
+
+def _find_index(path: Path) -> Path | None:
+    """The index under its usual name, or the only one of another name where no single file makes it needless."""
+    if (path / INDEX_FILE).exists():
+        return path / INDEX_FILE
+    others = [item for item in path.glob("*.safetensors.index.json") if not item.name.startswith(".")]
+    return others[0] if len(others) == 1 and not (path / SINGLE_FILE).exists() else None
+
+
+def _read_sharded(path: Path, index_path: Path) -> dict[str, TensorInfo]:
+    weight_map = read_json(index_path).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError("weight_map: missing, expected a map from tensor to file", path=index_path)
+    headers: dict[str, dict[str, TensorInfo]] = {}
+    for shard in sorted({_shard_name(shard, index_path) for shard in weight_map.values()}):
+        file = path / shard
+        if not file.exists():
+            raise CheckpointError(f"names {shard}, which is not there", path=index_path)
+        refuse_escape(path, file)
+        headers[shard] = read_header(file)
+    missing = [f"{name} (in {shard})" for name, shard in weight_map.items() if name not in headers[shard]]
+    orphans = [name for header in headers.values() for name in header if name not in weight_map]
+    if missing or orphans:
+        raise TensorMismatch(missing=missing, unexpected=orphans, path=index_path)
+    return {name: headers[shard][name] for name, shard in weight_map.items()}
+
+
+def _shard_name(shard: Any, index_path: Path) -> str:
+    """Refuse anything but a plain file name: a checkpoint must not reach outside its own directory."""
+    if not isinstance(shard, str) or Path(shard).name != shard or not _is_plain_name(shard):
+        raise CheckpointError(f"weight_map names {shard!r}, expected a file beside the index", path=index_path)
+    return shard
+
+
+def _is_plain_name(name: str) -> bool:
+    return name not in ("", ".", "..") and not {"\\", "\0"} & set(name) and len(name.encode()) <= MAX_NAME_BYTES
+
+
+def refuse_escape(root: Path, file: Path) -> None:
+    """Follow a link only where the hub cache keeps its own: `snapshots/REV/file -> ../../blobs/HASH`."""
+    if not file.is_symlink():
+        return
+    try:
+        resolved = file.resolve()
+    except RuntimeError as error:  # how Python 3.11 and 3.12 say that links lead to each other
+        raise CheckpointError("links to itself", path=file) from error
+    home = root.resolve()
+    blobs = home.parent.parent / "blobs"
+    is_cache = home.parent.name == "snapshots" and resolved.parent == blobs
+    if not is_cache and home not in resolved.parents:
+        raise CheckpointError(f"links to {file.readlink()}, outside the checkpoint", path=file)
+
+
+def _refuse_without_safetensors(path: Path) -> None:
+    pickles = sorted(item.name for item in path.iterdir() if item.suffix in PICKLE_SUFFIXES)
+    if pickles:
+        raise CheckpointError(
+            f"only pickle weights ({pickles[0]}), which can run code when read; refused",
+            path=path,
+            hint="save the checkpoint as safetensors where it was made",
+        )
+    raise CheckpointError("no *.safetensors file, expected the weights beside config.json", path=path)
+
+
+def _regular_size(file: Path) -> int:
+    """The bytes of a file that is one: a pipe or a device would keep a reader waiting.
+
+    Raises:
+        CheckpointError: it is something else.
+        OSError: it cannot be looked at.
+    """
+    found = file.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise CheckpointError("not a regular file", path=file)
+    return found.st_size
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in result:
+            raise ValueError(f"duplicate key {key!r}")
+        result[key] = value
+    return result
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"{text} is too large")
+    return value
+
+
+def _small(text: str) -> int:
+    value = int(text)
+    if abs(value) >= 2**64:
+        raise ValueError(f"{text[:20]}... is too large")
+    return value

@@ -1,0 +1,1 @@
+"""What runs on the device: one step, its state, KV and results."""

@@ -1,0 +1,129 @@
+"""Turn what was asked for into what will run: device, dtype, kernels, limits, and the size of the page pool."""
+
+import os
+from typing import cast
+
+import torch
+
+from dflash_kernels.launch_config import HAS_TRITON, IS_INTERPRETED
+from dflash_kernels.suite import KernelChoice
+from dflash_runtime.config import DraftConfig, EngineConfig, TargetConfig
+from dflash_runtime.device.kv import bytes_per_token
+from dflash_runtime.errors import CapacityError, UnsupportedError, UsageError
+from dflash_runtime.scheduling.limits import Limits
+
+MIN_CAPABILITY = (8, 0)
+
+HOST_SHARE = 0.5
+"""Share of a machine's free memory KV may take where no GPU is used."""
+
+
+def resolve_device(name: str) -> torch.device:
+    """`auto` is the GPU where there is one; a GPU that is too old or absent is refused."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise UsageError(f"device {name!r} is not one of auto, cpu, cuda, cuda:N") from error
+    if device.type not in ("cpu", "cuda"):
+        raise UnsupportedError(f"device {name!r} is not served (known: cpu, cuda)")
+    if device.type == "cuda":
+        if not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count():
+            raise UsageError(f"device {name!r} is not there: {torch.cuda.device_count()} CUDA devices found")
+        if torch.cuda.get_device_capability(device) < MIN_CAPABILITY:
+            raise UnsupportedError(f"{torch.cuda.get_device_name(device)}: compute capability below 8.0")
+    return device
+
+
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+    """`auto` is bfloat16 on a GPU and float32 on the CPU."""
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def resolve_kernels(name: str, device: torch.device, dtype: torch.dtype) -> KernelChoice:
+    """`auto` is triton on a GPU, where it is installed and computes in the dtype, and reference elsewhere.
+
+    Raises:
+        UnsupportedError: triton is asked for where it cannot run.
+    """
+    runs = HAS_TRITON and (device.type == "cuda" or IS_INTERPRETED)
+    if name == "triton" and not runs:
+        why = f"its kernels do not run on {device}" if HAS_TRITON else "it is not installed"
+        raise UnsupportedError(f"--kernels triton: {why}", hint="--kernels reference runs everywhere")
+    if name in ("triton", "reference"):
+        return cast(KernelChoice, name)
+    return "triton" if runs and device.type == "cuda" and dtype != torch.float64 else "reference"
+
+
+def resolve_limits(config: EngineConfig, target: TargetConfig, draft: DraftConfig | None) -> Limits:
+    """K, the model's limit and the batch, from what was asked and what the checkpoints can do."""
+    trained = draft.num_draft_tokens if draft is not None else 0
+    num_draft_tokens = trained if config.num_draft_tokens is None else config.num_draft_tokens
+    if num_draft_tokens > trained:
+        raise UsageError(
+            f"{num_draft_tokens} speculative tokens, expected at most {trained}: "
+            + ("no draft is given" if draft is None else f"the draft was trained for blocks of {trained + 1}")
+        )
+    served = target.max_position_embeddings
+    if draft is not None and num_draft_tokens:
+        served = min(served, draft.max_position_embeddings)
+    max_model_len = config.max_model_len or served
+    if max_model_len > served:
+        raise UsageError(f"max_model_len {max_model_len}, expected at most {served}: the pair's position limit")
+    return Limits(
+        num_draft_tokens=num_draft_tokens,
+        max_model_len=max_model_len,
+        max_num_requests=config.max_num_requests,
+        vocab_size=target.vocab_size,
+        max_batched_tokens=config.max_batched_tokens,
+    )
+
+
+def fit_num_pages(
+    config: EngineConfig,
+    target: TargetConfig,
+    draft: DraftConfig | None,
+    limits: Limits,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> int:
+    """Pages for every request at full length, or as many as the memory that is free after loading allows.
+
+    Raises:
+        CapacityError: memory does not hold a single request at its shortest, with the arithmetic.
+    """
+    if config.num_pages is not None:
+        return config.num_pages
+    token_bytes = bytes_per_token(target, dtype) + (bytes_per_token(draft, dtype) if draft is not None else 0)
+    page_bytes = config.page_size * token_bytes
+    wanted = limits.max_num_requests * -(-limits.max_model_len // config.page_size) + 1
+    budget = config.kv_memory_bytes
+    if budget is None:
+        budget = _free_bytes(device, config.gpu_memory_utilization) - _scratch_bytes(config, limits)
+    affordable = max(0, budget) // page_bytes
+    needed = 1 + -(-(1 + limits.num_lookahead_tokens) // config.page_size)
+    if affordable < needed:
+        raise CapacityError(
+            f"KV: one request needs {needed} pages of {config.page_size} tokens, {needed * page_bytes} bytes at "
+            f"{token_bytes} bytes a token; {budget} bytes are there",
+            hint="give KV more memory with --kv-memory or --gpu-memory-utilization",
+        )
+    return min(wanted, affordable)
+
+
+def _scratch_bytes(config: EngineConfig, limits: Limits) -> int:
+    """What a step needs beside KV and weights: logits, and the laws of target and draft where drafts are drawn."""
+    rows = limits.max_num_requests * limits.num_lookahead_tokens
+    copies = 4 if config.draft_sampling == "probabilistic" else 2
+    return rows * limits.vocab_size * 8 * copies
+
+
+def _free_bytes(device: torch.device, utilization: float) -> int:
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return free - int(total * (1 - utilization))
+    return int(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * HOST_SHARE)

@@ -1,0 +1,1 @@
+"""Requests, pages and what runs in a step. Host only, no tensors."""

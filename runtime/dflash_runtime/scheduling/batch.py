@@ -1,0 +1,49 @@
+"""What one step runs and what it gave. Host only.
+
+Axis letters: R requests, N block rows, K drafted tokens.
+"""
+
+from dataclasses import dataclass, field
+
+from dflash_runtime.device.state import PageAddition
+from dflash_runtime.scheduling.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Rows `[start, end)` of a request to prefill. The last chunk switches the request on."""
+
+    request: Request
+    start: int
+    end: int
+    is_last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One step: rows admitted, pages added, chunks to prefill, and requests to decode.
+
+    Prefill and decode are separate forwards. `longest` bounds the true KV of any decoding request from above.
+    """
+
+    admitted: tuple[Request, ...] = ()
+    additions: tuple[PageAddition, ...] = ()
+    chunks: tuple[Chunk, ...] = ()
+    decode: tuple[Request, ...] = ()
+    longest: int = 0
+    is_drafting: bool = True
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.chunks or self.decode)
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What one step gave one request: the kept tokens, and the drafts where it drafted."""
+
+    token_ids: list[int]
+    draft_ids: list[int] = field(default_factory=list)
+    num_accepted: int | None = None
+    is_done: bool = False
+    generation: int = 0

@@ -1,0 +1,271 @@
+"""Which requests run in a step, and what their results make of them. Host only; knows pages and lengths, no tensors.
+
+Steps are launched before the counts of earlier ones are known, so a request's KV length is known from below
+(`kv_len`, all committed) and from above (every draft of every step in flight accepted). Pages are reserved for the
+upper bound; everything else waits for the truth.
+
+    waiting --admit--> running (prefilling, then decoding) --commit--> finished
+       ^                  |
+       +----- preempt ----+     the youngest; its published pages stay in the cache
+"""
+
+from collections import deque
+from collections.abc import Sequence
+
+from dflash_runtime.device.state import PageAddition
+from dflash_runtime.errors import CapacityError, RequestError
+from dflash_runtime.scheduling.batch import Batch, Chunk, StepOutput
+from dflash_runtime.scheduling.limits import Limits
+from dflash_runtime.scheduling.pages import PagePool
+from dflash_runtime.scheduling.prefix_cache import PrefixCache
+from dflash_runtime.scheduling.request import DraftStep, Request
+
+
+class OutOfPages(Exception):
+    """The pool is dry while steps are in flight: their results may free pages, so drain before taking any."""
+
+
+class Scheduler:
+    """First come, first served: those who run decode in every step, and prompts share what is left of the budget."""
+
+    def __init__(self, limits: Limits, pages: PagePool, cache: PrefixCache) -> None:
+        self.limits = limits
+        self.pages = pages
+        self.cache = cache
+        self.is_drafting = True
+        self.num_preemptions = 0
+        # Kept over a call that ends in OutOfPages: what was taken until then stays taken.
+        self._additions: list[PageAddition] = []
+        self._waiting: deque[Request] = deque()
+        self._running: list[Request] = []  # oldest first
+        self._free_rows = list(range(limits.max_num_requests - 1, -1, -1))
+        self._generations = [0] * limits.max_num_requests
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._waiting or self._running)
+
+    @property
+    def running(self) -> Sequence[Request]:
+        return tuple(self._running)
+
+    def add(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises:
+            RequestError: a prompt this model cannot take.
+            CapacityError: the request would not fit an empty pool.
+        """
+        self._check(request)
+        self._waiting.append(request)
+
+    def schedule(self, *, is_drained: bool) -> Batch:
+        """Choose what runs now, reserving its pages. An empty batch means that results must come in first.
+
+        `is_drained` says that no step is in flight, so that a request may be preempted.
+
+        Raises:
+            OutOfPages: pages are short and steps are in flight; drain and call again.
+        """
+        num_preemptions = self.num_preemptions
+        decode = self._plan_decode(is_drained)
+        chunks = self._plan_begun(is_drained)
+        admitted: list[Request] = []
+        if self.num_preemptions == num_preemptions:
+            self._plan_new(admitted, chunks)
+        additions, self._additions = self._additions, []
+        decode = [request for request in decode if request.row is not None]
+        longest = max((self._kv_upper(request) for request in decode), default=0)
+        for request in decode:
+            request.num_in_flight += 1
+        return Batch(
+            admitted=tuple(admitted),
+            additions=tuple(additions),
+            chunks=tuple(chunks),
+            decode=tuple(decode),
+            longest=longest,
+            is_drafting=self.is_drafting,
+        )
+
+    def commit(self, request: Request, output: StepOutput) -> list[int]:
+        """Take one step's result and return the tokens that became final.
+
+        Results of a request that has ended, or of one that held its row before, are dropped.
+        """
+        if request.is_finished or request.row is None or output.generation != request.generation:
+            return []
+        request.num_in_flight -= 1
+        if not output.token_ids:
+            return []
+        start = len(request.output_token_ids)
+        request.commit(output.token_ids, self.limits.max_model_len)
+        assert request.is_finished == output.is_done, "host and device disagree on the end of a request"
+        if output.num_accepted is not None:
+            step = DraftStep(start, tuple(output.draft_ids), output.num_accepted, len(output.token_ids))
+            request.steps.append(step)
+        self.cache.publish(request, request.kv_len)
+        if request.is_finished:
+            self._remove(request)
+        return output.token_ids
+
+    def abort(self) -> None:
+        """Drop every request and give back what they hold."""
+        self._waiting.clear()
+        for request in list(self._running):
+            self._remove(request)
+
+    def check_integrity(self) -> None:
+        """Assert what must hold between steps: pages, references, cache and rows."""
+        self.pages.check_integrity([request.pages for request in self._running])
+        self.cache.check_integrity()
+        rows = [request.row for request in self._running]
+        assert len(set(rows)) == len(rows)
+        assert {*rows, *self._free_rows} == set(range(self.limits.max_num_requests))
+
+    def _plan_decode(self, is_drained: bool) -> list[Request]:
+        """Requests that decode in this step, their lookahead reserved."""
+        decode = []
+        for request in list(self._running):
+            if request.row is None or not request.is_prefilled or self._surely_ends(request):
+                continue
+            needed = self.limits.reserved_len(request.kv_len, request.num_in_flight)
+            if self._grow_or_preempt(request, needed, is_drained):
+                decode.append(request)
+        return decode
+
+    def _plan_begun(self, is_drained: bool) -> list[Chunk]:
+        """The next chunks of prompts that were begun in earlier steps."""
+        chunks: list[Chunk] = []
+        for request in list(self._running):
+            if request.row is None or request.is_prefilled:
+                continue
+            end = min(request.prefill_len, request.prefilled_len + self._budget(chunks))
+            needed = self.limits.reserved_len(end)
+            if end == request.prefilled_len or not (is_drained or self._grow(request, needed)):
+                break
+            if self._grow_or_preempt(request, needed, is_drained):
+                chunks.append(self._chunk(request, end))
+        return chunks
+
+    def _plan_new(self, admitted: list[Request], chunks: list[Chunk]) -> None:
+        """Admit waiting requests in order, as budget, rows and pages allow.
+
+        Every running request may soon need a page; those are left alone, or admitting would only lead to preempting.
+        """
+        while self._waiting and self._free_rows and self._budget(chunks):
+            request = self._waiting[0]
+            self.cache.match(request)
+            needed = self.pages.pages_for(self.limits.reserved_len(request.rows_to_prefill)) - len(request.pages)
+            if needed + len(self._running) > self.pages.num_available and self._running:
+                self._release_pages(request)
+                return
+            self._admit(self._waiting.popleft(), admitted)
+            end = min(request.prefill_len, request.prefilled_len + self._budget(chunks))
+            is_grown = self._grow(request, self.limits.reserved_len(end))
+            assert is_grown, "an admitted request was promised its pages"
+            chunks.append(self._chunk(request, end))
+
+    def _chunk(self, request: Request, end: int) -> Chunk:
+        """Take rows `[prefilled_len, end)` as done: whatever runs later runs after them.
+
+        Their full pages may be shared from now on for the same reason. A resumed request of which every row is cached
+        has an empty last chunk, which only switches it on.
+        """
+        chunk = Chunk(request, request.prefilled_len, end, is_last=end == request.prefill_len)
+        request.prefilled_len = end
+        self.cache.publish(request, end)
+        if chunk.is_last and not request.output_token_ids:
+            request.num_in_flight += 1  # its first token
+        return chunk
+
+    def _budget(self, chunks: Sequence[Chunk]) -> int:
+        """Prompt rows this step may still prefill."""
+        return max(0, self.limits.max_batched_tokens - sum(chunk.end - chunk.start for chunk in chunks))
+
+    def _admit(self, request: Request, admitted: list[Request]) -> None:
+        row = self._free_rows.pop()
+        request.row = row
+        request.prefill_len = request.rows_to_prefill
+        if not request.num_preemptions:
+            request.num_cached = request.prefilled_len
+        self._generations[row] += 1
+        request.generation = self._generations[row]
+        self._running.append(request)
+        admitted.append(request)
+        self._additions.append(PageAddition(row, 0, tuple(request.pages)))
+
+    def _grow_or_preempt(self, request: Request, num_tokens: int, is_drained: bool) -> bool:
+        """Own pages for `num_tokens` tokens, taking them from the youngest; false where that is the request itself."""
+        while not self._grow(request, num_tokens):
+            if not is_drained:
+                raise OutOfPages
+            youngest = self._running[-1]
+            self._preempt(youngest)
+            if youngest is request:
+                return False
+        return True
+
+    def _grow(self, request: Request, num_tokens: int) -> bool:
+        """Own pages for `num_tokens` tokens; false, and nothing taken, where the pool is short."""
+        missing = self.pages.pages_for(num_tokens) - len(request.pages)
+        if missing <= 0:
+            return True
+        pages = self.pages.allocate(missing)
+        if pages is None:
+            return False
+        assert request.row is not None
+        self._additions.append(PageAddition(request.row, len(request.pages), tuple(pages)))
+        request.pages += pages
+        return True
+
+    def _preempt(self, request: Request) -> None:
+        """Take a request's row and pages and put it first in the queue; nothing of it is in flight."""
+        assert request.num_in_flight == 0
+        self._remove(request)
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+        self._waiting.appendleft(request)
+
+    def _remove(self, request: Request) -> None:
+        assert request.row is not None
+        self._running.remove(request)
+        self._additions = [item for item in self._additions if item.row != request.row]
+        self._free_rows.append(request.row)
+        request.row = None
+        request.num_in_flight = 0
+        self._release_pages(request)
+
+    def _release_pages(self, request: Request) -> None:
+        self.pages.release(request.pages)
+        request.pages = []
+        request.page_digests = []
+        request.prefilled_len = 0
+
+    def _kv_upper(self, request: Request) -> int:
+        """The longest true KV may be once every step in flight has run."""
+        upper = request.kv_len + request.num_in_flight * self.limits.num_lookahead_tokens
+        return min(max(upper, request.prefilled_len), self.limits.max_model_len)
+
+    def _surely_ends(self, request: Request) -> bool:
+        """Whether the steps in flight end the request even if nothing is accepted: each gives a token."""
+        return request.num_in_flight >= request.room(self.limits.max_model_len)
+
+    def _check(self, request: Request) -> None:
+        where = f"prompt {request.index}"
+        if not request.prompt_token_ids:
+            raise RequestError(f"{where}: empty, expected at least one token")
+        worst = next((token for token in request.prompt_token_ids if not 0 <= token < self.limits.vocab_size), None)
+        if worst is not None:
+            raise RequestError(f"{where}: token id {worst}, expected ids in [0, {self.limits.vocab_size})")
+        if request.prompt_len >= self.limits.max_model_len:
+            raise RequestError(
+                f"{where}: {request.prompt_len} tokens, expected fewer than the model's {self.limits.max_model_len}"
+            )
+        longest = min(request.prompt_len + request.params.max_new_tokens, self.limits.max_model_len)
+        needed = self.pages.pages_for(self.limits.reserved_len(longest))
+        if needed > self.pages.num_pages - 1:
+            raise CapacityError(
+                f"{where}: needs {needed} KV pages of {self.pages.page_size} tokens for {longest} tokens and a "
+                f"lookahead of {self.limits.num_lookahead_tokens}, the pool has {self.pages.num_pages - 1}",
+                hint="lower --max-new-tokens or --max-model-len, or give KV more memory",
+            )

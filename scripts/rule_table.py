@@ -1,0 +1,69 @@
+"""Prints docs/checks.md from the rules and the cases that make them fire.
+
+python scripts/rule_table.py > docs/checks.md
+"""
+
+import sys
+from collections import Counter
+from pathlib import Path
+
+if __name__ == "__main__":
+    root = Path(__file__).resolve().parents[1]
+    sys.path[:0] = [str(root / name) for name in (".", "runtime", "kernels", "tests/helpers")]
+
+from dflash_cli.engines.serving_engine import known_engines
+from dflash_cli.validation.rule import Rule, all_rules
+from dflash_testing.rule_cases.collected import CASES
+
+RUN_TESTS = {
+    "R01": "test_a_falsified_config_is_caught[taps]",
+    "R02": "test_a_causal_flag_is_caught",
+    "R03": "test_a_falsified_config_is_caught[mask]",
+    "R04": "test_a_falsified_config_is_caught[rope]",
+    "R05": "test_anchor_first_that_accepts_more_is_reported",
+    "R06": "test_a_draft_that_predicts_nothing_is_reported",
+}
+"""The run level has no cases: each of its rules takes a draft that is run."""
+
+HEAD = """# Checks
+
+The rules of `dflash validate`, one decorated function each in `dflash_cli/validation/rules/` and `dflash_cli/engines/`. `dflash explain ID` prints what a
+rule is about, its effect, fix and source. This page is printed by `python scripts/rule_table.py`, and a test holds it to
+the code.
+
+A rule's severity may be milder for a milder form of its fault. A rule with engines is an error only where `--engine`
+names one of them; those among S and P say nothing otherwise. Known engines:
+{engines}.
+
+The last column says by how many cases of `test_rule_fires` in `tests/cli/validation/test_rules.py` a rule is made to fire, or
+names its test in `tests/cli/validation/test_readings.py`. That every rule is silent on sound drafts is held by
+`test_silent_on_sound_drafts`, `test_silent_on_the_bundled_drafts` and `test_sound_drafts_pass`.
+
+Levels: {levels}. {total} rules.
+
+| id | severity | level | engines | what must hold | test |
+|---|---|---|---|---|---|
+"""
+
+
+def render() -> str:
+    """The whole page."""
+    rules = all_rules()
+    levels = Counter(rule.level for rule in rules)
+    head = HEAD.format(
+        engines=known_engines(),
+        levels=", ".join(f"{name} {count}" for name, count in levels.items()),
+        total=len(rules),
+    )
+    return head + "".join(_row(rule) for rule in rules)
+
+
+def _row(rule: Rule) -> str:
+    num_cases = sum(case.rule == rule.id for case in CASES)
+    test = f"`{RUN_TESTS[rule.id]}`" if rule.id in RUN_TESTS else f"{num_cases} cases" if num_cases > 1 else "1 case"
+    engines = ", ".join(rule.engines)
+    return f"| {rule.id} | {rule.severity} | {rule.level} | {engines} | {rule.title.rstrip('.')} | {test} |\n"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(render())

@@ -1,0 +1,228 @@
+"""Every direction: dialect -> canonical -> dialect and dialect -> native -> dialect, on random drafts.
+
+The sources are written by `support`, without the code under test; what a dialect can state is said here once more, as
+predicates, so that a refusal too many fails as surely as a loss. A new writable dialect needs an entry in `CAN_STATE`.
+"""
+
+import json
+import re
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dflash_cli.checkpoints.opening import open_draft
+from dflash_cli.conversion.verify import differing_fields
+from dflash_cli.formats.dialect import all_formats, get_format
+from dflash_runtime.checkpoint.layout import owned_shapes
+from dflash_runtime.config import DraftConfig
+from dflash_runtime.errors import LossyConversion, UnsupportedError
+from dflash_testing import checkpoints as support
+from dflash_testing import dialects
+from dflash_testing.paths import ROOT
+
+SCALES = {"input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": None}
+WRITABLE = [item.name for item in all_formats() if item.writable]
+ROPES: list[dict[str, Any]] = [
+    {},
+    {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}},
+    {"rope_scaling": {"type": "linear", "factor": 2.0}},
+    {"rope_theta": support.REMOVED, "rope_parameters": {"rope_theta": 1234567.5, "rope_type": "default"}},
+]
+
+
+def is_ascending(config: DraftConfig) -> bool:
+    return list(config.target_layer_ids) == sorted(set(config.target_layer_ids))
+
+
+def states_causality(config: DraftConfig) -> bool:
+    default = tuple(window is not None for window in config.windows)
+    return len(set(config.causal)) == 1 or config.causal == default
+
+
+def scales(config: DraftConfig) -> set[str]:
+    return {name for name, off in SCALES.items() if getattr(config, name) != off}
+
+
+def is_plain(config: DraftConfig) -> bool:
+    """As wide as its target, and over its whole vocabulary."""
+    return config.draft_vocab_size == config.vocab_size and config.target_hidden_size in (None, config.hidden_size)
+
+
+def full_layers_see_ahead(config: DraftConfig) -> bool:
+    """No causal full layer, and one causality for all sliding ones."""
+    sliding = {causal for causal, window in zip(config.causal, config.windows, strict=True) if window is not None}
+    full = {causal for causal, window in zip(config.causal, config.windows, strict=True) if window is None}
+    return True not in full and len(sliding) < 2
+
+
+CAN_STATE: dict[str, Callable[[DraftConfig], bool]] = {
+    "native": lambda config: is_plain(config) and states_causality(config),
+    "mlx": lambda config: is_plain(config) and states_causality(config) and not config.attention_bias,
+    "speculators": lambda config: full_layers_see_ahead(config) and not scales(config) and is_ascending(config),
+    "vllm": lambda config: states_causality(config) and not scales(config) and is_ascending(config),
+    "sglang": lambda config: is_plain(config) and states_causality(config) and is_ascending(config)
+    and "input_embedding_scale" not in scales(config),
+}  # fmt: skip
+
+
+@st.composite
+def sources(draw: st.DrawFn) -> dict[str, Any]:
+    """A random native config with everything that some dialect can state, and keys that none knows."""
+    windows = draw(st.sampled_from([(None, None), (16, 16), (16, None)]))
+    shape = support.Shape(
+        hidden=draw(st.sampled_from([8, 16])),
+        heads=draw(st.sampled_from([2, 4])),
+        kv_heads=draw(st.sampled_from([1, 2])),
+        taps=tuple(draw(st.lists(st.integers(0, 5), min_size=1, max_size=4, unique=True).map(_often_sorted))),
+        target_layers=draw(st.integers(6, 9)),
+        block=draw(st.integers(2, 16)),
+        mask=draw(st.integers(0, 31)),
+        bias=draw(st.booleans()),
+        windows=windows,
+    )
+    changes: dict[str, Any] = dict(draw(st.sampled_from(ROPES)))
+    changes["is_causal"] = draw(st.sampled_from([False, True, support.REMOVED]))
+    for name, value in (("input_embedding_scale", 2.5), ("output_multiplier", 0.2), ("final_logit_softcapping", 20.0)):
+        if draw(st.integers(0, 5)) == 0:
+            changes[name] = value
+    if draw(st.integers(0, 3)) == 0:
+        changes["target_hidden_size"] = draw(st.sampled_from([12, shape.hidden]))
+    if draw(st.integers(0, 3)) == 0:
+        changes["draft_vocab_size"] = 12
+    if draw(st.booleans()):
+        changes["use_cache"] = True
+    return support.native_config(shape, **changes)
+
+
+def _often_sorted(taps: list[int]) -> list[int]:
+    return taps if sum(taps) % 4 == 0 else sorted(taps)
+
+
+def arrays_for(config: DraftConfig) -> support.Arrays:
+    """Random arrays of the shapes that the config calls for, and a map of ids that is sound."""
+    shapes = owned_shapes(config)
+    arrays = support.random_arrays({name: shape for name, shape in shapes.items() if name != "d2t"})
+    if "d2t" in shapes:
+        ids = np.linspace(0, config.vocab_size - 1, config.draft_vocab_size).astype(np.int64)
+        arrays["d2t"] = ids - np.arange(config.draft_vocab_size)
+        arrays["t2d"] = np.isin(np.arange(config.vocab_size), ids)
+    return arrays
+
+
+@pytest.mark.parametrize("name", WRITABLE)
+@settings(max_examples=60, deadline=None)
+@given(source=sources())
+def test_dialect_to_canonical_to_dialect(name: str, source: dict[str, Any]) -> None:
+    dialect = get_format(name)
+    config = get_format("native").read_config(source, Path("config.json")).config
+    if "verifier" not in dialect.unstated:
+        config = dialects.with_verifier(config)
+    if not is_ascending(config):  # a matter of the tensors, which the test below has
+        return
+    if not CAN_STATE[name](config):
+        with pytest.raises(LossyConversion):
+            dialect.write_config(config, {})
+        return
+    written = json.loads(json.dumps(dialect.write_config(config, {})))
+    reading = dialect.read_config(written, Path("config.json"))
+    assert differing_fields(config, reading.config, ignored=lost_by(name, config)) == []
+    assert json.loads(json.dumps(dialect.write_config(reading.config, reading.carried))) == written
+
+
+def lost_by(name: str, config: DraftConfig) -> frozenset[str]:
+    """A width that equals the draft's own is what leaving it out means."""
+    return frozenset() if name in ("vllm", "speculators") else frozenset({"target_hidden_size"})
+
+
+@pytest.mark.parametrize("name", WRITABLE)
+@settings(max_examples=25, deadline=None)
+@given(source=sources())
+def test_dialect_to_native_to_dialect(name: str, source: dict[str, Any]) -> None:
+    """On disk, tensors and all; by way of vLLM's form where the plain native one cannot say it."""
+    with tempfile.TemporaryDirectory() as directory:
+        go_there_and_back(name, source, Path(directory))
+
+
+def go_there_and_back(name: str, source: dict[str, Any], work: Path) -> None:
+    config = get_format("native").read_config(source, Path("config.json")).config
+    support.write_checkpoint(work / "source", source, arrays_for(config))
+    if not CAN_STATE[name](config):
+        with pytest.raises((LossyConversion, UnsupportedError)):
+            support.convert(work / "source", work / "there", name, verifier="acme/target")
+        assert not (work / "there").exists()
+        return
+    middle = next(middle for middle in ("native", "vllm", "speculators") if CAN_STATE[middle](config))
+    support.convert(work / "source", work / "there", name, verifier="acme/target")
+    support.convert(work / "there", work / "back", middle, verifier="acme/target")
+    support.convert(work / "back", work / "again", name, verifier="acme/target")
+    there = open_draft(work / "there")
+    ignored = frozenset({"verifier"}) | lost_by(name, config)
+    assert differing_fields(config, there.config, ignored=ignored) == []
+    assert differing_fields(config, open_draft(work / "back").config, ignored=ignored | {"target_hidden_size"}) == []
+    first, second = (json.loads((work / name / "config.json").read_text()) for name in ("there", "again"))
+    if config.target_hidden_size == config.hidden_size:  # a width that native leaves out, since it says nothing
+        first["target_hidden_size"] = second["target_hidden_size"] = None
+    assert first == second
+    for directory in ("there", "back", "again"):
+        support.assert_same_tensors(work / "source", work / directory)
+
+
+MAKERS: dict[str, Callable[[], dict[str, Any]]] = {
+    "z-lab, April 2026": dialects.zlab,
+    "z-lab 0.1.0": dialects.zlab_010,
+    "SpecForge": dialects.specforge,
+    "Model-Optimizer": dialects.model_optimizer,
+    "NeMo Automodel": dialects.automodel,
+    "flat (MLX)": dialects.mlx,
+    "speculators": lambda: support.speculators_config(num_target_layers=4),
+    "speculators, reduced head": lambda: support.speculators_config(support.REDUCED, num_target_layers=4),
+    "JetSpec": lambda: support.native_config(is_causal=True),
+}
+"""The rows of the table in docs/formats.md."""
+
+REFUSED = {
+    ("speculators, reduced head", "native"): "lm_head.weight can be dropped only if it equals",
+    ("speculators, reduced head", "sglang"): "lm_head.weight can be dropped only if it equals",
+    ("speculators, reduced head", "mlx"): "lm_head.weight can be dropped only if it equals",
+    ("JetSpec", "speculators"): "full layers are never causal",
+}
+"""The directions that lose something, and the words of the refusal; all others keep every field and byte."""
+
+
+@pytest.mark.parametrize("name", WRITABLE)
+@pytest.mark.parametrize("origin", MAKERS)
+def test_direction(origin: str, name: str, tmp_path: Path) -> None:
+    config = MAKERS[origin]()
+    shape = support.REDUCED if "reduced" in origin else support.SMALL
+    extra = support.reduced_arrays(shape, support.target_arrays(shape)) if "reduced" in origin else {}
+    source = support.write_checkpoint(tmp_path / "source", config, {**support.body_arrays(shape), **extra})
+    outcome = support.invoke("convert", source, tmp_path / "out", "--to", name, "--verifier", "acme/target")
+    message = REFUSED.get((origin, name))
+    if message is not None:
+        assert outcome.code == 5
+        assert message in outcome.err
+        return
+    assert outcome.code == 0, outcome.err
+    before, after = open_draft(source).config, open_draft(tmp_path / "out").config
+    assert differing_fields(before, after, ignored=frozenset({"verifier"})) == []
+    support.assert_same_tensors(source, tmp_path / "out")
+
+
+def test_the_documents_table_is_this_one() -> None:
+    """docs/formats.md has a row for each source, a column for each result, and says which are refused."""
+    text = (ROOT / "docs" / "formats.md").read_text(encoding="utf-8")
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:2] == "| "]
+    header = next(row for row in rows if row[0] == "from \\ to")
+    columns = [re.sub(r"[^a-z]", "", cell) for cell in header[1:]]
+    assert sorted(columns) == sorted(WRITABLE)
+    table = {row[0]: row[1:] for row in rows if row[0] in MAKERS}
+    assert table.keys() == MAKERS.keys()
+    for origin, cells in table.items():
+        for name, cell in zip(columns, cells, strict=True):
+            assert cell.startswith("refused") == ((origin, name) in REFUSED), (origin, name)

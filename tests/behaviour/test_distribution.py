@@ -1,0 +1,138 @@
+"""The law of sampled text, against enumeration on a vocabulary of six.
+
+All three first tokens are counted jointly: the first comes from the prefill, the others from verify steps, so noise
+shared between draft, acceptance, residual and bonus would show as dependence (vllm#54282).
+"""
+
+import math
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from dflash_kernels.sampling import filtered_probs_ref
+from dflash_runtime.models.layers import Attend
+from dflash_runtime.models.qwen3 import Qwen3Target
+from dflash_runtime.scheduling.request import SamplingParams
+from dflash_testing.pairs import ScriptedDraft, random_draft, random_llm, random_target, target_logits
+
+V, PROMPT = 6, [1, 2, 3]
+SAMPLINGS: dict[str, dict[str, Any]] = {
+    "T 1": {"temperature": 1.0},
+    "T 0.5": {"temperature": 0.5},
+    "T 1.5, top-k 4, top-p 0.9": {"temperature": 1.5, "top_k": 4, "top_p": 0.9},
+}
+
+
+@cache
+def target() -> Qwen3Target:
+    return random_target(torch.float64, vocab_size=V, num_layers=3, scale=0.15)
+
+
+class LawDraft(ScriptedDraft):
+    """Proposes by one fixed law, which is near the target's on average, so that drafts are accepted and refused."""
+
+    def __init__(self) -> None:
+        draft = random_draft(target(), torch.float64, block_size=4, target_layer_ids=(0, 1))
+        super().__init__(draft, lambda place: 0)
+        self._logits = law("T 1").sum((0, 2)).log() + torch.linspace(-0.5, 0.5, V, dtype=torch.float64)
+
+    def logits(self, block_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+        return self._logits.expand(len(positions), positions.shape[1] - 1, V)
+
+
+def observe(draft_sampling: str, sampling: dict[str, Any], num_samples: int) -> tuple[torch.Tensor, float]:
+    """Counts [V, V, V] of the first three tokens, and the share of drafts that were accepted."""
+    llm = random_llm(
+        target(), LawDraft(), 3, max_num_requests=500, num_pages=4000, draft_sampling=draft_sampling, prefix_cache=False
+    )
+    counts = torch.zeros(V, V, V, dtype=torch.float64)
+    params = [SamplingParams(max_new_tokens=3, seed=seed, **sampling) for seed in range(num_samples)]
+    steps = accepted = 0
+    for output in llm.generate([PROMPT] * num_samples, params):
+        counts[output.token_ids] += 1
+        steps += len(output.acceptance_lengths)
+        accepted += sum(output.acceptance_lengths) - len(output.acceptance_lengths)
+    return counts, accepted / (3 * steps)
+
+
+@cache
+def law(name: str) -> torch.Tensor:
+    """[V, V, V] by enumeration."""
+    first = next_law(PROMPT, name)
+    joint = torch.zeros(V, V, V, dtype=torch.float64)
+    for a in range(V):
+        second = next_law([*PROMPT, a], name)
+        for b in range(V):
+            joint[a, b] = first[a] * second[b] * next_law([*PROMPT, a, b], name)
+    return joint
+
+
+def next_law(tokens: list[int], name: str) -> torch.Tensor:
+    sampling = SAMPLINGS[name]
+    return filtered_probs_ref(
+        target_logits(target(), tokens)[-1:],
+        torch.tensor([sampling["temperature"]], dtype=torch.float64),
+        torch.tensor([sampling.get("top_k", 0)]),
+        torch.tensor([sampling.get("top_p", 1.0)], dtype=torch.float64),
+    )[0]
+
+
+def check(draft_sampling: str, name: str, num_samples: int) -> str:
+    counts, acceptance = observe(draft_sampling, SAMPLINGS[name], num_samples)
+    assert counts.sum() == num_samples
+    assert acceptance > 0.05  # acceptance takes part in the law
+    expected = law(name) * num_samples
+    assert counts[expected == 0].sum() == 0
+    lines = []
+    for label, seen, wanted in (
+        ("three tokens", counts, expected),
+        ("tokens two and three", counts.sum(0), expected.sum(0)),
+        ("token two", counts.sum((0, 2)), expected.sum((0, 2))),
+    ):
+        statistic, degrees = chi_square(seen, wanted)
+        limit = quantile(degrees, 3.29)  # exceeded once in 2,000
+        lines.append(
+            f"{draft_sampling}, {name}, {label}: chi-square {statistic:.1f}, {degrees} degrees, 0.9995 at {limit:.1f}"
+        )
+        assert statistic < limit, lines[-1]
+    return "\n".join([*lines, f"accepted {acceptance:.3f} of the drafts"])
+
+
+@pytest.mark.parametrize("name", SAMPLINGS)
+@pytest.mark.parametrize("draft_sampling", ["greedy", "probabilistic"])
+def test_law(draft_sampling: str, name: str) -> None:
+    check(draft_sampling, name, 6_000)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SAMPLINGS)
+@pytest.mark.parametrize("draft_sampling", ["greedy", "probabilistic"])
+def test_law_over_200_000_samples(draft_sampling: str, name: str) -> None:
+    print(check(draft_sampling, name, 200_000))
+
+
+def test_a_biased_sampler_would_be_caught() -> None:
+    """The statistic has teeth: three per cent more of one token is seen at 200,000 samples."""
+    expected = law("T 1").sum((0, 2)) * 200_000
+    moved = expected.clone()
+    moved[expected.argmax()] *= 1.03
+    statistic, degrees = chi_square(moved * (200_000 / moved.sum()), expected)
+    assert statistic > quantile(degrees, 3.29)
+
+
+def chi_square(observed: torch.Tensor, expected: torch.Tensor) -> tuple[float, int]:
+    """Pearson's statistic over cells expected at least five times, the rest pooled, and its degrees of freedom."""
+    common = expected >= 5
+    terms = ((observed - expected)[common] ** 2 / expected[common]).sum().item()
+    rest = expected[~common].sum().item()
+    if rest > 0:
+        terms += (observed[~common].sum().item() - rest) ** 2 / rest
+    return terms, int(common.sum()) - (rest == 0)
+
+
+def quantile(degrees: int, normal: float) -> float:
+    """Wilson and Hilferty's approximation to a quantile of chi-square."""
+    term = 2 / (9 * degrees)
+    return degrees * (1 - term + normal * math.sqrt(term)) ** 3

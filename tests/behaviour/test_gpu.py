@@ -1,0 +1,150 @@
+"""The bundled pair on a GPU: exact in float32, near enough in bfloat16, and never waiting for the device."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from dflash_cli.checkpoints.opening import open_target
+from dflash_cli.checkpoints.references import tiny_directory
+from dflash_runtime.config import EngineConfig
+from dflash_runtime.llm import LLM
+from dflash_runtime.metrics import count_acceptance
+from dflash_runtime.scheduling.request import Request, RequestOutput, SamplingParams
+from dflash_testing.pairs import bundled_draft, bundled_draft_model, bundled_llm, bundled_prompts
+
+pytestmark = pytest.mark.gpu
+
+PARAMS = SamplingParams(max_new_tokens=64)
+REGRET = 0.2
+"""Nats by which a chosen token may fall short of the best one, judged in float32."""
+
+
+def gpu_llm(name: str | None, dtype: str, **engine: Any) -> LLM:
+    settings: dict[str, Any] = {"device": "cuda", "dtype": dtype, "num_pages": 3000} | engine
+    config = EngineConfig(**settings)
+    draft = bundled_draft(name).source if name is not None else None
+    return LLM(open_target(tiny_directory() / "target"), draft, config)
+
+
+def acceptance(outputs: list[RequestOutput]) -> float:
+    length = count_acceptance(outputs, 7).acceptance_len
+    assert length is not None
+    return length
+
+
+def largest_regret(outputs: list[RequestOutput]) -> float:
+    """How far, in nats, the worst generated token falls short of the target's best, in float32 with the references."""
+    judge = bundled_llm(None, 0)
+    return judge.check_lossless(outputs).largest_regret
+
+
+@pytest.mark.parametrize("name", ["tiny", "tiny:reduced"])
+@pytest.mark.parametrize(
+    "engine",
+    [
+        {"max_num_requests": 1},
+        {"max_num_requests": 16},
+        {"max_num_requests": 16, "max_batched_tokens": 17, "num_pages": 60},
+        {"max_num_requests": 5, "scheduling": "sync", "prefix_cache": False},
+    ],
+    ids=str,
+)
+def test_bfloat16_regret_and_acceptance(name: str, engine: dict[str, Any]) -> None:
+    prompts = bundled_prompts()[:16]
+    llm = gpu_llm(name, "bfloat16", **engine)
+    assert llm.engine.runner.kernels.name == "triton"
+    outputs = llm.generate(prompts, PARAMS)
+    regret = largest_regret(outputs)
+    exact = bundled_llm(bundled_draft_model(name), 7, prefix_cache=False).generate(prompts, PARAMS)
+    measured, expected = acceptance(outputs), acceptance(exact)
+    print(f"{name} {engine}: regret {regret:.4f} nat, acceptance {measured:.3f}, float32 {expected:.3f}")
+    assert regret <= REGRET
+    assert abs(measured - expected) < 0.15 * expected
+
+
+@pytest.mark.parametrize("kernels", ["triton", "reference"])
+@pytest.mark.parametrize("scheduling", ["sync", "async"])
+def test_float32_traces_equal_the_cpu(kernels: str, scheduling: str) -> None:
+    prompts = bundled_prompts()[:12]
+    on_gpu = gpu_llm("tiny", "float32", max_num_requests=1, kernels=kernels, scheduling=scheduling)
+    on_cpu = bundled_llm(bundled_draft_model(), 7)
+    wanted = on_cpu.generate(prompts, PARAMS)
+    found = on_gpu.generate(prompts, PARAMS)
+    assert [output.token_ids for output in found] == [output.token_ids for output in wanted]
+    assert [output.drafts for output in found] == [output.drafts for output in wanted]
+    plain = gpu_llm(None, "float32", max_num_requests=1, kernels=kernels).generate(prompts, PARAMS)
+    assert [output.token_ids for output in found] == [output.token_ids for output in plain]
+
+
+@pytest.mark.parametrize(
+    "sampling", [{}, {"temperature": 1.0}, {"temperature": 0.8, "top_k": 20, "top_p": 0.9}], ids=str
+)
+@pytest.mark.parametrize("draft_sampling", ["greedy", "probabilistic"])
+def test_the_steady_loop_never_waits_for_the_device(sampling: dict[str, Any], draft_sampling: str) -> None:
+    """vllm#39546: under torch's sync detector, prefill, decode, admission and paging included."""
+    llm = gpu_llm("tiny", "bfloat16", max_num_requests=4, max_batched_tokens=40, draft_sampling=draft_sampling)
+    params = SamplingParams(max_new_tokens=40, **sampling)
+    llm.generate(bundled_prompts()[:8], params)  # compiles kernels and fills allocators
+    for index, prompt in enumerate(bundled_prompts()[8:24]):
+        llm.engine.add(Request(index=index, prompt_token_ids=prompt, params=params))
+    steps = 0
+    with detecting_syncs():
+        while llm.engine.scheduler.has_work:
+            llm.engine.step()
+            steps += 1
+    assert steps > 40
+
+
+@contextmanager
+def detecting_syncs() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_the_detector_detects() -> None:
+    with detecting_syncs(), pytest.raises(RuntimeError, match="synchroniz"):
+        torch.ones(1, device="cuda").item()
+
+
+def test_64_concurrent_requests_with_shared_prefixes_accept_as_one_by_one() -> None:
+    prompt = max(bundled_prompts(), key=len)
+    tails = bundled_prompts()
+    prompts = [prompt[: 16 * (1 + index % 5) + index % 3 - 1] + tails[index][:12] for index in range(64)]
+    alone = gpu_llm("tiny", "bfloat16", max_num_requests=1, prefix_cache=False).generate(prompts, PARAMS)
+    llm = gpu_llm("tiny", "bfloat16", max_num_requests=64)
+    llm.generate(prompts[:1], PARAMS)
+    together = llm.generate(prompts, PARAMS)
+    hits = sum(output.num_cached > 0 for output in together)
+    print(f"alone {acceptance(alone):.3f}, together {acceptance(together):.3f}, {hits} of 64 hit the prefix cache")
+    assert hits > 32
+    assert abs(acceptance(together) - acceptance(alone)) < 0.05 * acceptance(alone)
+    assert largest_regret(together) <= REGRET
+
+
+def test_sampled_text_is_the_same_with_and_without_speculation() -> None:
+    """Draws are keyed by place, in float32 exactly so."""
+    prompts = bundled_prompts()[:8]
+    params = [SamplingParams(max_new_tokens=40, temperature=0.9, top_p=0.95, seed=seed) for seed in range(8)]
+    speculative = gpu_llm("tiny", "float32", max_num_requests=1).generate(prompts, params)
+    plain = gpu_llm(None, "float32", max_num_requests=1).generate(prompts, params)
+    same = sum(a.token_ids == b.token_ids for a, b in zip(speculative, plain, strict=True))
+    print(f"{same} of 8 sampled texts equal")
+    assert same >= 7  # a draw that falls within rounding of a boundary between two tokens may go either way
+
+
+def test_poisoned_pages_change_nothing() -> None:
+    prompts = bundled_prompts()[:6]
+    clean = gpu_llm("tiny", "float32", max_num_requests=1, prefix_cache=False).generate(prompts, PARAMS)
+    llm = gpu_llm("tiny", "float32", max_num_requests=1, prefix_cache=False)
+    runner = llm.engine.runner
+    assert runner.draft_kv is not None
+    for cache in (runner.target_kv, runner.draft_kv):
+        cache.keys.fill_(torch.nan)
+        cache.values.fill_(torch.nan)
+    assert [output.drafts for output in llm.generate(prompts, PARAMS)] == [output.drafts for output in clean]

@@ -1,0 +1,148 @@
+"""Text and acceptance traces do not depend on how the engine runs: the cross product of its modes, in float64.
+
+Continuous integration runs a pairwise selection: every pair of values of any two modes occurs. `-m slow` runs it all.
+"""
+
+from functools import cache
+from itertools import combinations, product
+from typing import Any
+
+import pytest
+import torch
+
+from dflash_runtime.llm import LLM
+from dflash_runtime.scheduling.request import Request, RequestOutput, SamplingParams
+from dflash_testing.pairs import bundled_draft_model, bundled_llm, bundled_prompts
+
+MODES: dict[str, tuple[Any, ...]] = {
+    "draft": ("tiny", "tiny:reduced"),
+    "num_draft_tokens": (1, 3, 7),
+    "scheduling": ("sync", "async"),
+    "prefix_cache": (True, False),
+    "max_batched_tokens": (1, 4, 16, 17, 2048),
+    "pool": ("roomy", "short", "forced"),  # short makes requests wait; forced preempts the youngest every few steps
+    "max_num_requests": (1, 2, 5, 16),
+}
+
+LENGTHS = (1, 15, 16, 17, 31, 33, 40)
+
+
+def pairwise() -> list[dict[str, Any]]:
+    """A selection of combinations in which every pair of values of two modes occurs, chosen greedily."""
+    names = list(MODES)
+    combos = [dict(zip(names, values, strict=True)) for values in product(*MODES.values())]
+    missing = {pair for combo in combos for pair in pairs_of(combo)}
+    chosen = []
+    while missing:
+        best = max(combos, key=lambda combo: len(missing & pairs_of(combo)))
+        missing -= pairs_of(best)
+        chosen.append(best)
+    return chosen
+
+
+def pairs_of(combo: dict[str, Any]) -> set[tuple[Any, ...]]:
+    return {(a, combo[a], b, combo[b]) for a, b in combinations(combo, 2)}
+
+
+def everything() -> list[dict[str, Any]]:
+    return [dict(zip(MODES, values, strict=True)) for values in product(*MODES.values())]
+
+
+def name_of(combo: dict[str, Any]) -> str:
+    return "-".join(str(value) for value in combo.values())
+
+
+def prompts() -> list[tuple[int, ...]]:
+    """Seven lengths around page bounds; the last two begin alike."""
+    chosen = [prompt[:length] for prompt, length in zip(bundled_prompts(), LENGTHS, strict=False)]
+    return [*chosen[:-1], chosen[-2][:32] + chosen[-1][:8]]
+
+
+@cache
+def expected(draft: str, num_draft_tokens: int) -> list[RequestOutput]:
+    """One by one, synchronous, nothing shared, nothing cut."""
+    llm = bundled_llm(
+        bundled_draft_model(draft, torch.float64), num_draft_tokens, dtype=torch.float64, prefix_cache=False
+    )
+    return llm.generate(prompts(), SamplingParams(max_new_tokens=26))
+
+
+def check(combo: dict[str, Any]) -> None:
+    engine = dict(combo)
+    name, num_draft_tokens, pool = (engine.pop(key) for key in ("draft", "num_draft_tokens", "pool"))
+    num_pages = 12 if pool == "short" else 1000
+    draft = bundled_draft_model(name, torch.float64)
+    llm = bundled_llm(draft, num_draft_tokens, dtype=torch.float64, num_pages=num_pages, **engine)
+    requests = [
+        Request(index=index, prompt_token_ids=prompt, params=SamplingParams(max_new_tokens=26))
+        for index, prompt in enumerate(prompts())
+    ]
+    for request in requests:
+        llm.engine.add(request)
+    steps = 0
+    while llm.engine.scheduler.has_work:
+        llm.engine.step()
+        steps += 1
+        if pool == "forced" and steps % 5 == 0:
+            preempt_youngest(llm)
+    wanted = expected(name, num_draft_tokens)
+    assert [tuple(request.output_token_ids) for request in requests] == [output.token_ids for output in wanted]
+    assert [tuple(request.steps) for request in requests] == [output.drafts for output in wanted]
+    if pool == "forced":
+        assert sum(request.num_preemptions for request in requests) > 0
+    llm.engine.scheduler.check_integrity()
+    assert llm.engine.scheduler.pages.num_available == num_pages - 1
+
+
+def preempt_youngest(llm: LLM) -> None:
+    """What the scheduler does when pages run out: let everything in flight come in, then take the youngest out."""
+    while llm.engine._in_flight:
+        llm.engine._commit(llm.engine._in_flight.popleft())
+    running = llm.engine.scheduler.running
+    if running and running[-1].num_preemptions < 3:  # a request that is always taken out never ends
+        llm.engine.scheduler._preempt(running[-1])
+
+
+@pytest.mark.parametrize("combo", pairwise(), ids=name_of)
+def test_pairwise(combo: dict[str, Any]) -> None:
+    check(combo)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("combo", everything(), ids=name_of)
+def test_everything(combo: dict[str, Any]) -> None:
+    check(combo)
+
+
+def test_plain_decoding_is_the_text_of_all() -> None:
+    plain = bundled_llm(None, 0, dtype=torch.float64).generate(prompts(), SamplingParams(max_new_tokens=26))
+    for draft, num_draft_tokens in product(MODES["draft"], MODES["num_draft_tokens"]):
+        texts = [output.token_ids for output in expected(draft, num_draft_tokens)]
+        assert texts == [output.token_ids for output in plain]
+
+
+def test_sampled_text_does_not_depend_on_the_mode() -> None:
+    draft = bundled_draft_model(dtype=torch.float64)
+    params = [SamplingParams(max_new_tokens=20, temperature=1.0, top_p=0.95, seed=seed) for seed in range(7)]
+    wanted = bundled_llm(draft, 7, dtype=torch.float64).generate(prompts(), params)
+    modes: list[dict[str, Any]] = [
+        {"scheduling": "async", "max_num_requests": 5},
+        {"max_batched_tokens": 4, "num_pages": 12, "max_num_requests": 4},
+    ]
+    for engine in modes:
+        outputs = bundled_llm(draft, 7, dtype=torch.float64, **engine).generate(prompts(), params)
+        assert [output.token_ids for output in outputs] == [output.token_ids for output in wanted]
+        assert [output.drafts for output in outputs] == [output.drafts for output in wanted]
+
+
+@pytest.mark.parametrize("draft_sampling", ["greedy", "probabilistic"])
+def test_a_text_does_not_depend_on_its_batch_mates(draft_sampling: str) -> None:
+    draft = bundled_draft_model(dtype=torch.float64)
+    params = [SamplingParams(max_new_tokens=20, temperature=0.8, seed=seed) for seed in range(7)]
+    alone = bundled_llm(draft, 7, dtype=torch.float64, draft_sampling=draft_sampling).generate(prompts(), params)
+    llm = bundled_llm(
+        draft, 7, dtype=torch.float64, draft_sampling=draft_sampling, max_num_requests=4, scheduling="async"
+    )
+    shuffled = llm.generate(prompts()[::-1], params[::-1])[::-1]
+    assert [output.token_ids for output in shuffled] == [output.token_ids for output in alone]
+    assert [output.drafts for output in shuffled] == [output.drafts for output in alone]

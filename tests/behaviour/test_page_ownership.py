@@ -1,0 +1,107 @@
+"""Every slot a launch writes belongs to the request it is written for, alone."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dflash_runtime.device.results import Launch
+from dflash_runtime.llm import LLM
+from dflash_runtime.scheduling.batch import Batch
+from dflash_runtime.scheduling.request import Request, SamplingParams
+from dflash_testing.pairs import ScriptedDraft, bundled_draft_model, bundled_llm, bundled_prompts
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [
+        {"scheduling": "sync", "max_num_requests": 3, "num_pages": 40},
+        {"scheduling": "async", "max_num_requests": 4, "num_pages": 14, "max_batched_tokens": 11},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("num_draft_tokens", [1, 3, 7])
+def test_written_slots_are_owned_unshared_and_unpublished(num_draft_tokens: int, engine: dict[str, Any]) -> None:
+    llm = bundled_llm(bundled_draft_model(), num_draft_tokens, **engine)
+    checked = check_every_launch(llm)
+    prompt = max(bundled_prompts(), key=len)
+    for index in range(8):
+        tokens = prompt[: 14 + 3 * index] + bundled_prompts()[index][:5]
+        llm.engine.add(Request(index=index, prompt_token_ids=tokens, params=SamplingParams(max_new_tokens=20)))
+    while llm.engine.scheduler.has_work:
+        llm.engine.step()
+    assert len(checked) > 300
+
+
+def check_every_launch(llm: LLM) -> list[int]:
+    """Hold each launch's slots against the books as they stand when it is launched; returns the slots checked.
+
+    A page may be published in the very step that fills it, since whoever reads it runs later; one that was published
+    in an earlier step is never written.
+    """
+    runner, scheduler = llm.engine.runner, llm.engine.scheduler
+    store, launch, schedule = runner.kernels.kv_store, runner.launch, scheduler.schedule
+    written: list[int] = []
+    checked: list[int] = []
+    published: dict[int, bytes] = {}
+
+    def watched_store(keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
+        written.extend(slot for slot in slots.tolist() if slot >= 0)
+        store(keys, values, key_cache, value_cache, slots)
+
+    def watched_schedule(*, is_drained: bool) -> Batch:
+        published.clear()
+        published.update(scheduler.cache._digests)
+        return schedule(is_drained=is_drained)
+
+    def watched_launch(batch: Batch) -> Launch | None:
+        written.clear()
+        now = scheduler.cache._digests
+        final = {page for page, digest in published.items() if now.get(page) == digest}
+        held = {
+            page for request in [*batch.decode, *(chunk.request for chunk in batch.chunks)] for page in request.pages
+        }
+        result = launch(batch)
+        pages = {slot // runner.page_size for slot in written}
+        assert pages <= held, "written outside the pages of the requests that run"
+        assert not pages & final, "written into a page published before"
+        assert all(scheduler.pages.references(page) == 1 for page in pages - set(now)), "written into a shared page"
+        checked.extend(written)
+        return result
+
+    runner.kernels = replace(runner.kernels, kv_store=watched_store)
+    runner.launch = watched_launch  # type: ignore[method-assign]
+    scheduler.schedule = watched_schedule  # type: ignore[method-assign]
+    return checked
+
+
+@pytest.mark.parametrize("num_draft_tokens", [1, 3, 7])
+@pytest.mark.parametrize("stub", ["random", "alternating"])
+def test_text_does_not_depend_on_what_is_drafted(stub: str, num_draft_tokens: int) -> None:
+    """Drafts that are right now and then, in no pattern or in turns."""
+    draft = bundled_draft_model()
+    prompt = bundled_prompts()[2][:17]
+    params = SamplingParams(max_new_tokens=40)
+    plain = bundled_llm(None, 0).generate([prompt], params)[0].token_ids
+    sequence = prompt + plain + (0,) * 8
+
+    def script(place: int) -> int:
+        is_right = (place * 2654435761 >> 7) % 3 > 0 if stub == "random" else place % 2 == 0
+        return sequence[place] if is_right else 1
+
+    output = bundled_llm(ScriptedDraft(draft, script), num_draft_tokens).generate([prompt], params)[0]
+    assert output.token_ids == plain
+    assert max(output.acceptance_lengths) > 1
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 7, 8, 15, 16, 17])
+def test_chunks_of_any_size_prefill_the_same(chunk: int) -> None:
+    """Page size, K and K + 1 among them."""
+    draft = bundled_draft_model(dtype=torch.float64)
+    prompts = [prompt[:length] for prompt, length in zip(bundled_prompts(), (1, 16, 33, 40), strict=False)]
+    params = SamplingParams(max_new_tokens=14)
+    whole = bundled_llm(draft, 7, dtype=torch.float64).generate(prompts, params)
+    llm = bundled_llm(draft, 7, dtype=torch.float64, max_batched_tokens=chunk, max_num_requests=2, scheduling="async")
+    assert [output.drafts for output in llm.generate(prompts, params)] == [output.drafts for output in whole]

@@ -1,0 +1,48 @@
+"""Slots no request may read can hold anything: NaN in all of them changes neither text nor acceptance."""
+
+import torch
+
+from dflash_runtime.llm import LLM
+from dflash_runtime.scheduling.request import Request, SamplingParams
+from dflash_testing.pairs import bundled_draft_model, bundled_llm, bundled_prompts
+
+
+def test_poisoned_slots_change_nothing() -> None:
+    prompts = [prompt[:length] for prompt, length in zip(bundled_prompts(), (5, 16, 31, 40), strict=False)]
+    params = SamplingParams(max_new_tokens=30)
+    clean = bundled_llm(bundled_draft_model(), 7, max_num_requests=2, num_pages=20).generate(prompts, params)
+    llm = bundled_llm(bundled_draft_model(), 7, max_num_requests=2, num_pages=20)
+    requests = [Request(index=index, prompt_token_ids=prompt, params=params) for index, prompt in enumerate(prompts)]
+    for request in requests:
+        llm.engine.add(request)
+    while llm.engine.scheduler.has_work:
+        poison(llm, requests)
+        llm.engine.step()
+    assert [tuple(request.output_token_ids) for request in requests] == [output.token_ids for output in clean]
+    assert [tuple(request.steps) for request in requests] == [output.drafts for output in clean]
+
+
+def poison(llm: LLM, requests: list[Request]) -> None:
+    """Fill every slot but the true KV of running requests with NaN."""
+    runner = llm.engine.runner
+    num_slots = runner.target_kv.keys.shape[1]
+    is_free = torch.ones(num_slots, dtype=torch.bool)
+    for request in requests:
+        if request.pages and request.output_token_ids:
+            positions = torch.arange(request.kv_len)
+            pages = torch.tensor(request.pages)
+            is_free[pages[positions // runner.page_size] * runner.page_size + positions % runner.page_size] = False
+    assert runner.draft_kv is not None
+    for cache in (runner.target_kv, runner.draft_kv):
+        cache.keys[:, is_free] = torch.nan
+        cache.values[:, is_free] = torch.nan
+
+
+def test_page_zero_is_never_written() -> None:
+    llm = bundled_llm(bundled_draft_model(), 7, max_num_requests=3)
+    llm.generate([prompt[:20] for prompt in bundled_prompts()[:5]], SamplingParams(max_new_tokens=20))
+    runner = llm.engine.runner
+    assert runner.draft_kv is not None
+    for cache in (runner.target_kv, runner.draft_kv):
+        assert not cache.keys[:, : runner.page_size].any()
+        assert cache.keys.any()

@@ -1,0 +1,88 @@
+"""Sampled output: the same text with and without speculation, and the right law."""
+
+import math
+
+import pytest
+import torch
+
+from dflash_runtime.models.target import Target
+from dflash_runtime.scheduling.request import SamplingParams
+from dflash_testing.pairs import (
+    bundled_draft_model,
+    bundled_llm,
+    bundled_prompts,
+    random_draft,
+    random_llm,
+    random_target,
+    target_logits,
+)
+
+SAMPLINGS = [
+    {"temperature": 1.0},
+    {"temperature": 0.7, "top_k": 20},
+    {"temperature": 1.3, "top_p": 0.9},
+    {"temperature": 0.9, "top_k": 50, "top_p": 0.8},
+]
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+def test_speculation_does_not_change_sampled_text(sampling: dict[str, float]) -> None:
+    """Every draw is keyed by seed and position, so the tokens do not depend on how many a step verifies."""
+    prompts = [prompt[:24] for prompt in bundled_prompts()[:6]]
+    params = [SamplingParams(max_new_tokens=24, seed=seed, **sampling) for seed in range(6)]  # type: ignore[arg-type]
+    plain = bundled_llm(None, 0, dtype=torch.float64).generate(prompts, params)
+    draft = bundled_draft_model(dtype=torch.float64)
+    for num_draft_tokens, max_num_requests in ((1, 1), (7, 1), (7, 4)):
+        llm = bundled_llm(draft, num_draft_tokens, dtype=torch.float64, max_num_requests=max_num_requests)
+        outputs = llm.generate(prompts, params)
+        assert [output.token_ids for output in outputs] == [output.token_ids for output in plain]
+
+
+def test_seeds_give_different_texts() -> None:
+    prompt = bundled_prompts()[0][:24]
+    llm = bundled_llm(bundled_draft_model(), 7)
+    texts = {llm.generate([prompt], SamplingParams(max_new_tokens=12, temperature=1.0, seed=seed))[0].token_ids
+             for seed in range(4)}  # fmt: skip
+    assert len(texts) == 4
+
+
+def test_joint_law_of_the_first_two_tokens() -> None:
+    """Speculative samples against the law by enumeration, on a vocabulary of 8: chi-square below its 0.999 quantile."""
+    target = random_target(torch.float64, vocab_size=8, num_layers=3)
+    draft = random_draft(target, torch.float64, block_size=4, target_layer_ids=(0, 1))
+    prompt, num_samples = [1, 2, 3], 4000
+    llm = random_llm(target, draft, 3, max_num_requests=500)
+    params = [SamplingParams(max_new_tokens=3, temperature=1.5, seed=seed) for seed in range(num_samples)]
+    observed = torch.zeros(8, 8)
+    num_accepted = 0
+    for output in llm.generate([prompt] * num_samples, params):
+        observed[output.token_ids[1], output.token_ids[2]] += 1
+        num_accepted += sum(output.acceptance_lengths) - len(output.acceptance_lengths)
+    assert num_accepted > num_samples / 20
+    expected = torch.zeros(8, 8)
+    first = next_token_law(target, prompt, 1.5)
+    for token in range(8):
+        second = next_token_law(target, [*prompt, token], 1.5)
+        for after in range(8):
+            expected[after] += first[token] * second[after] * next_token_law(target, [*prompt, token, after], 1.5)
+    expected *= num_samples
+    assert chi_square(observed, expected) < chi_square_quantile(int(expected.ge(5).sum()), 3.09)
+
+
+def next_token_law(target: Target, tokens: list[int], temperature: float) -> torch.Tensor:
+    """[V] probabilities of the token after `tokens`."""
+    return (target_logits(target, tokens)[-1] / temperature).softmax(-1)
+
+
+def chi_square(observed: torch.Tensor, expected: torch.Tensor) -> float:
+    """Pearson's statistic over cells expected at least five times, the rest pooled into one."""
+    common = expected >= 5
+    statistic = ((observed - expected)[common] ** 2 / expected[common]).sum().item()
+    rest = expected[~common].sum().item()
+    return float(statistic + ((observed[~common].sum().item() - rest) ** 2 / rest if rest > 0 else 0))
+
+
+def chi_square_quantile(degrees: int, normal_quantile: float) -> float:
+    """Wilson and Hilferty's approximation."""
+    term = 2 / (9 * degrees)
+    return degrees * (1 - term + normal_quantile * math.sqrt(term)) ** 3

@@ -1,0 +1,70 @@
+"""The whole engine on the Triton kernels, in the interpreter: the same text and drafts as on the references."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from dflash_kernels.launch_config import HAS_TRITON
+from dflash_kernels.suite import REFERENCE, triton_kernels
+from dflash_runtime.checkpoint.layout import DRAFT_TO_TARGET, owned_shapes
+from dflash_runtime.config import DraftConfig, EngineConfig
+from dflash_runtime.drafts.dflash import DFlashDraft
+from dflash_runtime.llm import LLM
+from dflash_runtime.models.qwen3 import Qwen3Target, expected_shapes
+from dflash_runtime.scheduling.limits import Limits
+from dflash_runtime.scheduling.request import RequestOutput, SamplingParams
+from dflash_testing.pairs import bundled_prompts, random_draft_config, random_target, random_weights
+
+pytestmark = pytest.mark.skipif(not HAS_TRITON or torch.cuda.is_available(), reason="needs Triton's interpreter")
+
+CPU = torch.device("cpu")
+
+
+def generate(
+    kernels: str, draft_changes: dict[str, Any], engine: dict[str, Any], sampling: dict[str, Any]
+) -> list[RequestOutput]:
+    """A small pair from seeds, on one set of kernels."""
+    suite = triton_kernels() if kernels == "triton" else REFERENCE
+    placing: dict[str, Any] = {"num_positions": 128, "kernels": suite, "device": CPU, "dtype": torch.float32}
+    config = random_target(num_layers=3, max_position_embeddings=64).config
+    target = Qwen3Target(config, random_weights(expected_shapes(config), torch.float32, 0, 0.15), **placing)
+    draft = random_draft_config(config, block_size=4, target_layer_ids=(0, 1), **draft_changes)
+    weights = random_weights(owned_shapes(draft), torch.float32, 1, 0.15)
+    add_map(draft, weights)
+    limits = Limits(num_draft_tokens=3, max_model_len=64, max_num_requests=2, vocab_size=97, max_batched_tokens=9)
+    llm = LLM.from_models(
+        target, DFlashDraft(draft, weights, target, **placing), limits,
+        config=EngineConfig(kernels=kernels, num_pages=30, page_size=8, max_num_requests=2, **engine),
+        device=CPU, dtype=torch.float32,
+    )  # fmt: skip
+    prompts = [
+        [token % 97 for token in prompt[:length]]
+        for prompt, length in zip(bundled_prompts(), (5, 12, 17), strict=False)
+    ]
+    return llm.generate(prompts, [SamplingParams(max_new_tokens=7, seed=seed, **sampling) for seed in range(3)])
+
+
+def add_map(draft: DraftConfig, weights: dict[str, torch.Tensor]) -> None:
+    if draft.has_reduced_vocab:
+        ids = torch.linspace(0, draft.vocab_size - 1, draft.draft_vocab_size).long()
+        weights[DRAFT_TO_TARGET] = ids - torch.arange(draft.draft_vocab_size)
+
+
+@pytest.mark.parametrize(
+    ("draft", "engine", "sampling"),
+    [
+        ({}, {}, {}),
+        ({"causal": (True, True)}, {"scheduling": "sync"}, {}),
+        ({"windows": (6, None)}, {}, {}),
+        ({"draft_vocab_size": 40}, {}, {"temperature": 1.0}),
+        ({}, {"draft_sampling": "probabilistic"}, {"temperature": 1.0, "top_k": 30, "top_p": 0.9}),
+        ({"draft_vocab_size": 40}, {"draft_sampling": "probabilistic"}, {"temperature": 0.8}),
+    ],
+    ids=str,
+)
+def test_triton_equals_reference(draft: dict[str, Any], engine: dict[str, Any], sampling: dict[str, Any]) -> None:
+    wanted = generate("reference", draft, engine, sampling)
+    found = generate("triton", draft, engine, sampling)
+    assert [output.token_ids for output in found] == [output.token_ids for output in wanted]
+    assert [output.drafts for output in found] == [output.drafts for output in wanted]

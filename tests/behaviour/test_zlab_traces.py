@@ -1,0 +1,62 @@
+"""Acceptance lengths equal those of z-lab's reference loop, step for step, under every reading of the draft.
+
+The traces were recorded by tests/golden/zlab_traces.py; their provenance and smallest logit gaps are in the file.
+Where the reference shortens a block because the output's end is near, this runtime does not, so steps are compared
+while a whole block is left to generate.
+"""
+
+import hashlib
+import json
+from typing import Any
+
+import pytest
+
+from dflash_cli.checkpoints.references import tiny_directory
+from dflash_runtime.scheduling.request import SamplingParams
+from dflash_testing.pairs import bundled_draft, bundled_draft_model, bundled_llm
+from dflash_testing.paths import GOLDEN
+
+RECORDED = json.loads((GOLDEN / "zlab_traces.json").read_text())
+BLOCK = 8
+ROUNDING = 1e-4
+"""Two correct float32 programs differ by about 1e-6 in these logits (test_draft_kv.py), so wider gaps cannot flip."""
+
+
+def test_traces_belong_to_the_bundled_pair() -> None:
+    for name in ("target", "draft"):
+        weights = (tiny_directory() / name / "model.safetensors").read_bytes()
+        assert RECORDED["provenance"][f"{name}_sha256"] == hashlib.sha256(weights).hexdigest(), (
+            f"the bundled {name} has changed: record the traces again with tests/golden/zlab_traces.py"
+        )
+
+
+@pytest.mark.parametrize("reading", ["full", "causal", "sliding", "sliding causal"])
+def test_trace_equals_the_reference_loop(reading: str) -> None:
+    config = bundled_draft().config
+    window = RECORDED["provenance"]["window"] if "sliding" in reading else None
+    draft = bundled_draft_model(
+        causal=("causal" in reading,) * config.num_layers, windows=(window,) * config.num_layers
+    )
+    llm = bundled_llm(draft, BLOCK - 1)
+    params = SamplingParams(max_new_tokens=RECORDED["provenance"]["max_new_tokens"])
+    traces = [trace for trace in RECORDED["traces"] if trace["reading"] == reading]
+    assert len(traces) >= 8
+    for trace, output in zip(
+        traces, llm.generate([trace["prompt_token_ids"] for trace in traces], params), strict=True
+    ):
+        assert min(trace["smallest_target_gap"], trace["smallest_draft_gap"]) > ROUNDING
+        assert list(output.token_ids) == trace["token_ids"]
+        expected = whole_blocks(trace, params.max_new_tokens)
+        assert list(output.acceptance_lengths[: len(expected)]) == expected
+
+
+def whole_blocks(trace: dict[str, Any], max_new_tokens: int) -> list[int]:
+    """The reference's steps that had at least a block left to generate."""
+    lengths: list[int] = trace["acceptance_lengths"]
+    generated, whole = 1, []
+    for length in lengths:
+        if max_new_tokens - generated < BLOCK:
+            break
+        whole.append(length)
+        generated += length
+    return whole

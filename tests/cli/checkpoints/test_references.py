@@ -1,0 +1,104 @@
+"""References: a directory wins, then the bundled pair, then the hub; each way the hub can say no reads differently."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dflash_cli.checkpoints.references import TINY, TINY_REDUCED, Role, is_hub_id, resolve, tiny_directory
+from dflash_runtime.errors import CheckpointNotFound, UsageError
+from dflash_testing import checkpoints as support
+from dflash_testing import hub_server as hub
+
+DOWNLOAD = ("--level", "weights")
+"""What makes `validate` fetch a whole repository."""
+
+
+@pytest.fixture(scope="module")
+def local_hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[hub.LocalHub]:
+    """A hub that holds one draft and a stray file."""
+    draft = support.make_native(tmp_path_factory.mktemp("hub") / "draft")
+    (draft / "modeling.py").write_text("raise SystemExit")
+    with hub.serving() as server:
+        server.add("acme/draft", draft)
+        yield server
+
+
+@pytest.fixture
+def environment(local_hub: hub.LocalHub, tmp_path: Path) -> dict[str, str]:
+    return hub.environment(local_hub, tmp_path / "home")
+
+
+@pytest.mark.parametrize("reference", ["acme/draft", "acme/draft@v2", f"acme/draft@{hub.COMMIT}"])
+def test_from_the_hub(reference: str, environment: dict[str, str], tmp_path: Path) -> None:
+    outcome = support.launch("validate", reference, *DOWNLOAD, "--json", env=environment)
+    assert outcome.code == 0, outcome.err
+    document = json.loads(outcome.out)
+    assert document["dialect"] == "native"
+    assert Path(document["draft"]).name == hub.COMMIT
+    assert not list((tmp_path / "home").rglob("modeling.py"))
+
+
+@pytest.mark.parametrize("how", [(), DOWNLOAD], ids=["headers", "download"])
+@pytest.mark.parametrize(
+    ("reference", "message"),
+    [
+        ("acme/gated", "acme/gated: gated"),
+        ("acme/absent", "acme/absent: not found on the hub"),
+        ("acme/draft@v9", "acme/draft: no revision 'v9'"),
+        ("acme/broken", "acme/broken: the hub answered: "),
+        ("acme--x/draft", "not a name the hub allows"),
+        ("no such thing", "no such thing: no such directory, and not a hub reference"),
+    ],
+)
+def test_each_refusal_reads_differently(
+    reference: str, message: str, how: tuple[str, ...], environment: dict[str, str]
+) -> None:
+    outcome = support.launch("validate", reference, *how, env=environment)
+    assert outcome.code == 4, outcome.err
+    assert message in outcome.err
+    assert "Traceback" not in outcome.err
+
+
+@pytest.mark.parametrize("how", [(), DOWNLOAD], ids=["headers", "download"])
+def test_offline(how: tuple[str, ...], environment: dict[str, str]) -> None:
+    outcome = support.launch("validate", "acme/draft", *how, env={**environment, "HF_HUB_OFFLINE": "1"})
+    assert outcome.code == 4
+    assert "not in the local cache, and the hub cannot be reached" in outcome.err
+
+
+@pytest.mark.parametrize("how", [(), DOWNLOAD], ids=["headers", "download"])
+def test_nobody_answers(how: tuple[str, ...], environment: dict[str, str]) -> None:
+    nobody = {**environment, "HF_ENDPOINT": "http://127.0.0.1:9"}
+    outcome = support.launch("validate", "acme/draft", *how, env=nobody)
+    assert outcome.code == 4
+    assert "the hub cannot be reached" in outcome.err
+    assert "Traceback" not in outcome.err
+
+
+def test_a_directory_wins_over_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    support.make_native(tmp_path / "acme" / "draft")
+    monkeypatch.chdir(tmp_path)
+    assert not is_hub_id("acme/draft")
+    assert resolve("acme/draft", Role.DRAFT) == Path("acme/draft")
+
+
+def test_a_directory_wins_over_the_bundled_pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tiny").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert resolve(TINY, Role.DRAFT) == Path("tiny")
+
+
+def test_the_bundled_pair() -> None:
+    assert resolve(TINY, Role.DRAFT) == tiny_directory() / "draft"
+    assert resolve(TINY, Role.TARGET) == tiny_directory() / "target"
+    assert resolve(TINY_REDUCED, Role.DRAFT) == tiny_directory() / "draft-reduced"
+    with pytest.raises(UsageError, match="names a draft"):
+        resolve(TINY_REDUCED, Role.TARGET)
+
+
+@pytest.mark.parametrize("reference", ["", "~nobody/x/y", "org/repo/extra", "../up/there", "org//repo", "http://x/y"])
+def test_what_is_no_reference(reference: str) -> None:
+    with pytest.raises(CheckpointNotFound, match="not a hub reference"):
+        resolve(reference, Role.DRAFT)

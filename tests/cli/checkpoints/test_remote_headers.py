@@ -1,0 +1,163 @@
+"""Checkpoints on the hub are read by their headers: few bytes, the revision that is named, no weights."""
+
+import json
+import re
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dflash_testing import checkpoints as support
+from dflash_testing import hub_server as hub
+
+BIG = support.Shape(hidden=64, inner=256, layers=6, windows=(None,) * 6, vocab=32, draft_vocab=32)
+
+
+@pytest.fixture(scope="module")
+def local_hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[hub.LocalHub]:
+    """A sharded draft of several MB, its target, and checkpoints with a fault."""
+    home = tmp_path_factory.mktemp("hub")
+    with hub.serving() as server:
+        sharded = support.write_sharded(
+            home / "sharded", support.native_config(BIG), support.body_arrays(BIG), num_shards=3
+        )
+        server.add("acme/sharded-dflash", sharded)
+        server.add("acme/dflash", support.make_native(home / "draft", BIG))
+        server.add("acme/target", support.make_target(home / "target", BIG))
+        server.add("acme/spec", support.make_speculators(home / "spec", BIG))
+        cut = dict(server.repos["acme/dflash"])
+        cut["model.safetensors"] = cut["model.safetensors"][:-5]
+        server.repos["acme/cut"] = cut
+        server.repos["acme/hollow"] = {"README.md": b""}
+        server.repos["acme/escape"] = {
+            **server.repos["acme/sharded-dflash"],
+            "model.safetensors.index.json": json.dumps(
+                {"weight_map": {"a": "../../dflash/model.safetensors"}}
+            ).encode(),
+        }
+        yield server
+
+
+@pytest.fixture
+def environment(local_hub: hub.LocalHub, tmp_path: Path) -> dict[str, str]:
+    local_hub.forget()
+    local_hub.closed.clear()
+    local_hub.ranges = True
+    return hub.environment(local_hub, tmp_path / "home")
+
+
+def document(*args: str, env: dict[str, str], code: int = 0) -> dict[str, Any]:
+    outcome = support.launch(*args, "--json", env=env)
+    assert outcome.code == code, outcome.err
+    return dict(json.loads(outcome.out))
+
+
+@pytest.mark.parametrize("name", ["acme/dflash", "acme/sharded-dflash"])
+def test_few_bytes(name: str, local_hub: hub.LocalHub, environment: dict[str, str], tmp_path: Path) -> None:
+    outcome = support.launch("validate", name, "--target", "acme/target", "--engine", "vllm", env=environment)
+    assert outcome.code == 0, outcome.err
+    assert "0 errors, 0 warnings" in outcome.out
+    whole = sum(len(data) for repo in (name, "acme/target") for data in local_hub.repos[repo].values())
+    assert local_hub.num_bytes < whole / 2
+    told = [int(text.replace(",", "")) for text in re.findall(r"read ([\d,]+) bytes in", outcome.err)]
+    assert sum(told) == local_hub.num_bytes
+    assert not list((tmp_path / "home").rglob("*.safetensors"))
+
+
+def test_what_is_read_is_what_a_download_gives(
+    local_hub: hub.LocalHub, environment: dict[str, str], tmp_path: Path
+) -> None:
+    there = document("inspect", "acme/sharded-dflash", "--tensors", env=environment)
+    local = tmp_path / "local"
+    local.mkdir()
+    for name, data in local_hub.repos["acme/sharded-dflash"].items():
+        (local / name).write_bytes(data)
+    here = document("inspect", str(local), "--tensors", env=environment)
+    assert there.pop("path") == f"acme/sharded-dflash@{hub.COMMIT[:12]}"
+    here.pop("path")
+    assert there == here
+
+
+def test_a_header_longer_than_the_first_range(environment: dict[str, str], local_hub: hub.LocalHub) -> None:
+    """The rest of a long header is asked for in a second range that starts where the first ended."""
+    arrays = {f"layers.0.padding_{index:05d}.{'x' * 60}": np.zeros(1, np.float32) for index in range(1500)}
+    header = {
+        name: {"dtype": "F32", "shape": [1], "data_offsets": [4 * index, 4 * index + 4]}
+        for index, name in enumerate(arrays)
+    }
+    text = json.dumps(header).encode()
+    weights = struct.pack("<Q", len(text)) + text + bytes(4 * len(arrays))
+    local_hub.repos["acme/long"] = {**local_hub.repos["acme/dflash"], "model.safetensors": weights}
+    found = document("validate", "acme/long", env=environment, code=3)
+    assert "N16" not in {item["id"] for item in found["findings"]}
+    ranges = [wanted for path, wanted in local_hub.asked if path.startswith("/cdn/")]
+    assert ranges == ["bytes=0-131071", f"bytes=131072-{8 + len(text) - 1}"]
+
+
+def test_the_revision_is_followed(environment: dict[str, str], local_hub: hub.LocalHub) -> None:
+    found = document("validate", "acme/dflash@v2", env=environment)
+    assert found["draft"] == f"acme/dflash@{hub.COMMIT[:12]}"
+    assert [path for path, _ in local_hub.asked if path.startswith("/api/models/")] == [
+        "/api/models/acme/dflash/revision/v2"
+    ]
+    files = [path for path, _ in local_hub.asked if "/resolve/" in path]
+    assert files
+    assert all(f"/resolve/{hub.COMMIT}/" in path for path in files)
+
+
+def test_a_server_without_ranges_is_not_read_whole(environment: dict[str, str], local_hub: hub.LocalHub) -> None:
+    local_hub.ranges = False
+    outcome = support.launch("validate", "acme/dflash", env=environment)
+    assert outcome.code == 0, outcome.err
+    told = int(re.findall(r"read ([\d,]+) bytes", outcome.err)[0].replace(",", ""))
+    assert told < len(local_hub.repos["acme/dflash"]["model.safetensors"])
+
+
+def test_a_cut_file_is_a_finding(environment: dict[str, str]) -> None:
+    found = document("validate", "acme/cut", env=environment, code=3)
+    assert [(item["id"], item["place"]) for item in found["findings"]] == [("N16", "model.safetensors")]
+
+
+def test_no_config_is_a_finding(environment: dict[str, str]) -> None:
+    found = document("validate", "acme/hollow", env=environment, code=3)
+    assert [item["id"] for item in found["findings"]] == ["S19"]
+
+
+def test_an_index_that_points_elsewhere_is_a_finding(environment: dict[str, str], local_hub: hub.LocalHub) -> None:
+    found = document("validate", "acme/escape", env=environment, code=3)
+    assert [item["id"] for item in found["findings"]] == ["N12"]
+    assert not [path for path, _ in local_hub.asked if "acme/dflash" in path]
+
+
+def test_weights_that_are_gated_though_the_repository_is_listed(
+    environment: dict[str, str], local_hub: hub.LocalHub
+) -> None:
+    local_hub.closed.add("model.safetensors")
+    outcome = support.launch("inspect", "acme/dflash", env=environment)
+    assert outcome.code == 4
+    assert "acme/dflash: gated" in outcome.err
+    assert "HF_TOKEN" in outcome.err
+
+
+def test_what_is_cached_serves_offline(environment: dict[str, str]) -> None:
+    assert support.launch("validate", "acme/dflash", "--level", "weights", env=environment).code == 0
+    outcome = support.launch("inspect", "acme/dflash", env={**environment, "HF_HUB_OFFLINE": "1"})
+    assert outcome.code == 0, outcome.err
+
+
+def test_launch_reads_headers_and_names_the_repositories(environment: dict[str, str], local_hub: hub.LocalHub) -> None:
+    outcome = support.launch("launch", "acme/dflash@v2", "--target", "acme/target", "-e", "vllm", env=environment)
+    assert outcome.code == 0, outcome.err
+    assert outcome.out.startswith("vllm serve acme/target ")
+    assert '"model": "acme/dflash"' in outcome.out
+    assert '"revision": "v2"' in outcome.out
+    assert "headers and JSON only" in outcome.err
+
+
+def test_launch_takes_the_target_that_the_draft_names(environment: dict[str, str]) -> None:
+    outcome = support.launch("launch", "acme/spec", "-e", "vllm", env=environment)
+    assert outcome.code == 0, outcome.err
+    assert outcome.out.startswith("vllm serve acme/target ")

@@ -1,0 +1,196 @@
+"""`dflash eval-acceptance`: figures, definitions, intervals, the gate, resuming and reports."""
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from dflash_cli.evaluation.statistics import bootstrap_interval, summarise
+from dflash_cli.main import app
+from dflash_runtime.errors import GateFailed, UsageError
+from dflash_runtime.scheduling.request import FinishReason, RequestOutput, SamplingParams
+from dflash_testing.pairs import bundled_draft_model, bundled_llm, bundled_prompts
+
+SMALL = ["--num-prompts", "4", "-n", "24", "--bootstrap", "200"]
+
+
+def run(*arguments: str) -> Any:
+    result = CliRunner().invoke(app, ["eval-acceptance", *arguments])
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def output(lengths: list[int], kept: list[int] | None = None, prefill: int = 1) -> RequestOutput:
+    kept = kept or lengths
+    return RequestOutput(
+        index=0,
+        prompt_token_ids=(1,),
+        token_ids=(1,) * (sum(kept) + prefill),
+        finish_reason=FinishReason.LENGTH,
+        acceptance_lengths=tuple(lengths),
+        kept_lengths=tuple(kept),
+    )
+
+
+def test_the_figures_are_the_runtimes() -> None:
+    document = json.loads(run(*SMALL, "--json").stdout)
+    params = SamplingParams(max_new_tokens=24)
+    outputs = bundled_llm(bundled_draft_model(), 7).generate(bundled_prompts()[:4], params)
+    steps = [length for item in outputs for length in item.acceptance_lengths]
+    assert document["num_drafts"] == len(steps)
+    assert document["num_draft_tokens"] == 7 * len(steps)
+    assert document["num_accepted_tokens"] == sum(steps) - len(steps)
+    assert document["acceptance_len"] == pytest.approx(sum(steps) / len(steps))
+    assert document["per_pos_accepted"] == [sum(length > place + 1 for length in steps) for place in range(7)]
+    assert document["histogram"] == [steps.count(length) for length in range(1, 9)]
+    assert document["settings"]["num_speculative_tokens"] == 7
+    low, high = (document["acceptance_len_interval"][end] for end in ("low", "high"))
+    assert low < document["acceptance_len"] < high
+
+
+def test_every_definition_by_hand() -> None:
+    """Two requests, K = 3; the second one's last step is cut from 4 to 2 by its limit."""
+    summary = summarise([output([1, 4, 2]), output([3, 4], kept=[3, 2])], 3, num_resamples=0)
+    assert summary.definitions == pytest.approx(
+        {
+            "vllm": 14 / 5,
+            "zlab": (7 / 3 + 5 / 2) / 2,
+            "zlab_untruncated": (7 / 3 + 7 / 2) / 2,
+            "sglang": (8 / 3 + 6 / 2) / 2,
+            "kept": 12 / 5,
+            "mlx_ratio": 9 / 14,
+        }
+    )
+    assert summary.histogram == (1, 1, 1, 2)
+    assert summary.conditional_rates == [4 / 5, 3 / 4, 2 / 3]
+
+
+def test_no_steps_are_no_figures() -> None:
+    summary = summarise([output([])], 3)
+    assert summary.counts.acceptance_len is None
+    assert summary.interval is None
+    assert set(summary.definitions.values()) == {None}
+    json.dumps(summary.to_json(), allow_nan=False)
+
+
+def test_the_interval_covers_as_often_as_it_says() -> None:
+    """Requests with their own difficulty: 95% intervals over requests cover the truth in 90% to 98% of 200 worlds."""
+    generator = random.Random(0)
+    covered = 0
+    for world in range(200):
+        outputs = []
+        for _ in range(40):
+            accept = generator.choice([0.3, 0.8])
+            lengths = []
+            for _ in range(12):
+                length = 1
+                while length < 8 and generator.random() < accept:
+                    length += 1
+                lengths.append(length)
+            outputs.append(output(lengths))
+        interval = bootstrap_interval(outputs, confidence=0.95, num_resamples=400, seed=world)
+        assert interval is not None
+        covered += interval.low <= TRUE_LENGTH <= interval.high
+    assert 180 <= covered <= 197
+
+
+TRUE_LENGTH = sum(sum(accept**place for place in range(8)) for accept in (0.3, 0.8)) / 2
+
+
+def test_an_interval_needs_two_requests_and_is_repeatable() -> None:
+    assert bootstrap_interval([output([2, 3])], confidence=0.9, num_resamples=100, seed=0) is None
+    outputs = [output([1, 2]), output([5, 6]), output([3])]
+    first, again = (bootstrap_interval(outputs, confidence=0.9, num_resamples=100, seed=3) for _ in range(2))
+    assert first == again
+
+
+def test_tables_name_every_definition() -> None:
+    text = run(*SMALL).stdout
+    assert text.startswith("acceptance length ")
+    for word in ("by position", "vllm", "zlab", "sglang", "mlx_ratio", "by category"):
+        assert word in text
+
+
+@pytest.mark.parametrize(("minimum", "gate"), [("1.0", "point"), ("1.0", "lower")])
+def test_a_gate_that_is_met_passes(minimum: str, gate: str) -> None:
+    assert run(*SMALL, "--min-acceptance", minimum, "--gate", gate).exit_code == 0
+
+
+def test_a_gate_that_is_missed_exits_3_after_the_result() -> None:
+    command = [sys.executable, "-m", "dflash_cli", "eval-acceptance", *SMALL, "--min-acceptance", "7.9", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 3
+    assert json.loads(done.stdout)["acceptance_len"] < 7.9
+    assert "expected at least 7.9" in done.stderr
+    with pytest.raises(GateFailed, match="too few steps"):
+        run("--num-prompts", "1", "-n", "8", "--min-acceptance", "1", "--gate", "lower")
+
+
+def test_resuming_asks_only_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = tmp_path / "rows.jsonl"
+    whole = json.loads(run(*SMALL, "--rows", str(rows), "--json").stdout)
+    with pytest.raises(UsageError, match="is there already"):
+        run(*SMALL, "--rows", str(rows))
+    lines = rows.read_text().splitlines(keepends=True)
+    rows.write_text("".join(lines[:3]) + lines[3][:40])  # settings, two answers, and half of a third
+    asked: list[int] = []
+    from dflash_runtime.llm import LLM
+
+    stream = LLM.stream
+
+    def counting(self: LLM, prompts: Any, params: Any = None) -> Any:
+        asked.append(len(prompts))
+        return stream(self, prompts, params)
+
+    monkeypatch.setattr(LLM, "stream", counting)
+    resumed = json.loads(run(*SMALL, "--rows", str(rows), "--resume", "--json").stdout)
+    assert asked == [2]
+    for key in ("num_drafts", "num_accepted_tokens", "acceptance_len", "histogram", "definitions"):
+        assert resumed[key] == whole[key]
+    assert sorted(rows.read_text().splitlines()[1:]) == sorted(line.rstrip("\n") for line in lines[1:])
+
+
+def test_resuming_under_other_settings_is_refused(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    run(*SMALL, "--rows", str(rows))
+    with pytest.raises(UsageError, match="was made with seed 0, this run has 1"):
+        run(*SMALL, "--rows", str(rows), "--resume", "--seed", "1")
+
+
+def test_a_report_is_written_whole(tmp_path: Path) -> None:
+    report = tmp_path / "report.md"
+    run(*SMALL, "--report", str(report))
+    text = report.read_text()
+    assert text.startswith("# Acceptance\n\n**acceptance length ")
+    assert "| position | accepted | rate |" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [(["--confidence", "1"], "--confidence 1"), (["-k", "0"], "no acceptance to measure"),
+     (["--resume"], "--resume needs --rows")],
+)  # fmt: skip
+def test_options_that_make_no_sense_are_refused(options: list[str], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        run(*options)
+
+
+def test_sampled_acceptance_is_lower_and_seeded() -> None:
+    first, again = (json.loads(run(*SMALL, "--temperature", "1", "--json").stdout)["acceptance_len"] for _ in range(2))
+    assert first == again
+
+
+def test_a_trial_reading_changes_acceptance_and_not_the_text() -> None:
+    """The reduced draft was trained without causality and shows it most."""
+    options = ["--draft", "tiny:reduced", "--num-prompts", "12", "-n", "48", "--bootstrap", "0", "--json"]
+    as_trained = json.loads(run(*options).stdout)
+    causal = json.loads(run(*options, "--causality", "causal").stdout)
+    assert causal["settings"]["causality"] == "causal"
+    assert causal["acceptance_len"] < as_trained["acceptance_len"] - 0.05
+    assert causal["num_tokens"] == as_trained["num_tokens"]

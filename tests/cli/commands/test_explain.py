@@ -1,0 +1,70 @@
+"""`dflash explain`: every rule, offline, and the table in the documents that is made from the same rules."""
+
+import json
+import runpy
+import subprocess
+import sys
+
+import pytest
+
+from dflash_cli.validation.rule import all_rules
+from dflash_testing import checkpoints as support
+from dflash_testing.paths import ROOT
+
+
+@pytest.mark.parametrize("rule", all_rules(), ids=lambda rule: rule.id)
+def test_each_rule_is_explained(rule: object) -> None:
+    assert isinstance(rule, type(all_rules()[0]))
+    outcome = support.invoke("explain", rule.id)
+    assert outcome.code == 0
+    assert outcome.out.startswith(f"{rule.id}  {rule.title}\n")
+    for label in ("severity", "level", "effect", "fix", "source"):
+        assert f"\n{label} " in outcome.out
+    assert max(map(len, outcome.out.splitlines()[1:])) <= 80
+
+
+def test_the_long_text_is_printed() -> None:
+    assert "0.24 does not look at it" in " ".join(support.invoke("explain", "c20").out.split())
+
+
+def test_without_an_id_all_are_listed() -> None:
+    outcome = support.invoke("explain")
+    assert [line.split()[0] for line in outcome.out.splitlines()] == [rule.id for rule in all_rules()]
+
+
+def test_json() -> None:
+    one = json.loads(support.invoke("explain", "C20", "--json").out)
+    assert one["engines"] == ["vllm"]
+    assert one["schema_version"] == 1
+    everything = json.loads(support.invoke("explain", "--json").out)
+    assert len(everything["rules"]) == len(all_rules())
+
+
+def test_a_wrong_id_gets_a_guess() -> None:
+    outcome = support.invoke("explain", "C200")
+    assert outcome.code == 2
+    assert "did you mean C20?" in outcome.err
+
+
+def test_the_table_in_the_documents_is_true() -> None:
+    """docs/checks.md is what `python scripts/rule_table.py` prints."""
+    render = runpy.run_path(str(ROOT / "scripts" / "rule_table.py"))["render"]
+    assert (ROOT / "docs" / "checks.md").read_text(encoding="utf-8") == render()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("explain", "C20"), ("launch", "tiny", "--engine", "vllm"), ("env",), ("validate", "tiny")],
+    ids=" ".join,
+)
+def test_no_torch(arguments: tuple[str, ...]) -> None:
+    """Commands that read headers, or nothing at all, start without torch, transformers and numpy."""
+    code = (
+        f"import sys; sys.path[:0] = {[str(ROOT / name) for name in ('.', 'runtime', 'kernels')]!r}; "
+        f"sys.argv = ['dflash', *{list(arguments)!r}]\n"
+        "from dflash_cli.main import main\n"
+        "try:\n    main()\nexcept SystemExit as end:\n    assert end.code in (0, None)\n"
+        "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,108 @@
+"""What `dflash inspect` says about one checkpoint and about two."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dflash_cli.checkpoints.description import describe_layers
+from dflash_cli.checkpoints.opening import open_draft
+from dflash_testing import checkpoints as support
+
+
+def test_a_native_draft(tmp_path: Path) -> None:
+    outcome = support.invoke("inspect", support.make_native(tmp_path / "draft"))
+    assert outcome.code == 0
+    for line in (
+        "kind        DFlash, native dialect (architectures names DFlashDraftModel)",
+        "block       4 (3 drafted after the anchor)",
+        "taps        outputs of layers 0, 2 of 4, counted from 0",
+        "mask        token 31",
+        "attention   all 2 layers: full attention, non-causal",
+        "rope        default, theta 1000000, up to 128 positions",
+        "vocabulary  32 ids",
+    ):
+        assert line in outcome.out.splitlines()
+
+
+def test_a_reduced_speculators_draft(tmp_path: Path) -> None:
+    outcome = support.invoke("inspect", support.make_speculators(tmp_path / "draft", support.REDUCED))
+    assert "vocabulary  32 ids, drafts over 12 of them" in outcome.out
+    assert "target      acme/target" in outcome.out
+    assert "skipped     t2d" in outcome.out
+
+
+def test_a_target(tmp_path: Path) -> None:
+    target = support.make_target(tmp_path / "target")
+    outcome = support.invoke("inspect", target)
+    assert outcome.code == 0
+    assert "model       qwen3" in outcome.out
+    document = json.loads(support.invoke("inspect", target, "--json").out)
+    assert (document["kind"], document["dialect"], document["config"]["num_layers"]) == ("target", None, 4)
+
+
+def test_json_has_the_canonical_fields(tmp_path: Path) -> None:
+    draft = support.make_speculators(tmp_path / "draft")
+    document = json.loads(support.invoke("inspect", draft, "--json", "--tensors").out)
+    assert document["schema_version"] == 1
+    assert document["dialect"] == "speculators"
+    assert document["config"]["target_layer_ids"] == [0, 2]
+    assert document["config"]["num_draft_tokens"] == 3
+    arrays = support.body_arrays()
+    assert document["num_parameters"] == sum(array.size for array in arrays.values())
+    assert document["num_bytes"] == sum(array.nbytes for array in arrays.values())
+    assert {entry["name"] for entry in document["tensors"]} == set(arrays)
+
+
+def test_tensors_are_listed_on_demand(tmp_path: Path) -> None:
+    draft = support.make_native(tmp_path / "draft")
+    assert "fc.weight" not in support.invoke("inspect", draft).out
+    assert "  fc.weight  F32  [16, 32]" in support.invoke("inspect", draft, "--tensors").out
+
+
+@pytest.mark.parametrize(
+    ("windows", "causal", "expected"),
+    [
+        ((None, None), False, "all 2 layers: full attention, non-causal"),
+        ((16, None), support.REMOVED, "layer 0: window 16, causal; layer 1: full attention, non-causal"),
+        ((16, 16), True, "all 2 layers: window 16, causal"),
+    ],
+)
+def test_layers_in_words(tmp_path: Path, windows: tuple[int | None, ...], causal: object, expected: str) -> None:
+    draft = support.make_native(tmp_path / "draft", support.Shape(windows=windows), is_causal=causal)
+    assert describe_layers(open_draft(draft).config) == expected
+
+
+class TestTwo:
+    def test_equal(self, tmp_path: Path) -> None:
+        one, other = support.make_native(tmp_path / "one"), support.make_native(tmp_path / "other")
+        assert support.invoke("inspect", one, other).out.startswith("no difference")
+
+    def test_fields_keys_and_tensors(self, tmp_path: Path) -> None:
+        one = support.make_native(tmp_path / "one")
+        arrays = support.body_arrays()
+        arrays["norm.weight"] = arrays["norm.weight"] + 1
+        config = support.native_config(block_size=8, use_cache=True)
+        other = support.write_checkpoint(tmp_path / "other", config, arrays)
+        outcome = support.invoke("inspect", one, other)
+        assert outcome.code == 0
+        assert outcome.out.splitlines() == [
+            "field   block_size: 4 -> 8",
+            "key     use_cache: unset -> True",
+            "tensor  norm.weight: other bytes",
+            "24 tensors are equal",
+        ]
+
+    def test_across_dialects(self, tmp_path: Path) -> None:
+        one = support.make_native(tmp_path / "one")
+        other = support.make_speculators(tmp_path / "other", support.REDUCED)
+        document = json.loads(support.invoke("inspect", one, other, "--json").out)
+        assert document["dialects"] == ["native", "speculators"]
+        assert document["fields"].keys() == {"draft_vocab_size", "num_target_layers", "verifier"}
+        assert set(document["tensors"]["only_second"]) == {"lm_head.weight", "d2t", "t2d"}
+        assert document["tensors"]["num_equal"] == 25
+
+    def test_a_draft_and_a_target_do_not_compare(self, tmp_path: Path) -> None:
+        outcome = support.invoke("inspect", support.make_native(tmp_path / "a"), support.make_target(tmp_path / "b"))
+        assert outcome.code == 2
+        assert "nothing to compare" in outcome.err

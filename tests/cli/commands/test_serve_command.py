@@ -1,0 +1,187 @@
+"""`dflash launch` and `dflash env`: lines with the K each engine counts in, and what the installation is made of."""
+
+import json
+import shlex
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dflash_cli import environment
+from dflash_cli.environment import find_conflicts
+from dflash_testing import checkpoints as support
+
+BLOCK = support.SMALL.block
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> tuple[Path, Path]:
+    return support.make_native(tmp_path / "dflash-draft"), support.make_target(tmp_path / "target")
+
+
+def line(pair: tuple[Path, Path], engine: str, *more: str) -> str:
+    outcome = support.invoke("launch", pair[0], "--target", pair[1], "--engine", engine, *more)
+    assert outcome.code == 0, outcome.err
+    return outcome.out.strip()
+
+
+class TestLine:
+    def test_vllm_counts_drafts(self, pair: tuple[Path, Path]) -> None:
+        words = shlex.split(line(pair, "vllm"))
+        assert words[:3] == ["vllm", "serve", str(pair[1])]
+        speculative = json.loads(words[words.index("--speculative-config") + 1])
+        assert speculative == {"method": "dflash", "model": str(pair[0]), "num_speculative_tokens": BLOCK - 1}
+
+    def test_sglang_counts_the_anchor(self, pair: tuple[Path, Path]) -> None:
+        words = shlex.split(line(pair, "sglang"))
+        assert words[words.index("--speculative-num-draft-tokens") + 1] == str(BLOCK)
+        assert words[words.index("--speculative-algorithm") + 1] == "DFLASH"
+        assert words[words.index("--speculative-draft-model-path") + 1] == str(pair[0])
+
+    def test_llama_converts_first(self, pair: tuple[Path, Path]) -> None:
+        target, draft, serve = (shlex.split(item) for item in line(pair, "llama.cpp").splitlines())
+        assert target[2] == str(pair[1])
+        assert draft[draft.index("--target-model-dir") + 1] == str(pair[1])
+        assert serve[serve.index("--spec-draft-n-max") + 1] == str(BLOCK - 1)
+        assert serve[serve.index("-md") + 1] == draft[draft.index("--outfile") + 1] == "dflash-draft.gguf"
+
+    def test_transformers_is_a_program(self, pair: tuple[Path, Path]) -> None:
+        program = line(pair, "transformers")
+        compile(program, "line", "exec")
+        assert f"block_size={BLOCK}" in program
+
+    def test_fewer_tokens(self, pair: tuple[Path, Path]) -> None:
+        assert '"num_speculative_tokens": 2' in line(pair, "vllm", "-k", "2")
+
+    def test_more_tokens_than_trained_are_refused(self, pair: tuple[Path, Path]) -> None:
+        outcome = support.invoke("launch", pair[0], "--target", pair[1], "--engine", "vllm", "-k", BLOCK)
+        assert outcome.code == 2
+        assert f"expected at most {BLOCK - 1}" in outcome.err
+
+    def test_mixed_layers_need_the_other_runner(self, tmp_path: Path) -> None:
+        shape = support.Shape(windows=(16, None))
+        pair = support.make_native(tmp_path / "dflash-draft", shape), support.make_target(tmp_path / "target")
+        assert line(pair, "vllm").startswith("VLLM_USE_V2_MODEL_RUNNER=1 vllm serve ")
+
+    def test_a_shorter_draft_limits_the_context(self, tmp_path: Path) -> None:
+        draft = support.make_native(tmp_path / "dflash-draft", max_position_embeddings=64)
+        pair = draft, support.make_target(tmp_path / "target")
+        assert "--max-model-len 64" in line(pair, "vllm")
+        assert "--context-length 64" in line(pair, "sglang")
+
+    def test_a_packed_target_does_not_pack_the_draft(self, tmp_path: Path) -> None:
+        target = support.make_target(tmp_path / "target", quantization_config={"quant_method": "fp8"}, dtype="float16")
+        pair = support.make_native(tmp_path / "dflash-draft"), target
+        assert "--speculative-draft-model-quantization unquant" in line(pair, "sglang")
+        assert "--dtype bfloat16" in line(pair, "vllm")
+
+    def test_names_are_quoted(self, tmp_path: Path) -> None:
+        pair = support.make_native(tmp_path / "it's dflash"), support.make_target(tmp_path / "target; rm x")
+        words = shlex.split(line(pair, "vllm"))
+        assert words[2] == str(pair[1])
+        assert json.loads(words[4])["model"] == str(pair[0])
+
+    def test_json(self, pair: tuple[Path, Path]) -> None:
+        document = json.loads(line(pair, "sglang", "--json"))
+        assert document["num_draft_tokens"] == BLOCK - 1
+        assert document["verdict"]["outcome"] == "serves"
+
+    def test_the_bundled_pair(self) -> None:
+        outcome = support.invoke("launch", "tiny", "--engine", "vllm")
+        assert outcome.code == 0
+        assert '"num_speculative_tokens": 7' in outcome.out
+
+    def test_nothing_is_run(self, pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+        def refuse(*args: Any, **kwargs: Any) -> None:
+            raise AssertionError("launch must run nothing")
+
+        monkeypatch.setattr(subprocess, "Popen", refuse)
+        for engine in ("vllm", "sglang", "llama.cpp", "transformers"):
+            assert line(pair, engine)
+
+
+class TestRefusal:
+    def test_a_dialect_the_engine_cannot_read(self, tmp_path: Path) -> None:
+        draft, target = support.make_speculators(tmp_path / "draft"), support.make_target(tmp_path / "target")
+        outcome = support.invoke("launch", draft, "--target", target, "--engine", "sglang")
+        assert outcome.code == 5
+        assert "sglang 0.5.23 cannot serve it: S09" in outcome.err
+        assert "hint: dflash convert" in outcome.err
+        assert outcome.out == ""
+
+    def test_a_relative(self, tmp_path: Path) -> None:
+        draft = support.make_native(tmp_path / "draft", markov_rank=0)
+        target = support.make_target(tmp_path / "target")
+        assert support.invoke("launch", draft, "--target", target, "--engine", "vllm").code == 5
+
+    def test_another_target(self, tmp_path: Path) -> None:
+        draft = support.make_native(tmp_path / "draft")
+        target = support.make_target(tmp_path / "target", support.Shape(hidden=24))
+        outcome = support.invoke("launch", draft, "--target", target, "--engine", "vllm")
+        assert outcome.code == 3
+        assert "P01" in outcome.err or "N05" in outcome.err
+
+    def test_what_drops_acceptance_is_a_warning(self, tmp_path: Path) -> None:
+        draft = support.make_speculators(tmp_path / "draft", sliding_window_non_causal=False)
+        target = support.make_target(tmp_path / "target")
+        outcome = support.invoke("launch", draft, "--target", target, "--engine", "vllm")
+        assert outcome.code == 0
+        assert "warning: C20" in outcome.err
+
+    def test_one_engine(self) -> None:
+        assert support.invoke("launch", "tiny", "--engine", "vllm,sglang").code == 2
+
+    def test_no_target(self, tmp_path: Path) -> None:
+        outcome = support.invoke("launch", support.make_native(tmp_path / "draft"), "--engine", "vllm")
+        assert outcome.code == 2
+        assert "add --target" in outcome.err
+
+
+class TestEnv:
+    def test_document(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("HF_TOKEN", "hf_secret")
+        monkeypatch.setenv("HF_HUB_CACHE", "/somewhere/hub")
+        outcome = support.invoke("env", "--json")
+        assert outcome.code == 0
+        assert "hf_secret" not in outcome.out
+        document = json.loads(outcome.out)
+        assert document["variables"]["HF_TOKEN"] == "set"
+        assert document["cache"] == "/somewhere/hub"
+        assert document["python"] == ".".join(map(str, sys.version_info[:3]))
+        assert document["packages"]["torch"]
+
+    def test_text(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv("HF_TOKEN", raising=False)
+        outcome = support.invoke("env")
+        assert "HF_TOKEN         not set" in outcome.out
+        assert "torch " in outcome.out
+
+    def test_a_driver_that_fails_is_no_error(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        program = tmp_path / "nvidia-smi"
+        program.write_text("#!/bin/sh\nexit 9\n")
+        program.chmod(0o755)
+        monkeypatch.setenv("PATH", str(tmp_path))
+        assert environment.describe_environment("0").gpus is None
+
+    def test_other_owners_of_the_name_are_named(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        home = tmp_path / "dflash-0.1.0.dist-info"
+        home.mkdir()
+        (home / "METADATA").write_text("Metadata-Version: 2.1\nName: dflash\nVersion: 0.1.0\n")
+        (home / "entry_points.txt").write_text("[console_scripts]\ndflash = dflash.cli:main\n")
+        (home / "RECORD").write_text("dflash/__init__.py,,\ndflash_runtime/__init__.py,,\n")
+        monkeypatch.setattr(metadata, "distributions", lambda: [metadata.PathDistribution(home)])
+        assert find_conflicts() == [
+            "dflash 0.1.0 installs a script named dflash as well; use dflash-cli",
+            "dflash 0.1.0 brings a module named dflash_runtime, which may hide ours",
+        ]
+
+    def test_our_own_distribution_is_no_conflict(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        home = tmp_path / "dflash_cli-0.1.0.dist-info"
+        home.mkdir()
+        (home / "METADATA").write_text("Metadata-Version: 2.1\nName: dflash-cli\nVersion: 0.1.0\n")
+        (home / "entry_points.txt").write_text("[console_scripts]\ndflash = dflash_cli.main:main\n")
+        monkeypatch.setattr(metadata, "distributions", lambda: [metadata.PathDistribution(home)])
+        assert find_conflicts() == []

@@ -1,0 +1,192 @@
+"""`dflash validate` as a command: output, exit codes, engines, JSON."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dflash_cli.commands.validate import print_finding
+from dflash_cli.engines.serving_engine import parse_engines
+from dflash_cli.validation.rule import Finding
+from dflash_runtime.errors import UsageError
+from dflash_testing import checkpoints as support
+
+
+class TestCommand:
+    def test_sound(self) -> None:
+        outcome = support.invoke("validate", "tiny")
+        assert outcome.code == 0
+        assert outcome.out.endswith("0 errors, 0 warnings\n")
+        assert "against tiny" in outcome.out
+
+    def test_findings_exit_3(self, tmp_path: Path) -> None:
+        draft = support.make_native(
+            tmp_path / "draft", dflash_config={"mask_token_id": None, "target_layer_ids": [0, 2]}
+        )
+        outcome = support.invoke("validate", draft)
+        assert outcome.code == 3
+        assert "C12 error   config.json:dflash_config.mask_token_id: null" in outcome.out
+        assert "no --target given" in outcome.err
+
+    def test_strict(self, tmp_path: Path) -> None:
+        draft = support.make_native(tmp_path / "draft", num_target_layers=support.REMOVED)
+        assert support.invoke("validate", draft).code == 0
+        assert support.invoke("validate", draft, "--strict").code == 3
+        assert support.invoke("validate", draft, "--strict", "--ignore", "c11").code == 0
+
+    def test_json_is_one_document(self, tmp_path: Path) -> None:
+        draft = support.make_native(tmp_path / "draft", block_size=1)
+        outcome = support.invoke("validate", draft, "--json")
+        document = json.loads(outcome.out)
+        assert outcome.code == 3
+        assert document["schema_version"] == 1
+        assert document["passed"] is False
+        assert document["findings"][0]["id"] == "C03"
+
+    @pytest.mark.parametrize(
+        ("args", "message"),
+        [
+            (["--engine", "vlm"], "did you mean 'vllm'"),
+            (["--engine", "vllm@new"], "no release of vllm"),
+            (["--ignore", "X99"], "no rule X99"),
+        ],
+    )
+    def test_usage(self, args: list[str], message: str) -> None:
+        outcome = support.invoke("validate", "tiny", *args)
+        assert outcome.code == 2
+        assert message in outcome.err
+
+    def test_engine_decides_severity(self, tmp_path: Path) -> None:
+        draft = support.make_speculators(tmp_path / "draft", sliding_window_non_causal=False)
+        assert support.invoke("validate", draft).code == 0
+        assert support.invoke("validate", draft, "--engine", "vllm@0.33").code == 3
+        assert support.invoke("validate", draft, "--engine", "vllm@0.24").code == 0
+
+    def test_engines_get_a_verdict_each(self, tmp_path: Path) -> None:
+        draft = support.make_speculators(tmp_path / "draft", sliding_window_non_causal=False)
+        outcome = support.invoke("validate", draft, "--engine", "vllm@0.33,sglang,transformers")
+        assert (
+            "vllm 0.33: loads, serves 2 of 2 layers causally (trained: 0 of 2 causal) -> acceptance drops (C20)\n"
+            in outcome.out
+        )
+        assert "sglang 0.5.23: does not serve it (S09)\n" in outcome.out
+        assert "transformers 5.23: does not serve it (S14)\n" in outcome.out
+        older = support.invoke("validate", draft, "--engine", "vllm@0.24", "--json")
+        verdict = json.loads(older.out)["verdicts"][0]
+        assert verdict["text"] == "vllm 0.24: loads, serves all 2 layers non-causally"
+        assert verdict["outcome"] == "serves"
+
+    def test_a_general_fault_stops_every_engine(self, tmp_path: Path) -> None:
+        draft = support.make_native(tmp_path / "draft", num_key_value_heads=3)
+        outcome = support.invoke("validate", draft, "--engine", "vllm,sglang")
+        assert "vllm 0.33: does not serve it (" in outcome.out
+        assert "sglang 0.5.23: does not serve it (" in outcome.out
+        assert "C38" in outcome.out
+
+    def test_a_relative_is_not_judged_for_engines(self, tmp_path: Path) -> None:
+        """SGLang serves Domino as Domino; what is said here is only that it is not DFlash."""
+        draft = support.make_native(tmp_path / "draft", architectures=["DominoDraftModel"])
+        outcome = support.invoke("validate", draft, "--engine", "sglang")
+        assert outcome.code == 3
+        assert "sglang 0.5.23: not judged, since it is another kind of draft (C01)" in outcome.out
+
+    def test_every_finding_has_effect_and_fix(self, tmp_path: Path) -> None:
+        draft = support.make_native(tmp_path / "draft", block_size=1)
+        outcome = support.invoke("validate", draft)
+        lines = outcome.out.splitlines()
+        place = next(index for index, line in enumerate(lines) if line.startswith("C03 error"))
+        assert lines[place + 1].startswith("    effect: ")
+        assert lines[place + 2].startswith("    fix: ")
+
+    def test_prompts_belong_to_the_run_level(self) -> None:
+        assert support.invoke("validate", "tiny", "--prompts", "x.jsonl").code == 2
+
+
+class TestWidth:
+    """A terminal of 80 columns wraps findings; a pipe does not, so that grep finds whole lines."""
+
+    def finding(self) -> Finding:
+        return Finding("C20", "error", "config.json:" + "key." * 30, "word " * 40, effect="why " * 40, fix="do " * 40)
+
+    def test_on_a_terminal(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+        monkeypatch.setenv("COLUMNS", "80")
+        print_finding(self.finding())
+        lines = capsys.readouterr().out.splitlines()
+        assert len(lines) > 6
+        assert max(map(len, lines)) <= 80
+
+    def test_in_a_pipe(self, capsys: pytest.CaptureFixture[str]) -> None:
+        print_finding(self.finding())
+        assert len(capsys.readouterr().out.splitlines()) == 3
+
+
+class TestFixOut:
+    def test_what_is_mechanical_is_mended(self, tmp_path: Path) -> None:
+        """A flag, a key that must go and a count that follows from another are mended, and the copy passes."""
+        draft = support.make_speculators(tmp_path / "draft", sliding_window_non_causal=False, model_type="qwen3")
+        config = json.loads((draft / "config.json").read_text())
+        config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] = 4
+        support.write_config(draft, config)
+        out = tmp_path / "dflash-mended"
+        outcome = support.invoke("validate", draft, "--engine", "vllm", "--fix-out", out)
+        assert outcome.code == 0, outcome.out
+        for rule in ("C04 error", "C20 error", "C30 error"):
+            assert rule in outcome.out
+        assert "written as speculators; fixed: C04, C20, C30" in outcome.out
+        written = json.loads((out / "config.json").read_text())
+        assert written["sliding_window_non_causal"] is True
+        assert "model_type" not in written
+        support.assert_same_tensors(draft, out)
+        assert support.invoke("validate", out, "--engine", "vllm").code == 0
+
+    def test_the_engine_decides_the_dialect(self, tmp_path: Path) -> None:
+        draft = support.make_speculators(tmp_path / "draft")
+        target = support.make_target(tmp_path / "target")
+        out = tmp_path / "out"
+        outcome = support.invoke("validate", draft, "--target", target, "-e", "sglang", "--fix-out", out, "--json")
+        document = json.loads(outcome.out)
+        assert outcome.code == 0, outcome.out
+        assert document["repaired"]["dialect"] == "sglang"
+        assert "S09" in document["repaired"]["fixed"]
+
+    def test_windows_that_take_no_effect(self, tmp_path: Path) -> None:
+        shape = support.Shape(windows=(16, 16))
+        draft = support.make_native(tmp_path / "draft", shape, use_sliding_window=False)
+        outcome = support.invoke("validate", draft, "--fix-out", tmp_path / "out")
+        assert outcome.code == 0, outcome.out
+        assert json.loads((tmp_path / "out" / "config.json").read_text())["use_sliding_window"] is True
+
+    def test_what_only_the_trainer_knows_is_left(self, tmp_path: Path) -> None:
+        """Weights that are there but of another type than stated are fixed; a tap on the last layer is not."""
+        nested = {"mask_token_id": 31, "target_layer_ids": [0, 3]}
+        draft = support.make_native(tmp_path / "draft", dflash_config=nested, tie_word_embeddings=True)
+        outcome = support.invoke("validate", draft, "--fix-out", tmp_path / "out", "--strict")
+        assert outcome.code == 3
+        assert "fixed: C28" in outcome.out
+        assert "not fixed: C10 warning" in outcome.out
+
+    def test_a_draft_that_cannot_be_read_is_refused(self, tmp_path: Path) -> None:
+        draft = support.make_native(tmp_path / "draft", block_size=support.REMOVED)
+        outcome = support.invoke("validate", draft, "--fix-out", tmp_path / "out")
+        assert outcome.code == 3
+        assert "cannot be mended" in outcome.err
+        assert not (tmp_path / "out").exists()
+
+    def test_an_existing_directory_is_refused(self, tmp_path: Path) -> None:
+        draft = support.make_native(tmp_path / "draft")
+        assert support.invoke("validate", draft, "--fix-out", draft).code == 2
+
+
+def test_release_numbers() -> None:
+    assert parse_engines("vllm, sglang@0.5.23")[1].release == (0, 5, 23)
+    assert str(parse_engines("vllm")[0]) == "vllm 0.33"
+    assert parse_engines("vllm@0.26.1")[0].release == (0, 26, 1)
+    assert parse_engines("llama.cpp")[0].release == ()
+
+
+@pytest.mark.parametrize("text", ["trtllm", "vllm@0.20", "vllm@0.34", "sglang@0.5", "llama.cpp@b9000", "vllm,vllm"])
+def test_unknown_engines_list_the_known_ones(text: str) -> None:
+    with pytest.raises(UsageError) as error:
+        parse_engines(text)
+    assert "vllm@0.24..0.33" in error.value.message or "twice" in error.value.message

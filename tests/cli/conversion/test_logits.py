@@ -1,0 +1,123 @@
+"""Conversion proved in logits: native, converted and speculators' own model agree; a wrong reading does not."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dflash_cli.checkpoints.opening import DraftCheckpoint, open_draft, open_target
+from dflash_cli.checkpoints.references import TINY, Role, resolve
+from dflash_cli.conversion.execute import Wish, convert_draft, plan_conversion
+from dflash_cli.conversion.logits import draft_logits, verify_logits
+from dflash_kernels.suite import REFERENCE
+from dflash_runtime.device.kv import KVCache, PagedAttention
+from dflash_runtime.errors import GateFailed
+from dflash_runtime.models.target import Target, load_target
+from dflash_testing import checkpoints as support
+from dflash_testing.paths import GOLDEN
+
+RECORDED = json.loads((GOLDEN / "speculators_logits.json").read_text(encoding="utf-8"))
+CPU = torch.device("cpu")
+
+
+def open_runtime_target(path: Path) -> Target:
+    return load_target(open_target(path), num_positions=128, kernels=REFERENCE, device=CPU, dtype=torch.float32)
+
+
+def real_logits(draft: DraftCheckpoint, target: Target, prompt: list[int], anchor: int) -> torch.Tensor:
+    """Draft logits after a real forward of the target, tapped where the draft says."""
+    config = target.config
+    cache = KVCache(config, 1, 16, CPU, torch.float32)
+    table, causal = torch.zeros(1, 1, dtype=torch.int64), (True,) * config.num_layers
+    attend = PagedAttention(REFERENCE, cache, table, torch.tensor([0]), causal, config.windows)
+    with torch.inference_mode():
+        ids, positions = torch.tensor(prompt), torch.arange(len(prompt))
+        _, features = target(ids, positions, attend, draft.config.target_layer_ids)
+        assert features is not None
+        return draft_logits(draft, target, features, anchor)[0]
+
+
+@pytest.mark.parametrize("name", support.LOGIT_CASES)
+def test_speculators_gives_the_same_logits(name: str, tmp_path: Path) -> None:
+    """Golden values: speculators 0.9.0 on what `convert --to speculators` wrote, taps as it numbers them."""
+    source, target_path = support.make_logit_case(tmp_path, name)
+    target = open_target(target_path)
+    wish = Wish(to="speculators", target=target, target_reference=str(target_path), verifier="acme/target")
+    convert_draft(plan_conversion(source, wish), tmp_path / "converted")
+    expected = torch.tensor(RECORDED["logits"][name])
+    model = open_runtime_target(target_path)
+    for path in (source, tmp_path / "converted"):
+        found = real_logits(open_draft(path), model, RECORDED["prompt"], RECORDED["anchor"])
+        assert found.shape == expected.shape
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+def test_golden_cases_differ() -> None:
+    """The readings are told apart by their logits, or the comparison above would prove nothing."""
+    logits = {name: torch.tensor(rows) for name, rows in RECORDED["logits"].items()}
+    assert (logits["full"] - logits["sliding"]).abs().max() < 1e-5  # a window wider than the context is no window
+    assert (logits["sliding"] - logits["sliding causal"]).abs().max() > 1e-3
+    assert RECORDED["provenance"]["versions"]["speculators"] == "0.9.0"
+
+
+@pytest.mark.parametrize("name", ["tiny", "tiny:reduced"])
+def test_the_bundled_pair_converts_to_equal_logits(name: str, tmp_path: Path) -> None:
+    target = resolve(TINY, Role.TARGET)
+    source = open_draft(resolve(name, Role.DRAFT))
+    wish = Wish(to="speculators", target=open_target(target), target_reference=TINY)
+    convert_draft(plan_conversion(source.checkpoint.path, wish), tmp_path / "out")
+    model = open_runtime_target(target)
+    prompt = list(range(100, 140))
+    ours = real_logits(source, model, prompt, 77)
+    theirs = real_logits(open_draft(tmp_path / "out"), model, prompt, 77)
+    assert torch.equal(ours, theirs)
+
+
+class TestVerifyLogits:
+    def convert(self, tmp_path: Path, to: str = "speculators", **changes: Any) -> tuple[DraftCheckpoint, Path]:
+        source = support.make_native(tmp_path / "source", **changes)
+        wish = Wish(to=to, verifier="acme/target")
+        convert_draft(plan_conversion(source, wish), tmp_path / "out")
+        return open_draft(source), tmp_path / "out"
+
+    def test_equal(self, tmp_path: Path) -> None:
+        source, out = self.convert(tmp_path)
+        found = verify_logits(source, open_draft(out))
+        assert found.max_difference == 0
+        assert found.same_best_share == 1
+        assert found.largest_logit > 0
+
+    @pytest.mark.parametrize(
+        ("key", "value"),
+        [
+            ("aux_hidden_state_layer_ids", [2, 3]),
+            ("mask_token_id", 30),
+            ("transformer_layer_config", {"rope_theta": 10000, "rope_parameters": None}),
+            ("transformer_layer_config", {"rms_norm_eps": 0.1}),
+            (
+                "transformer_layer_config",
+                {"layer_types": ["sliding_attention"] * 2, "sliding_window": 8, "use_sliding_window": True},
+            ),
+        ],
+    )
+    def test_a_wrong_reading_is_caught(self, key: str, value: Any, tmp_path: Path) -> None:
+        source, out = self.convert(tmp_path)
+        config = json.loads((out / "config.json").read_text())
+        config[key] = {**config[key], **value} if isinstance(value, dict) else value
+        support.write_config(out, config)
+        with pytest.raises(GateFailed, match="logits differ"):
+            verify_logits(source, open_draft(out))
+
+    def test_a_dropped_head_proposes_the_same_among_its_ids(self, tmp_path: Path) -> None:
+        draft = support.make_speculators(tmp_path / "draft", support.REDUCED)
+        target = support.make_target(tmp_path / "target", support.REDUCED)
+        outcome = support.invoke(
+            "convert", draft, tmp_path / "out", "--to", "native", "--target", target, "--verify", "logits", "--json"
+        )
+        assert outcome.code == 0, outcome.err
+        manifest = json.loads(outcome.out)
+        assert manifest["verified"] == "logits"
+        assert manifest["logits"]["max_difference"] < 1e-6
+        assert manifest["logits"]["same_best_share"] == 1

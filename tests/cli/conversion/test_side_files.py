@@ -1,0 +1,226 @@
+"""`mask_embedding.pt`: found in its file without unpickling, or refused; and where each result puts it."""
+
+import collections
+import contextlib
+import io
+import os
+import pickle
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load_file
+
+from dflash_cli.checkpoints.torch_zip import read_torch_zip
+from dflash_runtime.checkpoint.files import TensorInfo
+from dflash_runtime.errors import CheckpointError, DFlashError, UnsupportedError
+from dflash_testing import checkpoints as support
+
+EMBEDDING = torch.arange(16, dtype=torch.bfloat16) / 8
+
+
+def save(path: Path, value: object) -> Path:
+    torch.save(value, path)
+    return path
+
+
+def content(info: Any) -> bytes:
+    assert isinstance(info, TensorInfo)
+    with info.file.open("rb") as stream:
+        stream.seek(info.begin)
+        return stream.read(info.num_bytes)
+
+
+def source(tmp_path: Path, value: object | None = None) -> Path:
+    path = support.make_native(tmp_path / "source")
+    save(path / "mask_embedding.pt", {"embedding": EMBEDDING, "mask_token_id": 31} if value is None else value)
+    return path
+
+
+class TestReader:
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+    def test_a_tensor_and_a_number(self, dtype: torch.dtype, tmp_path: Path) -> None:
+        tensor = torch.randn(3, 5).to(dtype)
+        found = read_torch_zip(save(tmp_path / "a.pt", {"embedding": tensor, "mask_token_id": 151669, "n": None}))
+        assert found["mask_token_id"] == 151669
+        assert found["embedding"].shape == (3, 5)
+        assert content(found["embedding"]) == tensor.view(torch.uint8).numpy().tobytes()
+
+    def test_a_slice_of_a_shared_storage(self, tmp_path: Path) -> None:
+        whole = torch.arange(12.0)
+        found = read_torch_zip(save(tmp_path / "a.pt", {"all": whole, "part": whole[4:8]}))
+        assert np.frombuffer(content(found["part"]), np.float32).tolist() == [4, 5, 6, 7]
+
+    def test_an_ordered_dictionary_inside(self, tmp_path: Path) -> None:
+        found = read_torch_zip(save(tmp_path / "a.pt", {"more": collections.OrderedDict()}))
+        assert found == {"more": {}}
+
+    @pytest.mark.parametrize(
+        ("value", "message"),
+        [
+            (torch.ones(2), "holds no dictionary"),
+            ({1: torch.ones(2)}, "holds no dictionary"),
+            ({"a": torch.ones(2, 3).T}, "not contiguous"),
+            ({"a": torch.nn.Parameter(torch.ones(2))}, "_rebuild_parameter"),
+            ({"a": torch.ones(2, dtype=torch.bool)}, "torch.BoolStorage"),
+            ({"a": np.ones(2)}, "asks for numpy"),
+        ],
+    )
+    def test_anything_else_is_refused(self, value: Any, message: str, tmp_path: Path) -> None:
+        with pytest.raises(UnsupportedError, match=message):
+            read_torch_zip(save(tmp_path / "a.pt", value))
+
+    @pytest.mark.parametrize("data", [b"", b"not a zip", pickle.dumps({"a": 1})])
+    def test_no_archive(self, data: bytes, tmp_path: Path) -> None:
+        path = tmp_path / "a.pt"
+        path.write_bytes(data)
+        with pytest.raises(UnsupportedError, match=r"no archive of torch\.save"):
+            read_torch_zip(path)
+
+    def test_code_is_never_run(self, tmp_path: Path) -> None:
+        """The classic: a pickle that calls `os.system`."""
+
+        class Bomb:
+            def __reduce__(self) -> Any:
+                return os.system, (f"touch {tmp_path / 'ran'}",)
+
+        path = tmp_path / "a.pt"
+        torch.save({"embedding": Bomb()}, path)
+        with pytest.raises(UnsupportedError, match=r"asks for \w+.system; pickles are never executed"):
+            read_torch_zip(path)
+        assert not (tmp_path / "ran").exists()
+
+    def test_a_bomb_in_a_copied_file_stops_the_conversion(self, tmp_path: Path) -> None:
+        class Bomb:
+            def __reduce__(self) -> Any:
+                return os.system, (f"touch {tmp_path / 'ran'}",)
+
+        path = source(tmp_path, {"embedding": Bomb()})
+        for to in ("native", "vllm", "sglang"):
+            outcome = support.invoke("convert", path, tmp_path / "out", "--to", to)
+            assert outcome.code == 5
+            assert "never executed" in outcome.err
+        assert not (tmp_path / "ran").exists()
+
+    def test_a_tensor_past_its_storage(self, tmp_path: Path) -> None:
+        path = save(tmp_path / "a.pt", {"embedding": torch.ones(4)})
+        with zipfile.ZipFile(path) as archive:
+            members = {name: archive.read(name) for name in archive.namelist()}
+        with zipfile.ZipFile(tmp_path / "b.pt", "w") as archive:
+            for name, data in members.items():
+                archive.writestr(name, data[:8] if "/data/" in name else data)
+        with pytest.raises(CheckpointError, match="smaller than its tensor"):
+            read_torch_zip(tmp_path / "b.pt")
+
+    @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @given(data=st.data())
+    def test_damage_is_an_error_of_ours(self, data: st.DataObject, tmp_path: Path) -> None:
+        """Random bytes changed in the pickle, which stands in the file as it is."""
+        buffer = io.BytesIO()
+        torch.save({"embedding": EMBEDDING, "mask_token_id": 31}, buffer)
+        with zipfile.ZipFile(buffer) as archive:
+            members = {name: archive.read(name) for name in archive.namelist()}
+        name = next(name for name in members if name.endswith("data.pkl"))
+        damaged = bytearray(members[name])
+        for _ in range(data.draw(st.integers(1, 4))):
+            damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
+        path = tmp_path / "a.pt"
+        with zipfile.ZipFile(path, "w") as archive:
+            for member, value in members.items():
+                archive.writestr(member, bytes(damaged) if member == name else value)
+        with contextlib.suppress(DFlashError):
+            read_torch_zip(path)
+
+
+class TestConversion:
+    def test_native_gets_safetensors(self, tmp_path: Path) -> None:
+        manifest = support.convert(source(tmp_path), tmp_path / "out", "native")
+        written = (tmp_path / "out" / "mask_embedding.safetensors").read_bytes()
+        assert EMBEDDING.view(torch.uint8).numpy().tobytes() in written
+        assert not (tmp_path / "out" / "mask_embedding.pt").exists()
+        entry = next(item for item in manifest["files"] if item["from"] == "mask_embedding.pt")
+        assert (entry["to"], entry["why"]) == ("mask_embedding.safetensors", "read without unpickling")
+        again = support.convert(tmp_path / "out", tmp_path / "again", "native")
+        assert any(item["to"] == "mask_embedding.safetensors" for item in again["files"])
+
+    def test_weights_are_not_mistaken(self, tmp_path: Path) -> None:
+        """The file lies beside weights of any name and is none of them."""
+        path = source(tmp_path)
+        (path / "model.safetensors").rename(path / "weights.safetensors")
+        support.convert(path, tmp_path / "out", "native")
+        support.convert(tmp_path / "out", tmp_path / "again", "native")
+        assert load_file(tmp_path / "again" / "model.safetensors").keys() == support.body_arrays().keys()
+
+    @pytest.mark.parametrize("to", ["vllm", "sglang"])
+    def test_engines_get_the_file_they_read(self, to: str, tmp_path: Path) -> None:
+        path = source(tmp_path)
+        support.convert(path, tmp_path / "out", to)
+        assert (tmp_path / "out" / "mask_embedding.pt").read_bytes() == (path / "mask_embedding.pt").read_bytes()
+        loaded = torch.load(tmp_path / "out" / "mask_embedding.pt", weights_only=True)
+        assert torch.equal(loaded["embedding"], EMBEDDING)
+
+    def test_speculators_has_no_place(self, tmp_path: Path) -> None:
+        args = ["convert", source(tmp_path), tmp_path / "out", "--to", "speculators", "--verifier", "a/b"]
+        outcome = support.invoke(*args)
+        assert outcome.code == 5
+        assert "speculators dialect has no place for" in outcome.err
+        assert "--allow-lossy leaves it behind" in outcome.err
+        assert support.invoke(*args, "--allow-lossy").code == 0
+        assert not list((tmp_path / "out").glob("mask_embedding*"))
+
+    def test_safetensors_alone_is_not_what_engines_read(self, tmp_path: Path) -> None:
+        support.convert(source(tmp_path), tmp_path / "native", "native")
+        outcome = support.invoke("convert", tmp_path / "native", tmp_path / "out", "--to", "vllm")
+        assert outcome.code == 5
+        assert "reads from mask_embedding.pt" in outcome.err
+
+    @pytest.mark.parametrize(
+        ("value", "message"),
+        [
+            ({"embedding": EMBEDDING, "mask_token_id": 30}, "mask_token_id 30, expected 31"),
+            ({"embedding": EMBEDDING[:8].clone()}, r"found [8], expected [16]"),
+            ({"mask_token_id": 31}, "found no tensor"),
+        ],
+    )
+    def test_one_of_another_draft(self, value: Any, message: str, tmp_path: Path) -> None:
+        outcome = support.invoke("convert", source(tmp_path, value), tmp_path / "out", "--to", "native")
+        assert outcome.code == 3
+        assert message in outcome.err
+
+
+def test_what_travels_and_what_does_not(tmp_path: Path) -> None:
+    path = support.make_native(tmp_path / "source")
+    for name in ("LICENSE", "tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"):
+        (path / name).write_text(name)
+    for name in ("modeling_dflash.py", "optimizer.pt", "training_args.json", "old.gguf"):
+        (path / name).write_text("{}")
+    (path / "assets").mkdir()
+    manifest = support.convert(path, tmp_path / "out", "native")
+    kept = {entry["from"] for entry in manifest["files"] if entry["fate"] == "kept"}
+    assert kept == {
+        "LICENSE", "tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"
+    }  # fmt: skip
+    for name in kept:
+        assert (tmp_path / "out" / name).read_text() == name
+    dropped = {entry["from"]: entry["why"] for entry in manifest["files"] if entry["fate"] == "dropped"}
+    assert dropped == {
+        "assets": "a directory",
+        "modeling_dflash.py": "code, which no reader of the result needs",
+        "old.gguf": "weights that the checkpoint does not name",
+        "optimizer.pt": "a pickle file",
+        "training_args.json": "no part of a checkpoint that readers know",
+    }
+
+
+def test_a_companion_that_leads_outside_is_refused(tmp_path: Path) -> None:
+    path = support.make_native(tmp_path / "source")
+    (tmp_path / "secret").write_text("secret")
+    (path / "README.md").symlink_to(tmp_path / "secret")
+    outcome = support.invoke("convert", path, tmp_path / "out", "--to", "native")
+    assert outcome.code == 3
+    assert "outside the checkpoint" in outcome.err

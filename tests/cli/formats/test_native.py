@@ -1,0 +1,310 @@
+"""The native dialect: both spellings of every key, causality, what cannot be read and what cannot be written."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dflash_cli.checkpoints.opening import open_draft
+from dflash_cli.formats.dialect import all_formats, detect_from, get_format
+from dflash_cli.formats.native import guess_taps
+from dflash_runtime.config import DraftConfig
+from dflash_runtime.errors import InvalidConfig, LossyConversion, UnknownFormat, UnsupportedError, UsageError
+from dflash_testing import checkpoints as support
+from dflash_testing import dialects
+
+PATH = Path("config.json")
+NATIVE = get_format("native")
+
+
+def read(config: dict[str, Any]) -> DraftConfig:
+    return NATIVE.read_config(config, PATH).config
+
+
+def nested(**keys: Any) -> dict[str, Any]:
+    return {"mask_token_id": 31, "target_layer_ids": [0, 2], **keys}
+
+
+class TestReading:
+    def test_canonical_fields(self) -> None:
+        config = read(support.native_config())
+        assert config.target_layer_ids == (0, 2)
+        assert (config.block_size, config.num_draft_tokens, config.mask_token_id) == (4, 3, 31)
+        assert config.causal == (False, False)
+        assert config.windows == (None, None)
+        assert config.rope.theta == 1000000.0
+        assert (config.vocab_size, config.draft_vocab_size) == (32, 32)
+
+    @pytest.mark.parametrize("key", ["block_size", "mask_token_id", "target_layer_ids", "num_target_layers"])
+    @pytest.mark.parametrize("place", ["top", "nested", "both"])
+    def test_either_home(self, key: str, place: str) -> None:
+        values = {"block_size": 4, "mask_token_id": 31, "target_layer_ids": [0, 2], "num_target_layers": 4}
+        config = support.native_config()
+        config.pop(key, None)
+        config["dflash_config"].pop(key, None)
+        if place != "nested":
+            config[key] = values[key]
+        if place != "top":
+            config["dflash_config"][key] = values[key]
+        assert read(config) == read(support.native_config())
+
+    @pytest.mark.parametrize(("key", "other"), [("block_size", 8), ("mask_token_id", 30), ("target_layer_ids", [0, 3])])
+    def test_contradiction_names_both_homes(self, key: str, other: Any) -> None:
+        values: dict[str, Any] = {"block_size": 4, "mask_token_id": 31, "target_layer_ids": [0, 2]}
+        config = support.native_config(**{key: values[key]})
+        config["dflash_config"][key] = other
+        with pytest.raises(InvalidConfig, match=f"{key}.*dflash_config.{key}.*both places"):
+            read(config)
+
+    def test_both_tap_lists_must_agree(self) -> None:
+        assert read(support.native_config(eagle_aux_hidden_state_layer_ids=[1, 3])).target_layer_ids == (0, 2)
+        with pytest.raises(InvalidConfig, match=r"eagle_aux.*found \[0, 2\]"):
+            read(support.native_config(eagle_aux_hidden_state_layer_ids=[0, 2]))
+
+    @pytest.mark.parametrize(
+        "rope",
+        [
+            {"rope_theta": 5e6, "rope_scaling": None},
+            {"rope_theta": support.REMOVED, "rope_parameters": {"rope_theta": 5e6, "rope_type": "default"}},
+            {"rope_theta": 5000000, "rope_parameters": {"rope_theta": 5e6, "rope_type": "default"}},
+        ],
+    )
+    def test_either_rope_spelling(self, rope: dict[str, Any]) -> None:
+        assert read(support.native_config(**rope)).rope.theta == 5e6
+
+    def test_rope_by_layer_type(self) -> None:
+        """transformers 5 may nest it; one rope serves all layers or none is right."""
+        full, sliding = {"rope_theta": 5e6, "rope_type": "default"}, {"rope_theta": 1e4, "rope_type": "default"}
+        keys = {"rope_theta": support.REMOVED, "rope_scaling": support.REMOVED}
+        same = {"full_attention": full, "sliding_attention": dict(full)}
+        assert read(support.native_config(**keys, rope_parameters=same)).rope.theta == 5e6
+        with pytest.raises(InvalidConfig, match="the same rope for every layer type"):
+            read(support.native_config(**keys, rope_parameters={**same, "sliding_attention": sliding}))
+
+    def test_yarn_keeps_its_parameters(self) -> None:
+        scaling = {"type": "yarn", "factor": 64.0, "original_max_position_embeddings": 4096}
+        rope = read(support.native_config(rope_scaling=scaling)).rope
+        assert rope.kind == "yarn"
+        assert rope.params == {"factor": 64.0, "original_max_position_embeddings": 4096}
+
+    @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+    def test_either_dtype_spelling(self, key: str) -> None:
+        config = support.native_config(dtype=support.REMOVED) | {key: "bfloat16"}
+        assert read(config).dtype == "bfloat16"
+
+    def test_scales_from_either_home(self) -> None:
+        config = support.native_config(output_multiplier=0.2)
+        config["dflash_config"] |= {"input_embedding_scale": 2.0, "final_logit_softcapping": 20}
+        found = read(config)
+        assert (found.output_multiplier, found.input_embedding_scale, found.final_logit_softcapping) == (0.2, 2.0, 20.0)
+
+    def test_missing_taps_shows_what_engines_would_guess(self) -> None:
+        config = support.native_config(dflash_config={"mask_token_id": 31}, num_target_layers=36)
+        with pytest.raises(InvalidConfig, match=r"target_layer_ids: missing.*guess \[1, 33\]"):
+            read(config)
+
+    @pytest.mark.parametrize(
+        ("depth", "layers", "expected"),
+        [(36, 5, [1, 9, 17, 25, 33]), (64, 5, [1, 16, 31, 46, 61]), (24, 8, [1, 4, 7, 10, 12, 15, 18, 21])],
+    )
+    def test_the_guess(self, depth: int, layers: int, expected: list[int]) -> None:
+        assert guess_taps(depth, layers) == expected
+
+    def test_unknown_keys_are_carried(self) -> None:
+        config = support.native_config(use_cache=True)
+        config["dflash_config"]["mask_token"] = "<mask>"
+        carried = NATIVE.read_config(config, PATH).carried
+        assert carried == {"attention_dropout": 0.0, "use_cache": True, "dflash_config.mask_token": "<mask>"}
+
+    @pytest.mark.parametrize(
+        ("key", "value", "expected"),
+        [
+            ("mask_token_id", None, "found None, expected an integer"),
+            ("mask_token_id", True, "expected an integer"),
+            ("mask_token_id", 32, r"expected an id in \[0, 32\)"),
+            ("target_layer_ids", [0, 4], r"expected layers in 0\.\.3"),
+            ("target_layer_ids", [], "at least one layer"),
+            ("target_layer_ids", "0,2", "a list of integers"),
+            ("block_size", 1, "at least 2"),
+        ],
+    )
+    def test_values_out_of_range(self, key: str, value: Any, expected: str) -> None:
+        config = support.native_config(block_size=support.REMOVED)
+        config["dflash_config"] = nested(block_size=4) | {key: value}
+        with pytest.raises(InvalidConfig, match=expected):
+            read(config)
+
+    @pytest.mark.parametrize("key", ["hidden_size", "num_attention_heads", "rms_norm_eps", "vocab_size", "rope_theta"])
+    def test_missing_sizes(self, key: str) -> None:
+        with pytest.raises(InvalidConfig, match=f"{key}: missing"):
+            read(support.native_config(**{key: support.REMOVED}))
+
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            {"dflash_config": nested(sample_from_anchor=True)},
+            {"dflash_config": nested(attention_sink_bias=True)},
+            {"dflash_config": nested(attention_value_scale=0.6)},
+            {"dflash_config": nested(attention_mode="mla")},
+            {"has_embed_tokens": True},
+        ],
+    )
+    def test_what_is_not_served(self, changes: dict[str, Any]) -> None:
+        with pytest.raises(UnsupportedError):
+            read(support.native_config(**changes))
+
+
+MIXED = support.Shape(windows=(16, None))
+
+
+class TestCausality:
+    @pytest.mark.parametrize(
+        ("top", "inner", "windows", "expected"),
+        [
+            (support.REMOVED, None, (None, None), (False, False)),
+            (support.REMOVED, None, (16, None), (True, False)),
+            (support.REMOVED, None, (16, 16), (True, True)),
+            (False, None, (16, None), (False, False)),
+            (True, None, (None, None), (True, True)),
+            (support.REMOVED, False, (16, 16), (False, False)),
+            (support.REMOVED, True, (None, None), (True, True)),
+            (False, True, (None, None), (False, False)),
+        ],
+    )
+    def test_order(self, top: Any, inner: bool | None, windows: tuple[int | None, ...], expected: Any) -> None:
+        config = support.native_config(support.Shape(windows=windows), is_causal=top)
+        if inner is not None:
+            config["dflash_config"]["causal"] = inner
+        assert read(config).causal == expected
+
+    def test_silence_about_a_sliding_layer_is_noted(self) -> None:
+        reading = NATIVE.read_config(support.native_config(MIXED, is_causal=support.REMOVED), PATH)
+        assert any("causality is not stated" in note for note in reading.notes)
+
+    def test_contradiction_is_noted(self) -> None:
+        reading = NATIVE.read_config(support.native_config(dflash_config=nested(causal=True)), PATH)
+        assert any("contradict" in note for note in reading.notes)
+
+    def test_use_swa_puts_a_window_on_every_layer(self) -> None:
+        config = support.native_config(dflash_config=nested(use_swa=True, swa_window_size=16, causal=False))
+        assert read(config).windows == (16, 16)
+
+    def test_a_window_from_use_swa_makes_no_layer_causal(self) -> None:
+        """As vLLM 0.33 reads it: only a stated sliding layer is causal by default."""
+        config = support.native_config(
+            dflash_config=nested(use_swa=True, swa_window_size=16), is_causal=support.REMOVED
+        )
+        assert (read(config).windows, read(config).causal) == ((16, 16), (False, False))
+
+    def test_two_windows_contradict(self) -> None:
+        config = support.native_config(MIXED, dflash_config=nested(use_swa=True, swa_window_size=8))
+        with pytest.raises(InvalidConfig, match="swa_window_size: found 8, expected sliding_window's value, 16"):
+            read(config)
+
+    def test_a_window_that_is_switched_off_is_an_error(self) -> None:
+        with pytest.raises(InvalidConfig, match="use_sliding_window"):
+            read(support.native_config(MIXED, use_sliding_window=False))
+
+
+class TestWriting:
+    def test_both_homes(self) -> None:
+        written = NATIVE.write_config(read(support.native_config()), {})
+        assert written["block_size"] == written["dflash_config"]["block_size"] == 4
+        assert written["is_causal"] is False
+        assert written["dflash_config"]["causal"] is False
+        assert written["rope_theta"] == written["rope_parameters"]["rope_theta"] == 1000000
+        assert written["rope_scaling"] is None
+        assert written["tie_word_embeddings"] is False
+
+    def test_yarn_is_written_in_both_spellings(self) -> None:
+        scaling = {"rope_type": "yarn", "factor": 64.0, "original_max_position_embeddings": 4096}
+        config = read(support.native_config(rope_scaling=scaling))
+        written = NATIVE.write_config(config, {})
+        assert written["rope_scaling"] == scaling
+        assert written["rope_parameters"] == {"rope_theta": 1000000, **scaling}
+        assert read(written) == config
+
+    def test_mixed_layers_leave_causality_out(self) -> None:
+        written = NATIVE.write_config(read(support.native_config(MIXED, is_causal=support.REMOVED)), {})
+        assert "is_causal" not in written
+        assert "causal" not in written["dflash_config"]
+        assert written["layer_types"] == ["sliding_attention", "full_attention"]
+        assert written["use_sliding_window"] is True
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"causal": (False, True), "windows": (16, None)}, "causality"),
+            ({"windows": (16, 32)}, "windows"),
+            ({"draft_vocab_size": 12}, "draft_vocab_size 12 of 32"),
+            ({"target_hidden_size": 24}, "target_hidden_size"),
+        ],
+    )
+    def test_what_it_cannot_state(self, changes: dict[str, Any], message: str) -> None:
+        with pytest.raises(LossyConversion, match=message):
+            NATIVE.write_config(replace(read(support.native_config()), **changes), {})
+
+    def test_depth_is_required(self) -> None:
+        config = replace(read(support.native_config()), num_target_layers=None)
+        with pytest.raises(UsageError, match="num_target_layers"):
+            NATIVE.write_config(config, {})
+
+
+class TestDetection:
+    def test_native(self) -> None:
+        assert detect_from(support.native_config(), frozenset(), PATH).format.name == "native"
+
+    def test_by_its_object_alone(self) -> None:
+        config = support.native_config(architectures=["Something"])
+        assert detect_from(config, frozenset(), PATH).evidence == "config.json has dflash_config"
+
+    def test_automodel(self) -> None:
+        config = support.native_config(architectures=["Qwen3DFlashDraftModel"])
+        assert detect_from(config, frozenset(), PATH).format.name == "automodel"
+
+    def test_a_target_is_no_draft(self) -> None:
+        with pytest.raises(UnknownFormat, match="not a DFlash draft"):
+            detect_from(support.target_config(), frozenset(), PATH)
+
+    def test_relatives_are_asked_before_dflash(self) -> None:
+        names = [item.name for item in all_formats()]
+        assert names.index("domino") < names.index("speculators") < names.index("native")
+
+
+@pytest.mark.parametrize("name", [item.name for item in all_formats() if item.writable])
+def test_what_is_written_reads_back(name: str) -> None:
+    """Every writable dialect, whatever files are added: write, then read, gives the same draft."""
+    dialect = get_format(name)
+    source = read(support.native_config())
+    config = replace(source, verifier=None) if "verifier" in dialect.unstated else dialects.with_verifier(source)
+    written = json.loads(json.dumps(dialect.write_config(config, {})))
+    reading = dialect.read_config(written, PATH)
+    assert reading.config == config
+    assert json.loads(json.dumps(dialect.write_config(reading.config, reading.carried))) == written
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), dialect=st.sampled_from(["native", "speculators"]))
+def test_junk_in_any_key_is_an_error_of_ours(data: st.DataObject, dialect: str) -> None:
+    """Whatever stands in a key, the reader answers with a config or a message, never with a crash."""
+    from dflash_runtime.errors import DFlashError
+
+    config = support.native_config() if dialect == "native" else support.speculators_config()
+    inner = data.draw(st.sampled_from(["", *sorted(key for key, value in config.items() if isinstance(value, dict))]))
+    container = config[inner] if inner else config
+    container[data.draw(st.sampled_from(sorted(container)))] = data.draw(support.json_junk())
+    try:
+        found = detect_from(config, frozenset(), PATH)
+        found.format.read_config(config, PATH)
+    except DFlashError:
+        pass
+
+
+def test_opening_names_the_file(tmp_path: Path) -> None:
+    path = support.make_native(tmp_path / "draft", vocab_size=4)
+    with pytest.raises(InvalidConfig, match=f"{path}/config.json: mask_token_id"):
+        open_draft(path)

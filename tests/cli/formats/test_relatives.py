@@ -1,0 +1,101 @@
+"""Relatives of DFlash are refused by name, also where they call themselves DFlash."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dflash_cli.checkpoints.opening import open_draft
+from dflash_cli.formats.dialect import detect_from
+from dflash_runtime.errors import UnknownFormat
+from dflash_testing import checkpoints as support
+
+PATH = Path("config.json")
+
+
+def native(architecture: str = "DFlashDraftModel", top: dict[str, Any] | None = None, **nested: Any) -> dict[str, Any]:
+    config = support.native_config(architectures=[architecture], **(top or {}))
+    config["dflash_config"] |= nested
+    return config
+
+
+BY_CONFIG = {
+    "domino by architecture": ("domino", native("DominoDraftModel")),
+    "domino under DFlash's name": ("domino", native(projector_type="domino", gru_hidden_dim=8)),
+    "dspark by architecture": ("dspark", native("Qwen3DSparkModel")),
+    "dspark by projector": ("dspark", native(projector_type="dspark")),
+    "dspark with rank 0 that calls itself DFlash": ("dspark", native(top={"markov_rank": 0})),
+    "dspark in speculators": ("dspark", support.speculators_config(speculators_model_type="dspark")),
+    "dflash 2 by architecture": ("dflash2", native("DFlash2DraftModel")),
+    "dflash 2 of another family": ("dflash2", native("MiniMaxDFlash2DraftModel")),
+    "dflash 2 by its keys": ("dflash2", native(conv_kernel_size=2, selector_rank=256)),
+    "dflash 2 in speculators": ("dflash2", support.speculators_config(speculators_model_type="dflash2")),
+    "xpress": ("xpress", native("Qwen3XPressModel")),
+    "xpress in speculators": ("xpress", support.speculators_config(speculators_model_type="xpress")),
+    "lilicorr": ("lilicorr", native("LiLiCorrDraftModel")),
+    "laguna": ("laguna", native("DFlashLagunaForCausalLM")),
+    "muse": ("muse", native("MuseGlimmerAssistantModel")),
+    "muse by its model type": ("muse", native(top={"model_type": "muse_glimmer_assistant"})),
+    "eagle 3": ("eagle3", native("LlamaForCausalLMEagle3")),
+    "eagle 3 in speculators": ("eagle3", support.speculators_config(speculators_model_type="eagle3")),
+    "p-eagle in speculators": ("peagle", support.speculators_config(speculators_model_type="peagle")),
+    "mtp in speculators": ("mtp", support.speculators_config(speculators_model_type="mtp")),
+    "mtp": ("mtp", native("Qwen3NextMTP")),
+}
+
+BY_TENSORS = {
+    "prefix_gru.weight_ih_l0": "domino",
+    "embed_proj.0.weight": "domino",
+    "markov_head.weight": "dspark",
+    "confidence_head.weight": "dspark",
+    "layers.0.attention_conv.base_kernel": "dflash2",
+    "candidate_selector.predecessor_codebook": "dflash2",
+    "midlayer.hidden_norm.weight": "eagle3",
+    "aux_hidden_norms.0.weight": "laguna",
+}
+
+
+@pytest.mark.parametrize(("name", "config"), BY_CONFIG.values(), ids=BY_CONFIG)
+def test_by_config(name: str, config: dict[str, Any]) -> None:
+    found = detect_from(config, frozenset(), PATH)
+    assert found.format.name == name
+    with pytest.raises(UnknownFormat, match=f"{found.format.title}.*not DFlash") as caught:
+        found.format.read_config(config, PATH)
+    assert str(caught.value.hint).startswith("served by ")
+
+
+@pytest.mark.parametrize(("tensor", "name"), BY_TENSORS.items())
+def test_by_tensors_under_dflash_name(tensor: str, name: str) -> None:
+    assert detect_from(native(), frozenset({"fc.weight", tensor}), PATH).format.name == name
+
+
+def test_a_prefix_hides_no_relative() -> None:
+    names = frozenset({"model.fc.weight", "model.prefix_gru.weight_ih_l0"})
+    assert detect_from(native(), names, PATH).format.name == "domino"
+
+
+def test_a_stated_speculators_type_decides_alone() -> None:
+    config = support.speculators_config()
+    assert detect_from(config, frozenset({"markov_head.weight"}), PATH).format.name == "speculators"
+
+
+def test_a_checkpoint_on_disk_is_refused(tmp_path: Path) -> None:
+    arrays = {**support.body_arrays(), "prefix_gru.weight_ih_l0": np.zeros((4, 4), dtype=np.float32)}
+    path = support.write_checkpoint(tmp_path / "draft", native(), arrays)
+    with pytest.raises(UnknownFormat, match=r"Domino \(by its tensors\), not DFlash"):
+        open_draft(path)
+
+
+@pytest.mark.parametrize("case", ["dflash 2 by its keys", "dspark with rank 0 that calls itself DFlash", "eagle 3"])
+def test_exit_codes(case: str, tmp_path: Path) -> None:
+    name, config = BY_CONFIG[case]
+    path = support.write_checkpoint(tmp_path / "draft", config, support.body_arrays())
+    for command in (["inspect", path], ["convert", path, tmp_path / "out", "--to", "speculators"]):
+        outcome = support.invoke(*command)
+        assert outcome.code == 5
+        assert "not DFlash" in outcome.err
+    report = support.invoke("validate", path)
+    assert report.code == 3
+    assert report.out.startswith("C01 error")
+    assert not (tmp_path / "out").exists(), name

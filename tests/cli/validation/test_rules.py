@@ -1,0 +1,146 @@
+"""Every rule fires on what it is about, and none fires on a sound draft."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dflash_cli.checkpoints.references import TINY, Role, resolve
+from dflash_cli.engines.serving_engine import parse_engines
+from dflash_cli.validation.rule import all_rules
+from dflash_cli.validation.validator import Question, validate_draft
+from dflash_testing import checkpoints as support
+from dflash_testing.rule_cases.base import SLIDING, Case, check, nested, without
+from dflash_testing.rule_cases.collected import CASES
+
+ENGINES = "vllm,sglang,transformers,llama.cpp"
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.rule}-{case.message[:24]}")
+def test_rule_fires(case: Case, tmp_path: Path) -> None:
+    report = check(case, tmp_path)
+    found = [finding for finding in report.findings if finding.id == case.rule]
+    assert [item for item in found if case.message in item.message and item.severity == case.severity], report.findings
+
+
+def test_every_rule_has_a_case() -> None:
+    covered = {case.rule for case in CASES}
+    assert {rule.id for rule in all_rules() if rule.level != "run"} == covered
+
+
+def test_there_are_rules_enough() -> None:
+    assert len(all_rules()) >= 75
+    assert len({rule.run for rule in all_rules()}) == len(all_rules())
+
+
+@pytest.mark.parametrize("rule", all_rules(), ids=lambda rule: rule.id)
+def test_every_rule_says_what_it_is_for(rule: Any) -> None:
+    assert rule.title.endswith(".")
+    assert rule.effect
+    assert "dflash " in rule.fix
+    assert len(rule.source) > 5
+
+
+@pytest.mark.parametrize("level", ["headers", "weights"])
+@pytest.mark.parametrize("dialect", ["native", "speculators", "reduced"])
+@pytest.mark.parametrize("shape", [support.SMALL, SLIDING, replace(support.SMALL, bias=True)])
+def test_silent_on_sound_drafts(dialect: str, shape: support.Shape, level: Any, tmp_path: Path) -> None:
+    target = support.make_target(tmp_path / "target", shape)
+    if dialect == "native":
+        draft = support.make_native(tmp_path / "dflash-draft", shape)
+    else:
+        reduced = replace(shape, draft_vocab=12) if dialect == "reduced" else shape
+        draft = support.make_speculators(tmp_path / "dflash-draft", reduced)
+    question = Question(
+        draft=draft,
+        reference=str(draft),
+        target=target,
+        target_reference=str(target),
+        engines=parse_engines("vllm"),
+        level=level,
+        num_speculative_tokens=shape.block - 1,
+    )
+    assert validate_draft(question).findings == ()
+
+
+@pytest.mark.parametrize("level", ["headers", "weights"])
+@pytest.mark.parametrize("name", ["tiny", "tiny:reduced"])
+def test_silent_on_the_bundled_drafts(name: str, level: Any) -> None:
+    engines = ENGINES if name == "tiny" else "vllm"
+    question = Question(
+        draft=resolve(name, Role.DRAFT),
+        target=resolve(TINY, Role.TARGET),
+        target_reference=TINY,
+        engines=parse_engines(engines),
+        level=level,
+    )
+    report = validate_draft(question)
+    assert report.findings == ()
+    assert [verdict.outcome for verdict in report.verdicts] == ["serves"] * len(report.engines)
+
+
+def test_a_relative_gets_one_finding(tmp_path: Path) -> None:
+    case = Case(rule="C01", message="", config=nested(conv_kernel_size=2, mask_token_id=None))
+    assert [finding.id for finding in check(case, tmp_path).findings] == ["C01"]
+
+
+def test_a_broken_config_is_still_held_to_the_other_rules(tmp_path: Path) -> None:
+    case = Case(
+        rule="", message="", config=nested(mask_token_id=None, target_layer_ids=[0, 9]), tensors=without("norm.weight")
+    )
+    assert {"C06", "C12", "N01"} <= {finding.id for finding in check(case, tmp_path).findings}
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data(), dialect=st.sampled_from(["native", "speculators"]))
+def test_junk_in_any_key_is_a_finding_at_most(data: st.DataObject, dialect: str, tmp_path: Path) -> None:
+    """No rule stumbles over a value of the wrong type, in whatever key it stands."""
+    draft, target = tmp_path / "draft", tmp_path / "target"
+    if not draft.exists():
+        support.make_speculators(draft, support.REDUCED)
+        support.make_target(target, support.REDUCED)
+    config = support.native_config() if dialect == "native" else support.speculators_config(support.REDUCED)
+    config |= {"is_causal": False, "eagle_aux_hidden_state_layer_ids": [1, 3], "eos_token_id": 1}
+    for _ in range(data.draw(st.integers(1, 2))):
+        inner = data.draw(
+            st.sampled_from(["", *sorted(key for key, value in config.items() if isinstance(value, dict))])
+        )
+        container = config[inner] if inner else config
+        if container:
+            container[data.draw(st.sampled_from(sorted(container)))] = data.draw(support.json_junk())
+    support.write_config(draft, config)
+    validate_draft(
+        Question(
+            draft=draft,
+            target=target,
+            target_reference=str(target),
+            engines=parse_engines(ENGINES),
+            level="weights",
+            num_speculative_tokens=3,
+        )
+    )
+
+
+def test_a_sound_quantised_checkpoint_is_not_judged_by_the_shapes_of_a_plain_one(tmp_path: Path) -> None:
+    """Names, types and shapes are the packer's; the one finding is a warning that says so."""
+    import numpy as np
+    from safetensors.numpy import load_file, save_file
+
+    draft, target = tmp_path / "draft", tmp_path / "target"
+    support.make_native(draft)
+    support.make_target(target)
+    weights = {}
+    for name, tensor in load_file(draft / "model.safetensors").items():
+        if name.endswith("proj.weight"):
+            weights[f"{name}_packed"] = np.zeros((tensor.shape[0], tensor.shape[1] // 2), dtype=np.uint8)
+            weights[f"{name}_scale"] = np.ones((tensor.shape[0], 1), dtype=np.float32)
+        else:
+            weights[name] = tensor
+    save_file(weights, draft / "model.safetensors")
+    support.write_config(draft, support.native_config() | {"quantization_config": {"quant_method": "modelopt"}})
+    question = Question(draft=draft, target=target, target_reference=str(target))
+    found = [(finding.id, str(finding.severity)) for finding in validate_draft(question).findings]
+    assert found == [("N11", "warning")]

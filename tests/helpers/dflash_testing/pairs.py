@@ -1,0 +1,232 @@
+"""Pairs for tests: the bundled one, small random ones, and drafts that are always right or always wrong."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import one_hot, scaled_dot_product_attention
+
+from dflash_cli.checkpoints.opening import DraftCheckpoint, open_draft, open_target
+from dflash_cli.checkpoints.references import Role, resolve, tiny_directory
+from dflash_cli.generation.tokenizer import Tokenizer
+from dflash_kernels.suite import REFERENCE
+from dflash_runtime.checkpoint.layout import DRAFT_TO_TARGET, owned_shapes
+from dflash_runtime.checkpoint.pair import DraftSource
+from dflash_runtime.config import DraftConfig, EngineConfig, RopeConfig, TargetConfig
+from dflash_runtime.device.kv import KVCache
+from dflash_runtime.drafts.dflash import DFlashDraft
+from dflash_runtime.drafts.draft import Draft, load_draft
+from dflash_runtime.llm import LLM
+from dflash_runtime.models.layers import Attend
+from dflash_runtime.models.qwen3 import Qwen3Target, expected_shapes
+from dflash_runtime.models.target import Target, load_target
+from dflash_runtime.scheduling.limits import Limits
+
+CPU = torch.device("cpu")
+NUM_POSITIONS = 4096
+
+
+@cache
+def bundled_draft(name: str = "tiny") -> DraftCheckpoint:
+    """`tiny` or `tiny:reduced`, from headers."""
+    return open_draft(resolve(name, Role.DRAFT))
+
+
+@cache
+def bundled_target_model(dtype: torch.dtype = torch.float32) -> Target:
+    """The bundled target on the CPU."""
+    return load_target(
+        open_target(tiny_directory() / "target"),
+        num_positions=NUM_POSITIONS,
+        kernels=REFERENCE,
+        device=CPU,
+        dtype=dtype,
+    )
+
+
+@cache
+def bundled_tokenizer() -> Tokenizer:
+    return Tokenizer(tiny_directory() / "target")
+
+
+@cache
+def bundled_prompts() -> tuple[tuple[int, ...], ...]:
+    """Token ids of the bundled held-out prompts."""
+    lines = (tiny_directory() / "prompts.jsonl").read_text().splitlines()
+    return tuple(tuple(bundled_tokenizer().encode(json.loads(line)["prompt"])) for line in lines)
+
+
+def bundled_draft_model(name: str = "tiny", dtype: torch.dtype = torch.float32, **changes: Any) -> Draft:
+    """A bundled draft, optionally read differently: `causal=(True, True, True)`."""
+    source = bundled_draft(name).source
+    source = DraftSource(replace(source.config, **changes), source.checkpoint)
+    return load_draft(
+        source, bundled_target_model(dtype), num_positions=NUM_POSITIONS, kernels=REFERENCE, device=CPU, dtype=dtype
+    )
+
+
+def bundled_llm(
+    draft: Draft | None,
+    num_draft_tokens: int,
+    *,
+    dtype: torch.dtype = torch.float32,
+    max_num_requests: int = 1,
+    max_model_len: int | None = None,
+    **engine: Any,
+) -> LLM:
+    """The bundled target with any draft object, on a synchronous engine unless asked otherwise."""
+    target = bundled_target_model(dtype)
+    settings: dict[str, Any] = {"scheduling": "sync", "num_pages": 1000} | engine
+    config = EngineConfig(max_num_requests=max_num_requests, **settings)
+    limits = Limits(
+        num_draft_tokens=num_draft_tokens,
+        max_model_len=max_model_len or target.config.max_position_embeddings,
+        max_num_requests=max_num_requests,
+        vocab_size=target.config.vocab_size,
+        max_batched_tokens=config.max_batched_tokens,
+    )
+    return LLM.from_models(target, draft, limits, config=config, device=CPU, dtype=dtype)
+
+
+class ScriptedDraft:
+    """Proposes what a function says, knowing which positions it is asked about.
+
+    `script(position) -> token id`. It keeps context KV like any draft, so that the engine around it does all its work.
+    """
+
+    def __init__(self, draft: Draft, script: Callable[[int], int]) -> None:
+        self.config = draft.config
+        self.target_ids: Tensor | None = None
+        self._draft = draft
+        self._script = script
+
+    def write_context(self, features: Tensor, positions: Tensor, cache: KVCache, slots: Tensor) -> None:
+        self._draft.write_context(features, positions, cache, slots)
+
+    def logits(self, block_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        drafted = torch.tensor([[self._script(int(place)) for place in row[1:]] for row in positions])
+        return one_hot(drafted, self.config.vocab_size).float()
+
+
+def always_right(draft: Draft, sequence: Sequence[int]) -> ScriptedDraft:
+    """A draft that knows the whole sequence, prompt included; past its end it says 0."""
+    return ScriptedDraft(draft, lambda place: sequence[place] if place < len(sequence) else 0)
+
+
+def always_wrong(draft: Draft, sequence: Sequence[int]) -> ScriptedDraft:
+    """A draft that avoids the right token at every position."""
+    return ScriptedDraft(draft, lambda place: (sequence[place] + 1) % 7 if place < len(sequence) else 0)
+
+
+def always_mask(draft: Draft) -> ScriptedDraft:
+    """A draft that proposes its mask token."""
+    return ScriptedDraft(draft, lambda place: draft.config.mask_token_id)
+
+
+def random_target(
+    dtype: torch.dtype = torch.float32, *, seed: int = 0, scale: float = 0.3, **changes: Any
+) -> Qwen3Target:
+    """A small target with random weights; a smaller `scale` gives flatter laws."""
+    values: dict[str, Any] = {
+        "model_type": "qwen3",
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_layers": 4,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 256,
+        "rope": RopeConfig(theta=10_000.0),
+        "vocab_size": 97,
+    }
+    values |= changes
+    values.setdefault("windows", (None,) * values["num_layers"])
+    config = TargetConfig(**values)
+    weights = random_weights(expected_shapes(config), dtype, seed, scale)
+    return Qwen3Target(config, weights, num_positions=512, kernels=REFERENCE, device=CPU, dtype=dtype)
+
+
+def random_draft_config(target: TargetConfig, **changes: Any) -> DraftConfig:
+    """A two-layer draft for a target."""
+    values: dict[str, Any] = {
+        "hidden_size": target.hidden_size,
+        "intermediate_size": 40,
+        "num_layers": 2,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": target.max_position_embeddings,
+        "rope": target.rope,
+        "block_size": 8,
+        "target_layer_ids": (0, target.num_layers - 2),
+        "mask_token_id": target.vocab_size - 1,
+        "vocab_size": target.vocab_size,
+        "draft_vocab_size": target.vocab_size,
+    }
+    values |= changes
+    values.setdefault("causal", (False,) * values["num_layers"])
+    values.setdefault("windows", (None,) * values["num_layers"])
+    return DraftConfig(**values)
+
+
+def random_draft(target: Target, dtype: torch.dtype = torch.float32, *, seed: int = 1, **changes: Any) -> DFlashDraft:
+    """A small draft with random weights, bound to a target."""
+    config = random_draft_config(target.config, **changes)
+    weights = random_weights(owned_shapes(config), dtype, seed)
+    if config.has_reduced_vocab:
+        ids = torch.linspace(0, config.vocab_size - 1, config.draft_vocab_size).long()
+        weights[DRAFT_TO_TARGET] = ids - torch.arange(config.draft_vocab_size)
+    return DFlashDraft(config, weights, target, num_positions=512, kernels=REFERENCE, device=CPU, dtype=dtype)
+
+
+def random_llm(
+    target: Target, draft: Draft | None, num_draft_tokens: int, *, max_model_len: int | None = None, **engine: Any
+) -> LLM:
+    """An LLM around loaded models."""
+    settings: dict[str, Any] = {"scheduling": "sync", "num_pages": 1000} | engine
+    config = EngineConfig(**settings)
+    limits = Limits(
+        num_draft_tokens=num_draft_tokens,
+        max_model_len=max_model_len or target.config.max_position_embeddings,
+        max_num_requests=config.max_num_requests,
+        vocab_size=target.config.vocab_size,
+        max_batched_tokens=config.max_batched_tokens,
+    )
+    dtype = target.embedding.dtype
+    return LLM.from_models(target, draft, limits, config=config, device=CPU, dtype=dtype)
+
+
+def random_weights(
+    shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, seed: int, scale: float = 0.3
+) -> dict[str, Tensor]:
+    """Normal matrices and norm scales near one."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: (torch.randn(shape, generator=generator) * scale + (len(shape) == 1)).to(dtype)
+        for name, shape in shapes.items()
+    }
+
+
+def random_prompts(lengths: Sequence[int], vocab_size: int, seed: int = 0) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, vocab_size, (length,), generator=generator).tolist() for length in lengths]
+
+
+def target_logits(target: Target, tokens: Sequence[int]) -> Tensor:
+    """[T, V] logits of a plain forward over a text, by no part of the engine but the model and one attention call."""
+
+    def attend(layer: int, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        query, keys, values = (heads[None].transpose(1, 2) for heads in (query, keys, values))
+        attended = scaled_dot_product_attention(query, keys, values, is_causal=True, enable_gqa=True)
+        return attended.transpose(1, 2)[0]
+
+    with torch.inference_mode():
+        hidden, _ = target(torch.tensor(tokens), torch.arange(len(tokens)), attend, ())
+        logits: Tensor = target.head(hidden)
+    return logits

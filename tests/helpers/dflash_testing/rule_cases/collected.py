@@ -1,0 +1,14 @@
+"""Every case of this folder."""
+
+from dflash_testing.rule_cases import attention, config, engines, pair, tensors, vocabulary, weights
+from dflash_testing.rule_cases.base import Case
+
+CASES: list[Case] = [
+    *config.CASES,
+    *attention.CASES,
+    *tensors.CASES,
+    *vocabulary.CASES,
+    *pair.CASES,
+    *engines.CASES,
+    *weights.CASES,
+]

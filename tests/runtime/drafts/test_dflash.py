@@ -1,0 +1,67 @@
+"""The draft's context KV is what the target's hidden states say, at every committed position.
+
+Text stays right when context KV is wrong, so it is compared with a computation of its own: hidden states from
+transformers' model, projected row by row.
+"""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from dflash_cli.checkpoints.references import tiny_directory
+from dflash_runtime.device.kv import KVCache
+from dflash_runtime.drafts.draft import Draft
+from dflash_runtime.llm import LLM
+from dflash_runtime.scheduling.request import Request, SamplingParams
+from dflash_testing.pairs import bundled_draft_model, bundled_llm, bundled_prompts, bundled_target_model, target_logits
+
+TOLERANCE = 5e-5
+"""On values of up to about ten in float32."""
+
+
+@pytest.fixture(scope="module")
+def reference() -> torch.nn.Module:
+    model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(tiny_directory() / "target", dtype=torch.float32)
+    return model.eval()
+
+
+@pytest.mark.parametrize("num_draft_tokens", [1, 3, 7])
+@pytest.mark.parametrize("prompt_len", [1, 15, 16, 17, 60])
+def test_context_kv_equals_recomputation(reference: torch.nn.Module, num_draft_tokens: int, prompt_len: int) -> None:
+    draft = bundled_draft_model()
+    llm = bundled_llm(draft, num_draft_tokens)
+    prompt = max(bundled_prompts(), key=len)[:prompt_len]
+    request = Request(index=0, prompt_token_ids=prompt, params=SamplingParams(max_new_tokens=50))
+    llm.engine.add(request)
+    num_checks = 0
+    while not request.is_finished:
+        llm.engine.step()
+        if request.pages and request.output_token_ids:
+            check(reference, draft, llm, request)
+            num_checks += 1
+    assert num_checks > 5
+
+
+def check(reference: torch.nn.Module, draft: Draft, llm: LLM, request: Request) -> None:
+    tokens = [*request.prompt_token_ids, *request.output_token_ids][: request.kv_len]
+    with torch.inference_mode():
+        states = reference(torch.tensor([tokens]), output_hidden_states=True).hidden_states
+    features = torch.cat([states[layer + 1][0] for layer in draft.config.target_layer_ids], dim=-1)
+    positions = torch.arange(request.kv_len)
+    runner = llm.engine.runner
+    assert runner.draft_kv is not None
+    fresh = KVCache(draft.config, 1, request.kv_len, torch.device("cpu"), torch.float32)
+    draft.write_context(features, positions, fresh, positions)
+    keys, values = fresh.keys, fresh.values
+    pages = torch.tensor(request.pages)
+    slots = pages[positions // runner.page_size] * runner.page_size + positions % runner.page_size
+    assert (runner.draft_kv.keys[:, slots] - keys).abs().max() < TOLERANCE
+    assert (runner.draft_kv.values[:, slots] - values).abs().max() < TOLERANCE
+
+
+def test_logits_agree_with_transformers(reference: torch.nn.Module) -> None:
+    """How far two correct float32 programs are apart, which is what the golden traces' gaps are held against."""
+    prompt = max(bundled_prompts(), key=len)
+    with torch.inference_mode():
+        expected = reference(torch.tensor([prompt])).logits[0]
+    assert (target_logits(bundled_target_model(), prompt) - expected).abs().max() < 2e-5

@@ -1,0 +1,140 @@
+"""Where requests end: limits, stop tokens inside an accepted run, the model's limit; and what is refused."""
+
+import pytest
+
+from dflash_runtime.config import EngineConfig
+from dflash_runtime.device.settings import resolve_limits
+from dflash_runtime.errors import CapacityError, RequestError, UsageError
+from dflash_runtime.llm import LLM
+from dflash_runtime.scheduling.request import FinishReason, Request, SamplingParams
+from dflash_testing.pairs import always_right, bundled_draft_model, bundled_llm, bundled_prompts
+
+K = 3
+
+
+@pytest.fixture(scope="module")
+def prompt() -> tuple[int, ...]:
+    return bundled_prompts()[3][:20]
+
+
+@pytest.fixture(scope="module")
+def sequence(prompt: tuple[int, ...]) -> tuple[int, ...]:
+    """The prompt and 40 tokens of plain decoding."""
+    return prompt + bundled_llm(None, 0).generate([prompt], SamplingParams(max_new_tokens=40))[0].token_ids
+
+
+@pytest.fixture(scope="module")
+def oracle(sequence: tuple[int, ...]) -> LLM:
+    return bundled_llm(always_right(bundled_draft_model(), sequence), K)
+
+
+@pytest.mark.parametrize("max_new_tokens", range(1, 2 * K + 4))
+def test_any_limit_is_met_exactly(
+    oracle: LLM, prompt: tuple[int, ...], sequence: tuple[int, ...], max_new_tokens: int
+) -> None:
+    output = oracle.generate([prompt], SamplingParams(max_new_tokens=max_new_tokens))[0]
+    assert output.token_ids == sequence[len(prompt) : len(prompt) + max_new_tokens]
+    assert output.finish_reason is FinishReason.LENGTH
+    # The prefill gives one token and every step a whole block, however little of it is kept.
+    assert output.acceptance_lengths == (K + 1,) * -(-(max_new_tokens - 1) // (K + 1))
+    assert sum(output.kept_lengths) == max_new_tokens - 1
+
+
+@pytest.mark.parametrize("place", range(9))
+def test_a_stop_token_ends_the_run_wherever_it_stands(
+    oracle: LLM, prompt: tuple[int, ...], sequence: tuple[int, ...], place: int
+) -> None:
+    generated = sequence[len(prompt) :]
+    stop = generated[place]
+    expected = generated[: generated.index(stop) + 1]
+    params = SamplingParams(max_new_tokens=30, stop_token_ids=(stop,))
+    output = oracle.generate([prompt], params)[0]
+    assert output.token_ids == expected
+    assert output.finish_reason is FinishReason.STOP
+    assert set(output.acceptance_lengths) <= {K + 1}
+    ignored = oracle.generate([prompt], SamplingParams(max_new_tokens=30, stop_token_ids=(stop,), ignore_eos=True))[0]
+    assert ignored.token_ids == generated[:30]
+
+
+@pytest.mark.parametrize("distance", range(0, 2 * K + 4))
+def test_near_the_models_limit_blocks_are_whole_or_not_drafted(
+    prompt: tuple[int, ...], sequence: tuple[int, ...], distance: int
+) -> None:
+    limit = len(prompt) + 1 + distance
+    llm = bundled_llm(always_right(bundled_draft_model(), sequence), K, max_model_len=limit)
+    output = llm.generate([prompt], SamplingParams(max_new_tokens=100))[0]
+    assert output.token_ids == sequence[len(prompt) : limit]
+    assert output.finish_reason is FinishReason.LENGTH
+    drafted, kv_len = 0, len(prompt)
+    while kv_len + K + 1 <= limit:
+        drafted, kv_len = drafted + 1, kv_len + K + 1
+    assert output.acceptance_lengths == (K + 1,) * drafted
+
+
+def test_a_request_near_the_limit_leaves_its_neighbours_alone() -> None:
+    prompts = [bundled_prompts()[5][:30], bundled_prompts()[6][:8]]
+    draft = bundled_draft_model()
+    params = SamplingParams(max_new_tokens=24)
+    together = bundled_llm(draft, 7, max_num_requests=2, max_model_len=36).generate(prompts, params)
+    alone = bundled_llm(draft, 7, max_model_len=36).generate([prompts[1]], params)[0]
+    assert len(together[0].token_ids) == 6
+    assert together[1].token_ids == alone.token_ids
+    assert together[1].acceptance_lengths == alone.acceptance_lengths
+
+
+def test_the_same_request_twice_in_one_engine_is_the_same(prompt: tuple[int, ...]) -> None:
+    llm = bundled_llm(bundled_draft_model(), 7)
+    first, second, third = (llm.generate([prompt], SamplingParams(max_new_tokens=40))[0] for _ in range(3))
+    assert first.drafts == second.drafts == third.drafts
+    assert first.token_ids == second.token_ids == third.token_ids
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "message"),
+    [
+        ([], "empty"),
+        ([1, 2, 99_999], "token id 99999, expected ids in"),
+        ([1, -1], "token id -1"),
+        ([1] * 5000, "5000 tokens, expected fewer than"),
+    ],
+)
+def test_a_prompt_that_cannot_be_served_is_named_and_harms_nobody(
+    token_ids: list[int], message: str, prompt: tuple[int, ...]
+) -> None:
+    llm = bundled_llm(bundled_draft_model(), 7, max_num_requests=2)
+    params = SamplingParams(max_new_tokens=12)
+    alone = llm.generate([prompt], params)[0]
+    before, wrong, after = llm.generate([prompt, token_ids, prompt], params)
+    assert wrong.finish_reason is FinishReason.ERROR
+    assert wrong.error is not None
+    assert message in wrong.error
+    assert wrong.error.startswith("prompt 1: ")
+    assert before.token_ids == after.token_ids == alone.token_ids
+    with pytest.raises(RequestError, match=message):
+        llm.engine.add(Request(index=0, prompt_token_ids=tuple(token_ids), params=params))
+
+
+def test_a_request_that_can_never_fit_says_so_with_the_arithmetic() -> None:
+    llm = bundled_llm(bundled_draft_model(), 7, num_pages=5)
+    with pytest.raises(CapacityError, match=r"needs 8 KV pages of 16 tokens for 120 tokens and a lookahead of 8, .* 4"):
+        llm.engine.add(Request(index=0, prompt_token_ids=(1,) * 20, params=SamplingParams(max_new_tokens=100)))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"max_new_tokens": 0}, {"temperature": -1}, {"temperature": float("nan")}, {"top_p": 0}, {"top_p": 1.5},
+     {"top_k": -1}, {"seed": 2**70}],
+)  # fmt: skip
+def test_sampling_parameters_out_of_range_are_refused(changes: dict[str, float]) -> None:
+    with pytest.raises(RequestError, match=next(iter(changes))):
+        SamplingParams(**changes)  # type: ignore[arg-type]
+
+
+def test_more_drafts_than_the_draft_was_trained_for_are_refused() -> None:
+    from dflash_cli.checkpoints.opening import open_target
+    from dflash_cli.checkpoints.references import tiny_directory
+    from dflash_testing.pairs import bundled_draft
+
+    target = open_target(tiny_directory() / "target")
+    with pytest.raises(UsageError, match="8 speculative tokens, expected at most 7"):
+        resolve_limits(EngineConfig(num_draft_tokens=8), target.config, bundled_draft().config)

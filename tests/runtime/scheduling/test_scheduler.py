@@ -1,0 +1,229 @@
+"""Reservation, admission, preemption and the page pool; no tensors."""
+
+from typing import Any
+
+import pytest
+
+from dflash_runtime.errors import CapacityError
+from dflash_runtime.scheduling.batch import Batch, StepOutput
+from dflash_runtime.scheduling.limits import Limits, lookahead_while_loading
+from dflash_runtime.scheduling.pages import PagePool
+from dflash_runtime.scheduling.prefix_cache import PrefixCache
+from dflash_runtime.scheduling.request import FinishReason, Request, SamplingParams
+from dflash_runtime.scheduling.scheduler import OutOfPages, Scheduler
+
+PAGE = 16
+
+
+def limits(
+    num_draft_tokens: int = 3, max_model_len: int = 100, max_num_requests: int = 4, max_batched_tokens: int = 1000
+) -> Limits:
+    return Limits(
+        num_draft_tokens=num_draft_tokens,
+        max_model_len=max_model_len,
+        max_num_requests=max_num_requests,
+        vocab_size=50,
+        max_batched_tokens=max_batched_tokens,
+    )
+
+
+def request(index: int = 0, prompt_len: int = 16, first: int = 1, **params: Any) -> Request:
+    prompt = (first, *[2] * (prompt_len - 1))
+    return Request(index=index, prompt_token_ids=prompt, params=SamplingParams(**params))
+
+
+def scheduler(num_pages: int = 50, *, prefix_cache: bool = False, **changes: int) -> Scheduler:
+    pages = PagePool(num_pages, PAGE)
+    return Scheduler(limits(**changes), pages, PrefixCache(pages, is_enabled=prefix_cache))
+
+
+def run(scheduler: Scheduler, tokens: int = 1, *, is_drained: bool = True) -> Batch:
+    """One synchronous step in which every decoding request gets `tokens` tokens."""
+    batch = scheduler.schedule(is_drained=is_drained)
+    for item in [chunk.request for chunk in batch.chunks if chunk.is_last and not chunk.request.output_token_ids]:
+        give(scheduler, item, 1)
+    for item in batch.decode:
+        give(scheduler, item, tokens)
+    scheduler.check_integrity()
+    return batch
+
+
+def give(scheduler: Scheduler, item: Request, tokens: int) -> None:
+    kept = min(tokens, item.room(scheduler.limits.max_model_len))
+    is_done = kept == item.room(scheduler.limits.max_model_len)
+    scheduler.commit(item, StepOutput([7] * kept, [7] * 3, tokens - 1, is_done, item.generation))
+
+
+def test_lookahead_is_the_anchor_and_every_draft() -> None:
+    assert limits(3).num_lookahead_tokens == 4
+    assert limits(0).num_lookahead_tokens == 1
+
+
+@pytest.mark.parametrize(("draft_writes_ahead", "expected"), [(True, 4), (False, 0)])
+def test_lookahead_is_withheld_while_loading_only_from_drafts_that_write_nothing_ahead(
+    draft_writes_ahead: bool, expected: int
+) -> None:
+    assert lookahead_while_loading(4, draft_writes_ahead=draft_writes_ahead) == expected
+
+
+@pytest.mark.parametrize(("kv_len", "can_draft"), [(95, True), (96, True), (97, False), (99, False)])
+def test_a_block_is_drafted_only_where_it_fits_the_model(kv_len: int, can_draft: bool) -> None:
+    assert (kv_len <= limits(3, max_model_len=100).last_draft_len) is can_draft
+
+
+def test_a_prompt_of_one_page_reserves_two() -> None:
+    """vllm#43733: page 16, prompt 16, K 3: the first block stands at 16..19, on the second page."""
+    schedule = scheduler()
+    schedule.add(request(prompt_len=16))
+    run(schedule)
+    (item,) = schedule.running
+    assert len(item.pages) == 2
+
+
+@pytest.mark.parametrize("num_draft_tokens", [1, 3, 7, 15])
+@pytest.mark.parametrize("num_in_flight", [0, 1, 2])
+def test_reservation_is_the_formula_and_tight(num_draft_tokens: int, num_in_flight: int) -> None:
+    """Known rows and a lookahead for each step in flight and this one: the last slot it may write, and no more."""
+    fixed = limits(num_draft_tokens, max_model_len=100)
+    for known in range(1, 65):
+        last_slot = known + num_in_flight * (num_draft_tokens + 1) + num_draft_tokens
+        assert fixed.reserved_len(known, num_in_flight) == min(last_slot + 1, 100)
+
+
+def test_a_request_in_flight_reserves_for_every_draft_accepted() -> None:
+    schedule = scheduler(max_model_len=1000)
+    schedule.add(request(prompt_len=16, max_new_tokens=100))
+    run(schedule)
+    (item,) = schedule.running
+    for num_in_flight in range(3):
+        schedule.schedule(is_drained=num_in_flight == 0)
+        assert item.num_in_flight == num_in_flight + 1
+        assert len(item.pages) * PAGE >= item.kv_len + 4 * (num_in_flight + 1)
+
+
+def test_a_step_that_may_not_be_needed_is_not_launched() -> None:
+    """vllm#27922: each step in flight gives a token, so two tokens to go are covered by two steps."""
+    schedule = scheduler()
+    schedule.add(request(max_new_tokens=3))
+    run(schedule)
+    assert [len(schedule.schedule(is_drained=False).decode) for _ in range(3)] == [1, 1, 0]
+
+
+def test_admission_waits_for_pages_and_keeps_the_order() -> None:
+    schedule = scheduler(num_pages=1 + 5)
+    for index in range(3):
+        schedule.add(request(index, prompt_len=16, max_new_tokens=10))
+    assert [chunk.request.index for chunk in run(schedule).chunks] == [0, 1]
+    second = run(schedule, tokens=4)
+    assert [item.index for item in second.decode] == [0, 1]
+    assert not second.chunks
+    while len(schedule.running) == 2 and schedule.running[0].index == 0:
+        run(schedule, tokens=4)
+    assert 2 in [item.index for item in schedule.running] or run(schedule).chunks[0].request.index == 2
+
+
+def test_prompts_share_a_budget_in_order() -> None:
+    schedule = scheduler(max_batched_tokens=10)
+    for index in range(2):
+        schedule.add(request(index, prompt_len=14, max_new_tokens=1))
+    spans = [[(chunk.request.index, chunk.start, chunk.end, chunk.is_last) for chunk in run(schedule).chunks]
+             for _ in range(3)]  # fmt: skip
+    assert spans == [[(0, 0, 10, False)], [(0, 10, 14, True), (1, 0, 6, False)], [(1, 6, 14, True)]]
+
+
+def test_each_prompt_row_is_prefilled_once() -> None:
+    schedule = scheduler(max_batched_tokens=7)
+    for index in range(3):
+        schedule.add(request(index, prompt_len=20 + index, max_new_tokens=30))
+    rows = 0
+    while schedule.has_work:
+        rows += sum(chunk.end - chunk.start for chunk in run(schedule, tokens=2).chunks)
+    assert rows == 20 + 21 + 22
+
+
+def test_the_youngest_is_preempted_and_resumes_where_it_was() -> None:
+    """vllm#46066: only when nothing is in flight, and with its counters whole."""
+    schedule = scheduler(num_pages=1 + 6, max_num_requests=2)
+    for index in range(2):
+        schedule.add(request(index, prompt_len=16, max_new_tokens=60))
+    old, young = run(schedule).admitted
+    while not young.num_preemptions:
+        run(schedule, tokens=4)
+    assert young.row is None
+    assert young.num_in_flight == 0
+    output = list(young.output_token_ids)
+    while young.row is None:
+        run(schedule, tokens=4)
+    assert old.is_finished
+    assert young.prefill_len == 16 + len(output) - 1
+    while schedule.has_work:
+        run(schedule, tokens=4)
+    assert len(young.output_token_ids) == 60
+    assert young.output_token_ids[: len(output)] == output
+
+
+def test_nothing_is_preempted_while_steps_are_in_flight() -> None:
+    schedule = scheduler(num_pages=1 + 4, max_num_requests=2)
+    for index in range(2):
+        schedule.add(request(index, prompt_len=16, max_new_tokens=40))
+    run(schedule)
+    with pytest.raises(OutOfPages):
+        launch_until_dry(schedule)
+    assert all(item.num_preemptions == 0 for item in schedule.running)
+    schedule.check_integrity()
+
+
+def launch_until_dry(schedule: Scheduler) -> None:
+    for _ in range(20):
+        schedule.schedule(is_drained=False)
+
+
+def test_late_results_of_a_row_given_on_are_dropped() -> None:
+    schedule = scheduler(max_num_requests=1)
+    schedule.add(request(0, max_new_tokens=1))
+    schedule.add(request(1, max_new_tokens=9))
+    (old,) = run(schedule).admitted
+    assert old.is_finished
+    (new,) = run(schedule).admitted
+    tokens = list(new.output_token_ids)
+    assert schedule.commit(old, StepOutput([9, 9], [9] * 3, 1, True, old.generation)) == []
+    assert schedule.commit(new, StepOutput([9, 9], [9] * 3, 1, True, old.generation)) == []
+    assert new.output_token_ids == tokens
+
+
+def test_finished_in_its_prefill() -> None:
+    schedule = scheduler()
+    schedule.add(request(max_new_tokens=1))
+    (item,) = run(schedule).admitted
+    assert item.finish_reason is FinishReason.LENGTH
+    assert not schedule.has_work
+
+
+def test_pages_come_back_when_everything_is_aborted() -> None:
+    schedule = scheduler(num_pages=9)
+    for index in range(3):
+        schedule.add(request(index, max_new_tokens=8))
+    schedule.schedule(is_drained=True)
+    assert schedule.pages.num_available < 8
+    schedule.abort()
+    assert schedule.pages.num_available == 8
+    assert not schedule.has_work
+
+
+def test_page_zero_is_never_given_out() -> None:
+    pages = PagePool(9, 4)
+    assert sorted(pages.allocate(8) or []) == list(range(1, 9))
+    assert pages.allocate(1) is None
+
+
+def test_a_pool_without_a_usable_page_is_refused() -> None:
+    with pytest.raises(CapacityError):
+        PagePool(1, 16)
+
+
+def test_lengths_follow_the_anchor() -> None:
+    item = request(prompt_len=5, max_new_tokens=8)
+    item.commit([9], max_model_len=100)
+    assert (item.total_len, item.kv_len) == (6, 5)
+    item.commit([8, 7, 6], max_model_len=100)
+    assert (item.total_len, item.kv_len) == (9, 8)
