@@ -27,16 +27,16 @@ RUN_TESTS = {
 
 HEAD = """# Checks
 
-The rules of `dflash validate`, one decorated function each in `dflash_cli/validation/rules/` and `dflash_cli/engines/`. `dflash explain ID` prints what a
-rule is about, its effect, fix and source. This page is printed by `python scripts/rule_table.py`, and a test holds it to
-the code.
+The rules of `dflash validate`, one decorated function each in `dflash_cli/validation/rules/` and `dflash_cli/engines/`.
+`dflash explain ID` prints what a rule is about, its effect, fix and source. This page is printed by
+`python scripts/rule_table.py`, and a test holds it to the code.
 
 A rule's severity may be milder for a milder form of its fault. A rule with engines is an error only where `--engine`
 names one of them; those among S and P say nothing otherwise. Known engines:
 {engines}.
 
-The last column says by how many cases of `test_rule_fires` in `tests/cli/validation/test_rules.py` a rule is made to fire, or
-names its test in `tests/cli/validation/test_readings.py`. That every rule is silent on sound drafts is held by
+The last column says by how many cases of `test_rule_fires` in `tests/cli/validation/test_rules.py` a rule is made to
+fire, or names its test in `tests/cli/validation/test_readings.py`. That every rule is silent on sound drafts is held by
 `test_silent_on_sound_drafts`, `test_silent_on_the_bundled_drafts` and `test_sound_drafts_pass`.
 
 Levels: {levels}. {total} rules.

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dflash_cli.checkpoints.opening import DraftCheckpoint
-from dflash_cli.conversion.target_copies import target_tensor
+from dflash_cli.checkpoints.target_copies import target_tensor
 from dflash_runtime.checkpoint.layout import EMBEDDING, HEAD
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.config import DraftConfig

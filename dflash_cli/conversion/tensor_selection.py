@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 
 from dflash_cli.checkpoints.opening import DraftCheckpoint
 from dflash_cli.checkpoints.safetensors_writer import MadeTensor, WrittenTensor
+from dflash_cli.checkpoints.target_copies import find_difference, is_identity_map
 from dflash_cli.conversion.changes import Fate
-from dflash_cli.conversion.target_copies import find_difference, is_identity_map
 from dflash_cli.formats.dialect import Format
 from dflash_runtime.checkpoint.files import SINGLE_FILE
 from dflash_runtime.checkpoint.layout import DRAFT_TO_TARGET, EMBEDDING, HEAD, TARGET_TO_DRAFT

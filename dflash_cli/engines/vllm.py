@@ -1,13 +1,18 @@
 """Rules on serving with vLLM; silent unless it is named."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
 
-from dflash_cli.formats.native_fields import SCALES
+from dflash_cli.formats.dialect import FORMATS, Json
+from dflash_cli.formats.native import Native, refuse_common
+from dflash_cli.formats.native_fields import SCALES, write_scales
 from dflash_cli.validation.rule import CONFIG_FILE, TO_NATIVE, Problem, Subject, as_object, check
 from dflash_cli.validation.rules.attention import FLAG, KINDS
 from dflash_cli.validation.rules.drafting import NEUTRAL
 from dflash_cli.validation.rules.tensors import WEIGHTS
 from dflash_cli.validation.verdict import served_causality, trained_causality
+from dflash_runtime.config import DraftConfig
+from dflash_runtime.errors import LossyConversion
 
 VLLM = ("vllm",)
 LAUNCH = "dflash launch DRAFT --target TARGET --engine vllm"
@@ -165,3 +170,39 @@ def vllm_knows_windows(subject: Subject) -> Iterator[Problem]:
     has_windows = "sliding_attention" in subject.layer_types or bool(subject.nested.get("use_swa"))
     if engine is not None and engine.release[:2] == (0, 24) and has_windows:
         yield Problem(subject.body_place("layer_types"), f"sliding layers, which {engine} serves as full ones")
+
+
+# The dialect that is written for vLLM
+
+
+@FORMATS.register("vllm")
+class Vllm(Native):
+    """The native dialect as vLLM reads it as trained. Source: vLLM 0.33.0 model_executor/models/qwen3_dflash.py.
+
+    Written only; the file is a native one. vLLM reads more from it than other engines do: a reduced head with its id
+    map, and a target of another width. It reads scales for DFlash 2 only.
+    """
+
+    name: ClassVar[str] = "vllm"
+    title: ClassVar[str] = "DFlash, native dialect for vLLM 0.33"
+    priority: ClassVar[int] = 200
+    keeps_head: ClassVar[bool] = True
+    sorts_taps: ClassVar[bool] = True
+    unstated: ClassVar[frozenset[str]] = frozenset({"verifier", *SCALES})
+
+    def evidence(self, config: Mapping[str, Any], tensor_names: frozenset[str]) -> str | None:
+        return None
+
+    def write_config(self, config: DraftConfig, carried: Mapping[str, Any]) -> Json:
+        """Write the native keys, and those that only vLLM reads."""
+        return {
+            **super().write_config(config, carried),
+            **({"draft_vocab_size": config.draft_vocab_size} if config.has_reduced_vocab else {}),
+            **({} if config.target_hidden_size is None else {"target_hidden_size": config.target_hidden_size}),
+        }
+
+    def refuse_to_write(self, config: DraftConfig) -> None:
+        refuse_common(config)
+        lost = list(write_scales(config))
+        if lost:
+            raise LossyConversion(f"{', '.join(lost)}: vLLM 0.33 reads scales for DFlash 2 only")

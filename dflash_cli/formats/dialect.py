@@ -66,6 +66,8 @@ class Format(Protocol):
 
 
 FORMATS: Registry[type[Format]] = Registry("format")
+PACKAGES = ("dflash_cli.formats", "dflash_cli.engines")
+"""Whose modules register dialects: an engine's file brings the dialect that is written for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,10 +103,9 @@ def detect_from(config: Mapping[str, Any], tensor_names: frozenset[str], path: P
 
 @cache
 def all_formats() -> tuple[Format, ...]:
-    """Every registered dialect in order of priority; importing this package's modules registers them."""
-    import dflash_cli.formats as package
-
-    FORMATS.discover(package)
+    """Every registered dialect in order of priority: those of exporters, and those that serving engines want."""
+    for package in PACKAGES:
+        FORMATS.discover(package)
     return tuple(sorted((item() for item in FORMATS.values()), key=lambda item: item.priority))
 
 

@@ -4,7 +4,7 @@ Sources: z-lab/dflash model.py (April 2026 and 0.1.0), sgl-project/SpecForge exp
 
 Layers are numbered from 0 and a tap is the layer's output, which is the canonical convention. A key may stand at the
 top level, inside `dflash_config`, or in both places with one value. Exporters that write this dialect with habits of
-their own (`automodel`, `mlx`, `model_optimizer`, `specforge`) and engines that read it (`sglang`, `vllm`) are
+their own (`automodel`, `mlx`, `model_optimizer`, `specforge`) and engines that read it (in `engines/`) are
 subclasses, one file each.
 """
 

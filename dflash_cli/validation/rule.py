@@ -283,11 +283,8 @@ def check(
 @cache
 def all_rules() -> tuple[Rule, ...]:
     """Every rule, by id; importing this package's modules registers them."""
-    import dflash_cli.engines
-    import dflash_cli.validation.rules
-
-    CHECKS.discover(dflash_cli.validation.rules)
-    CHECKS.discover(dflash_cli.engines)
+    CHECKS.discover("dflash_cli.validation.rules")
+    CHECKS.discover("dflash_cli.engines")
     return tuple(sorted(CHECKS.values(), key=lambda rule: rule.id))
 
 

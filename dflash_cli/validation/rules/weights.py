@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from dflash_cli.checkpoints.opening import open_draft
-from dflash_cli.conversion.target_copies import find_difference
+from dflash_cli.checkpoints.target_copies import find_difference
 from dflash_cli.validation.rule import AGAIN, PAIR, TRY, Problem, Severity, Subject, check, is_int
 from dflash_cli.validation.rules.tensors import FLOATS, WEIGHTS
 from dflash_runtime.checkpoint.layout import DRAFT_TO_TARGET, EMBEDDING, HEAD, TARGET_TO_DRAFT

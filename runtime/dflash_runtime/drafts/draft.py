@@ -67,9 +67,7 @@ DRAFTS: Registry[DraftFamily] = Registry("draft family")
 @cache
 def draft_families() -> Registry[DraftFamily]:
     """The registry with every family of this package in it."""
-    import dflash_runtime.drafts as package
-
-    DRAFTS.discover(package)
+    DRAFTS.discover("dflash_runtime.drafts")
     return DRAFTS
 
 

@@ -58,9 +58,7 @@ TARGETS: Registry[TargetFamily] = Registry("target family")
 @cache
 def target_families() -> Registry[TargetFamily]:
     """The registry with every family of this package in it."""
-    import dflash_runtime.models as package
-
-    TARGETS.discover(package)
+    TARGETS.discover("dflash_runtime.models")
     return TARGETS
 
 

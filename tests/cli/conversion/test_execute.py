@@ -227,7 +227,7 @@ class TestReducedHead:
 
     def test_pieces_cover_every_row(self, pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
         """Pieces far smaller than the head still compare each row once."""
-        from dflash_cli.conversion import target_copies as proof
+        from dflash_cli.checkpoints import target_copies as proof
 
         monkeypatch.setattr(proof, "PIECE_BYTES", 200)
         draft = open_draft(pair[0])
