@@ -9,8 +9,7 @@ from typing import Annotated
 import typer
 
 from dflash_cli import __version__, console
-from dflash_cli.commands import convert, env, eval_acceptance, explain, generate, inspect, validate
-from dflash_cli.commands import serve_command as launch
+from dflash_cli.commands import convert, env, eval_acceptance, explain, generate, inspect, serve_command, validate
 from dflash_runtime.errors import CapacityError, DFlashError
 
 app = typer.Typer(
@@ -24,10 +23,15 @@ app = typer.Typer(
 
 app.command("generate", short_help="Complete prompts with a pair.")(generate.generate)
 app.command("eval-acceptance", short_help="Measure how many tokens a step it gives.")(eval_acceptance.eval_acceptance)
-app.command("validate", short_help="Check a draft, alone or with its target.")(validate.validate)
+app.command("validate", short_help="Check a draft, alone or with its target.", epilog=validate.EPILOG)(
+    validate.validate
+)
 app.command("inspect", short_help="Describe a draft or a target, or compare two.")(inspect.inspect)
-app.command("explain", short_help="Explain a validation rule.")(explain.explain)
-app.command("launch", short_help="Print the command that serves a pair.")(launch.launch)
+app.command("explain", short_help="Explain a validation rule.", epilog=explain.EPILOG)(explain.explain)
+for name in ("serve-command", "launch"):
+    app.command(
+        name, short_help="Print the command that serves a pair.", epilog=serve_command.EPILOG, hidden=name == "launch"
+    )(serve_command.serve_command)
 app.command("env", short_help="Show versions, GPUs and settings.")(env.env)
 app.command("convert", short_help="Write a draft in another dialect.")(convert.convert)
 

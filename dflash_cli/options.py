@@ -16,6 +16,12 @@ from dflash_runtime.errors import UsageError
 from dflash_runtime.scheduling.request import SamplingParams
 
 DraftArg = Annotated[str, typer.Argument(metavar="DRAFT", help="Draft: a directory, org/repo[@rev], or tiny.")]
+OptionalDraftArg = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="DRAFT", help="Draft: a directory, org/repo[@rev], tiny or tiny:reduced.", show_default=False
+    ),
+]
 DraftOption = Annotated[
     str | None,
     typer.Option("--draft", "-d", metavar="REF", help="Draft: a directory, org/repo[@rev], tiny or tiny:reduced."),
@@ -138,6 +144,20 @@ class EngineOptions:
 
 
 GROUPS = (SamplingOptions, EngineOptions)
+
+
+def one_draft(positional: str | None, option: str | None) -> str:
+    """The draft of a command that takes it as its first argument or as `--draft`.
+
+    Raises:
+        UsageError: none, or two.
+    """
+    given = [draft for draft in (positional, option) if draft is not None]
+    if not given:
+        raise UsageError("no draft is given", hint="name it first: a directory, org/repo[@rev], or tiny")
+    if len(given) > 1:
+        raise UsageError(f"two drafts are given, {given[0]} and --draft {given[1]}, expected one")
+    return given[0]
 
 
 def flatten(command: Callable[..., None]) -> Callable[..., None]:

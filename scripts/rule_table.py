@@ -41,8 +41,8 @@ fire, or names its test in `tests/cli/validation/test_readings.py`. That every r
 
 Levels: {levels}. {total} rules.
 
-| id | severity | level | engines | what must hold | test |
-|---|---|---|---|---|---|
+| id | severity | level | engines | what must hold | file | test |
+|---|---|---|---|---|---|---|
 """
 
 
@@ -62,7 +62,9 @@ def _row(rule: Rule) -> str:
     num_cases = sum(case.rule == rule.id for case in CASES)
     test = f"`{RUN_TESTS[rule.id]}`" if rule.id in RUN_TESTS else f"{num_cases} cases" if num_cases > 1 else "1 case"
     engines = ", ".join(rule.engines)
-    return f"| {rule.id} | {rule.severity} | {rule.level} | {engines} | {rule.title.rstrip('.')} | {test} |\n"
+    file = rule.module.replace(".", "/") + ".py"
+    cells = (rule.id, rule.severity, rule.level, engines, rule.title.rstrip("."), f"`{file}`", test)
+    return f"| {' | '.join(cells)} |\n"
 
 
 if __name__ == "__main__":

@@ -5,12 +5,12 @@ from typing import Any
 
 from dflash_cli import __version__, console
 from dflash_cli.checkpoints.opening import Causality, DraftCheckpoint, open_draft, open_target
-from dflash_cli.checkpoints.references import TINY, Role, is_bundled, resolve
+from dflash_cli.checkpoints.pair_references import complete_pair
+from dflash_cli.checkpoints.references import resolve
 from dflash_cli.generation.tokenizer import Tokenizer, find_tokenizer
 from dflash_runtime.checkpoint.hf_config import read_token_ids
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.config import EngineConfig
-from dflash_runtime.errors import UsageError
 from dflash_runtime.llm import LLM
 from dflash_runtime.scheduling.request import SamplingParams
 
@@ -63,13 +63,13 @@ def open_session(
     Raises:
         UsageError: a combination that names no pair; and whatever opening and loading raise.
     """
-    draft_reference, target_reference = _complete(draft, target, config)
+    pair = complete_pair(draft, target, find=resolve, needs_draft=config.num_draft_tokens != 0)
     draft_checkpoint = None
-    if draft_reference is not None:
-        draft_checkpoint = open_draft(resolve(draft_reference, Role.DRAFT), causality=causality)
-    if target_reference is None:
-        target_reference = _verifier(draft_checkpoint, draft_reference)
-    target_source = open_target(resolve(target_reference, Role.TARGET))
+    if pair.draft_location is not None:
+        draft_checkpoint = open_draft(pair.draft_location, causality=causality)
+    if pair.note is not None:
+        console.note(pair.note)
+    target_source = open_target(pair.find_target(resolve))
     if draft_checkpoint is not None:
         for text in draft_checkpoint.reading.notes:
             console.note(text)
@@ -83,29 +83,10 @@ def open_session(
         draft=draft_checkpoint,
         tokenizer=tokenizer,
         stop_token_ids=_stop_token_ids(target_source, tokenizer),
-        references={"draft": draft_reference, "target": target_reference},
+        references={"draft": pair.draft, "target": pair.target},
         causality=causality,
         template_options=template_options,
     )
-
-
-def _complete(draft: str | None, target: str | None, config: EngineConfig) -> tuple[str | None, str | None]:
-    if draft is None and target is None:
-        return (None if config.num_draft_tokens == 0 else TINY), TINY
-    if draft is None and config.num_draft_tokens != 0:
-        raise UsageError("a target is given without a draft", hint="add --draft REF, or -k 0 to decode plainly")
-    if draft is not None and target is None and is_bundled(draft):
-        return draft, TINY
-    return draft, target
-
-
-def _verifier(draft: DraftCheckpoint | None, reference: str | None) -> str:
-    """The target a draft names for itself."""
-    verifier = draft.config.verifier if draft is not None else None
-    if verifier is None or not verifier.name_or_path:
-        raise UsageError(f"{reference} names no target of its own", hint="add --target REF")
-    console.note(f"target {verifier.name_or_path}, as the draft names it")
-    return verifier.name_or_path
 
 
 def _stop_token_ids(target: TargetSource, tokenizer: Tokenizer | None) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Runs trials: the target and the draft's weights are loaded once, and a draft is built from them for each reading.
+"""Runs readings: the target and the draft's weights are loaded once, and a draft is built from them for each one.
 
 It loads torch, so it is imported only when a search starts.
 """
@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from dflash_cli.checkpoints.opening import DraftCheckpoint
-from dflash_cli.validation.readings import Effort
+from dflash_cli.validation.readings import SearchBudget
 from dflash_kernels.suite import pick_kernels
 from dflash_runtime.checkpoint.pair import TargetSource, check_pair
 from dflash_runtime.config import DraftConfig, EngineConfig
@@ -47,7 +47,7 @@ class AnchorFirst:
         return self._draft.logits(block_ids.roll(1, dims=1), positions.roll(1, dims=1), attend)
 
 
-class TrialEngine:
+class ReadingRunner:
     """A target on a device and a draft's weights beside it.
 
     Raises:
@@ -55,7 +55,13 @@ class TrialEngine:
     """
 
     def __init__(
-        self, draft: DraftCheckpoint, target: TargetSource, config: EngineConfig, effort: Effort, *, longest: int | None
+        self,
+        draft: DraftCheckpoint,
+        target: TargetSource,
+        config: EngineConfig,
+        effort: SearchBudget,
+        *,
+        longest: int | None,
     ) -> None:
         check_pair(draft.source, target)
         self._effort = effort

@@ -94,9 +94,9 @@ class TestCommand:
         draft = support.make_native(tmp_path / "draft", block_size=1)
         outcome = support.invoke("validate", draft)
         lines = outcome.out.splitlines()
-        place = next(index for index, line in enumerate(lines) if line.startswith("C03 error"))
-        assert lines[place + 1].startswith("    effect: ")
-        assert lines[place + 2].startswith("    fix: ")
+        index = next(at for at, line in enumerate(lines) if line.startswith("C03 error"))
+        assert lines[index + 1].startswith("    effect: ")
+        assert lines[index + 2].startswith("    fix: ")
 
     def test_prompts_belong_to_the_run_level(self) -> None:
         assert support.invoke("validate", "tiny", "--prompts", "x.jsonl").code == 2

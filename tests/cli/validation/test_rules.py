@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from dflash_cli.checkpoints.references import TINY, Role, resolve
 from dflash_cli.engines.serving_engine import parse_engines
 from dflash_cli.validation.rule import all_rules
-from dflash_cli.validation.validator import Question, validate_draft
+from dflash_cli.validation.validator import ValidationRequest, validate_draft
 from dflash_testing import checkpoints as support
 from dflash_testing.rule_cases.base import SLIDING, Case, check, nested, without
 from dflash_testing.rule_cases.collected import CASES
@@ -54,30 +54,30 @@ def test_silent_on_sound_drafts(dialect: str, shape: support.Shape, level: Any, 
     else:
         reduced = replace(shape, draft_vocab=12) if dialect == "reduced" else shape
         draft = support.make_speculators(tmp_path / "dflash-draft", reduced)
-    question = Question(
+    request = ValidationRequest(
         draft=draft,
-        reference=str(draft),
+        draft_reference=str(draft),
         target=target,
         target_reference=str(target),
         engines=parse_engines("vllm"),
         level=level,
         num_speculative_tokens=shape.block - 1,
     )
-    assert validate_draft(question).findings == ()
+    assert validate_draft(request).findings == ()
 
 
 @pytest.mark.parametrize("level", ["headers", "weights"])
 @pytest.mark.parametrize("name", ["tiny", "tiny:reduced"])
 def test_silent_on_the_bundled_drafts(name: str, level: Any) -> None:
     engines = ENGINES if name == "tiny" else "vllm"
-    question = Question(
+    request = ValidationRequest(
         draft=resolve(name, Role.DRAFT),
         target=resolve(TINY, Role.TARGET),
         target_reference=TINY,
         engines=parse_engines(engines),
         level=level,
     )
-    report = validate_draft(question)
+    report = validate_draft(request)
     assert report.findings == ()
     assert [verdict.outcome for verdict in report.verdicts] == ["serves"] * len(report.engines)
 
@@ -113,7 +113,7 @@ def test_junk_in_any_key_is_a_finding_at_most(data: st.DataObject, dialect: str,
             container[data.draw(st.sampled_from(sorted(container)))] = data.draw(support.json_junk())
     support.write_config(draft, config)
     validate_draft(
-        Question(
+        ValidationRequest(
             draft=draft,
             target=target,
             target_reference=str(target),
@@ -141,6 +141,6 @@ def test_a_sound_quantised_checkpoint_is_not_judged_by_the_shapes_of_a_plain_one
             weights[name] = tensor
     save_file(weights, draft / "model.safetensors")
     support.write_config(draft, support.native_config() | {"quantization_config": {"quant_method": "modelopt"}})
-    question = Question(draft=draft, target=target, target_reference=str(target))
-    found = [(finding.id, str(finding.severity)) for finding in validate_draft(question).findings]
+    request = ValidationRequest(draft=draft, target=target, target_reference=str(target))
+    found = [(finding.id, str(finding.severity)) for finding in validate_draft(request).findings]
     assert found == [("N11", "warning")]
