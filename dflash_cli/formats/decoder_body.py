@@ -6,6 +6,7 @@ from typing import Any
 
 from dflash_cli.formats.dialect import Homes, Json
 from dflash_runtime.checkpoint.hf_config import FULL, SLIDING
+from dflash_runtime.checkpoint.json_values import is_int
 from dflash_runtime.config import DraftConfig, RopeConfig
 from dflash_runtime.errors import InvalidConfig, LossyConversion, UnsupportedError
 
@@ -106,7 +107,7 @@ def require_object(value: Any, key: str, path: Path) -> Mapping[str, Any]:
 
 def layer_list(value: Any, key: str, path: Path) -> tuple[int, ...]:
     """A list of layer numbers."""
-    if not isinstance(value, list) or not all(isinstance(item, int) and not isinstance(item, bool) for item in value):
+    if not isinstance(value, list) or not all(is_int(item) for item in value):
         raise InvalidConfig(key, value, "a list of integers", path=path)
     return tuple(value)
 

@@ -11,6 +11,7 @@ from typing import Any
 from dflash_cli.formats.decoder_body import NESTED, layer_list
 from dflash_cli.formats.dialect import Json
 from dflash_runtime.checkpoint.hf_config import FULL, SLIDING, read_layer_types, read_windows, require_int
+from dflash_runtime.checkpoint.json_values import is_number
 from dflash_runtime.config import DraftConfig
 from dflash_runtime.errors import MISSING, InvalidConfig, LossyConversion
 
@@ -136,7 +137,7 @@ def read_scales(source: Source) -> Json:
         value = source.stated(key)
         if value in (MISSING, None):
             continue
-        if not isinstance(value, int | float) or isinstance(value, bool):
+        if not is_number(value):
             raise InvalidConfig(key, value, "a number", path=source.path)
         is_off = key == "final_logit_softcapping" and value <= 0
         scales[key] = None if is_off else float(value)

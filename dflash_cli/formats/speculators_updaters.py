@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 from dflash_runtime.checkpoint.hf_config import FULL, SLIDING
+from dflash_runtime.checkpoint.json_values import is_int
 from dflash_runtime.errors import MISSING, InvalidConfig, UnknownFormat, UnsupportedError
 from dflash_runtime.registry import Registry
 
@@ -82,7 +83,7 @@ def _common_causality(config_dict: Mapping[str, Any], body: Mapping[str, Any]) -
 def _aux_ids(config_dict: Mapping[str, Any]) -> list[int]:
     key = "aux_hidden_state_layer_ids"
     value = config_dict.get(key, MISSING)
-    if not isinstance(value, list) or not all(isinstance(item, int) and not isinstance(item, bool) for item in value):
+    if not isinstance(value, list) or not all(is_int(item) for item in value):
         raise InvalidConfig(key, value, "a list of integers")
     if any(item < 0 for item in value):
         raise InvalidConfig(key, value, "layers numbered from 1")
@@ -95,6 +96,6 @@ def _aux_ids(config_dict: Mapping[str, Any]) -> list[int]:
 
 def _mask_token_id(config_dict: Mapping[str, Any]) -> int:
     value = config_dict.get("mask_token_id", MISSING)
-    if not isinstance(value, int) or isinstance(value, bool):
+    if not is_int(value):
         raise InvalidConfig("mask_token_id", value, "an integer")
     return value

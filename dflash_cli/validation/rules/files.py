@@ -177,7 +177,7 @@ def _index(subject: Subject) -> "dict[str, object]":
 
 
 def _message(error: DFlashError) -> str:
-    """An error's message without the file in front, which is the finding's place."""
+    """An error's message without the file in front, which is the finding's location."""
     path = getattr(error, "path", None)
     if path is not None:
         return error.message.removeprefix(f"{path}: ")

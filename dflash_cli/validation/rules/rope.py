@@ -140,7 +140,7 @@ def rope_is_one_for_all_layers(subject: Subject) -> Iterator[Problem]:
 
 
 def _values(subject: Subject, key: str) -> dict[str, Any]:
-    """Every place that states a rope key: the body itself and its two rope objects."""
+    """Every location that states a rope key: the body itself and its two rope objects."""
     found = {}
     if subject.body.get(key) is not None and key != "type":
         found[subject.body_location(key)] = subject.body[key]

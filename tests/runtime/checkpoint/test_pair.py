@@ -39,7 +39,8 @@ def test_each_misfit_names_its_field(field: str, value: Any, text: str) -> None:
 
 @pytest.mark.parametrize("field", ["hidden_size", "target_hidden_size", "mask_token_id", "num_target_layers"])
 def test_what_is_not_stated_fits(field: str) -> None:
-    assert list(find_misfits(replace(DRAFT, **{field: None}), TARGET)) == []
+    missing: dict[str, Any] = {field: None}
+    assert list(find_misfits(replace(DRAFT, **missing), TARGET)) == []
 
 
 def test_all_are_named_at_once() -> None:
