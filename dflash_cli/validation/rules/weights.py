@@ -10,6 +10,8 @@ from dflash_cli.validation.rules.tensors import FLOATS, WEIGHTS
 from dflash_cli.validation.subject import Subject
 from dflash_runtime.checkpoint.json_values import is_int
 from dflash_runtime.checkpoint.layout import DRAFT_TO_TARGET, EMBEDDING, HEAD, TARGET_TO_DRAFT
+from dflash_runtime.checkpoint.pair import TargetSource
+from dflash_runtime.errors import CheckpointError
 
 if TYPE_CHECKING:
     import torch
@@ -228,7 +230,7 @@ def stop_tokens_can_be_drafted(subject: Subject) -> Iterator[Problem]:
 def copies_are_the_targets(subject: Subject) -> Iterator[Problem]:
     """Head and embedding hold the target's rows."""
     target, checkpoint = subject.target_source, subject.checkpoint
-    if target is None or subject.parsed is None or checkpoint is None:
+    if target is None or subject.parsed is None or checkpoint is None or not _has_weights(target):
         return
     draft = open_draft(checkpoint)
     for name in (HEAD, EMBEDDING):
@@ -254,6 +256,14 @@ def map_names_each_id_once(subject: Subject) -> Iterator[Problem]:
     repeats = len(ids) - len(set(ids))
     if repeats:
         yield Problem(f"{WEIGHTS}:{DRAFT_TO_TARGET}", f"{repeats} target ids are named more than once")
+
+
+def _has_weights(target: TargetSource) -> bool:
+    """Whether the target's weights are here; of one on the hub there may be headers alone, or no more than a config."""
+    try:
+        return all(info.file.is_file() for info in target.checkpoint.tensors.values())
+    except CheckpointError:
+        return False
 
 
 def _floats(subject: Subject) -> "Iterator[tuple[str, torch.Tensor]]":

@@ -165,3 +165,19 @@ def test_serve_command_takes_the_target_that_the_draft_names(environment: dict[s
     outcome = support.launch("serve-command", "acme/spec", "-e", "vllm", env=environment)
     assert outcome.code == 0, outcome.err
     assert outcome.out.startswith("vllm serve acme/target ")
+
+
+@pytest.mark.parametrize("level", ["headers", "weights"])
+def test_the_target_that_a_draft_names_is_read_by_its_headers(
+    level: str, environment: dict[str, str], local_hub: hub.LocalHub, tmp_path: Path
+) -> None:
+    """Nobody asked for it to be downloaded, also where the draft's own weights are read; its head is not compared."""
+    head = support.target_arrays(BIG)["lm_head.weight"]
+    draft = support.make_speculators(tmp_path / "dflash", BIG, extra={"lm_head.weight": head + 1})
+    local_hub.asked.clear()
+    outcome = support.launch("validate", draft, "--level", level, "-e", "vllm", env=environment)
+    assert outcome.code == 0, outcome.out + outcome.err
+    assert " against acme/target: 0 errors" in outcome.out
+    assert "note: target acme/target, as the draft names it" in outcome.err
+    ranges = [wanted for path, wanted in local_hub.asked if path.endswith(".safetensors") and "/cdn/" in path]
+    assert ranges == ["bytes=0-131071"]
