@@ -25,11 +25,13 @@ app = typer.Typer(
 app.command("generate", short_help="Complete prompts with a pair.")(generate.generate)
 app.command("eval-acceptance", short_help="Measure how many tokens a step it gives.")(eval_acceptance.eval_acceptance)
 app.command("validate", short_help="Check a draft, alone or with its target.")(validate.validate)
-app.command("inspect", short_help="Describe a draft or a target, or compare two.")(inspect.inspect)
+app.command("inspect", short_help="Describe a draft or a target, or compare two.", epilog=inspect.EPILOG)(
+    inspect.inspect
+)
 app.command("explain", short_help="Explain a validation rule.")(explain.explain)
 app.command("launch", short_help="Print the command that serves a pair.")(launch.launch)
 app.command("env", short_help="Show versions, GPUs and settings.")(env.env)
-app.command("convert", short_help="Write a draft in another dialect.")(convert.convert)
+app.command("convert", short_help="Write a draft in another dialect.", epilog=convert.EPILOG)(convert.convert)
 
 
 def _print_version(is_asked: bool) -> None:

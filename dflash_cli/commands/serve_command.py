@@ -7,7 +7,7 @@ import typer
 
 from dflash_cli import console
 from dflash_cli.checkpoints.opening import open_draft, open_target
-from dflash_cli.checkpoints.references import TINY, Role, is_bundled, locate, open_checkpoint
+from dflash_cli.checkpoints.references import TINY, Role, find_checkpoint, is_bundled, open_checkpoint
 from dflash_cli.engines.serve_command import Pair, make_line, notices
 from dflash_cli.engines.serving_engine import parse_engines
 from dflash_cli.options import DraftArg, JsonOption, TargetOption
@@ -37,7 +37,7 @@ def launch(
     if len(engines) != 1:
         raise UsageError(f"--engine {engine!r}, expected one engine")
     target = _target(draft, target)
-    place, target_place = locate(draft, Role.DRAFT), locate(target, Role.TARGET)
+    place, target_place = find_checkpoint(draft, Role.DRAFT), find_checkpoint(target, Role.TARGET)
     report = validate_draft(
         Question(
             draft=place,
@@ -90,7 +90,7 @@ def _target(draft: str, target: str | None) -> str:
         return target
     if is_bundled(draft):
         return TINY
-    verifier = open_draft(open_checkpoint(locate(draft, Role.DRAFT))).config.verifier
+    verifier = open_draft(open_checkpoint(find_checkpoint(draft, Role.DRAFT))).config.verifier
     if verifier is None or not verifier.name_or_path:
         raise UsageError(f"{draft} names no target of its own", hint="add --target REF")
     return verifier.name_or_path

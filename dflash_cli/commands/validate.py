@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from dflash_cli import console
-from dflash_cli.checkpoints.references import TINY, Location, Role, is_bundled, locate, resolve
+from dflash_cli.checkpoints.references import TINY, Location, Role, find_checkpoint, is_bundled
 from dflash_cli.engines.serving_engine import parse_engines
 from dflash_cli.options import DraftArg, JsonOption, PromptsOption, TargetOption
 from dflash_cli.validation.rule import Finding, Level
@@ -72,10 +72,9 @@ def validate(
     if target is None and is_bundled(draft):
         target = TINY
     needs_weights = level != "headers" or fix_out is not None
-    find = resolve if needs_weights else locate
-    places: list[Location] = [find(draft, Role.DRAFT)]
+    places: list[Location] = [find_checkpoint(draft, Role.DRAFT, needs_weights=needs_weights)]
     if target is not None:
-        places.append(find(target, Role.TARGET))
+        places.append(find_checkpoint(target, Role.TARGET, needs_weights=needs_weights))
     question = Question(
         draft=places[0],
         reference=str(places[0]) if is_bundled(draft) else draft,

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
+from dflash_cli.formats.decoder_body import LAYER_KINDS
 from dflash_cli.validation.rule import FIX_OUT, TO_NATIVE, Problem, Subject, check
-from dflash_cli.validation.rules.attention import KINDS
 from dflash_cli.validation.rules.vocabulary import sizes
 from dflash_cli.validation.verdict import served_causality, trained_causality
 
@@ -98,7 +98,7 @@ def llama_serves_one_causality(subject: Subject) -> Iterator[Problem]:
     served = served_causality(subject, engine) if engine is not None else None
     trained = trained_causality(subject)
     if served is not None and trained is not None and served != trained:
-        place = subject.body_place("layer_types" if set(subject.layer_types) == set(KINDS) else "is_causal")
+        place = subject.body_place("layer_types" if set(subject.layer_types) == set(LAYER_KINDS) else "is_causal")
         yield Problem(place, f"{sum(trained)} of {len(trained)} layers are causal, served: {sum(served)}")
 
 

@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator
 
+from dflash_cli.formats.decoder_body import LAYER_KINDS
 from dflash_cli.formats.native_fields import SCALES
+from dflash_cli.formats.speculators_updaters import NON_CAUSAL_FLAG
 from dflash_cli.validation.rule import CONFIG_FILE, TO_NATIVE, Problem, Subject, as_object, check
-from dflash_cli.validation.rules.attention import FLAG, KINDS
 from dflash_cli.validation.rules.drafting import NEUTRAL
 from dflash_cli.validation.rules.tensors import WEIGHTS
 from dflash_cli.validation.verdict import served_causality, trained_causality
@@ -70,7 +71,7 @@ def k_is_the_trained_one(subject: Subject) -> Iterator[Problem]:
 )
 def layers_are_of_one_kind(subject: Subject) -> Iterator[Problem]:
     """All layers are sliding or all are full."""
-    if subject.engine("vllm") is not None and set(subject.layer_types) >= set(KINDS):
+    if subject.engine("vllm") is not None and set(subject.layer_types) >= set(LAYER_KINDS):
         yield Problem(subject.body_place("layer_types"), "both sliding and full layers")
 
 
@@ -126,10 +127,10 @@ def vllm_serves_the_trained_causality(subject: Subject) -> Iterator[Problem]:
     trained = trained_causality(subject)
     if engine is None or served is None or trained is None or served == trained:
         return
-    is_told = subject.is_speculators and subject.config.get(FLAG) is False and all(served)
+    is_told = subject.is_speculators and subject.config.get(NON_CAUSAL_FLAG) is False and all(served)
     if not is_told or subject.body.get("is_causal") is not None:
         yield Problem(
-            subject.body_place("is_causal") if not subject.is_speculators else subject.place(FLAG),
+            subject.body_place("is_causal") if not subject.is_speculators else subject.place(NON_CAUSAL_FLAG),
             f"{engine} serves {sum(served)} of {len(served)} layers causally, the draft has {sum(trained)}",
         )
 

@@ -6,27 +6,23 @@ Written only; the file is a native one. SGLang takes causality from the top leve
 draft's width for the target's, and knows two of the three scales.
 """
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from dflash_cli.formats.dialect import FORMATS
-from dflash_cli.formats.native import Native
+from dflash_cli.formats.engine_native import EngineNative
 from dflash_runtime.config import DraftConfig
 from dflash_runtime.errors import LossyConversion
 
 
 @FORMATS.register("sglang")
-class Sglang(Native):
+class Sglang(EngineNative):
     """Native checkpoints for SGLang."""
 
     name: ClassVar[str] = "sglang"
     title: ClassVar[str] = "DFlash, native dialect for SGLang 0.5.23"
     priority: ClassVar[int] = 201
-    sorts_taps: ClassVar[bool] = True
+    engine: ClassVar[str] = "sglang"
     unstated: ClassVar[frozenset[str]] = frozenset({"verifier", "target_hidden_size", "input_embedding_scale"})
-
-    def evidence(self, config: Mapping[str, Any], tensor_names: frozenset[str]) -> str | None:
-        return None
 
     def refuse_to_write(self, config: DraftConfig) -> None:
         super().refuse_to_write(config)

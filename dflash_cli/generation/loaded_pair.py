@@ -5,7 +5,7 @@ from typing import Any
 
 from dflash_cli import __version__, console
 from dflash_cli.checkpoints.opening import Causality, DraftCheckpoint, open_draft, open_target
-from dflash_cli.checkpoints.references import TINY, Role, is_bundled, resolve
+from dflash_cli.checkpoints.references import TINY, Role, fetch_directory, is_bundled
 from dflash_cli.generation.tokenizer import Tokenizer, find_tokenizer
 from dflash_runtime.checkpoint.hf_config import read_token_ids
 from dflash_runtime.checkpoint.pair import TargetSource
@@ -66,12 +66,12 @@ def open_session(
     draft_reference, target_reference = _complete(draft, target, config)
     draft_checkpoint = None
     if draft_reference is not None:
-        draft_checkpoint = open_draft(resolve(draft_reference, Role.DRAFT), causality=causality)
+        draft_checkpoint = open_draft(fetch_directory(draft_reference, Role.DRAFT), causality=causality)
     if target_reference is None:
         target_reference = _verifier(draft_checkpoint, draft_reference)
-    target_source = open_target(resolve(target_reference, Role.TARGET))
+    target_source = open_target(fetch_directory(target_reference, Role.TARGET))
     if draft_checkpoint is not None:
-        for text in draft_checkpoint.reading.notes:
+        for text in draft_checkpoint.parsed.notes:
             console.note(text)
     llm = LLM(target_source, draft_checkpoint.source if draft_checkpoint else None, config)
     for text in llm.warnings:

@@ -12,8 +12,10 @@ from typing import Any
 
 from dflash_cli.checkpoints.opening import open_draft, open_target
 from dflash_cli.checkpoints.references import open_checkpoint
-from dflash_cli.conversion.execute import check_destination, convert_draft
-from dflash_cli.conversion.plan import Wish, make_plan
+from dflash_cli.conversion.execute import convert_draft
+from dflash_cli.conversion.plan import plan_conversion
+from dflash_cli.conversion.request import ConversionRequest
+from dflash_cli.conversion.write import check_destination
 from dflash_cli.formats.dialect import get_format
 from dflash_cli.validation.rule import REMOVED, Finding
 from dflash_cli.validation.validator import Question, Report, validate_draft
@@ -49,7 +51,7 @@ def repair_draft(question: Question, before: Report, destination: Path) -> Repai
     """
     if not isinstance(question.draft, Path):
         raise UsageError("--fix-out needs the whole draft, not its headers alone")
-    check_destination(destination, question.draft, force=False)
+    check_destination(destination, force=False)
     checkpoint = open_checkpoint(question.draft)
     checkpoint.config = mend(checkpoint.config, before.findings)
     try:
@@ -58,8 +60,8 @@ def repair_draft(question: Question, before: Report, destination: Path) -> Repai
         raise type_of(error)(f"{error.message}; this cannot be mended without knowing the draft") from error
     dialect = choose_dialect(question, draft.detection.format.name, is_writable=draft.detection.format.writable)
     target = open_target(open_checkpoint(question.target)) if question.target is not None else None
-    wish = Wish(to=dialect, target=target, target_reference=question.target_reference)
-    convert_draft(make_plan(draft, wish), destination)
+    request = ConversionRequest(to=dialect, target=target, target_reference=question.target_reference)
+    convert_draft(plan_conversion(draft, request), destination)
     level = "weights" if question.level == "run" else question.level
     after = validate_draft(replace(question, draft=destination, reference=str(destination), level=level, run=None))
     left = {item.id for item in after.findings}

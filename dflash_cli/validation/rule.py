@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 
 from dflash_cli.engines.serving_engine import Engine
-from dflash_cli.formats.dialect import Reading
+from dflash_cli.formats.dialect import ParsedConfig
 from dflash_runtime.checkpoint.files import Checkpoint, TensorInfo
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.config import DraftConfig, TargetConfig
@@ -92,7 +92,7 @@ class Problem:
 class Subject:
     """A draft as far as it can be read, and the target and engines it is checked against.
 
-    `reading` is None where the config cannot be read (`reading_error` says why), `dims` where not even its sizes can;
+    `parsed` is None where the config cannot be read (`reading_error` says why), `dims` where not even its sizes can;
     `tensors` is None where the headers cannot be read (`weights_error`). With a `config_error` there is no config.
     """
 
@@ -103,7 +103,7 @@ class Subject:
     config_error: CheckpointError | None = None
     weights_error: CheckpointError | None = None
     reading_error: CheckpointError | UnsupportedError | None = None
-    reading: Reading | None = None
+    parsed: ParsedConfig | None = None
     dims: DraftConfig | None = None
     tensors: Mapping[str, TensorInfo] | None = None
     target_source: TargetSource | None = None

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 from dflash_cli.checkpoints.opening import open_draft, open_target
 from dflash_cli.checkpoints.references import list_files, open_checkpoint
 from dflash_cli.engines.serving_engine import Engine
-from dflash_cli.formats.dialect import Reading, detect_from
+from dflash_cli.formats.dialect import ParsedConfig, detect_from
 from dflash_cli.validation.rule import CONFIG_FILE, LEVELS, Finding, Level, Rule, Severity, Subject, all_rules, is_int
 from dflash_cli.validation.verdict import Verdict, judge
 from dflash_runtime.checkpoint.files import Checkpoint, TensorInfo
 from dflash_runtime.config import DraftConfig, EngineConfig, RopeConfig
-from dflash_runtime.errors import CheckpointError, InvalidConfig, UnsupportedError, UsageError, located
+from dflash_runtime.errors import CheckpointError, InvalidConfig, UnsupportedError, UsageError, naming_file
 
 if TYPE_CHECKING:
     from dflash_cli.checkpoints.references import Location
@@ -161,19 +161,19 @@ def _open(location: "Location") -> Subject:
         weights_error=weights_error,
     )
     try:
-        return _with_reading(subject, _read(checkpoint, tensors))
+        return _with_parsed(subject, _read(checkpoint, tensors))
     except (CheckpointError, UnsupportedError) as error:
         return replace(subject, dims=_guess_dims(subject), reading_error=error)
 
 
-def _read(checkpoint: Checkpoint, tensors: dict[str, TensorInfo] | None) -> Reading:
+def _read(checkpoint: Checkpoint, tensors: dict[str, TensorInfo] | None) -> ParsedConfig:
     detection = detect_from(checkpoint.config, frozenset(tensors or ()), checkpoint.config_path)
-    with located(checkpoint.config_path):
+    with naming_file(checkpoint.config_path):
         return detection.format.read_config(checkpoint.config, checkpoint.config_path)
 
 
-def _with_reading(subject: Subject, reading: Reading) -> Subject:
-    return replace(subject, reading=reading, dims=reading.config)
+def _with_parsed(subject: Subject, parsed: ParsedConfig) -> Subject:
+    return replace(subject, parsed=parsed, dims=parsed.config)
 
 
 def _dialect(subject: Subject) -> str | None:
@@ -229,7 +229,7 @@ def _search(subject: Subject, question: Question, findings: list[Finding]) -> tu
     assert question.run is not None
     assert subject.target_source is not None
     reasons = sorted({item.id for item in findings if item.severity == "error" and not item.engines})
-    if subject.checkpoint is None or subject.reading is None or any(_keeps_from_running(item) for item in findings):
+    if subject.checkpoint is None or subject.parsed is None or any(_keeps_from_running(item) for item in findings):
         return subject, [f"not run: the pair cannot run as it is ({', '.join(reasons)})"]
     plan = question.run
     found = run_search(

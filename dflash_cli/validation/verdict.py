@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from dflash_cli.engines.serving_engine import Engine
+from dflash_cli.formats.speculators_updaters import NON_CAUSAL_FLAG
 from dflash_cli.validation.rule import Finding, Subject
+from dflash_runtime.checkpoint.hf_config import SLIDING
 
 IDENTITY = "C01"
-SLIDING = "sliding_attention"
-FLAG = "sliding_window_non_causal"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,12 +87,12 @@ def served_causality(subject: Subject, engine: Engine) -> tuple[bool, ...] | Non
 
 def trained_causality(subject: Subject) -> tuple[bool, ...] | None:
     """Causality of each layer as the config states it for its own dialect; None where it cannot be read."""
-    return subject.reading.config.causal if subject.reading is not None else None
+    return subject.parsed.config.causal if subject.parsed is not None else None
 
 
 def _vllm_speculators(subject: Subject, engine: Engine, count: int) -> tuple[bool, ...] | None:
     """Source: vLLM 0.33.0 algos.py (`causal = not flag`, absent false) and qwen3_dflash.py (is_causal first)."""
-    flag = subject.config.get(FLAG)
+    flag = subject.config.get(NON_CAUSAL_FLAG)
     stated = subject.body.get("is_causal")
     if isinstance(stated, bool):
         return (stated,) * count

@@ -130,9 +130,9 @@ def test_dialect_to_canonical_to_dialect(name: str, source: dict[str, Any]) -> N
             dialect.write_config(config, {})
         return
     written = json.loads(json.dumps(dialect.write_config(config, {})))
-    reading = dialect.read_config(written, Path("config.json"))
-    assert differing_fields(config, reading.config, ignored=lost_by(name, config)) == []
-    assert json.loads(json.dumps(dialect.write_config(reading.config, reading.carried))) == written
+    parsed = dialect.read_config(written, Path("config.json"))
+    assert differing_fields(config, parsed.config, ignored=lost_by(name, config)) == []
+    assert json.loads(json.dumps(dialect.write_config(parsed.config, parsed.carried))) == written
 
 
 def lost_by(name: str, config: DraftConfig) -> frozenset[str]:

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator
 
+from dflash_cli.formats.decoder_body import LAYER_KINDS
+from dflash_cli.formats.speculators_updaters import NON_CAUSAL_FLAG
 from dflash_cli.validation.rule import (
     FIX_OUT,
     TO_NATIVE,
@@ -12,10 +14,8 @@ from dflash_cli.validation.rule import (
     check,
     is_int,
 )
+from dflash_runtime.checkpoint.hf_config import SLIDING
 
-KINDS = ("full_attention", "sliding_attention")
-SLIDING = "sliding_attention"
-FLAG = "sliding_window_non_causal"
 QWEN3 = "transformers Qwen3Config"
 
 
@@ -36,8 +36,8 @@ def layer_types_fit(subject: Subject) -> Iterator[Problem]:
         return
     if is_int(count) and len(value) != count:
         yield Problem(place, f"{len(value)} entries for {count} layers")
-    for kind in sorted({repr(item) for item in value if item not in KINDS}):
-        yield Problem(place, f"found {kind}, expected one of {', '.join(KINDS)}")
+    for kind in sorted({repr(item) for item in value if item not in LAYER_KINDS}):
+        yield Problem(place, f"found {kind}, expected one of {', '.join(LAYER_KINDS)}")
 
 
 @check(
@@ -91,13 +91,13 @@ def causality_is_stated_once(subject: Subject) -> Iterator[Problem]:
             yield Problem(place, f"found {value!r}, expected true or false")
     if isinstance(top, bool) and isinstance(nested, bool) and top != nested:
         yield Problem(subject.place("is_causal"), f"{top} but dflash_config.causal is {nested}".lower())
-    flag = subject.config.get(FLAG)
+    flag = subject.config.get(NON_CAUSAL_FLAG)
     if subject.is_speculators and isinstance(top, bool):
         stated = {flag is False and kind == SLIDING for kind in subject.layer_types}
         if stated != {top}:
             yield Problem(
                 subject.body_place("is_causal"),
-                f"{top}, which {FLAG} {flag} contradicts".lower(),
+                f"{top}, which {NON_CAUSAL_FLAG} {flag} contradicts".lower(),
                 effect="vLLM takes is_causal, speculators the flag",
             )
 
@@ -118,8 +118,10 @@ def causality_of_windows_is_stated(subject: Subject) -> Iterator[Problem]:
     if SLIDING not in subject.layer_types:
         return
     if subject.is_speculators:
-        if FLAG not in subject.config:
-            yield Problem(subject.place(FLAG), "missing beside sliding layers", effect="readers take non-causal")
+        if NON_CAUSAL_FLAG not in subject.config:
+            yield Problem(
+                subject.place(NON_CAUSAL_FLAG), "missing beside sliding layers", effect="readers take non-causal"
+            )
     elif subject.body.get("is_causal") is None and subject.nested.get("causal") is None:
         yield Problem(subject.place("is_causal"), "missing beside sliding layers")
 
@@ -138,15 +140,15 @@ def full_layers_stay_non_causal(subject: Subject) -> Iterator[Problem]:
     In speculators the flag concerns sliding layers only, so both values mean the same for a draft of full layers.
     vLLM takes it for every layer since #47745; 0.24 does not look at it. Stating true is right for both.
     """
-    if not subject.is_speculators or SLIDING in subject.layer_types or subject.config.get(FLAG) is not False:
+    if not subject.is_speculators or SLIDING in subject.layer_types or subject.config.get(NON_CAUSAL_FLAG) is not False:
         return
     severity = _causality_severity(subject)
     if severity is not None and subject.body.get("is_causal") is not False:
         yield Problem(
-            subject.place(FLAG),
+            subject.place(NON_CAUSAL_FLAG),
             f"false, and all {len(subject.layer_types)} layers are full attention",
             severity=severity,
-            repair={FLAG: True},
+            repair={NON_CAUSAL_FLAG: True},
         )
 
 
@@ -160,12 +162,12 @@ def full_layers_stay_non_causal(subject: Subject) -> Iterator[Problem]:
 )
 def layers_agree_for_vllm(subject: Subject) -> Iterator[Problem]:
     """One causality for all layers, which is all that vLLM takes from the speculators dialect."""
-    if not subject.is_speculators or subject.config.get(FLAG) is not False:
+    if not subject.is_speculators or subject.config.get(NON_CAUSAL_FLAG) is not False:
         return
     severity = _causality_severity(subject)
-    if severity is not None and set(subject.layer_types) == set(KINDS):
+    if severity is not None and set(subject.layer_types) == set(LAYER_KINDS):
         yield Problem(
-            subject.place(FLAG),
+            subject.place(NON_CAUSAL_FLAG),
             "false with both sliding and full layers: sliding ones are causal, full ones are not",
             severity=severity,
         )

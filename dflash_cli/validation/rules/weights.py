@@ -224,7 +224,7 @@ def stop_tokens_can_be_drafted(subject: Subject) -> Iterator[Problem]:
 def copies_are_the_targets(subject: Subject) -> Iterator[Problem]:
     """Head and embedding hold the target's rows."""
     target, checkpoint = subject.target_source, subject.checkpoint
-    if target is None or subject.reading is None or checkpoint is None:
+    if target is None or subject.parsed is None or checkpoint is None:
         return
     draft = open_draft(checkpoint)
     for name in (HEAD, EMBEDDING):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dflash_cli.checkpoints.references import TINY, TINY_REDUCED, Role, is_hub_id, resolve, tiny_directory
+from dflash_cli.checkpoints.references import TINY, TINY_REDUCED, Role, fetch_directory, is_hub_id, tiny_directory
 from dflash_runtime.errors import CheckpointNotFound, UsageError
 from dflash_testing import checkpoints as support
 from dflash_testing import hub_server as hub
@@ -81,24 +81,24 @@ def test_a_directory_wins_over_the_hub(tmp_path: Path, monkeypatch: pytest.Monke
     support.make_native(tmp_path / "acme" / "draft")
     monkeypatch.chdir(tmp_path)
     assert not is_hub_id("acme/draft")
-    assert resolve("acme/draft", Role.DRAFT) == Path("acme/draft")
+    assert fetch_directory("acme/draft", Role.DRAFT) == Path("acme/draft")
 
 
 def test_a_directory_wins_over_the_bundled_pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "tiny").mkdir()
     monkeypatch.chdir(tmp_path)
-    assert resolve(TINY, Role.DRAFT) == Path("tiny")
+    assert fetch_directory(TINY, Role.DRAFT) == Path("tiny")
 
 
 def test_the_bundled_pair() -> None:
-    assert resolve(TINY, Role.DRAFT) == tiny_directory() / "draft"
-    assert resolve(TINY, Role.TARGET) == tiny_directory() / "target"
-    assert resolve(TINY_REDUCED, Role.DRAFT) == tiny_directory() / "draft-reduced"
+    assert fetch_directory(TINY, Role.DRAFT) == tiny_directory() / "draft"
+    assert fetch_directory(TINY, Role.TARGET) == tiny_directory() / "target"
+    assert fetch_directory(TINY_REDUCED, Role.DRAFT) == tiny_directory() / "draft-reduced"
     with pytest.raises(UsageError, match="names a draft"):
-        resolve(TINY_REDUCED, Role.TARGET)
+        fetch_directory(TINY_REDUCED, Role.TARGET)
 
 
 @pytest.mark.parametrize("reference", ["", "~nobody/x/y", "org/repo/extra", "../up/there", "org//repo", "http://x/y"])
 def test_what_is_no_reference(reference: str) -> None:
     with pytest.raises(CheckpointNotFound, match="not a hub reference"):
-        resolve(reference, Role.DRAFT)
+        fetch_directory(reference, Role.DRAFT)

@@ -16,7 +16,7 @@ def test_a_native_draft(tmp_path: Path) -> None:
     for line in (
         "kind        DFlash, native dialect (architectures names DFlashDraftModel)",
         "block       4 (3 drafted after the anchor)",
-        "taps        outputs of layers 0, 2 of 4, counted from 0",
+        "taps        layers 0, 2 of 4 of the target, counted from 0: the draft reads their outputs",
         "mask        token 31",
         "attention   all 2 layers: full attention, non-causal",
         "rope        default, theta 1000000, up to 128 positions",
@@ -29,7 +29,7 @@ def test_a_reduced_speculators_draft(tmp_path: Path) -> None:
     outcome = support.invoke("inspect", support.make_speculators(tmp_path / "draft", support.REDUCED))
     assert "vocabulary  32 ids, drafts over 12 of them" in outcome.out
     assert "target      acme/target" in outcome.out
-    assert "skipped     t2d" in outcome.out
+    assert "not loaded  t2d: copies of the target's weights, or what only training needs" in outcome.out
 
 
 def test_a_target(tmp_path: Path) -> None:
@@ -87,9 +87,9 @@ class TestTwo:
         outcome = support.invoke("inspect", one, other)
         assert outcome.code == 0
         assert outcome.out.splitlines() == [
-            "field   block_size: 4 -> 8",
-            "key     use_cache: unset -> True",
-            "tensor  norm.weight: other bytes",
+            "block size: 4 in the first, 8 in the second",
+            "use_cache: not stated in the first, true in the second",
+            "tensor norm.weight: other values",
             "24 tensors are equal",
         ]
 

@@ -17,7 +17,9 @@ from dflash_cli.checkpoints import safetensors_writer
 from dflash_cli.checkpoints.opening import open_draft
 from dflash_cli.checkpoints.safetensors_writer import encode_header
 from dflash_cli.conversion import write as write_module
-from dflash_cli.conversion.execute import Wish, convert_draft, plan_conversion
+from dflash_cli.conversion.execute import convert_draft
+from dflash_cli.conversion.plan import ConversionPlan, plan_conversion
+from dflash_cli.conversion.request import ConversionRequest
 from dflash_runtime.checkpoint.files import Checkpoint, read_header
 from dflash_runtime.errors import CapacityError, GateFailed
 from dflash_testing import checkpoints as support
@@ -26,6 +28,10 @@ from dflash_testing.paths import ROOT
 
 def leftovers(directory: Path) -> list[str]:
     return [item.name for item in directory.iterdir() if ".tmp-" in item.name or ".old-" in item.name]
+
+
+def plan(source: Path) -> ConversionPlan:
+    return plan_conversion(open_draft(source), ConversionRequest(to="speculators", verifier="acme/target"))
 
 
 class TestDestination:
@@ -76,9 +82,8 @@ class TestDestination:
             raise error("in the middle")
 
         monkeypatch.setattr("dflash_cli.conversion.execute.verify_roundtrip", fail)
-        plan = plan_conversion(source, Wish(to="speculators", verifier="acme/target"))
         with pytest.raises(error):
-            convert_draft(plan, tmp_path / "out")
+            convert_draft(plan(source), tmp_path / "out")
         assert leftovers(tmp_path) == []
         assert (tmp_path / "out").exists() is exists
         if exists:
@@ -96,7 +101,7 @@ class TestDestination:
 
         monkeypatch.setattr(Path, "rename", fail)
         with pytest.raises(KeyboardInterrupt):
-            convert_draft(plan_conversion(source, Wish(to="speculators", verifier="a/b")), tmp_path / "out")
+            convert_draft(plan(source), tmp_path / "out")
         assert open_draft(tmp_path / "out").config.vocab_size == 40
         assert leftovers(tmp_path) == []
 
@@ -104,7 +109,7 @@ class TestDestination:
         source = support.make_native(tmp_path / "source")
         monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10))
         with pytest.raises(CapacityError, match="bytes free"):
-            convert_draft(plan_conversion(source, Wish(to="speculators", verifier="a/b")), tmp_path / "out")
+            convert_draft(plan(source), tmp_path / "out")
         assert [item.name for item in tmp_path.iterdir()] == ["source"]
 
     def test_a_result_that_differs_is_caught(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +124,7 @@ class TestDestination:
 
         monkeypatch.setattr(write_module, "write_tensors", corrupt)
         with pytest.raises(GateFailed, match="bytes are not the source's"):
-            convert_draft(plan_conversion(source, Wish(to="speculators", verifier="a/b")), tmp_path / "out")
+            convert_draft(plan(source), tmp_path / "out")
         assert not (tmp_path / "out").exists()
 
 
