@@ -1,6 +1,6 @@
 """Turn what a user typed into a directory: an existing path, `org/repo[@revision]`, or the bundled pair.
 
-tiny            the bundled target, or the bundled draft, as the place asks for
+tiny            the bundled target, or the bundled draft, as its role asks for
 tiny:reduced    the bundled draft with a reduced output vocabulary
 """
 
@@ -80,7 +80,7 @@ def find_checkpoint(reference: str, role: Role, *, needs_weights: bool = False) 
 
 
 def open_checkpoint(location: "Location") -> Checkpoint:
-    """The checkpoint at a place, with its headers read when they are asked for.
+    """The checkpoint at a location, with its headers read when they are asked for.
 
     Raises:
         CheckpointNotFound, CheckpointError: see `Checkpoint`.

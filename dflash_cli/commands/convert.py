@@ -4,21 +4,19 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from dflash_cli import console
-from dflash_cli.checkpoints.opening import open_draft, open_target
-from dflash_cli.checkpoints.references import TINY, Role, fetch_directory, is_bundled
-from dflash_cli.conversion.changes import Change
-from dflash_cli.conversion.execute import Verification, convert_draft
-from dflash_cli.conversion.plan import ConversionPlan, plan_conversion
-from dflash_cli.conversion.progress import Progress
-from dflash_cli.conversion.request import ConversionRequest
-from dflash_cli.conversion.write import check_destination, protect_inputs
+from dflash_cli.conversion.request import ConversionRequest, Verification
 from dflash_cli.formats.dialect import get_writable, writable_formats
 from dflash_cli.options import CausalityOption, ForceOption, JsonOption, TargetOption, parse_size
+
+if TYPE_CHECKING:
+    from dflash_cli.conversion.changes import Change
+    from dflash_cli.conversion.plan import ConversionPlan
+    from dflash_cli.conversion.progress import Progress
 
 EPILOG = """\b
 Examples:
@@ -87,6 +85,12 @@ def convert(
     as_json: JsonOption = False,
 ) -> None:
     """Write a draft in another dialect, byte for byte, with a manifest of what became of everything."""
+    from dflash_cli.checkpoints.opening import open_draft, open_target
+    from dflash_cli.checkpoints.references import TINY, Role, fetch_directory, is_bundled
+    from dflash_cli.conversion.execute import convert_draft
+    from dflash_cli.conversion.plan import plan_conversion
+    from dflash_cli.conversion.write import check_destination, protect_inputs
+
     max_shard_bytes = None if max_shard_size is None else parse_size(max_shard_size, "--max-shard-size")
     check_destination(destination, force=force)
     if target is None and is_bundled(source):
@@ -116,7 +120,7 @@ def convert(
         console.result(str(destination))
 
 
-def _show_dry_run(plan: ConversionPlan, *, as_json: bool) -> None:
+def _show_dry_run(plan: "ConversionPlan", *, as_json: bool) -> None:
     if as_json:
         console.result_json({"dry_run": True, **plan.to_json()})
         return
@@ -128,7 +132,7 @@ def _show_dry_run(plan: ConversionPlan, *, as_json: bool) -> None:
         console.result(f"{'writes':8} {name}  ({sum(tensor.num_bytes for tensor in tensors)} bytes of weights)")
 
 
-def _summary(plan: ConversionPlan) -> str:
+def _summary(plan: "ConversionPlan") -> str:
     keys, tensors = _counts(plan.key_changes), _counts(plan.tensor_changes)
     return (
         f"{plan.draft.format.name} -> {plan.format.name}: tensors {tensors}; keys {keys}; "
@@ -136,13 +140,13 @@ def _summary(plan: ConversionPlan) -> str:
     )
 
 
-def _counts(changes: Sequence[Change]) -> str:
+def _counts(changes: "Sequence[Change]") -> str:
     counts = Counter(change.kind for change in changes)
     return ", ".join(f"{count} {kind}" for kind, count in counts.items()) or "none"
 
 
 @contextmanager
-def _bars() -> Iterator[Progress]:
+def _bars() -> "Iterator[Progress]":
     """One bar a stage, in bytes."""
     with console.progress() as display:
         tasks: dict[str, Any] = {}

@@ -6,10 +6,6 @@ from typing import Annotated
 import typer
 
 from dflash_cli import console
-from dflash_cli.checkpoints.comparison import compare
-from dflash_cli.checkpoints.description import describe
-from dflash_cli.checkpoints.references import Role, fetch_directory, find_checkpoint
-from dflash_cli.checkpoints.wording import description_lines, difference_lines
 from dflash_cli.options import JsonOption
 from dflash_runtime.errors import UsageError
 
@@ -34,6 +30,10 @@ def inspect(
 
 
 def _describe_one(reference: str, *, with_tensors: bool, as_json: bool) -> None:
+    from dflash_cli.checkpoints.description import describe
+    from dflash_cli.checkpoints.references import Role, find_checkpoint
+    from dflash_cli.checkpoints.wording import description_lines
+
     location = find_checkpoint(reference, Role.DRAFT)
     found = describe(location)
     if not isinstance(location, Path):
@@ -48,6 +48,11 @@ def _describe_one(reference: str, *, with_tensors: bool, as_json: bool) -> None:
 
 
 def _compare_two(reference: str, other: str, *, with_tensors: bool, as_json: bool) -> None:
+    from dflash_cli.checkpoints.comparison import compare
+    from dflash_cli.checkpoints.description import describe
+    from dflash_cli.checkpoints.references import Role, fetch_directory
+    from dflash_cli.checkpoints.wording import difference_lines
+
     first, second = (describe(fetch_directory(item, Role.DRAFT)) for item in (reference, other))
     if type(first.config) is not type(second.config):
         raise UsageError(f"{reference} is a {first.kind} and {other} a {second.kind}: nothing to compare")

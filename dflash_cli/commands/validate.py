@@ -12,7 +12,7 @@ import typer
 from dflash_cli import console
 from dflash_cli.checkpoints.references import TINY, Location, Role, find_checkpoint, is_bundled
 from dflash_cli.engines.serving_engine import parse_engines
-from dflash_cli.options import DraftArg, JsonOption, PromptsOption, TargetOption
+from dflash_cli.options import DraftArg, ForceOption, JsonOption, PromptsOption, TargetOption
 from dflash_cli.validation.rule import Finding, Level
 from dflash_cli.validation.validator import Question, Report, RunPlan, known_ids, validate_draft
 from dflash_runtime.errors import UsageError
@@ -58,6 +58,7 @@ def validate(
     strict: StrictOption = False,
     ignore: IgnoreOption = None,
     fix_out: FixOption = None,
+    force: ForceOption = False,
     num_speculative_tokens: TokensOption = None,
     prompts: PromptsOption = None,
     num_prompts: NumPromptsOption = 32,
@@ -97,7 +98,7 @@ def validate(
     if fix_out is not None:
         from dflash_cli.validation.repair import repair_draft
 
-        repaired = repair_draft(question, report, fix_out)
+        repaired = repair_draft(question, report, fix_out, force=force)
         document["repaired"] = repaired.document()
         fails = repaired.after.fails(strict=strict)
         if not as_json:

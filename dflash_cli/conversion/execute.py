@@ -8,17 +8,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from dflash_cli.checkpoints.opening import open_draft
 from dflash_cli.conversion.logits import verify_logits
 from dflash_cli.conversion.plan import ConversionPlan
 from dflash_cli.conversion.progress import Progress, silent
+from dflash_cli.conversion.request import Verification
 from dflash_cli.conversion.side_files import MANIFEST_FILE
 from dflash_cli.conversion.verify import verify_roundtrip
 from dflash_cli.conversion.write import ended_by_sigterm, hash_files, protect_inputs, staged, write_json, write_plan
 
-Verification = Literal["none", "roundtrip", "logits"]
 SLACK_BYTES = 1024 * 1024
 """Room for the config, the manifest and the header beside the weights."""
 

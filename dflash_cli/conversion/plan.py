@@ -133,7 +133,6 @@ def _refuse_doubt(draft: DraftCheckpoint, result: Format) -> None:
     if draft.quantization is not None and not result.allows_packed and draft.format.name != result.name:
         allowing = ", ".join(item.name for item in writable_formats() if item.allows_packed)
         raise LossyConversion(
-            f"{path}: quantised weights ({draft.quantization}): readers of {result.title} have no place for their "
-            f"settings",
+            f"{path}: quantised weights ({draft.quantization}), whose settings have no key in {result.title}",
             hint=f"--to {allowing} copy them as they are",
         )

@@ -1,8 +1,12 @@
 """What a user asks of a conversion."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from dflash_runtime.checkpoint.pair import TargetSource
+
+Verification = Literal["none", "roundtrip", "logits"]
+"""How a result is verified: not, by reading it back, or by comparing logits too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from typing import Any, TextIO
 from dflash_runtime.errors import UsageError
 
 
-def check_output(path: Path, *, force: bool) -> None:
+def check_output(path: Path, *, force: bool, hint: str = "pass --force to replace it") -> None:
     """Refuse an output before anything is computed for it: one rule for every file and directory that is written.
 
     Raises:
@@ -19,7 +19,7 @@ def check_output(path: Path, *, force: bool) -> None:
     if not path.absolute().parent.is_dir():
         raise UsageError(f"{path.parent}: no such directory", hint=f"make it first: mkdir -p {path.parent}")
     if os.path.lexists(path) and not force:
-        raise UsageError(f"{path}: exists already", hint="pass --force to replace it")
+        raise UsageError(f"{path}: exists already", hint=hint)
 
 
 @contextmanager

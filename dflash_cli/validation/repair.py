@@ -41,7 +41,7 @@ class Repaired:
         }
 
 
-def repair_draft(question: Question, before: Report, destination: Path) -> Repaired:
+def repair_draft(question: Question, before: Report, destination: Path, *, force: bool = False) -> Repaired:
     """Write the copy and validate it as the original was.
 
     Raises:
@@ -51,7 +51,7 @@ def repair_draft(question: Question, before: Report, destination: Path) -> Repai
     """
     if not isinstance(question.draft, Path):
         raise UsageError("--fix-out needs the whole draft, not its headers alone")
-    check_destination(destination, force=False)
+    check_destination(destination, force=force)
     checkpoint = open_checkpoint(question.draft)
     checkpoint.config = mend(checkpoint.config, before.findings)
     try:

@@ -40,6 +40,16 @@ def test_from_the_hub(reference: str, environment: dict[str, str], tmp_path: Pat
     assert not list((tmp_path / "home").rglob("modeling.py"))
 
 
+def test_a_conversion_never_replaces_the_cached_copy_it_reads(environment: dict[str, str], tmp_path: Path) -> None:
+    assert support.launch("validate", "acme/draft", *DOWNLOAD, env=environment).code == 0
+    (cached,) = (tmp_path / "home").rglob(hub.COMMIT)
+    before = sorted(item.name for item in cached.iterdir())
+    outcome = support.launch("convert", "acme/draft", cached, "--to", "native", "--force", env=environment)
+    assert outcome.code == 2
+    assert "is or holds the source" in outcome.err
+    assert sorted(item.name for item in cached.iterdir()) == before
+
+
 @pytest.mark.parametrize("how", [(), DOWNLOAD], ids=["headers", "download"])
 @pytest.mark.parametrize(
     ("reference", "message"),

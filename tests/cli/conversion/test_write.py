@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from dflash_cli.checkpoints import safetensors_writer
+from dflash_cli.checkpoints import references, safetensors_writer
 from dflash_cli.checkpoints.opening import open_draft
 from dflash_cli.checkpoints.safetensors_writer import encode_header
 from dflash_cli.conversion import write as write_module
@@ -21,7 +21,7 @@ from dflash_cli.conversion.execute import convert_draft
 from dflash_cli.conversion.plan import ConversionPlan, plan_conversion
 from dflash_cli.conversion.request import ConversionRequest
 from dflash_runtime.checkpoint.files import Checkpoint, read_header
-from dflash_runtime.errors import CapacityError, GateFailed
+from dflash_runtime.errors import CapacityError, GateFailed, UsageError
 from dflash_testing import checkpoints as support
 from dflash_testing.paths import ROOT
 
@@ -40,6 +40,32 @@ class TestDestination:
         outcome = support.invoke("convert", tmp_path / "absent", tmp_path / "out", "--to", "native")
         assert outcome.code == 2
         assert "exists already" in outcome.err
+
+    def test_a_missing_folder_is_refused_and_not_made(self, tmp_path: Path) -> None:
+        source = support.make_native(tmp_path / "source")
+        outcome = support.invoke("convert", source, tmp_path / "absent" / "out", "--to", "native")
+        assert outcome.code == 2
+        assert f"{tmp_path / 'absent'}: no such directory" in outcome.err
+        with pytest.raises(UsageError, match="cannot be written"):
+            convert_draft(plan(source), tmp_path / "absent" / "out")
+        assert not (tmp_path / "absent").exists()
+
+    @pytest.mark.parametrize("more", [(), ("--dry-run",)])
+    @pytest.mark.parametrize("name", ["draft", "target", "."])
+    def test_neither_source_nor_target_is_replaced_though_they_are_given_by_name(
+        self, name: str, more: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """`tiny` is a directory like any other."""
+        home = tmp_path / "tiny"
+        support.make_native(home / "draft")
+        support.make_target(home / "target")
+        (home / "config.json").write_text("{}")
+        monkeypatch.setattr(references, "tiny_directory", lambda: home)
+        outcome = support.invoke("convert", "tiny", home / name, "--to", "speculators", "--force", *more)
+        assert outcome.code == 2
+        assert f"is or holds the {'target' if name == 'target' else 'source'}" in outcome.err
+        assert open_draft(home / "draft").format.name == "native"
+        assert (home / "target" / "model.safetensors").exists()
 
     def test_force_replaces_a_checkpoint(self, tmp_path: Path) -> None:
         source = support.make_native(tmp_path / "source")
