@@ -130,7 +130,8 @@ def _field_lines(difference: Difference) -> Iterator[str]:
     if isinstance(first, DraftConfig) and isinstance(second, DraftConfig):
         fields = {name: pair for name, pair in fields.items() if name not in ("windows", "causal")}
         if _attention(first) != _attention(second):
-            yield _contrast("attention", describe_layers(first), describe_layers(second))
+            yield f"attention in the first: {describe_layers(first)}"
+            yield f"attention in the second: {describe_layers(second)}"
     for name, (one, other) in fields.items():
         ours, theirs = _parts(name, one), _parts(name, other)
         for part in dict.fromkeys([*ours, *theirs]):

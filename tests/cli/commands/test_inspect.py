@@ -93,6 +93,50 @@ class TestTwo:
             "24 tensors are equal",
         ]
 
+    def test_values_in_plain_words(self, tmp_path: Path) -> None:
+        """Objects by their parts, attention as one line, no reprs."""
+        yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+        one = support.make_native(tmp_path / "one", support.Shape(theta=10000.0))
+        shape = support.Shape(windows=(16, None), taps=(0, 3))
+        config = support.native_config(shape, rope_scaling=yarn, is_causal=support.REMOVED)
+        other = support.write_checkpoint(tmp_path / "other", config, support.body_arrays(shape))
+        lines = support.invoke("inspect", one, other).out.splitlines()
+        assert lines == [
+            "attention in the first: all 2 layers: full attention, non-causal",
+            "attention in the second: layer 0: window 16, causal; layer 1: full attention, non-causal",
+            "rope theta: 10000 in the first, 1000000 in the second",
+            "rope kind: default in the first, yarn in the second",
+            "rope factor: not stated in the first, 4 in the second",
+            "rope original max position embeddings: not stated in the first, 32 in the second",
+            "target layers read: 0, 2 in the first; 0, 3 in the second",
+            "25 tensors are equal",
+        ]
+
+    def test_the_target_that_each_names(self, tmp_path: Path) -> None:
+        one, other = support.make_native(tmp_path / "one"), support.make_speculators(tmp_path / "other")
+        lines = support.invoke("inspect", one, other).out.splitlines()
+        assert "name of the target: not stated in the first, acme/target in the second" in lines
+        assert "architecture of the target: not stated in the first, Qwen3ForCausalLM in the second" in lines
+        assert "layers of the target: 4 in the first, not stated in the second" in lines
+
+    def test_a_long_group_of_tensors_is_one_line_unless_all_are_asked_for(self, tmp_path: Path) -> None:
+        one = support.make_native(tmp_path / "one")
+        arrays = {name: array + 1 for name, array in support.body_arrays().items()}
+        other = support.write_checkpoint(tmp_path / "other", support.native_config(), arrays)
+        first, *names = sorted(arrays)
+        assert support.invoke("inspect", one, other).out.splitlines() == [
+            f"{len(arrays)} tensors with other values: {first}, {names[0]}, {names[1]}, ... (--tensors names them all)",
+            "0 tensors are equal",
+        ]
+        lines = support.invoke("inspect", one, other, "--tensors").out.splitlines()
+        assert {f"tensor {name}: other values" for name in arrays} == set(lines[:-1])
+
+    def test_tensors_of_another_shape(self, tmp_path: Path) -> None:
+        one = support.make_native(tmp_path / "one")
+        other = support.make_native(tmp_path / "other", support.Shape(taps=(0, 1, 2)))
+        lines = support.invoke("inspect", one, other).out.splitlines()
+        assert "tensor fc.weight: F32 [16, 32] in the first; F32 [16, 48] in the second" in lines
+
     def test_across_dialects(self, tmp_path: Path) -> None:
         one = support.make_native(tmp_path / "one")
         other = support.make_speculators(tmp_path / "other", support.REDUCED)
