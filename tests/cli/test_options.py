@@ -23,5 +23,5 @@ def test_every_unit_is_a_power_of_1024(text: str, expected: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "0", "-5GB", "5 apples", "GB", "nan", "1e30G"])
 def test_what_is_no_size(text: str) -> None:
-    with pytest.raises(UsageError, match="--kv-memory .*expected a size such as 512M or 20G, in units of 1,024"):
+    with pytest.raises(UsageError, match=r"--kv-memory .*expected a size such as 512M or 20G, in units of 1,024"):
         parse_size(text, "--kv-memory")

@@ -32,11 +32,11 @@ def test_a_target(tmp_path: Path) -> None:
 
 def test_neither(tmp_path: Path) -> None:
     path = support.write_checkpoint(tmp_path / "other", {"architectures": ["Bert"]}, support.body_arrays())
-    with pytest.raises(UnknownFormat, match="not a DFlash draft .*Bert"):
+    with pytest.raises(UnknownFormat, match=r"not a DFlash draft .*Bert"):
         describe(path)
 
 
 def test_a_relative_is_refused_by_name(tmp_path: Path) -> None:
     path = support.make_native(tmp_path / "draft", architectures=["DFlash2DraftModel"])
-    with pytest.raises(UnknownFormat, match="DFlash 2 .*not DFlash"):
+    with pytest.raises(UnknownFormat, match=r"DFlash 2 .*not DFlash"):
         describe(path)

@@ -34,9 +34,14 @@ class TestCheckOutput:
 def test_a_file_is_whole_or_as_it_was(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_text("old")
-    with pytest.raises(KeyboardInterrupt), atomic_text(path) as stream:
-        stream.write("half")
-        raise KeyboardInterrupt
+
+    def interrupted() -> None:
+        with atomic_text(path) as stream:
+            stream.write("half")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
     assert [item.name for item in tmp_path.iterdir()] == ["file"]
     assert path.read_text() == "old"
     with atomic_text(path) as stream:
