@@ -26,14 +26,16 @@ app.command("eval-acceptance", short_help="Measure how many tokens a step it giv
 app.command("validate", short_help="Check a draft, alone or with its target.", epilog=validate.EPILOG)(
     validate.validate
 )
-app.command("inspect", short_help="Describe a draft or a target, or compare two.")(inspect.inspect)
+app.command("inspect", short_help="Describe a draft or a target, or compare two.", epilog=inspect.EPILOG)(
+    inspect.inspect
+)
 app.command("explain", short_help="Explain a validation rule.", epilog=explain.EPILOG)(explain.explain)
 for name in ("serve-command", "launch"):
     app.command(
         name, short_help="Print the command that serves a pair.", epilog=serve_command.EPILOG, hidden=name == "launch"
     )(serve_command.serve_command)
 app.command("env", short_help="Show versions, GPUs and settings.")(env.env)
-app.command("convert", short_help="Write a draft in another dialect.")(convert.convert)
+app.command("convert", short_help="Write a draft in another dialect.", epilog=convert.EPILOG)(convert.convert)
 
 
 def _print_version(is_asked: bool) -> None:

@@ -30,6 +30,7 @@ TargetOption = Annotated[
     str | None,
     typer.Option("--target", "-t", metavar="REF", help="Target: a directory, org/repo[@rev], or tiny."),
 ]
+ForceOption = Annotated[bool, typer.Option("--force", help="Replace an output that exists already.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 PromptsOption = Annotated[
     str | None,
@@ -116,7 +117,10 @@ class EngineOptions:
     max_batched_tokens: Annotated[int, typer.Option(min=1, help="Prompt tokens a step prefills at most.")] = 2048
     page_size: Annotated[int, typer.Option(min=1, help="Tokens a KV page.")] = 16
     kv_memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Memory for KV, such as 512M or 20G. Default: what is free.")
+        str | None,
+        typer.Option(
+            metavar="SIZE", help="Memory for KV, such as 512M or 20G, in units of 1,024. Default: what is free."
+        ),
     ] = None
     gpu_memory_utilization: Annotated[float, typer.Option(help="Share of the GPU's memory to use.")] = 0.9
     prefix_cache: Annotated[bool, typer.Option(help="Reuse KV of prompts that begin alike.")] = True
@@ -190,7 +194,7 @@ def flatten(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def parse_size(text: str, option: str) -> int:
-    """Bytes of `512M`, `20G`, `1.5GiB` or a plain number; units are powers of 1024.
+    """Bytes of `512M`, `20GB`, `1.5GiB` or a plain number of bytes; every unit is a power of 1,024.
 
     Raises:
         UsageError: anything else.
@@ -202,5 +206,5 @@ def parse_size(text: str, option: str) -> int:
     except ValueError:
         size = 0.0
     if not 1 <= size < 2**63:
-        raise UsageError(f"{option} {text!r}, expected a size such as 512M or 20G")
+        raise UsageError(f"{option} {text!r}, expected a size such as 512M or 20G, in units of 1,024")
     return int(size)

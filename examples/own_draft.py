@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dflash_cli.checkpoints.opening import open_draft, open_target
-from dflash_cli.checkpoints.references import Role, resolve, tiny_directory
+from dflash_cli.checkpoints.references import Role, fetch_directory, tiny_directory
 from dflash_cli.generation.tokenizer import Tokenizer
 from dflash_kernels.suite import REFERENCE
 from dflash_runtime.config import DraftConfig, EngineConfig
@@ -45,7 +45,7 @@ def main() -> None:
     """Compare it with the bundled draft."""
     cpu, dtype = torch.device("cpu"), torch.float32
     source = open_target(tiny_directory() / "target")
-    config = open_draft(resolve("tiny", Role.DRAFT)).config
+    config = open_draft(fetch_directory("tiny", Role.DRAFT)).config
     limits = resolve_limits(EngineConfig(max_model_len=1024), source.config, config)
     target = load_target(source, num_positions=1032, kernels=REFERENCE, device=cpu, dtype=dtype)
     prompt = Tokenizer(source.checkpoint.path).encode("def area(width, height):\n    return width * height\n\n\ndef ")

@@ -31,7 +31,7 @@ class PairReferences(Generic[Found]):
         return f"target {self.target}, as the draft names it" if self.is_named_by_draft else None
 
     def find_target(self, find: Callable[[str, Role], FoundTarget]) -> FoundTarget:
-        """Where the target is. `find` is `references.resolve`, which downloads, or `references.locate`, which does not.
+        """Where the target is. `find` is `references.fetch_directory` or `references.find_checkpoint`.
 
         Raises:
             UsageError: the draft names none.

@@ -1,4 +1,4 @@
-"""Prove that a draft's embedding or head holds the target's own rows, bit for bit in the draft's element type.
+"""Whether a draft's embedding or head is a copy of the target's, bit for bit in the draft's element type.
 
 speculators keeps both frozen from 0.5 to 0.9, so a sound file passes. Rows are compared in pieces, so memory does not
 grow with the vocabulary. torch is imported when a comparison runs.

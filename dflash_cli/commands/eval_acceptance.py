@@ -12,6 +12,7 @@ from dflash_cli.options import (
     ChatOption,
     DraftOption,
     EngineOptions,
+    ForceOption,
     JsonOption,
     MaxNewTokensOption,
     PromptsOption,
@@ -58,6 +59,7 @@ def eval_acceptance(
         bool, typer.Option("--resume", help="Take prompts from --rows that were answered under the same settings.")
     ] = False,
     report: Annotated[Path | None, typer.Option("--report", metavar="FILE", help="Write a Markdown report.")] = None,
+    force: ForceOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Measure acceptance on prompts: length with its interval, by position, by category, in every definition.
@@ -72,8 +74,14 @@ def eval_acceptance(
         raise UsageError("--resume needs --rows FILE to resume from")
     params, config = sampling.params(max_new_tokens), engine.config()
     from dflash_cli.checkpoints.references import tiny_directory
+    from dflash_cli.generation.atomic_file import check_output
     from dflash_cli.generation.prompts import gather_rows
 
+    if report is not None:
+        check_output(report, force=force)
+    if rows_file is not None:
+        hint = "pass --resume to go on from it, or --force to replace it"
+        check_output(rows_file, force=force or resume, hint=hint)
     rows = gather_rows([], prompts, default=tiny_directory() / "prompts.jsonl")[:num_prompts]
     from dflash_cli.evaluation.measure import Plan, check_gate
     from dflash_cli.generation.loaded_pair import open_session
@@ -86,6 +94,7 @@ def eval_acceptance(
         num_resamples=bootstrap,
         journal=rows_file,
         resume=resume,
+        force=force,
     )
     session = open_session(draft, target, config, causality=causality, template_options=chat_template_kwargs)
     evaluation = _measure(session, plan)

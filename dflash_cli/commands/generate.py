@@ -2,6 +2,7 @@
 
 import time
 from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -12,6 +13,7 @@ from dflash_cli.options import (
     ChatOption,
     DraftOption,
     EngineOptions,
+    ForceOption,
     JsonOption,
     MaxNewTokensOption,
     PromptsOption,
@@ -55,6 +57,7 @@ def generate(
     causality: CausalityOption = None,
     prompts: PromptsOption = None,
     output: OutputOption = None,
+    force: ForceOption = False,
     max_new_tokens: MaxNewTokensOption = 256,
     chat: ChatOption = False,
     chat_template_kwargs: TemplateOption = None,
@@ -71,8 +74,11 @@ def generate(
     if check_lossless and sampling.temperature > 0:
         raise UsageError("--check-lossless judges greedy output; a sampled token has no one right choice")
     params, config = sampling.params(max_new_tokens), engine.config()
+    from dflash_cli.generation.atomic_file import check_output
     from dflash_cli.generation.prompts import gather_rows
 
+    if output not in (None, "-"):
+        check_output(Path(output), force=force)
     rows = gather_rows(prompt or [], prompts)
     from dflash_cli.generation.answers import Tally, answer_rows
     from dflash_cli.generation.loaded_pair import open_session

@@ -7,7 +7,7 @@ import typer
 
 from dflash_cli import console
 from dflash_cli.checkpoints.pair_references import complete_pair, served_name
-from dflash_cli.checkpoints.references import locate
+from dflash_cli.checkpoints.references import find_checkpoint
 from dflash_cli.engines.serving_engine import (
     ServeCommand,
     ServedPair,
@@ -51,8 +51,8 @@ def serve_command(
     engines = parse_engines(engine)
     if not engines:
         raise UsageError(f"--engine {engine!r}, expected an engine (known: {known_engines()})")
-    pair = complete_pair(reference, target, find=locate)
-    location, target_location = pair.draft_location, pair.find_target(locate)
+    pair = complete_pair(reference, target, find=find_checkpoint)
+    location, target_location = pair.draft_location, pair.find_target(find_checkpoint)
     assert location is not None
     assert pair.target is not None
     if pair.note is not None:

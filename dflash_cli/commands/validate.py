@@ -4,6 +4,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -12,9 +13,17 @@ import typer
 from dflash_cli import console
 from dflash_cli.checkpoints.opening import open_target
 from dflash_cli.checkpoints.pair_references import PairReferences, complete_pair
-from dflash_cli.checkpoints.references import Location, locate, open_checkpoint, resolve
+from dflash_cli.checkpoints.references import Location, find_checkpoint, open_checkpoint
 from dflash_cli.engines.serving_engine import known_engines, parse_engines
-from dflash_cli.options import DraftOption, JsonOption, OptionalDraftArg, PromptsOption, TargetOption, one_draft
+from dflash_cli.options import (
+    DraftOption,
+    ForceOption,
+    JsonOption,
+    OptionalDraftArg,
+    PromptsOption,
+    TargetOption,
+    one_draft,
+)
 from dflash_cli.validation.report import Report
 from dflash_cli.validation.rule import Finding, Level, known_ids
 from dflash_cli.validation.validator import RunSettings, ValidationRequest, validate_draft
@@ -66,6 +75,7 @@ def validate(
     strict: StrictOption = False,
     ignore: IgnoreOption = None,
     fix_out: FixOption = None,
+    force: ForceOption = False,
     num_speculative_tokens: TokensOption = None,
     prompts: PromptsOption = None,
     num_prompts: NumPromptsOption = 32,
@@ -79,7 +89,7 @@ def validate(
     if prompts is not None and level != "run":
         raise UsageError("--prompts is for --level run")
     ignored = _ignored(ignore or [])
-    find = resolve if level != "headers" or fix_out is not None else locate
+    find = partial(find_checkpoint, needs_weights=level != "headers" or fix_out is not None)
     pair: PairReferences[Location] = complete_pair(reference, target, find=find)
     location = pair.draft_location
     assert location is not None
@@ -111,7 +121,7 @@ def validate(
     if fix_out is not None:
         from dflash_cli.conversion.repair import repair_draft
 
-        repaired = repair_draft(request, report, fix_out)
+        repaired = repair_draft(request, report, fix_out, force=force)
         document["repaired"] = repaired.to_json()
         fails = repaired.after.fails(strict=strict)
         if not as_json:
@@ -125,7 +135,7 @@ def validate(
 def _find_named_target(pair: PairReferences[Location]) -> "tuple[Location | None, str | None]":
     """The target that the draft names, where its headers can be read, and what to tell the user of it."""
     try:
-        location = pair.find_target(locate)
+        location = pair.find_target(find_checkpoint)
         open_target(open_checkpoint(location))
     except (CheckpointNotFound, CheckpointError, UnsupportedError, UsageError) as error:
         return None, f"nothing was checked against the target that the draft names: {error.message}"

@@ -12,8 +12,10 @@ from typing import Any
 
 from dflash_cli.checkpoints.opening import open_draft, open_target
 from dflash_cli.checkpoints.references import open_checkpoint
-from dflash_cli.conversion.execute import check_destination, convert_draft
-from dflash_cli.conversion.plan import Wish, make_plan
+from dflash_cli.conversion.execute import convert_draft
+from dflash_cli.conversion.plan import plan_conversion
+from dflash_cli.conversion.request import ConversionRequest
+from dflash_cli.conversion.write import check_destination
 from dflash_cli.engines.serving_engine import ServingEngine
 from dflash_cli.formats.dialect import Format
 from dflash_cli.validation.report import Report
@@ -40,7 +42,7 @@ class Repaired:
         }
 
 
-def repair_draft(request: ValidationRequest, before: Report, destination: Path) -> Repaired:
+def repair_draft(request: ValidationRequest, before: Report, destination: Path, *, force: bool = False) -> Repaired:
     """Write the copy and validate it as the original was.
 
     Raises:
@@ -50,7 +52,7 @@ def repair_draft(request: ValidationRequest, before: Report, destination: Path) 
     """
     if not isinstance(request.draft, Path):
         raise UsageError("--fix-out needs the whole draft, not its headers alone")
-    check_destination(destination, request.draft, force=False)
+    check_destination(destination, force=force)
     checkpoint = open_checkpoint(request.draft)
     checkpoint.config = mend(checkpoint.config, before.findings)
     try:
@@ -60,8 +62,8 @@ def repair_draft(request: ValidationRequest, before: Report, destination: Path) 
     engines = [engine for engine in request.engines if isinstance(engine, ServingEngine)]
     dialect = choose_dialect(engines, draft.detection.format)
     target = open_target(open_checkpoint(request.target)) if isinstance(request.target, Path) else None
-    wish = Wish(to=dialect, target=target, target_reference=request.target_reference)
-    convert_draft(make_plan(draft, wish), destination)
+    conversion = ConversionRequest(to=dialect, target=target, target_reference=request.target_reference)
+    convert_draft(plan_conversion(draft, conversion), destination)
     level = "weights" if request.level == "run" else request.level
     after = validate_draft(replace(request, draft=destination, draft_reference=str(destination), level=level, run=None))
     left = {item.id for item in after.findings}

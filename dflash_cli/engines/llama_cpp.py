@@ -10,8 +10,8 @@ from typing import ClassVar
 
 from dflash_cli.engines.serving_engine import ENGINES, ServeCommand, ServedPair, ServingEngine
 from dflash_cli.engines.several_engines import FIX_VLLM
+from dflash_cli.formats.decoder_body import LAYER_KINDS
 from dflash_cli.validation.rule import FIX_COPY, Problem, check
-from dflash_cli.validation.rules.attention import KINDS
 from dflash_cli.validation.subject import Subject
 
 NAME = "llama.cpp"
@@ -70,7 +70,7 @@ def llama_serves_one_causality(subject: Subject) -> Iterator[Problem]:
     engine, trained = subject.engine(NAME), subject.trained_causality
     served = engine.served_causality(subject) if engine is not None else None
     if served is not None and trained is not None and served != trained:
-        location = subject.body_location("layer_types" if set(subject.layer_types) == set(KINDS) else "is_causal")
+        location = subject.body_location("layer_types" if set(subject.layer_types) == set(LAYER_KINDS) else "is_causal")
         yield Problem(location, f"{sum(trained)} of {len(trained)} layers are causal, served: {sum(served)}")
 
 

@@ -1,8 +1,8 @@
 """SGLang: its releases, how it attends, its serve command, its rules, and the dialect that is written for it."""
 
 import shlex
-from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar
+from collections.abc import Iterator
+from typing import ClassVar
 
 from dflash_cli.engines.serving_engine import (
     ENGINES,
@@ -16,7 +16,7 @@ from dflash_cli.engines.serving_engine import (
 )
 from dflash_cli.engines.several_engines import FIX_VLLM
 from dflash_cli.formats.dialect import FORMATS
-from dflash_cli.formats.native import Native
+from dflash_cli.formats.engine_native import EngineNative
 from dflash_cli.validation.rule import BFLOAT16, FIX_COPY, FIX_TO_NATIVE, Problem, check
 from dflash_cli.validation.subject import CONFIG_FILE, Subject
 from dflash_runtime.config import DraftConfig
@@ -215,7 +215,7 @@ def target_can_be_tapped(subject: Subject) -> Iterator[Problem]:
 
 
 @FORMATS.register(NAME)
-class Sglang(Native):
+class Sglang(EngineNative):
     """The native dialect as SGLang reads it as trained.
 
     Written only; the file is a native one. SGLang takes causality from the top level alone, has no reduced head, takes
@@ -226,11 +226,8 @@ class Sglang(Native):
     name: ClassVar[str] = NAME
     title: ClassVar[str] = f"DFlash, native dialect for {NEWEST}"
     priority: ClassVar[int] = 201
-    sorts_taps: ClassVar[bool] = True
+    engine: ClassVar[str] = NAME
     unstated: ClassVar[frozenset[str]] = frozenset({"verifier", "target_hidden_size", "input_embedding_scale"})
-
-    def evidence(self, config: Mapping[str, Any], tensor_names: frozenset[str]) -> str | None:
-        return None
 
     def refuse_to_write(self, config: DraftConfig) -> None:
         super().refuse_to_write(config)

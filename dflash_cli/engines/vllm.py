@@ -14,11 +14,13 @@ from dflash_cli.engines.serving_engine import (
     release_text,
     stated_once,
 )
+from dflash_cli.formats.decoder_body import LAYER_KINDS
 from dflash_cli.formats.dialect import FORMATS, Json
-from dflash_cli.formats.native import Native, refuse_common
+from dflash_cli.formats.engine_native import EngineNative
+from dflash_cli.formats.native import refuse_common
 from dflash_cli.formats.native_fields import SCALES, write_scales
+from dflash_cli.formats.speculators_updaters import NON_CAUSAL_FLAG
 from dflash_cli.validation.rule import BFLOAT16, FIX_COPY, FIX_TO_NATIVE, Problem, Severity, check
-from dflash_cli.validation.rules.attention import FLAG, KINDS
 from dflash_cli.validation.rules.drafting import NEUTRAL
 from dflash_cli.validation.rules.tensors import WEIGHTS
 from dflash_cli.validation.subject import CONFIG_FILE, Subject
@@ -68,7 +70,7 @@ class VllmEngine(ServingEngine):
     def _speculators_causality(self, subject: Subject) -> tuple[bool, ...] | None:
         """Source: vLLM 0.33.0 algos.py (`causal = not flag`, absent false) and qwen3_dflash.py (is_causal first)."""
         count = len(subject.layer_types)
-        flag, stated = subject.config.get(FLAG), subject.body.get("is_causal")
+        flag, stated = subject.config.get(NON_CAUSAL_FLAG), subject.body.get("is_causal")
         if isinstance(stated, bool):
             return (stated,) * count
         if flag is False and self.release < WIDENS_FLAG:
@@ -110,15 +112,15 @@ def full_layers_stay_non_causal(subject: Subject) -> Iterator[Problem]:
     In speculators the flag concerns sliding layers only, so both values mean the same for a draft of full layers.
     vLLM takes it for every layer since #47745; 0.24 does not look at it. Stating true is right for both.
     """
-    if not subject.is_speculators or SLIDING in subject.layer_types or subject.config.get(FLAG) is not False:
+    if not subject.is_speculators or SLIDING in subject.layer_types or subject.config.get(NON_CAUSAL_FLAG) is not False:
         return
     severity = _flag_severity(subject)
     if severity is not None and subject.body.get("is_causal") is not False:
         yield Problem(
-            subject.location(FLAG),
+            subject.location(NON_CAUSAL_FLAG),
             f"false, and all {len(subject.layer_types)} layers are full attention",
             severity=severity,
-            repair={FLAG: True},
+            repair={NON_CAUSAL_FLAG: True},
         )
 
 
@@ -133,12 +135,12 @@ def full_layers_stay_non_causal(subject: Subject) -> Iterator[Problem]:
 )
 def layers_agree_for_vllm(subject: Subject) -> Iterator[Problem]:
     """One causality for all layers, which is all that vLLM takes from the speculators dialect."""
-    if not subject.is_speculators or subject.config.get(FLAG) is not False:
+    if not subject.is_speculators or subject.config.get(NON_CAUSAL_FLAG) is not False:
         return
     severity = _flag_severity(subject)
-    if severity is not None and set(subject.layer_types) == set(KINDS):
+    if severity is not None and set(subject.layer_types) == set(LAYER_KINDS):
         yield Problem(
-            subject.location(FLAG),
+            subject.location(NON_CAUSAL_FLAG),
             "false with both sliding and full layers: sliding ones are causal, full ones are not",
             severity=severity,
         )
@@ -243,7 +245,7 @@ def k_is_the_trained_one(subject: Subject) -> Iterator[Problem]:
 )
 def layers_are_of_one_kind(subject: Subject) -> Iterator[Problem]:
     """All layers are sliding or all are full."""
-    if set(subject.layer_types) >= set(KINDS):
+    if set(subject.layer_types) >= set(LAYER_KINDS):
         yield Problem(subject.body_location("layer_types"), "both sliding and full layers")
 
 
@@ -298,10 +300,10 @@ def vllm_serves_the_trained_causality(subject: Subject) -> Iterator[Problem]:
     served = engine.served_causality(subject) if engine is not None else None
     if engine is None or served is None or trained is None or served == trained:
         return
-    is_told = subject.is_speculators and subject.config.get(FLAG) is False and all(served)
+    is_told = subject.is_speculators and subject.config.get(NON_CAUSAL_FLAG) is False and all(served)
     if not is_told or subject.body.get("is_causal") is not None:
         yield Problem(
-            subject.body_location("is_causal") if not subject.is_speculators else subject.location(FLAG),
+            subject.body_location("is_causal") if not subject.is_speculators else subject.location(NON_CAUSAL_FLAG),
             f"{engine} serves {sum(served)} of {len(served)} layers causally, the draft has {sum(trained)}",
         )
 
@@ -354,7 +356,7 @@ def _flag_severity(subject: Subject) -> Severity | None:
 
 
 @FORMATS.register(NAME)
-class Vllm(Native):
+class Vllm(EngineNative):
     """The native dialect as vLLM reads it as trained. Source: vLLM 0.33.0 model_executor/models/qwen3_dflash.py.
 
     Written only; the file is a native one. vLLM reads more from it than other engines do: a reduced head with its id
@@ -364,12 +366,9 @@ class Vllm(Native):
     name: ClassVar[str] = NAME
     title: ClassVar[str] = f"DFlash, native dialect for {NEWEST}"
     priority: ClassVar[int] = 200
+    engine: ClassVar[str] = NAME
     keeps_head: ClassVar[bool] = True
-    sorts_taps: ClassVar[bool] = True
     unstated: ClassVar[frozenset[str]] = frozenset({"verifier", *SCALES})
-
-    def evidence(self, config: Mapping[str, Any], tensor_names: frozenset[str]) -> str | None:
-        return None
 
     def write_config(self, config: DraftConfig, carried: Mapping[str, Any]) -> Json:
         """Write the native keys, and those that only vLLM reads."""
@@ -384,3 +383,13 @@ class Vllm(Native):
         lost = list(write_scales(config))
         if lost:
             raise LossyConversion(f"{', '.join(lost)}: {NEWEST} reads scales for DFlash 2 only")
+
+    def warnings(self, config: DraftConfig, carried: Mapping[str, Any]) -> Iterator[str]:
+        yield from super().warnings(config, carried)
+        if any(window is not None for window in config.windows) or any(config.causal):
+            yield (
+                f"vLLM {release_text(WITHOUT_CAUSALITY)} reads neither windows nor causality, and would run every "
+                f"layer full and non-causal; use {release_text(RELEASES[-1])}"
+            )
+        if len(set(config.windows)) > 1:
+            yield f"layers with and without a window: {NEWEST} needs VLLM_USE_V2_MODEL_RUNNER=1"

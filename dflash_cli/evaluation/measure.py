@@ -20,7 +20,8 @@ from dflash_runtime.scheduling.request import SamplingParams
 class Plan:
     """What to ask, and how sure to be.
 
-    `journal` keeps answers as they come; with `resume` those already in it are not asked again.
+    `journal` keeps answers as they come; with `resume` those already in it are not asked again, with `force`
+    alone they are replaced.
     """
 
     rows: Sequence[PromptRow]
@@ -30,6 +31,7 @@ class Plan:
     num_resamples: int = 10_000
     journal: Path | None = None
     resume: bool = False
+    force: bool = False
 
 
 def measure(session: Session, plan: Plan, tally: Tally, show: Sink) -> Evaluation:
@@ -37,7 +39,7 @@ def measure(session: Session, plan: Plan, tally: Tally, show: Sink) -> Evaluatio
     params = plan.params.with_stops(session.stop_token_ids)
     settings = session.describe(params, chat=plan.chat)
     started = time.perf_counter()
-    with Journal(plan.journal, settings, plan.rows, resume=plan.resume) as journal:
+    with Journal(plan.journal, settings, plan.rows, resume=plan.resume, force=plan.force) as journal:
         for event in answer_rows(session, journal.pending, lambda row: params, chat=plan.chat):
             tally.add(event)
             show(event)

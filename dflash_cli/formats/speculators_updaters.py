@@ -13,6 +13,9 @@ from dflash_runtime.registry import Registry
 
 Updater = Callable[[Mapping[str, Any], MutableMapping[str, Any]], None]
 
+NON_CAUSAL_FLAG = "sliding_window_non_causal"
+"""The key by which the dialect states how sliding layers attend."""
+
 SPECULATORS: Registry[Updater] = Registry("speculators_model_type")
 
 
@@ -69,7 +72,7 @@ def layer_causality(config_dict: Mapping[str, Any], layer_types: Sequence[str]) 
     Source: vllm-project/speculators 0.9.0 models/dflash/attention.py; before 0.6.0 the key did not exist and every
     layer was non-causal.
     """
-    is_causal = config_dict.get("sliding_window_non_causal") is False
+    is_causal = config_dict.get(NON_CAUSAL_FLAG) is False
     return tuple(is_causal and kind == SLIDING for kind in layer_types)
 
 

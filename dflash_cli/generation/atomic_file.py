@@ -10,6 +10,18 @@ from typing import Any, TextIO
 from dflash_runtime.errors import UsageError
 
 
+def check_output(path: Path, *, force: bool, hint: str = "pass --force to replace it") -> None:
+    """Refuse an output before anything is computed for it: one rule for every file and directory that is written.
+
+    Raises:
+        UsageError: the folder it would be in does not exist, or it exists itself and `force` is not given.
+    """
+    if not path.absolute().parent.is_dir():
+        raise UsageError(f"{path.parent}: no such directory", hint=f"make it first: mkdir -p {path.parent}")
+    if os.path.lexists(path) and not force:
+        raise UsageError(f"{path}: exists already", hint=hint)
+
+
 @contextmanager
 def atomic_text(path: Path) -> Iterator[TextIO]:
     """A text file that appears under its name only when the block ends without an error.

@@ -6,7 +6,7 @@ from typing import Any
 from dflash_cli import __version__, console
 from dflash_cli.checkpoints.opening import Causality, DraftCheckpoint, open_draft, open_target
 from dflash_cli.checkpoints.pair_references import complete_pair
-from dflash_cli.checkpoints.references import resolve
+from dflash_cli.checkpoints.references import fetch_directory
 from dflash_cli.generation.tokenizer import Tokenizer, find_tokenizer
 from dflash_runtime.checkpoint.hf_config import read_token_ids
 from dflash_runtime.checkpoint.pair import TargetSource
@@ -63,15 +63,15 @@ def open_session(
     Raises:
         UsageError: a combination that names no pair; and whatever opening and loading raise.
     """
-    pair = complete_pair(draft, target, find=resolve, needs_draft=config.num_draft_tokens != 0)
+    pair = complete_pair(draft, target, find=fetch_directory, needs_draft=config.num_draft_tokens != 0)
     draft_checkpoint = None
     if pair.draft_location is not None:
         draft_checkpoint = open_draft(pair.draft_location, causality=causality)
     if pair.note is not None:
         console.note(pair.note)
-    target_source = open_target(pair.find_target(resolve))
+    target_source = open_target(pair.find_target(fetch_directory))
     if draft_checkpoint is not None:
-        for text in draft_checkpoint.reading.notes:
+        for text in draft_checkpoint.parsed.notes:
             console.note(text)
     llm = LLM(target_source, draft_checkpoint.source if draft_checkpoint else None, config)
     for text in llm.warnings:

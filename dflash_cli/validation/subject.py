@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from dflash_cli.checkpoints.pair_references import served_name
 from dflash_cli.checkpoints.references import list_files, open_checkpoint
-from dflash_cli.formats.dialect import Detection, Reading, detect_from
+from dflash_cli.formats.dialect import Detection, ParsedConfig, detect_from
 from dflash_runtime.checkpoint.files import Checkpoint, TensorInfo
 from dflash_runtime.checkpoint.hf_config import FULL
 from dflash_runtime.checkpoint.json_values import as_object, is_int
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.config import DraftConfig, RopeConfig, TargetConfig
-from dflash_runtime.errors import CheckpointError, InvalidConfig, UnsupportedError, located
+from dflash_runtime.errors import CheckpointError, InvalidConfig, UnsupportedError, naming_file
 
 if TYPE_CHECKING:
     from dflash_cli.checkpoints.references import Location
@@ -66,7 +66,7 @@ class Subject:
     config_error: CheckpointError | None = None
     weights_error: CheckpointError | None = None
     detection: Detection | None = None
-    parsed: Reading | None = None
+    parsed: ParsedConfig | None = None
     parse_error: CheckpointError | UnsupportedError | None = None
     dims: DraftConfig | None = None
     tensors: Mapping[str, TensorInfo] | None = None
@@ -243,12 +243,12 @@ def _read_headers(checkpoint: Checkpoint) -> tuple[Mapping[str, TensorInfo] | No
 
 def _parse(
     checkpoint: Checkpoint, tensor_names: frozenset[str]
-) -> tuple[Detection | None, Reading | None, CheckpointError | UnsupportedError | None]:
+) -> tuple[Detection | None, ParsedConfig | None, CheckpointError | UnsupportedError | None]:
     """The dialect, the config as that dialect reads it, and the error that stopped either."""
     detection = None
     try:
         detection = detect_from(checkpoint.config, tensor_names, checkpoint.config_path)
-        with located(checkpoint.config_path):
+        with naming_file(checkpoint.config_path):
             return detection, detection.format.read_config(checkpoint.config, checkpoint.config_path), None
     except (CheckpointError, UnsupportedError) as error:
         return detection, None, error

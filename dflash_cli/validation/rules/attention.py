@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator
 
+from dflash_cli.formats.decoder_body import LAYER_KINDS
+from dflash_cli.formats.speculators_updaters import NON_CAUSAL_FLAG
 from dflash_cli.validation.rule import FIX_COPY, FIX_RUN_LEVEL, FIX_TO_NATIVE, Problem, check
 from dflash_cli.validation.subject import Subject
-from dflash_runtime.checkpoint.hf_config import FULL, SLIDING
+from dflash_runtime.checkpoint.hf_config import SLIDING
 from dflash_runtime.checkpoint.json_values import is_int
 
-KINDS = (FULL, SLIDING)
-FLAG = "sliding_window_non_causal"
 QWEN3 = "transformers Qwen3Config"
 
 
@@ -29,8 +29,8 @@ def layer_types_fit(subject: Subject) -> Iterator[Problem]:
         return
     if is_int(count) and len(value) != count:
         yield Problem(location, f"{len(value)} entries for {count} layers")
-    for kind in sorted({repr(item) for item in value if item not in KINDS}):
-        yield Problem(location, f"found {kind}, expected one of {', '.join(KINDS)}")
+    for kind in sorted({repr(item) for item in value if item not in LAYER_KINDS}):
+        yield Problem(location, f"found {kind}, expected one of {', '.join(LAYER_KINDS)}")
 
 
 @check(
@@ -85,13 +85,13 @@ def causality_is_stated_once(subject: Subject) -> Iterator[Problem]:
             yield Problem(location, f"found {value!r}, expected true or false")
     if isinstance(top, bool) and isinstance(nested, bool) and top != nested:
         yield Problem(subject.location("is_causal"), f"{top} but dflash_config.causal is {nested}".lower())
-    flag = subject.config.get(FLAG)
+    flag = subject.config.get(NON_CAUSAL_FLAG)
     if subject.is_speculators and isinstance(top, bool):
         stated = {flag is False and kind == SLIDING for kind in subject.layer_types}
         if stated != {top}:
             yield Problem(
                 subject.body_location("is_causal"),
-                f"{top}, which {FLAG} {flag} contradicts".lower(),
+                f"{top}, which {NON_CAUSAL_FLAG} {flag} contradicts".lower(),
                 effect="vLLM takes is_causal, speculators the flag",
             )
 
@@ -112,8 +112,10 @@ def causality_of_windows_is_stated(subject: Subject) -> Iterator[Problem]:
     if SLIDING not in subject.layer_types:
         return
     if subject.is_speculators:
-        if FLAG not in subject.config:
-            yield Problem(subject.location(FLAG), "missing beside sliding layers", effect="readers take non-causal")
+        if NON_CAUSAL_FLAG not in subject.config:
+            yield Problem(
+                subject.location(NON_CAUSAL_FLAG), "missing beside sliding layers", effect="readers take non-causal"
+            )
     elif subject.body.get("is_causal") is None and subject.nested.get("causal") is None:
         yield Problem(subject.location("is_causal"), "missing beside sliding layers")
 

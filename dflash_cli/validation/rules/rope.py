@@ -3,12 +3,10 @@
 from collections.abc import Iterator
 from typing import Any
 
+from dflash_cli.formats.decoder_body import ROPE_KEYS, ROPE_KINDS
 from dflash_cli.validation.rule import FIX_COPY, FIX_REEXPORT, FIX_RUN_LEVEL, Problem, check
 from dflash_cli.validation.subject import Subject
 from dflash_runtime.checkpoint.json_values import as_object, is_number
-
-KINDS = frozenset({"default", "linear", "dynamic", "yarn", "longrope", "llama3", "ntk", "proportional", "mrope"})
-CONTAINERS = ("rope_parameters", "rope_scaling")
 
 
 @check(
@@ -52,7 +50,7 @@ def rope_is_stated_once(subject: Subject) -> Iterator[Problem]:
 )
 def yarn_is_complete(subject: Subject) -> Iterator[Problem]:
     """YaRN has its factor and its original length."""
-    for key in CONTAINERS:
+    for key in ROPE_KEYS:
         rope = as_object(subject.body.get(key))
         if rope.get("rope_type", rope.get("type")) != "yarn":
             continue
@@ -102,8 +100,8 @@ def rope_kind_is_known(subject: Subject) -> Iterator[Problem]:
     """The rope type is one that transformers defines."""
     for key in ("rope_type", "type"):
         for location, value in _values(subject, key).items():
-            if not isinstance(value, str) or value not in KINDS:
-                yield Problem(location, f"found {value!r}, expected one of {', '.join(sorted(KINDS))}")
+            if not isinstance(value, str) or value not in ROPE_KINDS:
+                yield Problem(location, f"found {value!r}, expected one of {', '.join(sorted(ROPE_KINDS))}")
 
 
 @check(
@@ -129,7 +127,7 @@ def rope_rotates_halves(subject: Subject) -> Iterator[Problem]:
 )
 def rope_is_one_for_all_layers(subject: Subject) -> Iterator[Problem]:
     """Rope that is stated by layer type is the same for each type."""
-    for key in CONTAINERS:
+    for key in ROPE_KEYS:
         parts = [item for item in as_object(subject.body.get(key)).values() if isinstance(item, dict)]
         if parts and any(item != parts[0] for item in parts):
             yield Problem(
@@ -144,7 +142,7 @@ def _values(subject: Subject, key: str) -> dict[str, Any]:
     found = {}
     if subject.body.get(key) is not None and key != "type":
         found[subject.body_location(key)] = subject.body[key]
-    for container in CONTAINERS:
+    for container in ROPE_KEYS:
         rope = as_object(subject.body.get(container))
         if rope.get(key) is not None:
             found[subject.body_location(f"{container}.{key}")] = rope[key]

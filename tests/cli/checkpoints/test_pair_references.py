@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from dflash_cli.checkpoints.pair_references import complete_pair
-from dflash_cli.checkpoints.references import TINY, TINY_REDUCED, resolve
+from dflash_cli.checkpoints.references import TINY, TINY_REDUCED, fetch_directory
 from dflash_runtime.errors import CheckpointNotFound, UsageError
 from dflash_testing import checkpoints as support
 
@@ -29,39 +29,39 @@ def named(path: Path, target: object) -> Path:
     ],
 )
 def test_the_bundled_pair_fills_in(draft: str | None, target: str | None, expected: tuple[str, str]) -> None:
-    pair = complete_pair(draft, target, find=resolve)
+    pair = complete_pair(draft, target, find=fetch_directory)
     assert (pair.draft, pair.target) == expected
     assert pair.note is None
 
 
 def test_a_target_alone_decodes_plainly_or_is_refused() -> None:
-    pair = complete_pair(None, "org/target", find=resolve, needs_draft=False)
+    pair = complete_pair(None, "org/target", find=fetch_directory, needs_draft=False)
     assert (pair.draft, pair.draft_location, pair.target) == (None, None, "org/target")
     with pytest.raises(UsageError, match="without a draft"):
-        complete_pair(None, "org/target", find=resolve)
+        complete_pair(None, "org/target", find=fetch_directory)
 
 
 def test_a_draft_alone_takes_the_target_it_names(tmp_path: Path) -> None:
     target = support.make_target(tmp_path / "target")
-    pair = complete_pair(str(named(tmp_path / "draft", target)), None, find=resolve)
-    assert pair.find_target(resolve) == target
+    pair = complete_pair(str(named(tmp_path / "draft", target)), None, find=fetch_directory)
+    assert pair.find_target(fetch_directory) == target
     assert pair.note == f"target {target}, as the draft names it"
 
 
 def test_errors_say_who_named_the_target(tmp_path: Path) -> None:
     draft = named(tmp_path / "draft", tmp_path / "absent")
     with pytest.raises(CheckpointNotFound, match=f"absent: no such.*; {draft} names it as its target"):
-        complete_pair(str(draft), None, find=resolve).find_target(resolve)
+        complete_pair(str(draft), None, find=fetch_directory).find_target(fetch_directory)
     with pytest.raises(CheckpointNotFound) as error:
-        complete_pair(str(draft), str(tmp_path / "typed"), find=resolve).find_target(resolve)
+        complete_pair(str(draft), str(tmp_path / "typed"), find=fetch_directory).find_target(fetch_directory)
     assert "names it" not in error.value.message
 
 
 def test_a_draft_that_names_none(tmp_path: Path) -> None:
-    pair = complete_pair(str(support.make_native(tmp_path / "draft")), None, find=resolve)
+    pair = complete_pair(str(support.make_native(tmp_path / "draft")), None, find=fetch_directory)
     assert pair.target is None
     with pytest.raises(UsageError, match="names no target of its own"):
-        pair.find_target(resolve)
+        pair.find_target(fetch_directory)
 
 
 class TestValidate:

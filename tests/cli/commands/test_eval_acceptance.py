@@ -135,7 +135,7 @@ def test_a_gate_that_is_missed_exits_3_after_the_result() -> None:
 def test_resuming_asks_only_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = tmp_path / "rows.jsonl"
     whole = json.loads(run(*SMALL, "--rows", str(rows), "--json").stdout)
-    with pytest.raises(UsageError, match="is there already"):
+    with pytest.raises(UsageError, match="exists already"):
         run(*SMALL, "--rows", str(rows))
     lines = rows.read_text().splitlines(keepends=True)
     rows.write_text("".join(lines[:3]) + lines[3][:40])  # settings, two answers, and half of a third
@@ -169,6 +169,20 @@ def test_a_report_is_written_whole(tmp_path: Path) -> None:
     text = report.read_text()
     assert text.startswith("# Acceptance\n\n**acceptance length ")
     assert "| position | accepted | rate |" in text
+
+
+def test_an_output_is_replaced_only_on_demand(tmp_path: Path) -> None:
+    """Refused before anything is measured."""
+    for option, name in (("--report", "report.md"), ("--rows", "rows.jsonl")):
+        path = tmp_path / name
+        with pytest.raises(UsageError, match="no such directory"):
+            run(*SMALL, option, str(tmp_path / "absent" / name))
+        path.write_text("old")
+        with pytest.raises(UsageError, match="exists already"):
+            run(*SMALL, option, str(path))
+        assert path.read_text() == "old"
+        run(*SMALL, option, str(path), "--force")
+        assert "old" not in path.read_text().splitlines()
 
 
 @pytest.mark.parametrize(

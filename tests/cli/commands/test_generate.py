@@ -175,6 +175,7 @@ def test_a_malformed_row_is_named_by_file_and_line(line: str, message: str) -> N
         (["x", "--kv-memory", "lots"], 2, "--kv-memory 'lots', expected a size"),
         (["x", "--kernels", "triton", "--device", "cpu"], 5, "--kernels triton: its kernels do not run on cpu"),
         (["x", "--max-model-len", "999999"], 2, "max_model_len 999999"),
+        (["x", "--output", "README.md"], 2, "README.md: exists already"),
         (["x", "--output", "no/such/dir/rows.jsonl"], 2, "no/such/dir: no such directory"),
         (["x", "--chat-template-kwargs", "{"], 2, "--chat-template-kwargs: not valid JSON"),
     ],

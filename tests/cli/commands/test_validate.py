@@ -184,6 +184,16 @@ class TestFixOut:
         assert "cannot be mended" in outcome.err
         assert not (tmp_path / "out").exists()
 
+    def test_an_existing_checkpoint_is_replaced_on_demand_but_never_the_draft_itself(self, tmp_path: Path) -> None:
+        draft = support.make_native(tmp_path / "draft")
+        old = support.make_native(tmp_path / "out", support.Shape(vocab=40, draft_vocab=40))
+        assert support.invoke("validate", draft, "--fix-out", old).code == 2
+        assert support.invoke("validate", draft, "--fix-out", old, "--force").code == 0
+        assert json.loads((old / "config.json").read_text())["vocab_size"] == 32
+        outcome = support.invoke("validate", draft, "--fix-out", draft, "--force")
+        assert outcome.code == 2
+        assert "is or holds the source" in outcome.err
+
     def test_an_existing_directory_is_refused(self, tmp_path: Path) -> None:
         draft = support.make_native(tmp_path / "draft")
         assert support.invoke("validate", draft, "--fix-out", draft).code == 2

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dflash_cli.checkpoints.opening import open_target
-from dflash_cli.checkpoints.references import TINY, Role, resolve
+from dflash_cli.checkpoints.references import TINY, Role, fetch_directory
 from dflash_cli.engines.serving_engine import ServedPair, all_engines, known_engines, parse_engines
 from dflash_cli.validation.rule import all_rules
 from dflash_runtime.errors import UsageError
@@ -53,7 +53,7 @@ def test_each_engine_has_a_command() -> None:
         draft="org/draft",
         target="org/target",
         config=bundled_draft().config,
-        target_config=open_target(resolve(TINY, Role.TARGET)).config,
+        target_config=open_target(fetch_directory(TINY, Role.TARGET)).config,
         num_draft_tokens=7,
         flags=frozenset(),
     )

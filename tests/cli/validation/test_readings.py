@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dflash_cli.checkpoints.opening import open_target
-from dflash_cli.checkpoints.references import TINY, Role, resolve
+from dflash_cli.checkpoints.references import TINY, Role, fetch_directory
 from dflash_cli.evaluation.statistics import Interval
 from dflash_cli.validation.reading_runner import AnchorFirst
 from dflash_cli.validation.readings import (
@@ -31,7 +31,7 @@ from dflash_runtime.errors import UsageError
 from dflash_testing import checkpoints as support
 from dflash_testing.pairs import bundled_draft, random_draft, random_target
 
-TARGET = resolve(TINY, Role.TARGET)
+TARGET = fetch_directory(TINY, Role.TARGET)
 
 
 def run(draft: Path, *factors: str, num_prompts: int = 16, prompts: Any = None, max_new_tokens: int = 48) -> Report:
@@ -46,7 +46,7 @@ def run(draft: Path, *factors: str, num_prompts: int = 16, prompts: Any = None, 
 
 def falsify(path: Path, change: Callable[[dict[str, Any]], object], name: str = TINY) -> Path:
     """The bundled draft with another config."""
-    shutil.copytree(resolve(name, Role.DRAFT), path)
+    shutil.copytree(fetch_directory(name, Role.DRAFT), path)
     config = json.loads((path / "config.json").read_text())
     change(config)
     support.write_config(path, config)
@@ -55,7 +55,7 @@ def falsify(path: Path, change: Callable[[dict[str, Any]], object], name: str = 
 
 @pytest.mark.parametrize("name", ["tiny", "tiny:reduced"])
 def test_sound_drafts_pass(name: str) -> None:
-    report = run(resolve(name, Role.DRAFT))
+    report = run(fetch_directory(name, Role.DRAFT))
     assert report.findings == ()
     assert report.search is not None
     assert report.search.acceptance_len > 2
@@ -122,7 +122,7 @@ def test_a_pair_that_cannot_run_is_not_run(tmp_path: Path) -> None:
 
 def test_too_few_prompts_are_refused() -> None:
     with pytest.raises(UsageError, match="at least 4"):
-        run(resolve(TINY, Role.DRAFT), prompts=[[1, 2, 3]])
+        run(fetch_directory(TINY, Role.DRAFT), prompts=[[1, 2, 3]])
 
 
 def test_no_target_is_refused(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dflash_cli.checkpoints.references import TINY, Role, resolve
+from dflash_cli.checkpoints.references import TINY, Role, fetch_directory
 from dflash_cli.engines.serving_engine import parse_engines
 from dflash_cli.validation.rule import PLACEHOLDER, all_rules, known_ids
 from dflash_cli.validation.validator import ValidationRequest, validate_draft
@@ -84,8 +84,8 @@ def test_silent_on_sound_drafts(dialect: str, shape: support.Shape, level: Any, 
 def test_silent_on_the_bundled_drafts(name: str, level: Any) -> None:
     engines = ENGINES if name == "tiny" else "vllm"
     request = ValidationRequest(
-        draft=resolve(name, Role.DRAFT),
-        target=resolve(TINY, Role.TARGET),
+        draft=fetch_directory(name, Role.DRAFT),
+        target=fetch_directory(TINY, Role.TARGET),
         target_reference=TINY,
         engines=parse_engines(engines),
         level=level,

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot, scaled_dot_product_attention
 
 from dflash_cli.checkpoints.opening import DraftCheckpoint, open_draft, open_target
-from dflash_cli.checkpoints.references import Role, resolve, tiny_directory
+from dflash_cli.checkpoints.references import Role, fetch_directory, tiny_directory
 from dflash_cli.generation.tokenizer import Tokenizer
 from dflash_kernels.suite import REFERENCE
 from dflash_runtime.checkpoint.layout import DRAFT_TO_TARGET, owned_shapes
@@ -33,7 +33,7 @@ NUM_POSITIONS = 4096
 @cache
 def bundled_draft(name: str = "tiny") -> DraftCheckpoint:
     """`tiny` or `tiny:reduced`, from headers."""
-    return open_draft(resolve(name, Role.DRAFT))
+    return open_draft(fetch_directory(name, Role.DRAFT))
 
 
 @cache

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 
 from dflash_cli.checkpoints.opening import open_target
-from dflash_cli.checkpoints.references import TINY, Role, resolve
+from dflash_cli.checkpoints.references import TINY, Role, fetch_directory
 from dflash_runtime.checkpoint.pair import TargetExpectations, check_pair, find_misfits
 from dflash_runtime.errors import PairMismatch
 from dflash_testing.pairs import bundled_draft
 
-SOURCE = open_target(resolve(TINY, Role.TARGET))
+SOURCE = open_target(fetch_directory(TINY, Role.TARGET))
 DRAFT, TARGET = TargetExpectations.of(bundled_draft().config), SOURCE.config
 
 
