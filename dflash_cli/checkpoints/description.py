@@ -98,7 +98,7 @@ def describe(location: "Location") -> Description:
     except UnknownFormat:
         return _describe_target(checkpoint)
     draft = open_draft(checkpoint)
-    plan = draft.plan()
+    plan = draft.select_tensors()
     return Description(
         path=checkpoint.path,
         config=draft.config,

@@ -8,10 +8,10 @@ from dflash_cli.formats.dialect import Detection, Reading, detect
 from dflash_runtime.checkpoint.canonical_names import CanonicalCheckpoint, find_quantization
 from dflash_runtime.checkpoint.files import Checkpoint
 from dflash_runtime.checkpoint.hf_config import read_target_config
-from dflash_runtime.checkpoint.layout import NOT_OWNED, TensorPlan, plan_tensors
+from dflash_runtime.checkpoint.layout import NOT_OWNED, TensorSelection, select_tensors
 from dflash_runtime.checkpoint.pair import DraftSource, TargetSource
 from dflash_runtime.config import DraftConfig
-from dflash_runtime.errors import UnsupportedError, located
+from dflash_runtime.errors import UnsupportedError, naming_file
 
 Causality = Literal["causal", "non-causal", "layer-types"]
 """How a draft's blocks attend, whatever its config says; `layer-types`: sliding layers causal, full layers not."""
@@ -47,7 +47,7 @@ class DraftCheckpoint:
             )
         return DraftSource(self.config, self.checkpoint)
 
-    def plan(self) -> TensorPlan:
+    def select_tensors(self) -> TensorSelection:
         """Which tensors to load and which to skip; raises `TensorMismatch` naming everything that is wrong.
 
         Packed weights have names and shapes of their own, so nothing is expected of them.
@@ -55,9 +55,9 @@ class DraftCheckpoint:
         tensors = self.checkpoint.tensors
         if self.quantization is not None:
             owned = tuple(name for name in tensors if not NOT_OWNED.match(name))
-            return TensorPlan(load=owned, skip=tuple(name for name in tensors if NOT_OWNED.match(name)))
+            return TensorSelection(load=owned, skip=tuple(name for name in tensors if NOT_OWNED.match(name)))
         shapes = {name: info.shape for name, info in tensors.items()}
-        return plan_tensors(self.config, shapes, path=self.checkpoint.path)
+        return select_tensors(self.config, shapes, path=self.checkpoint.path)
 
 
 def open_draft(path: str | Path | Checkpoint, *, causality: Causality | None = None) -> DraftCheckpoint:
@@ -68,7 +68,7 @@ def open_draft(path: str | Path | Checkpoint, *, causality: Causality | None = N
     """
     stored = path if isinstance(path, Checkpoint) else Checkpoint(path)
     detection = detect(stored)
-    with located(stored.config_path):
+    with naming_file(stored.config_path):
         reading = detection.format.read_config(stored.config, stored.config_path)
     if causality is not None:
         reading = override_causality(reading, causality)
@@ -104,5 +104,5 @@ def open_target(path: str | Path | Checkpoint) -> TargetSource:
     checkpoint = path if isinstance(path, Checkpoint) else Checkpoint(path)
     if "speculators_model_type" in checkpoint.config or "dflash_config" in checkpoint.config:
         raise UnsupportedError(f"{checkpoint.path}: is a draft, expected a target")
-    with located(checkpoint.config_path):
+    with naming_file(checkpoint.config_path):
         return TargetSource(read_target_config(checkpoint.config, checkpoint.config_path), checkpoint)

@@ -17,7 +17,7 @@ from dflash_runtime.checkpoint.layout import HEAD
 from dflash_runtime.checkpoint.layout import PACKED_DTYPES as PACKED
 from dflash_runtime.checkpoint.pair import DraftSource, TargetSource, check_pair
 from dflash_runtime.config import DraftConfig, Verifier
-from dflash_runtime.errors import LossyConversion, UnsupportedError, located
+from dflash_runtime.errors import LossyConversion, UnsupportedError, naming_file
 
 SCALES_OFF = {"input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": None}
 
@@ -67,7 +67,7 @@ class Plan:
     @property
     def tensor_fates(self) -> list[Fate]:
         """The fate of every tensor of the source, by its stored name."""
-        place = self.draft.checkpoint.place
+        place = self.draft.checkpoint.stored_rows
         dropped = [replace(fate, source=place(fate.source).stored) for fate in self.dropped if fate.source is not None]
         return [*tensor_fates(self.draft, self.kept), *dropped]
 
@@ -86,7 +86,7 @@ def make_plan(draft: DraftCheckpoint, wish: Wish) -> Plan:
         UsageError: the target has to be named.
     """
     result = get_format(wish.to)
-    draft.plan()
+    draft.select_tensors()
     _refuse_doubt(draft, result)
     if wish.target is not None:
         check_pair(DraftSource(draft.config, draft.checkpoint), wish.target)
@@ -103,7 +103,7 @@ def make_plan(draft: DraftCheckpoint, wish: Wish) -> Plan:
     if wish.normalise_taps and not is_normal(config):
         config, kept = _put_taps_in_order(config, kept, wish, warnings)
     carried = draft.reading.carried
-    with located(draft.checkpoint.config_path):
+    with naming_file(draft.checkpoint.config_path):
         check_serving(config, result)
         warnings += serving_warnings(config, carried, result)
         config = suit_engine(config, result)

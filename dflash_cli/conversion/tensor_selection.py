@@ -40,7 +40,7 @@ def dropped_tensors(
 def tensor_fates(draft: DraftCheckpoint, kept: Sequence[WrittenTensor]) -> Iterator[Fate]:
     """What became of each stored tensor that goes along."""
     for tensor in kept:
-        place = draft.checkpoint.place(tensor.name)
+        place = draft.checkpoint.stored_rows(tensor.name)
         if isinstance(tensor, MadeTensor):
             yield Fate(place.stored, tensor.name, "derived", "its blocks are put in the order of the taps")
         elif place.rows is not None:

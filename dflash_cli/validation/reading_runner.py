@@ -77,7 +77,7 @@ class TrialEngine:
         self._target = load_target(target, **self._placing)
         self._weights = {
             name: tensor.to(self._device, self._dtype) if tensor.is_floating_point() else tensor.to(self._device)
-            for name, tensor in draft.checkpoint.load_many(list(draft.plan().load))
+            for name, tensor in draft.checkpoint.load_many(list(draft.select_tensors().load))
         }
 
     def build(self, config: DraftConfig, *, is_anchor_first: bool = False) -> Draft:

@@ -13,7 +13,7 @@ from dflash_cli.validation.rule import CONFIG_FILE, LEVELS, Finding, Level, Rule
 from dflash_cli.validation.verdict import Verdict, judge
 from dflash_runtime.checkpoint.files import Checkpoint, TensorInfo
 from dflash_runtime.config import DraftConfig, EngineConfig, RopeConfig
-from dflash_runtime.errors import CheckpointError, InvalidConfig, UnsupportedError, UsageError, located
+from dflash_runtime.errors import CheckpointError, InvalidConfig, UnsupportedError, UsageError, naming_file
 
 if TYPE_CHECKING:
     from dflash_cli.checkpoints.references import Location
@@ -168,7 +168,7 @@ def _open(location: "Location") -> Subject:
 
 def _read(checkpoint: Checkpoint, tensors: dict[str, TensorInfo] | None) -> Reading:
     detection = detect_from(checkpoint.config, frozenset(tensors or ()), checkpoint.config_path)
-    with located(checkpoint.config_path):
+    with naming_file(checkpoint.config_path):
         return detection.format.read_config(checkpoint.config, checkpoint.config_path)
 
 

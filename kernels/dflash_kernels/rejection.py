@@ -8,7 +8,7 @@ Axis letters: R requests, N block rows, K drafted tokens (N - 1), V vocabulary.
 import torch
 from torch import Tensor
 
-from dflash_kernels.draw import draw_ref, launch_draw
+from dflash_kernels.categorical import categorical_ref, launch_sample_probs
 from dflash_kernels.launch_config import check_tensors, jit, power_of_2, require, tl
 from dflash_kernels.uniform import ACCEPT, RESIDUAL, TARGET, stream, uniform_ref, uniform_tile
 
@@ -52,7 +52,7 @@ def reject_ref(
     is_residual = (num_accepted < limit) & (residual.sum(1) > 0)
     last = positions + num_accepted
     numbers = torch.where(is_residual, uniform_ref(seeds, last, RESIDUAL), uniform_ref(seeds, last, TARGET))
-    drawn = draw_ref(torch.where(is_residual[:, None], residual, probs), numbers)
+    drawn = categorical_ref(torch.where(is_residual[:, None], residual, probs), numbers)
     ids = torch.nn.functional.pad(draft_ids, (0, 1), value=-1)
     is_kept = torch.arange(num_drafts + 1, device=ids.device) < num_accepted[:, None]
     return num_accepted, torch.where(is_kept, ids, drawn[:, None])
@@ -111,5 +111,5 @@ def reject(
             num_accepted, is_residual, target_ids, num_drafts, vocab_size,
             TILE_N=power_of_2(num_drafts + 1), num_warps=1,
         )  # fmt: skip
-        launch_draw(target_probs, draft_probs, num_accepted, is_residual, seeds, positions, TARGET, target_ids)
+        launch_sample_probs(target_probs, draft_probs, num_accepted, is_residual, seeds, positions, TARGET, target_ids)
     return num_accepted, target_ids

@@ -10,7 +10,7 @@ Axis letters: T rows, V vocabulary.
 import torch
 from torch import Tensor
 
-from dflash_kernels.draw import draw_at, draw_ref, first_above
+from dflash_kernels.categorical import categorical_ref, first_above, sample_probs
 from dflash_kernels.filters import cut_ref, launch_cut
 from dflash_kernels.launch_config import VOCAB_TILE, ceil_div, check_dtypes, check_tensors, jit, power_of_2, require, tl
 from dflash_kernels.uniform import TARGET, stream, uniform_ref, uniform_tile
@@ -44,7 +44,7 @@ def sample_ref(
     if is_greedy:
         return logits.argmax(-1)
     probs = filtered_probs_ref(logits, temperatures, top_ks, top_ps, has_filters=has_filters)
-    return draw_ref(probs, uniform_ref(seeds, positions, purpose))
+    return categorical_ref(probs, uniform_ref(seeds, positions, purpose))
 
 
 def filtered_probs_ref(
@@ -180,7 +180,7 @@ def sample(
     _check(logits, temperatures, top_ks, top_ps, seeds, positions)
     if has_filters and not is_greedy:
         probs = filtered_probs(logits, temperatures, top_ks, top_ps)
-        return draw_at(probs, seeds, positions, purpose)
+        return sample_probs(probs, seeds, positions, purpose)
     token_ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     if len(logits):
         stats, tiling = _launch_stats(logits, temperatures, is_greedy)

@@ -12,8 +12,8 @@ from torch import Tensor
 from dflash_kernels.accept import Acceptance, accept_block, accept_block_ref
 from dflash_kernels.activation import silu_mul, silu_mul_ref
 from dflash_kernels.block_attention import block_attention, block_attention_ref
+from dflash_kernels.categorical import sample_probs, sample_probs_ref
 from dflash_kernels.context_kv import context_kv_store, context_kv_store_ref
-from dflash_kernels.draw import draw_at, draw_at_ref
 from dflash_kernels.kv_store import kv_store, kv_store_ref
 from dflash_kernels.launch_config import HAS_TRITON, IS_INTERPRETED, NOT_INSTALLED
 from dflash_kernels.rejection import reject, reject_ref
@@ -47,7 +47,7 @@ class Kernels:
     block_attention: Callable[..., Tensor]
     accept_block: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Acceptance]
     uniform: Callable[[Tensor, Tensor, int], Tensor]
-    draw_at: Callable[..., Tensor]
+    sample_probs: Callable[..., Tensor]
     filtered_probs: Callable[..., Tensor]
     sample: Callable[..., Tensor]
     reject: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -65,7 +65,7 @@ REFERENCE = Kernels(
     block_attention=block_attention_ref,
     accept_block=accept_block_ref,
     uniform=uniform_ref,
-    draw_at=draw_at_ref,
+    sample_probs=sample_probs_ref,
     filtered_probs=filtered_probs_ref,
     sample=sample_ref,
     reject=reject_ref,
@@ -83,7 +83,7 @@ _TRITON = Kernels(
     block_attention=block_attention,
     accept_block=accept_block,
     uniform=uniform,
-    draw_at=draw_at,
+    sample_probs=sample_probs,
     filtered_probs=filtered_probs,
     sample=sample,
     reject=reject,

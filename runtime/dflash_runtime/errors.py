@@ -134,7 +134,7 @@ MISSING: Any = _Missing()
 
 
 @contextmanager
-def located(path: object) -> Iterator[None]:
+def naming_file(path: object) -> Iterator[None]:
     """Name the file in errors that were raised where only its content was known."""
     try:
         yield

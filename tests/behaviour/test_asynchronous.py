@@ -97,7 +97,7 @@ def test_drafting_switched_off_and_on_again_keeps_its_context() -> None:
             break
     plain = bundled_llm(None, 0, dtype=torch.float64).generate([item.prompt_token_ids], item.params)[0]
     assert tuple(item.output_token_ids) == plain.token_ids
-    assert sum(step.num_kept for step in item.steps) == 50 - 1 - 3
+    assert sum(step.num_committed for step in item.steps) == 50 - 1 - 3
     whole = item.prompt_token_ids + tuple(item.output_token_ids)
     for step in item.steps:
         fresh = bundled_llm(draft, 7, dtype=torch.float64)

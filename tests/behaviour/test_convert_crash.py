@@ -85,7 +85,7 @@ def test_a_killed_run_leaves_the_old_or_the_new_one_whole(step: int, tmp_path: P
     for path in tmp_path.iterdir():
         try:
             draft = open_draft(path)
-            assert draft.plan()
+            assert draft.select_tensors()
             whole.append((path.name.split("-")[0], draft.config.vocab_size))
         except DFlashError:
             pass

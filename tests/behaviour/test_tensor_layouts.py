@@ -60,7 +60,7 @@ def test_every_layout_loads_and_converts_to_plain_names(name: str, shape: suppor
     arrays = support.body_arrays(shape)
     source = support.write_checkpoint(tmp_path / "source", support.native_config(shape), LAYOUTS[name](arrays))
     draft = open_draft(source)
-    assert set(draft.plan().load) == set(arrays)
+    assert set(draft.select_tensors().load) == set(arrays)
     for tensor_name, tensor in draft.source.checkpoint.load_many(list(arrays)):
         assert tensor.numpy().tobytes() == arrays[tensor_name].tobytes(), tensor_name
     support.convert(source, tmp_path / "out", "native")
@@ -97,7 +97,7 @@ def test_a_fused_projection_of_another_height_is_named(tmp_path: Path) -> None:
     arrays["layers.0.self_attn.qkv_proj.weight"] = arrays["layers.0.self_attn.qkv_proj.weight"][:-1].copy()
     source = support.write_checkpoint(tmp_path / "source", support.native_config(), arrays)
     with pytest.raises(TensorMismatch, match=r"qkv_proj.weight: found \[63, 16\], expected 32 \+ 16 \+ 16 rows"):
-        open_draft(source).plan()
+        open_draft(source).select_tensors()
 
 
 def test_two_tensors_of_one_name_are_refused(tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_two_tensors_of_one_name_are_refused(tmp_path: Path) -> None:
     arrays["model.norm.weight"] = arrays["norm.weight"]
     source = support.write_checkpoint(tmp_path / "source", support.native_config(), arrays)
     with pytest.raises(CheckpointError, match=r"are both norm\.weight"):
-        open_draft(source).plan()
+        open_draft(source).select_tensors()
 
 
 def test_a_prefixed_head_is_compared_with_the_targets(tmp_path: Path) -> None:

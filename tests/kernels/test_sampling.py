@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dflash_kernels.draw import draw_at, draw_at_ref
+from dflash_kernels.categorical import sample_probs, sample_probs_ref
 from dflash_kernels.launch_config import VOCAB_TILE
 from dflash_kernels.sampling import filtered_probs, filtered_probs_ref, sample, sample_ref
 from dflash_kernels.uniform import ACCEPT, DRAFT, RESIDUAL, TARGET, uniform, uniform_ref
@@ -143,8 +143,10 @@ def test_draws_from_distributions_are_the_references(vocab_size: int) -> None:
     *_, seeds, positions = mixed(30)
     probs = normal(30, vocab_size).double().abs().pow(8)
     probs[:, 1::3] = 0
-    assert torch.equal(draw_at(probs, seeds, positions, RESIDUAL), draw_at_ref(probs, seeds, positions, RESIDUAL))
-    assert bool((probs.gather(1, draw_at(probs, seeds, positions)[:, None]) > 0).all())
+    assert torch.equal(
+        sample_probs(probs, seeds, positions, RESIDUAL), sample_probs_ref(probs, seeds, positions, RESIDUAL)
+    )
+    assert bool((probs.gather(1, sample_probs(probs, seeds, positions)[:, None]) > 0).all())
 
 
 def test_logits_in_float64_are_refused() -> None:

@@ -101,7 +101,7 @@ class Checkpoint:
         """The safetensors files that hold tensors, in order of name."""
         return sorted({info.file for info in self.tensors.values()})
 
-    def place(self, name: str) -> StoredRows:
+    def stored_rows(self, name: str) -> StoredRows:
         """Where a tensor lies, by the names its file uses."""
         return StoredRows(self.tensors[name].name)
 

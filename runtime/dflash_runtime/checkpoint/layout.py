@@ -50,7 +50,7 @@ class StoredRows:
 
 
 @dataclass(frozen=True, slots=True)
-class TensorPlan:
+class TensorSelection:
     """What to do with each tensor of a file: `load` it, or `skip` it by name."""
 
     load: tuple[str, ...]
@@ -88,7 +88,7 @@ def canonical_name(stored: str) -> str:
     return name if alias is None else ALIASES[alias] + name.removeprefix(alias)
 
 
-def locate_tensors(config: DraftConfig, stored: Shapes, *, path: object = None) -> dict[str, StoredRows]:
+def find_stored_rows(config: DraftConfig, stored: Shapes, *, path: object = None) -> dict[str, StoredRows]:
     """Where each canonical tensor lies in a file whose names may be prefixed and whose projections may be fused.
 
     Raises:
@@ -104,7 +104,7 @@ def locate_tensors(config: DraftConfig, stored: Shapes, *, path: object = None) 
     return found
 
 
-def plan_tensors(config: DraftConfig, found: Shapes, *, path: object = None) -> TensorPlan:
+def select_tensors(config: DraftConfig, found: Shapes, *, path: object = None) -> TensorSelection:
     """Match a file's tensors with what the config calls for.
 
     Raises:
@@ -114,7 +114,7 @@ def plan_tensors(config: DraftConfig, found: Shapes, *, path: object = None) -> 
     missing, unexpected, wrong = compare_tensors(expected, found)
     if missing or unexpected or wrong:
         raise TensorMismatch(missing=missing, unexpected=unexpected, wrong=wrong, path=path)
-    return TensorPlan(load=tuple(expected), skip=tuple(name for name in found if name not in expected))
+    return TensorSelection(load=tuple(expected), skip=tuple(name for name in found if name not in expected))
 
 
 def compare_tensors(expected: Shapes, found: Shapes) -> tuple[list[str], list[str], dict[str, tuple[str, str]]]:

@@ -155,18 +155,18 @@ class Runner:
         kept = self.kernels.accept_block(
             draft_ids, chosen, max_accepted, state.stop_ids[rows], torch.where(view.alive, state.rooms[rows], 0)
         )
-        is_kept = torch.arange(num_rows, device=self.device) < kept.num_kept[:, None]
+        is_kept = torch.arange(num_rows, device=self.device) < kept.num_committed[:, None]
         self._write_context(features, positions, torch.where(is_kept, slots, PAD))
-        done = self._advance(rows, view, kept.num_kept, kept.last_ids, kept.is_stopped)
-        return pack(kept.num_kept, kept.num_accepted, can_draft, done, state.generations[rows], chosen, draft_ids)
+        done = self._advance(rows, view, kept.num_committed, kept.last_ids, kept.is_stopped)
+        return pack(kept.num_committed, kept.num_accepted, can_draft, done, state.generations[rows], chosen, draft_ids)
 
-    def _advance(self, rows: Tensor, view: Rows, num_kept: Tensor, last_ids: Tensor, is_stopped: Tensor) -> Tensor:
+    def _advance(self, rows: Tensor, view: Rows, num_committed: Tensor, last_ids: Tensor, is_stopped: Tensor) -> Tensor:
         """Move rows on by what they kept; returns which are done now."""
         state = self.state
-        rooms = state.rooms[rows] - num_kept
+        rooms = state.rooms[rows] - num_committed
         done = ~view.alive | is_stopped | (rooms <= 0)
-        state.kv_lens[rows] = view.kv_lens + num_kept
-        state.anchors[rows] = torch.where(num_kept > 0, last_ids, state.anchors[rows])
+        state.kv_lens[rows] = view.kv_lens + num_committed
+        state.anchors[rows] = torch.where(num_committed > 0, last_ids, state.anchors[rows])
         state.rooms[rows] = rooms
         state.done[rows] = done
         return done
@@ -204,16 +204,16 @@ class Runner:
         nothing = positions.new_empty((1, 0))
         zero = positions.new_zeros(1)
         chosen, _ = self._choose(hidden, positions, sampling, nothing, None, zero)
-        room = request.room(self.limits.max_model_len)
+        room = request.remaining(self.limits.max_model_len)
         rooms = positions.new_full((1,), room)
         kept = self.kernels.accept_block(nothing, chosen, zero, state.stop_ids[rows], rooms)
         done = kept.is_stopped if room > 1 else torch.ones_like(kept.is_stopped)
         state.activate(row, request.prompt_len, chosen[0, 0], rooms[0] - 1, done[0])
-        return pack(kept.num_kept, zero, zero, done, state.generations[rows], chosen, nothing)
+        return pack(kept.num_committed, zero, zero, done, state.generations[rows], chosen, nothing)
 
     def _resume(self, request: Request, row: int) -> None:
         """Switch a request on again where it was when it was preempted."""
-        anchor, room = self._upload.ints([request.output_token_ids[-1], request.room(self.limits.max_model_len)])
+        anchor, room = self._upload.ints([request.output_token_ids[-1], request.remaining(self.limits.max_model_len)])
         self.state.activate(row, request.kv_len, anchor, room, torch.zeros_like(room, dtype=torch.bool))
 
     def _propose(
@@ -239,7 +239,7 @@ class Runner:
         probs = self.kernels.filtered_probs(
             logits.flatten(0, 1), temperatures, top_ks, top_ps, has_filters=sampling.has_filters
         )
-        drafted = self.kernels.draw_at(probs, seeds, positions[:, 1:].flatten(), DRAFT)
+        drafted = self.kernels.sample_probs(probs, seeds, positions[:, 1:].flatten(), DRAFT)
         return self._to_target(drafted.view(-1, num_drafts)), self._spread_probs(probs, num_drafts)
 
     def _to_target(self, drafted: Tensor) -> Tensor:

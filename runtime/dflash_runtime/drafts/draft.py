@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dflash_kernels.suite import Kernels
 from dflash_runtime.checkpoint.files import MASK_FILE
-from dflash_runtime.checkpoint.layout import plan_tensors
+from dflash_runtime.checkpoint.layout import select_tensors
 from dflash_runtime.checkpoint.pair import DraftSource
 from dflash_runtime.config import DraftConfig
 from dflash_runtime.device.kv import KVCache
@@ -95,7 +95,7 @@ def load_draft(
                 hint="acceptance without it would not be the draft's own",
             )
     shapes = {name: info.shape for name, info in checkpoint.tensors.items()}
-    plan = plan_tensors(source.config, shapes, path=checkpoint.path)
+    plan = select_tensors(source.config, shapes, path=checkpoint.path)
     weights = {
         name: tensor.to(device=device, dtype=dtype) if tensor.is_floating_point() else tensor.to(device)
         for name, tensor in checkpoint.load_many(list(plan.load))

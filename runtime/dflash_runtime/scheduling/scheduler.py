@@ -248,7 +248,7 @@ class Scheduler:
 
     def _surely_ends(self, request: Request) -> bool:
         """Whether the steps in flight end the request even if nothing is accepted: each gives a token."""
-        return request.num_in_flight >= request.room(self.limits.max_model_len)
+        return request.num_in_flight >= request.remaining(self.limits.max_model_len)
 
     def _check(self, request: Request) -> None:
         where = f"prompt {request.index}"

@@ -126,7 +126,7 @@ class TestReading:
         config, arrays = release_05(support.SMALL)
         draft = open_draft(support.write_checkpoint(tmp_path / "draft", config, arrays))
         assert draft.config.is_causal is False
-        assert set(draft.plan().skip) == {"embed_tokens.weight", "lm_head.weight", "d2t", "t2d"}
+        assert set(draft.select_tensors().skip) == {"embed_tokens.weight", "lm_head.weight", "d2t", "t2d"}
         assert draft.reading.carried["speculators.max_anchors"] == 256
 
     def test_release_06_with_sliding_layers(self) -> None:
@@ -139,7 +139,7 @@ class TestReading:
     def test_release_09_reduced(self, tmp_path: Path) -> None:
         draft = open_draft(support.make_speculators(tmp_path / "draft", support.REDUCED))
         assert draft.config.has_reduced_vocab
-        plan = draft.plan()
+        plan = draft.select_tensors()
         assert {"lm_head.weight", "d2t"} <= set(plan.load)
         assert plan.skip == ("t2d",)
 

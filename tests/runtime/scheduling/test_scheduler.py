@@ -49,8 +49,8 @@ def run(scheduler: Scheduler, tokens: int = 1, *, is_drained: bool = True) -> Ba
 
 
 def give(scheduler: Scheduler, item: Request, tokens: int) -> None:
-    kept = min(tokens, item.room(scheduler.limits.max_model_len))
-    is_done = kept == item.room(scheduler.limits.max_model_len)
+    kept = min(tokens, item.remaining(scheduler.limits.max_model_len))
+    is_done = kept == item.remaining(scheduler.limits.max_model_len)
     scheduler.commit(item, StepOutput([7] * kept, [7] * 3, tokens - 1, is_done, item.generation))
 
 

@@ -13,7 +13,7 @@ from dflash_kernels.launch_config import VOCAB_TILE, ceil_div, check_tensors, ji
 from dflash_kernels.uniform import RESIDUAL, TARGET, stream, uniform_ref, uniform_tile
 
 
-def draw_ref(probs: Tensor, uniform: Tensor) -> Tensor:
+def categorical_ref(probs: Tensor, uniform: Tensor) -> Tensor:
     """Invert the cumulative distribution: [T, V] probabilities and [T] numbers in [0, 1) -> [T] int64 tokens."""
     cumulative = probs.cumsum(-1)
     total = cumulative[:, -1:]
@@ -21,15 +21,15 @@ def draw_ref(probs: Tensor, uniform: Tensor) -> Tensor:
     return torch.searchsorted(cumulative, level, right=True)[:, 0]
 
 
-def draw_at_ref(probs: Tensor, seeds: Tensor, positions: Tensor, purpose: int = TARGET) -> Tensor:
-    """`draw_ref` with the numbers that belong to these places.
+def sample_probs_ref(probs: Tensor, seeds: Tensor, positions: Tensor, purpose: int = TARGET) -> Tensor:
+    """`categorical_ref` with the numbers that belong to these places.
 
     probs      [T, V] float64   not necessarily normalised
     seeds      [T] int64
     positions  [T] int64        position of the token being drawn
     Returns [T] int64.
     """
-    return draw_ref(probs, uniform_ref(seeds, positions, purpose))
+    return categorical_ref(probs, uniform_ref(seeds, positions, purpose))
 
 
 @jit
@@ -119,7 +119,7 @@ def _pick_kernel(
     tl.store(token_ids + request * num_rows + place, chosen)
 
 
-def launch_draw(
+def launch_sample_probs(
     target_probs: Tensor,
     draft_probs: Tensor | None,
     places: Tensor,
@@ -151,14 +151,14 @@ def launch_draw(
     )  # fmt: skip
 
 
-def draw_at(probs: Tensor, seeds: Tensor, positions: Tensor, purpose: int = TARGET) -> Tensor:
-    """`draw_at_ref` in two launches."""
+def sample_probs(probs: Tensor, seeds: Tensor, positions: Tensor, purpose: int = TARGET) -> Tensor:
+    """`sample_probs_ref` in two launches."""
     check_tensors(probs, seeds, positions)
     require(len(probs) == len(seeds) == len(positions), "a seed and a position for each row")
     require(seeds.dtype == positions.dtype == torch.int64, "int64 seeds and positions")
     token_ids = torch.empty(len(probs), dtype=torch.int64, device=probs.device)
     if len(probs):
-        launch_draw(
+        launch_sample_probs(
             probs.contiguous()[:, None], None, token_ids, token_ids, seeds.contiguous(), positions.contiguous(),
             purpose, token_ids,
         )  # fmt: skip
