@@ -35,7 +35,7 @@ def accept_block_ref(
                                  `num_accepted + 1` of them
     max_accepted  [R] int64      drafts that may count, for rows that drafted less than the batch
     stop_ids      [R, S] int64   padded with -1
-    remaining         [R] int64      tokens the request may still take; 0 commits none
+    remaining     [R] int64      tokens the request may still take; 0 commits none
     """
     is_match = (draft_ids == target_ids[:, :-1]) & (draft_ids >= 0)
     num_accepted = is_match.to(torch.int64).cumprod(dim=1).sum(dim=1)

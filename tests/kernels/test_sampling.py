@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from dflash_kernels.categorical import sample_probs, sample_probs_ref
-from dflash_kernels.launch_config import VOCAB_TILE
+from dflash_kernels.launch_config import VOCAB_TILE, jit, tl
 from dflash_kernels.sampling import filtered_probs, filtered_probs_ref, sample, sample_ref
-from dflash_kernels.uniform import ACCEPT, DRAFT, RESIDUAL, TARGET, uniform, uniform_ref
+from dflash_kernels.uniform import ACCEPT, DRAFT, RESIDUAL, TARGET, stream, uniform_ref, uniform_tile
 from dflash_testing.tensors import DEVICE, DTYPES, normal, real, whole
 
 VOCABS = [1, 63, VOCAB_TILE + 1, 2 * VOCAB_TILE + 15]
@@ -30,6 +30,21 @@ def mixed(num_rows: int, seed: int = 0) -> Rows:
         torch.randint(-(2**62), 2**62, (num_rows,), generator=generator).to(DEVICE),
         torch.randint(0, 5000, (num_rows,), generator=generator).to(DEVICE),
     )
+
+
+@jit
+def uniform_kernel(seeds, positions, out, salt, num_rows, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """`uniform_tile` by itself; the kernels of the package use it inside of others."""
+    row = tl.arange(0, TILE)
+    seed = tl.load(seeds + row, mask=row < num_rows, other=0)
+    position = tl.load(positions + row, mask=row < num_rows, other=0)
+    tl.store(out + row, uniform_tile(seed, position, salt), mask=row < num_rows)
+
+
+def uniform(seeds: Tensor, positions: Tensor, purpose: int) -> Tensor:
+    out = torch.empty(len(seeds), dtype=torch.float64, device=DEVICE)
+    uniform_kernel[(1,)](seeds, positions, out, stream(purpose), len(seeds), TILE=2048)
+    return out
 
 
 def test_numbers_are_the_references() -> None:
