@@ -17,7 +17,6 @@ from dflash_runtime.config import DraftConfig, EngineConfig
 from dflash_runtime.errors import UsageError
 
 if TYPE_CHECKING:
-    from dflash_runtime.drafts.draft import Draft
     from dflash_runtime.scheduling.request import RequestOutput
 
 THETAS = (10_000.0, 1_000_000.0)
@@ -166,8 +165,8 @@ def run_search(
     outcomes = []
     for index, trial in enumerate(trials, start=1):
         observe(trial.name, index, total)
-        model: Draft = engine.build(trial.config, is_anchor_first=trial.is_anchor_first)
-        outcomes.append(_judge(trial, base, _sample(engine.run(model, prompts)), effort))
+        pair = engine.build(trial.config, is_anchor_first=trial.is_anchor_first)
+        outcomes.append(_judge(trial, base, _sample(engine.run(pair, prompts)), effort))
     tokens = effort.max_new_tokens * len(base)
     return Search(len(base), tokens, _pooled(base, range(len(base))), tuple(outcomes))
 

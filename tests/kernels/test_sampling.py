@@ -32,7 +32,7 @@ def mixed(num_rows: int, seed: int = 0) -> Rows:
     )
 
 
-@jit
+@jit  # type: ignore[untyped-decorator]
 def uniform_kernel(seeds, positions, out, salt, num_rows, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
     """`uniform_tile` by itself; the kernels of the package use it inside of others."""
     row = tl.arange(0, TILE)

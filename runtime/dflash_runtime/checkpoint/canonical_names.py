@@ -5,11 +5,13 @@ decoded to make the view. A conversion copies those ranges, the runtime loads th
 """
 
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dflash_runtime.checkpoint.files import Checkpoint, TensorInfo
 from dflash_runtime.checkpoint.layout import PACKED, PACKED_DTYPES, StoredRows, find_stored_rows
 from dflash_runtime.config import DraftConfig
+from dflash_runtime.errors import UnsupportedError
 
 if TYPE_CHECKING:
     import torch
@@ -74,6 +76,19 @@ def find_quantization(stored: Checkpoint) -> str | None:
         if info.dtype in PACKED_DTYPES and len(info.shape) > 1:
             return f"{name} is {info.dtype}"
     return None
+
+
+def refuse_packed(path: Path, quantization: str | None) -> None:
+    """Refuse to run packed weights; `quantization` is what `find_quantization` says.
+
+    Raises:
+        UnsupportedError: the weights are packed.
+    """
+    if quantization is not None:
+        raise UnsupportedError(
+            f"{path}: quantised weights ({quantization}), which this runtime does not run",
+            hint="dflash convert copies them as they are; run the draft in the engine they were packed for",
+        )
 
 
 def _slice(name: str, info: TensorInfo, rows: tuple[int, int] | None) -> TensorInfo:

@@ -51,7 +51,7 @@ class StoredRows:
 
 @dataclass(frozen=True, slots=True)
 class TensorSelection:
-    """What to do with each tensor of a file: `load` it, or `skip` it by name."""
+    """Which tensors of a file a draft owns, `load`, and which it does not, `skip`."""
 
     load: tuple[str, ...]
     skip: tuple[str, ...]
@@ -104,13 +104,12 @@ def find_stored_rows(config: DraftConfig, stored: Shapes, *, path: object = None
     return found
 
 
-def select_tensors(config: DraftConfig, found: Shapes, *, path: object = None) -> TensorSelection:
-    """Match a file's tensors with what the config calls for.
+def select_tensors(expected: Shapes, found: Shapes, *, path: object = None) -> TensorSelection:
+    """Match a file's tensors with those a draft must have.
 
     Raises:
         TensorMismatch: listing every missing, unexpected and misshapen tensor at once.
     """
-    expected = owned_shapes(config)
     missing, unexpected, wrong = compare_tensors(expected, found)
     if missing or unexpected or wrong:
         raise TensorMismatch(missing=missing, unexpected=unexpected, wrong=wrong, path=path)

@@ -1,6 +1,7 @@
 """A draft and a target as the runtime takes them, and whether they fit each other. Needs no torch."""
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from dflash_runtime.checkpoint.files import Checkpoint
 from dflash_runtime.config import DraftConfig, TargetConfig
@@ -15,6 +16,16 @@ class DraftSource:
     checkpoint: Checkpoint
 
 
+class DraftLike(Protocol):
+    """Whatever has a draft's canonical config and its checkpoint: a `DraftSource`, or what opened the files."""
+
+    @property
+    def config(self) -> DraftConfig: ...
+
+    @property
+    def checkpoint(self) -> Checkpoint: ...
+
+
 @dataclass(frozen=True, slots=True)
 class TargetSource:
     """A target's config and the checkpoint that holds its tensors."""
@@ -25,9 +36,8 @@ class TargetSource:
 
 @dataclass(frozen=True, slots=True)
 class Misfit:
-    """One way in which a draft does not fit a target. `check` is the id of the rule in `dflash validate`."""
+    """One way in which a draft does not fit a target: the draft's field, and what is wrong in words."""
 
-    check: str
     field: str
     message: str
 
@@ -38,7 +48,6 @@ def find_misfits(draft: DraftConfig, target: TargetConfig) -> list[Misfit]:
     if draft.feature_size != target.hidden_size:
         misfits.append(
             Misfit(
-                "P01",
                 "hidden_size",
                 f"the draft reads features {draft.feature_size} wide, the target's hidden_size is {target.hidden_size}",
             )
@@ -46,7 +55,6 @@ def find_misfits(draft: DraftConfig, target: TargetConfig) -> list[Misfit]:
     elif draft.hidden_size != target.hidden_size:
         misfits.append(
             Misfit(
-                "P01",
                 "hidden_size",
                 f"the draft's hidden_size is {draft.hidden_size}, but it borrows an embedding and a head "
                 f"{target.hidden_size} wide",
@@ -55,7 +63,6 @@ def find_misfits(draft: DraftConfig, target: TargetConfig) -> list[Misfit]:
     if draft.vocab_size != target.vocab_size:
         misfits.append(
             Misfit(
-                "P02",
                 "vocab_size",
                 f"the draft's vocab_size is {draft.vocab_size}, the target's is {target.vocab_size}",
             )
@@ -63,7 +70,6 @@ def find_misfits(draft: DraftConfig, target: TargetConfig) -> list[Misfit]:
     if draft.mask_token_id >= target.vocab_size:
         misfits.append(
             Misfit(
-                "P03",
                 "mask_token_id",
                 f"mask_token_id {draft.mask_token_id} is outside the target's {target.vocab_size} embeddings",
             )
@@ -71,7 +77,6 @@ def find_misfits(draft: DraftConfig, target: TargetConfig) -> list[Misfit]:
     if max(draft.target_layer_ids) >= target.num_layers:
         misfits.append(
             Misfit(
-                "P06",
                 "target_layer_ids",
                 f"layer {max(draft.target_layer_ids)} is tapped, the target has layers 0..{target.num_layers - 1}",
             )
@@ -79,7 +84,6 @@ def find_misfits(draft: DraftConfig, target: TargetConfig) -> list[Misfit]:
     if draft.num_target_layers not in (None, target.num_layers):
         misfits.append(
             Misfit(
-                "C11",
                 "num_target_layers",
                 f"the draft was made for a target of {draft.num_target_layers} layers, this one has "
                 f"{target.num_layers}",
@@ -88,7 +92,7 @@ def find_misfits(draft: DraftConfig, target: TargetConfig) -> list[Misfit]:
     return misfits
 
 
-def check_pair(draft: DraftSource, target: TargetSource) -> None:
+def check_pair(draft: DraftLike, target: TargetSource) -> None:
     """Refuse a draft that was not made for this target.
 
     Raises:

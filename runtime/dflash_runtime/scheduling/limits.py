@@ -30,13 +30,3 @@ class Limits:
         may write a lookahead.
         """
         return min(known_len + (num_in_flight + 1) * self.num_lookahead_tokens, self.max_model_len)
-
-
-def lookahead_while_loading(num_lookahead_tokens: int, *, draft_writes_ahead: bool) -> int:
-    """Lookahead of a request whose KV is being loaded asynchronously.
-
-    It has no rows to write yet, so a method whose draft writes nothing ahead of the target (EAGLE) withholds it. A
-    DFlash draft does write a block ahead, and withholding would let that block fall outside the request's pages.
-    Source: vllm-project/vllm#43733.
-    """
-    return num_lookahead_tokens if draft_writes_ahead else 0

@@ -33,10 +33,6 @@ class PagePool:
         """Pages that can be had without taking one from anybody."""
         return len(self._free) + len(self._idle)
 
-    def references(self, page: int) -> int:
-        """How many requests hold a page."""
-        return self._references[page]
-
     def is_published(self, page: int) -> bool:
         """Whether a page's content is final and may be shared."""
         return page in self._published

@@ -12,9 +12,8 @@ upper bound; everything else waits for the truth.
 from collections import deque
 from collections.abc import Sequence
 
-from dflash_runtime.device.state import PageAddition
 from dflash_runtime.errors import CapacityError, RequestError
-from dflash_runtime.scheduling.batch import Batch, Chunk, StepOutput
+from dflash_runtime.scheduling.batch import Batch, Chunk, PageAddition, StepOutput
 from dflash_runtime.scheduling.limits import Limits
 from dflash_runtime.scheduling.pages import PagePool
 from dflash_runtime.scheduling.prefix_cache import PrefixCache
@@ -44,10 +43,6 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         return bool(self._waiting or self._running)
-
-    @property
-    def running(self) -> Sequence[Request]:
-        return tuple(self._running)
 
     def add(self, request: Request) -> None:
         """Queue a request.
