@@ -1,4 +1,4 @@
-"""Rejection sampling: the kernel equals the reference, and the reference has the law it should have."""
+"""Rejection sampling: the kernel equals the reference, and the reference has the distribution it should have."""
 
 from collections.abc import Callable
 
@@ -14,7 +14,7 @@ from dflash_testing.tensors import DEVICE, normal, whole
 
 Reject = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 BOTH = [reject_ref, pytest.param(reject, marks=pytest.mark.gpu)]
-"""The laws take tens of thousands of requests, which the interpreter is too slow for; it is compared with the
+"""The distributions take tens of thousands of requests, which the interpreter is too slow for; it is compared with the
 reference one by one instead."""
 
 P0 = torch.tensor([0.5, 0.2, 0.15, 0.1, 0.05], dtype=torch.float64)
@@ -67,8 +67,8 @@ def step(reject_block: Reject, first: Tensor, second: Tensor, first_q: Tensor, s
     return reject_block(torch.stack((one, two), 1), target, draft, seeds, places, torch.full_like(seeds, most))
 
 
-def chi_square(counts: Tensor, law: Tensor) -> float:
-    expected = law.flatten() * counts.sum()
+def chi_square(counts: Tensor, probs: Tensor) -> float:
+    expected = probs.flatten() * counts.sum()
     assert bool((counts.flatten()[expected == 0] == 0).all())
     is_possible = expected > 0
     return float(((counts.flatten() - expected)[is_possible] ** 2 / expected[is_possible]).sum())

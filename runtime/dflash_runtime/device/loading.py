@@ -3,6 +3,7 @@
 import logging
 from dataclasses import dataclass, replace
 
+from dflash_runtime.checkpoint.canonical_names import find_quantization, refuse_packed
 from dflash_runtime.checkpoint.pair import DraftLike, TargetSource, check_pair
 from dflash_runtime.config import DraftConfig, EngineConfig
 from dflash_runtime.device.attention import check_capability
@@ -13,7 +14,7 @@ from dflash_runtime.device.settings import (
     resolve_kernels,
     resolve_limits,
 )
-from dflash_runtime.drafts.draft import Draft, build_draft, load_draft_weights
+from dflash_runtime.drafts.draft import Draft, build_draft, load_draft_weights, owned_tensors
 from dflash_runtime.models.placement import Placement
 from dflash_runtime.models.target import Target, load_target
 from dflash_runtime.models.weights import Weights
@@ -56,16 +57,19 @@ def load_pair(target: TargetSource, draft: DraftLike | None, config: EngineConfi
     Raises:
         PairMismatch: the draft was not made for the target.
         UsageError: more tokens to draft than the draft was trained for, or a device that is not there.
-        UnsupportedError, TensorMismatch: see `load_target` and `load_draft_weights`.
+        UnsupportedError, TensorMismatch: see `load_target` and `owned_tensors`.
     """
     config = config or EngineConfig()
     if draft is not None:
+        refuse_packed(draft.checkpoint.path, find_quantization(draft.checkpoint))
         check_pair(draft, target)
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, device)
     limits = resolve_limits(config, target.config, draft.config if draft is not None else None)
     if limits.num_draft_tokens == 0:
         draft = None
+    if draft is not None:
+        owned_tensors(draft)  # what is refused by headers is refused before a target is loaded
     kernels = resolve_kernels(config.kernels, device, dtype)
     # A block may begin on the model's last position, so rope tables reach a block past it.
     placement = Placement(device, dtype, kernels, limits.max_model_len + limits.num_lookahead_tokens)

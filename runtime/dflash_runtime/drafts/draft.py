@@ -69,12 +69,12 @@ def draft_families() -> Registry[DraftFamily]:
 
 
 def load_draft(source: DraftLike, target: Target, placement: Placement) -> Draft:
-    """Load the tensors a draft owns and build it; see `load_draft_weights` for what is refused."""
+    """Load the tensors a draft owns and build it; see `owned_tensors` for what is refused."""
     return build_draft(source.config, load_draft_weights(source, placement), target, placement)
 
 
-def load_draft_weights(source: DraftLike, placement: Placement) -> Weights:
-    """Load the tensors a draft owns onto a device; those it does not own are skipped by name.
+def owned_tensors(source: DraftLike) -> tuple[str, ...]:
+    """The tensors of a checkpoint that its draft owns, from the headers; the others are not loaded.
 
     Raises:
         UnsupportedError: packed weights, a mask embedding of its own, or a family nobody serves.
@@ -90,7 +90,12 @@ def load_draft_weights(source: DraftLike, placement: Placement) -> Weights:
             )
     expected = draft_families()[source.config.family].expected_shapes(source.config)
     shapes = {name: info.shape for name, info in checkpoint.tensors.items()}
-    return load_weights(checkpoint, select_tensors(expected, shapes, path=checkpoint.path).load, placement)
+    return select_tensors(expected, shapes, path=checkpoint.path).load
+
+
+def load_draft_weights(source: DraftLike, placement: Placement) -> Weights:
+    """Load the tensors a draft owns onto a device; see `owned_tensors` for what is refused."""
+    return load_weights(source.checkpoint, owned_tensors(source), placement)
 
 
 def build_draft(config: DraftConfig, weights: Weights, target: Target, placement: Placement) -> Draft:

@@ -24,9 +24,9 @@ class Limits:
         return self.max_model_len - self.num_lookahead_tokens
 
     def reserved_len(self, known_len: int, num_in_flight: int = 0) -> int:
-        """Tokens to have pages for before a launch.
+        """Tokens to have pages for before a step is queued.
 
-        `known_len` rows are certain, this call's prompt rows included; each step in flight and the one to be launched
+        `known_len` rows are certain, this call's prompt rows included; each step in flight, and the one to be queued,
         may write a lookahead.
         """
         return min(known_len + (num_in_flight + 1) * self.num_lookahead_tokens, self.max_model_len)

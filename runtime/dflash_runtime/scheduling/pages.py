@@ -1,4 +1,4 @@
-"""The pool of KV pages: who holds them, and which are kept for their content. Knows page numbers only.
+"""The pool of KV pages: which are held by requests, and which stay for their content. Knows page numbers only.
 
 A page is in exactly one place:
 

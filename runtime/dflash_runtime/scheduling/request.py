@@ -32,7 +32,7 @@ class FinishReason(StrEnum):
 class SamplingParams:
     """How a request's tokens are chosen, and when it ends.
 
-    `stop_token_ids` end a request and are kept as its last token; `ignore_eos` makes them ordinary tokens.
+    `stop_token_ids` end a request and stay its last token; `ignore_eos` makes them ordinary tokens.
     `verify_width` verifies only so many rows of the block, the anchor included; the draft sees the whole block all the
     same.
     """
@@ -68,7 +68,7 @@ class SamplingParams:
 
     @property
     def has_filters(self) -> bool:
-        """Whether top-k or top-p cut the distribution of this request's draws."""
+        """Whether top-k or top-p cut the distribution this request is sampled from."""
         return not self.is_greedy and (self.top_k > 0 or self.top_p < 1)
 
     @property
@@ -85,7 +85,8 @@ class SamplingParams:
 class DraftStep:
     """One verify step of one request.
 
-    Its kept tokens are those of the output from `start` on: accepted drafts, then the bonus, cut at stops and limits.
+    Its `num_committed` tokens are those of the output from `start` on: accepted drafts, then the bonus, cut at stops
+    and limits.
     """
 
     start: int
