@@ -30,8 +30,8 @@ def target() -> Qwen3Target:
     return random_target(torch.float64, vocab_size=V, num_layers=3, scale=0.15)
 
 
-class LawDraft(ScriptedDraft):
-    """Proposes by one fixed distribution, which is near the target's on average, so that drafts are accepted and refused."""
+class FixedDraft(ScriptedDraft):
+    """Proposes by one distribution, near the target's on average, so that drafts are accepted and refused."""
 
     def __init__(self) -> None:
         draft = random_draft(target(), torch.float64, block_size=4, target_layer_ids=(0, 1))
@@ -45,7 +45,13 @@ class LawDraft(ScriptedDraft):
 def observe(draft_sampling: str, sampling: dict[str, Any], num_samples: int) -> tuple[torch.Tensor, float]:
     """Counts [V, V, V] of the first three tokens, and the share of drafts that were accepted."""
     llm = random_llm(
-        target(), LawDraft(), 3, max_num_requests=500, num_pages=4000, draft_sampling=draft_sampling, prefix_cache=False
+        target(),
+        FixedDraft(),
+        3,
+        max_num_requests=500,
+        num_pages=4000,
+        draft_sampling=draft_sampling,
+        prefix_cache=False,
     )
     counts = torch.zeros(V, V, V, dtype=torch.float64)
     params = [SamplingParams(max_new_tokens=3, seed=seed, **sampling) for seed in range(num_samples)]
@@ -60,16 +66,16 @@ def observe(draft_sampling: str, sampling: dict[str, Any], num_samples: int) -> 
 @cache
 def distribution(name: str) -> torch.Tensor:
     """[V, V, V] by enumeration."""
-    first = next_law(PROMPT, name)
+    first = next_distribution(PROMPT, name)
     joint = torch.zeros(V, V, V, dtype=torch.float64)
     for a in range(V):
-        second = next_law([*PROMPT, a], name)
+        second = next_distribution([*PROMPT, a], name)
         for b in range(V):
-            joint[a, b] = first[a] * second[b] * next_law([*PROMPT, a, b], name)
+            joint[a, b] = first[a] * second[b] * next_distribution([*PROMPT, a, b], name)
     return joint
 
 
-def next_law(tokens: list[int], name: str) -> torch.Tensor:
+def next_distribution(tokens: list[int], name: str) -> torch.Tensor:
     sampling = SAMPLINGS[name]
     return filtered_probs_ref(
         target_logits(target(), tokens)[-1:],
@@ -102,7 +108,7 @@ def check(draft_sampling: str, name: str, num_samples: int) -> str:
 
 @pytest.mark.parametrize("name", SAMPLINGS)
 @pytest.mark.parametrize("draft_sampling", ["greedy", "probabilistic"])
-def test_law(draft_sampling: str, name: str) -> None:
+def test_distribution_of_three_tokens(draft_sampling: str, name: str) -> None:
     check(draft_sampling, name, 6_000)
 
 

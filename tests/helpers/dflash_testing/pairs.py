@@ -99,23 +99,23 @@ class ScriptedDraft:
         self._draft.write_context(features, positions, cache, slots)
 
     def logits(self, block_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        drafted = torch.tensor([[self._script(int(place)) for place in row[1:]] for row in positions])
+        drafted = torch.tensor([[self._script(int(position)) for position in row[1:]] for row in positions])
         return one_hot(drafted, self.config.vocab_size).float()
 
 
 def always_right(draft: Draft, sequence: Sequence[int]) -> ScriptedDraft:
     """A draft that knows the whole sequence, prompt included; past its end it says 0."""
-    return ScriptedDraft(draft, lambda place: sequence[place] if place < len(sequence) else 0)
+    return ScriptedDraft(draft, lambda position: sequence[position] if position < len(sequence) else 0)
 
 
 def always_wrong(draft: Draft, sequence: Sequence[int]) -> ScriptedDraft:
     """A draft that avoids the right token at every position."""
-    return ScriptedDraft(draft, lambda place: (sequence[place] + 1) % 7 if place < len(sequence) else 0)
+    return ScriptedDraft(draft, lambda position: (sequence[position] + 1) % 7 if position < len(sequence) else 0)
 
 
 def always_mask(draft: Draft) -> ScriptedDraft:
     """A draft that proposes its mask token."""
-    return ScriptedDraft(draft, lambda place: draft.config.mask_token_id)
+    return ScriptedDraft(draft, lambda position: draft.config.mask_token_id)
 
 
 def random_target(
