@@ -115,7 +115,7 @@ def test_distribution_of_three_tokens(draft_sampling: str, name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SAMPLINGS)
 @pytest.mark.parametrize("draft_sampling", ["greedy", "probabilistic"])
-def test_law_over_200_000_samples(draft_sampling: str, name: str) -> None:
+def test_distribution_over_200_000_samples(draft_sampling: str, name: str) -> None:
     print(check(draft_sampling, name, 200_000))
 
 

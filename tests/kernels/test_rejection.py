@@ -76,7 +76,7 @@ def chi_square(counts: Tensor, probs: Tensor) -> float:
 
 @pytest.mark.parametrize("reject_block", BOTH)
 @pytest.mark.parametrize("most", [0, 1, 2])
-def test_joint_law_of_two_tokens_is_the_targets(reject_block: Reject, most: int) -> None:
+def test_joint_distribution_of_two_tokens_is_the_targets(reject_block: Reject, most: int) -> None:
     """Whatever was drafted and wherever it was cut off, two committed tokens follow p(x) p(y | x)."""
     num = 40_000
     seeds = torch.arange(num, device=DEVICE) * 7919
