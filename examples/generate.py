@@ -22,7 +22,7 @@ def main() -> None:
     tokenizer = Tokenizer(target.checkpoint.path)
     prompt = tokenizer.encode("import os\n\n\ndef read_lines(path):\n")
     decoder = StreamDecoder(tokenizer)
-    with LLM(target, draft.source) as llm:
+    with LLM(target, draft) as llm:
         for delta in llm.stream([prompt], SamplingParams(max_new_tokens=64)):
             print(decoder.push(delta.token_ids), end="", flush=True)
             if delta.output is not None:

@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Literal
 
 from dflash_cli.formats.dialect import Detection, Format, ParsedConfig, detect
-from dflash_runtime.checkpoint.canonical_names import CanonicalCheckpoint, find_quantization
+from dflash_runtime.checkpoint.canonical_names import CanonicalCheckpoint, find_quantization, refuse_packed
 from dflash_runtime.checkpoint.files import Checkpoint
 from dflash_runtime.checkpoint.hf_config import read_target_config
-from dflash_runtime.checkpoint.layout import NOT_OWNED, TensorPlan, plan_tensors
+from dflash_runtime.checkpoint.layout import NOT_OWNED, TensorSelection, owned_shapes, select_tensors
 from dflash_runtime.checkpoint.pair import DraftSource, TargetSource
 from dflash_runtime.config import DraftConfig
 from dflash_runtime.errors import UnsupportedError, naming_file
@@ -54,13 +54,9 @@ class DraftCheckpoint:
         Raises:
             UnsupportedError: the weights are packed.
         """
-        if self.quantization is not None:
-            raise UnsupportedError(
-                f"{self.checkpoint.path}: quantised weights ({self.quantization}), which this runtime does not run",
-                hint="dflash convert copies them as they are; run the draft in the engine they were packed for",
-            )
+        refuse_packed(self.checkpoint.path, self.quantization)
 
-    def select_tensors(self) -> TensorPlan:
+    def select_tensors(self) -> TensorSelection:
         """Which tensors a reader loads and which it skips.
 
         Packed weights have names and shapes of their own, so nothing is expected of them.
@@ -71,9 +67,9 @@ class DraftCheckpoint:
         tensors = self.checkpoint.tensors
         if self.quantization is not None:
             owned = tuple(name for name in tensors if not NOT_OWNED.match(name))
-            return TensorPlan(load=owned, skip=tuple(name for name in tensors if NOT_OWNED.match(name)))
+            return TensorSelection(load=owned, skip=tuple(name for name in tensors if NOT_OWNED.match(name)))
         shapes = {name: info.shape for name, info in tensors.items()}
-        return plan_tensors(self.config, shapes, path=self.checkpoint.path)
+        return select_tensors(owned_shapes(self.config), shapes, path=self.checkpoint.path)
 
 
 def open_draft(path: str | Path | Checkpoint, *, causality: Causality | None = None) -> DraftCheckpoint:

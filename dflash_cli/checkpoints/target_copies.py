@@ -32,7 +32,7 @@ def find_difference(draft: DraftCheckpoint, name: str, target: TargetSource) -> 
         return f"{name} is {list(mine.shape)}, the target's is {list(theirs.shape)}"
     if ids is not None and (int(ids.min()) < 0 or int(ids.max()) >= theirs.shape[0]):
         return f"d2t maps outside the target's {theirs.shape[0]} ids"
-    return next(_differences(replace(mine, name=draft.checkpoint.place(name).stored), theirs, ids), None)
+    return next(_differences(replace(mine, name=draft.checkpoint.stored_rows(name).stored), theirs, ids), None)
 
 
 def is_identity_map(checkpoint: Checkpoint, name: str) -> bool:

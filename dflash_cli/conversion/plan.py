@@ -51,7 +51,7 @@ class ConversionPlan:
     @property
     def tensor_changes(self) -> list[Change]:
         """What becomes of every tensor of the source, by its stored name."""
-        stored = self.draft.checkpoint.place
+        stored = self.draft.checkpoint.stored_rows
         dropped = [replace(item, source=stored(item.source).stored) for item in self.dropped if item.source is not None]
         return [*tensor_changes(self.draft, self.kept), *dropped]
 

@@ -61,7 +61,7 @@ def keep_tensors(draft: DraftCheckpoint, dropped: Sequence[Change]) -> list[Writ
 def tensor_changes(draft: DraftCheckpoint, kept: Sequence[WrittenTensor]) -> Iterator[Change]:
     """What became of each stored tensor that goes along."""
     for tensor in kept:
-        stored = draft.checkpoint.place(tensor.name)
+        stored = draft.checkpoint.stored_rows(tensor.name)
         if isinstance(tensor, MadeTensor):
             yield Change(stored.stored, tensor.name, "derived", "its blocks are put in the order of the taps")
         elif stored.rows is not None:

@@ -25,10 +25,10 @@ from dflash_cli.validation.rules.drafting import NEUTRAL
 from dflash_cli.validation.rules.tensors import WEIGHTS
 from dflash_cli.validation.subject import CONFIG_FILE, Subject
 from dflash_runtime.checkpoint.hf_config import SLIDING
-from dflash_runtime.checkpoint.json_values import as_object
 from dflash_runtime.checkpoint.layout import DRAFT_TO_TARGET
 from dflash_runtime.config import DraftConfig
 from dflash_runtime.errors import LossyConversion
+from dflash_runtime.json_values import as_object
 
 NAME = "vllm"
 ENGINE = (NAME,)

@@ -119,7 +119,7 @@ def _to_json(answer: Answer) -> dict[str, Any]:
         "turn": answer.turn,
         "digest": answer.row.digest,
         "category": answer.row.category,
-        "kept_lengths": list(answer.output.kept_lengths),
+        "committed_lengths": list(answer.output.committed_lengths),
     }
 
 
@@ -130,7 +130,7 @@ def _from_json(record: Mapping[str, Any], row: PromptRow) -> Answer:
         token_ids=tuple(record["token_ids"]),
         finish_reason=FinishReason(record["finish_reason"]),
         acceptance_lengths=tuple(record["acceptance_lengths"]),
-        kept_lengths=tuple(record["kept_lengths"]),
+        committed_lengths=tuple(record["committed_lengths"]),
     )
     return Answer(row, record["turn"], output, record["text"])
 

@@ -160,10 +160,10 @@ def _definitions(outputs: Sequence[RequestOutput], counts: AcceptanceCounts) -> 
     num_tokens = sum(len(output.token_ids) for output in outputs)
     return {
         "vllm": counts.acceptance_len,
-        "zlab": fmean(fmean(output.kept_lengths) for output in stepped),
+        "zlab": fmean(fmean(output.committed_lengths) for output in stepped),
         "zlab_untruncated": fmean(fmean(output.acceptance_lengths) for output in stepped),
         "sglang": fmean(len(output.token_ids) / len(output.acceptance_lengths) for output in stepped),
-        "kept": sum(sum(output.kept_lengths) for output in stepped) / counts.num_drafts,
+        "kept": sum(sum(output.committed_lengths) for output in stepped) / counts.num_drafts,
         "mlx_ratio": counts.num_accepted_tokens / num_tokens,
     }
 

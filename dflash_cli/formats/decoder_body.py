@@ -6,9 +6,9 @@ from typing import Any
 
 from dflash_cli.formats.dialect import Homes, Json, all_formats
 from dflash_runtime.checkpoint.hf_config import FULL, SLIDING
-from dflash_runtime.checkpoint.json_values import is_int
 from dflash_runtime.config import DraftConfig, RopeConfig
 from dflash_runtime.errors import InvalidConfig, LossyConversion, UnsupportedError
+from dflash_runtime.json_values import is_int
 
 BODY_HOMES: Homes = {
     "hidden_size": ("hidden_size",),

@@ -11,9 +11,9 @@ from typing import Any
 from dflash_cli.formats.decoder_body import NESTED, layer_list
 from dflash_cli.formats.dialect import Json
 from dflash_runtime.checkpoint.hf_config import FULL, SLIDING, read_layer_types, read_windows, require_int
-from dflash_runtime.checkpoint.json_values import is_number
 from dflash_runtime.config import DraftConfig
 from dflash_runtime.errors import MISSING, InvalidConfig, LossyConversion
+from dflash_runtime.json_values import is_number
 
 SCALES: Mapping[str, float | None] = {
     "input_embedding_scale": 1.0,

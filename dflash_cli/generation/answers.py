@@ -44,7 +44,7 @@ class Answer:
 
 def split_step(step: DraftStep, token_ids: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
     """A step's accepted drafts that were kept, its bonus where it was, and the draft that the bonus replaced."""
-    kept = tuple(token_ids[step.start : step.start + step.num_kept])
+    kept = tuple(token_ids[step.start : step.start + step.num_committed])
     accepted, bonus = kept[: step.num_accepted], kept[step.num_accepted :]
     return accepted, bonus, step.draft_ids[step.num_accepted : step.num_accepted + 1] if bonus else ()
 

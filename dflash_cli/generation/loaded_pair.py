@@ -73,7 +73,7 @@ def open_session(
     if draft_checkpoint is not None:
         for text in draft_checkpoint.parsed.notes:
             console.note(text)
-    llm = LLM(target_source, draft_checkpoint.source if draft_checkpoint else None, config)
+    llm = LLM(target_source, draft_checkpoint, config)
     for text in llm.warnings:
         console.warn(text)
     tokenizer = find_tokenizer(target_source.checkpoint.path, template_options)

@@ -20,8 +20,8 @@ from typing import Any
 
 from dflash_cli.generation.tokenizer import Tokenizer
 from dflash_runtime.checkpoint.files import parse_json
-from dflash_runtime.checkpoint.json_values import is_int
 from dflash_runtime.errors import CheckpointError, CheckpointNotFound, RequestError, UsageError
+from dflash_runtime.json_values import is_int
 
 KINDS = ("prompt", "messages", "turns", "prompt_token_ids")
 

@@ -17,13 +17,13 @@ from dflash_cli.evaluation.statistics import (
     paired_interval,
     pooled_acceptance_len,
 )
-from dflash_runtime.checkpoint.json_values import is_int
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.config import DraftConfig, EngineConfig
 from dflash_runtime.errors import UsageError
+from dflash_runtime.json_values import is_int
 
 if TYPE_CHECKING:
-    from dflash_runtime.drafts.draft import Draft
+    pass
 
 THETAS = (10_000.0, 1_000_000.0)
 MAX_MASKS = 6
@@ -171,8 +171,8 @@ def search_readings(
     results = []
     for index, reading in enumerate(readings, start=1):
         observe(reading.name, index, total)
-        model: Draft = runner.build(reading.config, is_anchor_first=reading.is_anchor_first)
-        results.append(_compare(reading, base, count_steps(runner.run(model, prompts)), budget))
+        pair = runner.build(reading.config, is_anchor_first=reading.is_anchor_first)
+        results.append(_compare(reading, base, count_steps(runner.run(pair, prompts)), budget))
     return ReadingSearch(len(base), budget.max_new_tokens * len(base), pooled_acceptance_len(base), tuple(results))
 
 

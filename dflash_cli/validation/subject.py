@@ -11,10 +11,10 @@ from dflash_cli.checkpoints.references import list_files, open_checkpoint
 from dflash_cli.formats.dialect import Detection, ParsedConfig, detect_from
 from dflash_runtime.checkpoint.files import Checkpoint, TensorInfo
 from dflash_runtime.checkpoint.hf_config import FULL
-from dflash_runtime.checkpoint.json_values import as_object, is_int
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.config import DraftConfig, RopeConfig, TargetConfig
 from dflash_runtime.errors import CheckpointError, InvalidConfig, UnsupportedError, naming_file
+from dflash_runtime.json_values import as_object, is_int
 
 if TYPE_CHECKING:
     from dflash_cli.checkpoints.references import Location

@@ -135,7 +135,7 @@ MISSING: Any = _Missing()
 
 @contextmanager
 def naming_file(path: object) -> Iterator[None]:
-    """Name the file in errors that were raised where only its content was known."""
+    """Add the file's path to errors raised by code that knows only its content."""
     try:
         yield
     except InvalidConfig as error:

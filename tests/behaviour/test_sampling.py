@@ -1,4 +1,4 @@
-"""Sampled output: the same text with and without speculation, and the right law."""
+"""Sampled output: the same text with and without speculation, and the right distribution."""
 
 import math
 
@@ -46,8 +46,8 @@ def test_seeds_give_different_texts() -> None:
     assert len(texts) == 4
 
 
-def test_joint_law_of_the_first_two_tokens() -> None:
-    """Speculative samples against the law by enumeration, on a vocabulary of 8: chi-square below its 0.999 quantile."""
+def test_joint_distribution_of_the_first_two_tokens() -> None:
+    """Speculative samples against enumeration, on a vocabulary of 8: chi-square below its 0.999 quantile."""
     target = random_target(torch.float64, vocab_size=8, num_layers=3)
     draft = random_draft(target, torch.float64, block_size=4, target_layer_ids=(0, 1))
     prompt, num_samples = [1, 2, 3], 4000

@@ -7,7 +7,7 @@ from dflash_cli.formats.speculators_updaters import NON_CAUSAL_FLAG
 from dflash_cli.validation.rule import FIX_COPY, FIX_RUN_LEVEL, FIX_TO_NATIVE, Problem, check
 from dflash_cli.validation.subject import Subject
 from dflash_runtime.checkpoint.hf_config import SLIDING
-from dflash_runtime.checkpoint.json_values import is_int
+from dflash_runtime.json_values import is_int
 
 QWEN3 = "transformers Qwen3Config"
 

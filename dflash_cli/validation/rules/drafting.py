@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dflash_cli.formats.native_fields import SCALES
 from dflash_cli.validation.rule import FIX_COPY, FIX_REEXPORT, FIX_RUN_LEVEL, Problem, check
 from dflash_cli.validation.subject import SPECULATORS_BODY, Subject
-from dflash_runtime.checkpoint.json_values import as_object, is_int, is_number
+from dflash_runtime.json_values import as_object, is_int, is_number
 
 MASK_EXPECTED = "an integer from 0"
 NEUTRAL = {"input_embedding_scale": (1,), "output_multiplier": (1,), "final_logit_softcapping": (0,)}

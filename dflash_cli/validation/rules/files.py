@@ -6,8 +6,8 @@ from pathlib import Path
 from dflash_cli.validation.rule import FIX_INSPECT, FIX_REEXPORT, Problem, check
 from dflash_cli.validation.subject import CONFIG_FILE, Subject
 from dflash_runtime.checkpoint.files import INDEX_FILE, SINGLE_FILE
-from dflash_runtime.checkpoint.json_values import as_object, is_int
 from dflash_runtime.errors import CheckpointError, DFlashError, TensorMismatch
+from dflash_runtime.json_values import as_object, is_int
 
 LEFTOVERS = ("optimizer", "scheduler", "training_args", "trainer_state", "rng_state", "random_states")
 INDEX_SUFFIX = ".safetensors.index.json"

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dflash_cli.formats.relatives import Relative
 from dflash_cli.validation.rule import FIX_COPY, FIX_INSPECT, REMOVED, Problem, Severity, check
 from dflash_cli.validation.subject import CONFIG_FILE, SPECULATORS_BODY, Subject
-from dflash_runtime.checkpoint.json_values import as_object
+from dflash_runtime.json_values import as_object
 
 VLLM_CONFIG = "vLLM 0.33.0 transformers_utils/config.py"
 VLLM_BASE = "vLLM 0.33.0 transformers_utils/configs/speculators/base.py, algos.py"

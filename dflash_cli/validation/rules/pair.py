@@ -9,9 +9,9 @@ from dflash_cli.validation.rule import BFLOAT16, FIX_COPY, FIX_OTHER_TARGET, FIX
 from dflash_cli.validation.subject import CONFIG_FILE, Subject
 from dflash_runtime.checkpoint.files import TensorInfo
 from dflash_runtime.checkpoint.hf_config import read_rope
-from dflash_runtime.checkpoint.json_values import as_object, is_int
 from dflash_runtime.checkpoint.pair import TargetExpectations, find_misfits
 from dflash_runtime.errors import CheckpointError, InvalidConfig
+from dflash_runtime.json_values import as_object, is_int
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 EMBEDDINGS = ("model.embed_tokens.weight", "model.language_model.embed_tokens.weight", "embed_tokens.weight")

@@ -6,7 +6,7 @@ from typing import Any
 from dflash_cli.formats.decoder_body import ROPE_KEYS, ROPE_KINDS
 from dflash_cli.validation.rule import FIX_COPY, FIX_REEXPORT, FIX_RUN_LEVEL, Problem, check
 from dflash_cli.validation.subject import Subject
-from dflash_runtime.checkpoint.json_values import as_object, is_number
+from dflash_runtime.json_values import as_object, is_number
 
 
 @check(

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dflash_cli.formats.native_fields import guess_taps
 from dflash_cli.validation.rule import FIX_RUN_LEVEL, Problem, check
 from dflash_cli.validation.subject import Subject
-from dflash_runtime.checkpoint.json_values import is_int
+from dflash_runtime.json_values import is_int
 
 NORMALISE = "dflash convert {draft} {out} --to native --normalise-taps"
 

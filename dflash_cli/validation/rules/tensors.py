@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from dflash_cli.validation.rule import FIX_COPY, FIX_INSPECT, FIX_REEXPORT, Problem, check
 from dflash_cli.validation.subject import Subject
 from dflash_runtime.checkpoint.files import TensorInfo
-from dflash_runtime.checkpoint.json_values import is_int
 from dflash_runtime.checkpoint.layout import (
     DRAFT_TO_TARGET,
     EMBEDDING,
@@ -18,6 +17,7 @@ from dflash_runtime.checkpoint.layout import (
     layer_indices,
     owned_shapes,
 )
+from dflash_runtime.json_values import is_int
 
 WEIGHTS = "model.safetensors"
 PREFIXES = ("model.", "dflash_module.", "draft_model.", "encoder.")

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from dflash_cli.validation.rule import FIX_INSPECT, FIX_REEXPORT, Problem, Severity, check
 from dflash_cli.validation.rules.tensors import WEIGHTS
 from dflash_cli.validation.subject import Subject
-from dflash_runtime.checkpoint.json_values import is_int
 from dflash_runtime.checkpoint.layout import DRAFT_TO_TARGET, EMBEDDING, HEAD, TARGET_TO_DRAFT
+from dflash_runtime.json_values import is_int
 
 
 @check(

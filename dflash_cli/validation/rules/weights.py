@@ -8,10 +8,10 @@ from dflash_cli.checkpoints.target_copies import find_difference
 from dflash_cli.validation.rule import FIX_OTHER_TARGET, FIX_REEXPORT, FIX_RUN_LEVEL, Problem, Severity, check
 from dflash_cli.validation.rules.tensors import FLOATS, WEIGHTS
 from dflash_cli.validation.subject import Subject
-from dflash_runtime.checkpoint.json_values import is_int
 from dflash_runtime.checkpoint.layout import DRAFT_TO_TARGET, EMBEDDING, HEAD, TARGET_TO_DRAFT
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.errors import CheckpointError
+from dflash_runtime.json_values import is_int
 
 if TYPE_CHECKING:
     import torch

@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 from dflash_runtime.checkpoint.files import Checkpoint
-from dflash_runtime.checkpoint.json_values import is_int
 from dflash_runtime.config import DraftConfig, TargetConfig
 from dflash_runtime.errors import PairMismatch
+from dflash_runtime.json_values import is_int
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +16,16 @@ class DraftSource:
 
     config: DraftConfig
     checkpoint: Checkpoint
+
+
+class DraftLike(Protocol):
+    """Whatever has a draft's canonical config and its checkpoint: a `DraftSource`, or what opened the files."""
+
+    @property
+    def config(self) -> DraftConfig: ...
+
+    @property
+    def checkpoint(self) -> Checkpoint: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +106,7 @@ def _width_misfits(draft: TargetExpectations, target: TargetConfig) -> Iterator[
         yield Misfit("hidden_size", str(width), f"the target's is {target.hidden_size}")
 
 
-def check_pair(draft: DraftSource, target: TargetSource) -> None:
+def check_pair(draft: DraftLike, target: TargetSource) -> None:
     """Refuse a draft that was not made for this target.
 
     Raises:

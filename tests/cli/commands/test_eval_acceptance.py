@@ -34,7 +34,7 @@ def output(lengths: list[int], kept: list[int] | None = None, prefill: int = 1) 
         token_ids=(1,) * (sum(kept) + prefill),
         finish_reason=FinishReason.LENGTH,
         acceptance_lengths=tuple(lengths),
-        kept_lengths=tuple(kept),
+        committed_lengths=tuple(kept),
     )
 
 

@@ -312,7 +312,7 @@ def test_rows_wait_for_those_before_them() -> None:
 def answer(row: PromptRow) -> Answer:
     output = RequestOutput(
         index=row.index, prompt_token_ids=(1,), token_ids=(1,), finish_reason=FinishReason.STOP,
-        acceptance_lengths=(), kept_lengths=(),
+        acceptance_lengths=(), committed_lengths=(),
     )  # fmt: skip
     return Answer(row, 0, output, "x")
 

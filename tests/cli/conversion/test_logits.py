@@ -18,22 +18,21 @@ from dflash_runtime.device.kv import KVCache, PagedAttention
 from dflash_runtime.errors import GateFailed
 from dflash_runtime.models.target import Target, load_target
 from dflash_testing import checkpoints as support
+from dflash_testing.pairs import placement
 from dflash_testing.paths import GOLDEN
 
 RECORDED = json.loads((GOLDEN / "speculators_logits.json").read_text(encoding="utf-8"))
-CPU = torch.device("cpu")
 
 
 def open_runtime_target(path: Path) -> Target:
-    return load_target(open_target(path), num_positions=128, kernels=REFERENCE, device=CPU, dtype=torch.float32)
+    return load_target(open_target(path), placement())
 
 
 def real_logits(draft: DraftCheckpoint, target: Target, prompt: list[int], anchor: int) -> torch.Tensor:
     """Draft logits after a real forward of the target, tapped where the draft says."""
     config = target.config
-    cache = KVCache(config, 1, 16, CPU, torch.float32)
-    table, causal = torch.zeros(1, 1, dtype=torch.int64), (True,) * config.num_layers
-    attend = PagedAttention(REFERENCE, cache, table, torch.tensor([0]), causal, config.windows)
+    cache = KVCache(config, 1, 16, placement())
+    attend = PagedAttention.in_order(REFERENCE, cache, 0, (True,) * config.num_layers, config.windows)
     with torch.inference_mode():
         ids, positions = torch.tensor(prompt), torch.arange(len(prompt))
         _, features = target(ids, positions, attend, draft.config.target_layer_ids)
