@@ -14,6 +14,26 @@ if TYPE_CHECKING:
 
 SCHEMA_VERSION = 1
 
+_is_quiet = False
+_verbosity = -1  # not set yet
+
+
+def configure(*, quiet: bool | None = None, verbosity: int | None = None) -> None:
+    """Set how much is said; None leaves a setting as it is.
+
+    `quiet` lets only results, warnings and errors through. A `verbosity` of 1 logs what our packages do, 2 everything.
+    """
+    global _is_quiet, _verbosity
+    _is_quiet = _is_quiet if quiet is None else quiet
+    if verbosity is not None and verbosity != _verbosity:
+        _verbosity = verbosity
+        _log_to_stderr(verbosity)
+
+
+def is_quiet() -> bool:
+    """Whether only results, warnings and errors are said."""
+    return _is_quiet
+
 
 def result(text: str, *, end: str = "\n") -> None:
     """Write a command's result to stdout, as it is."""
@@ -28,7 +48,8 @@ def result_json(document: dict[str, Any]) -> None:
 
 def note(text: str) -> None:
     """Something worth knowing."""
-    _say("note", "cyan", text)
+    if not _is_quiet:
+        _say("note", "cyan", text)
 
 
 def warn(text: str) -> None:
@@ -45,6 +66,12 @@ def error(text: str, hint: str | None = None) -> None:
 
 def status(text: str) -> None:
     """A line about the run itself, unmarked."""
+    if not _is_quiet:
+        error_text(text)
+
+
+def error_text(text: str) -> None:
+    """Text on stderr, as it is."""
     sys.stderr.write(text + "\n")
     sys.stderr.flush()
 
@@ -92,6 +119,24 @@ def progress(*, transient: bool = True) -> "Progress":
     )
 
 
+def _log_to_stderr(verbosity: int) -> None:
+    """Let our packages log: not at all, what they do, or everything.
+
+    What a user should know is said by the commands, so a library's warnings are not repeated here.
+    """
+    import logging
+
+    for name in ("dflash_cli", "dflash_runtime"):
+        logger = logging.getLogger(name)
+        logger.handlers = [logging.NullHandler()]
+        if verbosity:
+            handler = logging.StreamHandler()
+            handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+            handler.addFilter(lambda record: record.levelno < logging.WARNING)
+            logger.addHandler(handler)
+            logger.setLevel(logging.INFO if verbosity == 1 else logging.DEBUG)
+
+
 def _rich_stdout() -> "Console":
     from rich.console import Console
 
@@ -107,7 +152,7 @@ def _say(label: str, colour: str, text: str) -> None:
         line = Text(f"{label}: ", style=f"bold {colour}")
         Console(stderr=True, soft_wrap=True, highlight=False).print(line + Text(text))
     else:
-        status(f"{label}: {text}")
+        error_text(f"{label}: {text}")
 
 
 def _is_numeric(cell: str) -> bool:

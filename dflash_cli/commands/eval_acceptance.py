@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from dflash_cli import console
+from dflash_cli.command_line.parameters import ESSENTIALS, MEASURING
 from dflash_cli.options import (
     CausalityOption,
     ChatOption,
-    DraftOption,
     EngineOptions,
     JsonOption,
     MaxNewTokensOption,
+    OptionalDraftArg,
     PromptsOption,
     SamplingOptions,
     TargetOption,
     TemplateOption,
-    flatten,
 )
 from dflash_runtime.errors import UsageError
 
@@ -27,42 +27,79 @@ if TYPE_CHECKING:
     from dflash_cli.evaluation.measure import Plan
     from dflash_cli.generation.loaded_pair import Session
 
+NumPromptsOption = Annotated[
+    int | None,
+    typer.Option("--num-prompts", min=1, metavar="N", help="Use the first N prompts.", rich_help_panel=ESSENTIALS),
+]
+MinAcceptanceOption = Annotated[
+    float | None,
+    typer.Option(
+        "--min-acceptance", metavar="X", help="Exit 3 when the acceptance length is below X.", rich_help_panel=MEASURING
+    ),
+]
 GateOption = Annotated[
     Literal["point", "lower"],
-    typer.Option("--gate", help="What --min-acceptance is held against: the length, or its lower bound."),
+    typer.Option(
+        "--gate",
+        help="What --min-acceptance is held against: the length, or the lower end of its interval.",
+        rich_help_panel=MEASURING,
+    ),
+]
+ConfidenceOption = Annotated[
+    float, typer.Option("--confidence", metavar="X", help="Level of the interval.", rich_help_panel=MEASURING)
+]
+BootstrapOption = Annotated[
+    int,
+    typer.Option(
+        "--bootstrap",
+        min=0,
+        metavar="N",
+        help="Resamples of the prompts from which the interval is taken; 0 leaves it out.",
+        rich_help_panel=MEASURING,
+    ),
+]
+RowsOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--rows",
+        metavar="FILE",
+        help="Keep each answer's tokens and steps as they come, as JSON Lines.",
+        rich_help_panel=ESSENTIALS,
+    ),
+]
+ResumeOption = Annotated[
+    bool,
+    typer.Option("--resume", help="Go on from --rows: ask only what is not in it yet.", rich_help_panel=ESSENTIALS),
+]
+ReportOption = Annotated[
+    Path | None,
+    typer.Option("--report", metavar="FILE", help="Write a Markdown report.", rich_help_panel=MEASURING),
 ]
 
 
-@flatten
 def eval_acceptance(
-    sampling: SamplingOptions,
     engine: EngineOptions,
-    draft: DraftOption = None,
+    sampling: SamplingOptions,
+    draft: OptionalDraftArg = None,
     target: TargetOption = None,
-    causality: CausalityOption = None,
     prompts: PromptsOption = None,
-    num_prompts: Annotated[int | None, typer.Option("--num-prompts", min=1, help="Use the first so many rows.")] = None,
+    num_prompts: NumPromptsOption = None,
     max_new_tokens: MaxNewTokensOption = 128,
     chat: ChatOption = False,
-    chat_template_kwargs: TemplateOption = None,
-    confidence: Annotated[float, typer.Option("--confidence", help="Level of the interval.")] = 0.95,
-    bootstrap: Annotated[int, typer.Option("--bootstrap", min=0, help="Resamples of the prompts; 0 is none.")] = 10_000,
-    min_acceptance: Annotated[
-        float | None, typer.Option("--min-acceptance", metavar="X", help="Exit 3 when acceptance is below.")
-    ] = None,
+    rows_file: RowsOption = None,
+    resume: ResumeOption = False,
+    min_acceptance: MinAcceptanceOption = None,
     gate: GateOption = "point",
-    rows_file: Annotated[
-        Path | None, typer.Option("--rows", metavar="FILE", help="Keep each prompt's tokens and steps, as JSON Lines.")
-    ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Take prompts from --rows that were answered under the same settings.")
-    ] = False,
-    report: Annotated[Path | None, typer.Option("--report", metavar="FILE", help="Write a Markdown report.")] = None,
+    confidence: ConfidenceOption = 0.95,
+    bootstrap: BootstrapOption = 10_000,
+    report: ReportOption = None,
+    chat_template_kwargs: TemplateOption = None,
+    causality: CausalityOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure acceptance on prompts: length with its interval, by position, by category, in every definition.
+    """Measure the acceptance length of a draft: the tokens that a step commits on average, and how sure that is.
 
-    Without --prompts the bundled held-out prompts are used: dflash eval-acceptance
+    Without --prompts the bundled prompts are used, 64 pieces of Python.
     """
     if not 0 < confidence < 1:
         raise UsageError(f"--confidence {confidence:g}, expected a number between 0 and 1")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dflash_cli import console
+from dflash_cli.command_line.parameters import ESSENTIALS, OUTPUT
 from dflash_cli.options import (
     CausalityOption,
     ChatOption,
@@ -18,7 +19,6 @@ from dflash_cli.options import (
     SamplingOptions,
     TargetOption,
     TemplateOption,
-    flatten,
 )
 from dflash_runtime.errors import GateFailed, UsageError
 
@@ -30,41 +30,55 @@ if TYPE_CHECKING:
     from dflash_runtime.lossless import Lossless
 
 PromptArg = Annotated[
-    list[str] | None, typer.Argument(metavar="[PROMPT]...", help="Text to complete; - reads it from stdin.")
+    list[str] | None, typer.Argument(metavar="PROMPT", help="Text to complete; - reads it from stdin.")
 ]
 OutputOption = Annotated[
     str | None,
-    typer.Option("--output", "-o", metavar="FILE", help="Write a JSON row a request; - writes them to stdout."),
+    typer.Option(
+        "--output",
+        "-o",
+        metavar="FILE",
+        help="Write an answer a line, as JSON; - writes them to stdout.",
+        rich_help_panel=ESSENTIALS,
+    ),
 ]
 TraceOption = Annotated[
-    bool, typer.Option("--trace", help="Show what was drafted, accepted and replaced; in rows and JSON as well.")
+    bool,
+    typer.Option(
+        "--trace",
+        help="Show what was drafted, accepted and replaced, step by step; in --output and --json as well.",
+        rich_help_panel=OUTPUT,
+    ),
 ]
 LosslessOption = Annotated[
     bool,
-    typer.Option("--check-lossless", help="Judge each token against plain decoding; exit 3 where one is no near-tie."),
+    typer.Option(
+        "--check-lossless",
+        help="Hold each token against plain decoding; exit 3 where one differs by more than rounding.",
+        rich_help_panel=OUTPUT,
+    ),
 ]
 
 
-@flatten
 def generate(
-    sampling: SamplingOptions,
     engine: EngineOptions,
+    sampling: SamplingOptions,
     prompt: PromptArg = None,
     draft: DraftOption = None,
     target: TargetOption = None,
-    causality: CausalityOption = None,
     prompts: PromptsOption = None,
     output: OutputOption = None,
     max_new_tokens: MaxNewTokensOption = 256,
     chat: ChatOption = False,
     chat_template_kwargs: TemplateOption = None,
+    causality: CausalityOption = None,
     trace: TraceOption = False,
     check_lossless: LosslessOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Complete prompts: text to stdout as it is committed, one line of statistics to stderr.
 
-    Without --draft and --target the bundled pair runs: dflash generate "def fibonacci(n):"
+    Without --draft and --target the bundled pair runs.
     """
     if as_json and output == "-":
         raise UsageError("--json and --output - both write to stdout")
