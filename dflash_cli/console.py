@@ -4,8 +4,11 @@ Rich is imported only where something is drawn, so that short commands start at 
 """
 
 import json
+import os
 import sys
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -91,6 +94,16 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str |
     _rich_stdout().print(drawn)
 
 
+def is_terminal() -> bool:
+    """Whether results are read on a terminal."""
+    return sys.stdout.isatty()
+
+
+def dim(text: str) -> str:
+    """Text that stands back, on a terminal that takes colours."""
+    return f"\x1b[2m{text}\x1b[0m" if is_terminal() and not os.environ.get("NO_COLOR") else text
+
+
 def spans(parts: Iterable[tuple[str, str]]) -> None:
     """One line of (text, style) parts on stdout, coloured on a terminal."""
     if not sys.stdout.isatty():
@@ -115,8 +128,91 @@ def progress(*, transient: bool = True) -> "Progress":
         TimeRemainingColumn(),
         console=console,
         transient=transient,
-        disable=not console.is_terminal,
+        disable=_is_quiet or not console.is_terminal,
     )
+
+
+@contextmanager
+def working(text: str) -> Iterator[None]:
+    """A turning sign with the seconds gone, while something of unknown length is done; nothing but on a terminal."""
+    if _is_quiet or not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = SpinnerColumn(), TextColumn(text, markup=False), TimeElapsedColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as display:
+        display.add_task(text)
+        yield
+
+
+class Meter:
+    """How far a run is: `12/64 prompts  3.41 [3.2, 3.6]  0:12 left`, on stderr.
+
+    A bar on a terminal; elsewhere a plain line now and then, so that a log shows a sign of life and stays short.
+    """
+
+    SECONDS = 10.0
+    SHARE = 0.1
+
+    def __init__(self, total: int, unit: str, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._total = total
+        self._unit = unit
+        self._clock = clock
+        self._started = clock()
+        self._said_at, self._said_done = self._started, 0
+        self._num_before = 0
+        self._is_terminal = sys.stderr.isatty()
+        self._display: Progress | None = None
+
+    def __enter__(self) -> "Meter":
+        if self._is_terminal and not _is_quiet:
+            from rich.console import Console
+            from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+            columns = BarColumn(bar_width=16), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
+            self._display = Progress(*columns, console=Console(stderr=True), transient=True)
+            self._display.start()
+            self._display.add_task(self.line(0, ""), total=self._total)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._display is not None:
+            self._display.stop()
+
+    def resume(self, num_done: int) -> None:
+        """Take so much as done before this run, which its speed is not judged by."""
+        self._num_before = self._said_done = num_done
+
+    def update(self, num_done: int, estimate: str = "") -> None:
+        """Show how much is done, and the estimate so far."""
+        if self._display is not None:
+            (task,) = self._display.task_ids
+            self._display.update(task, completed=num_done, description=self.line(num_done, estimate))
+        elif not self._is_terminal and self._is_due(num_done):
+            self._said_at, self._said_done = self._clock(), num_done
+            status(self.line(num_done, estimate))
+
+    def line(self, num_done: int, estimate: str) -> str:
+        """`12/64 prompts  3.41 [3.2, 3.6]  0:12 left`."""
+        parts = [f"{num_done}/{self._total} {self._unit}", estimate]
+        if self._num_before < num_done < self._total:
+            rate = (num_done - self._num_before) / max(self._clock() - self._started, 1e-9)
+            left = (self._total - num_done) / rate
+            parts.append(f"{_duration(left)} left")
+        return "  ".join(part for part in parts if part)
+
+    def _is_due(self, num_done: int) -> bool:
+        """Whether both some seconds and some of the work have gone by since the last line."""
+        return self._clock() - self._said_at >= self.SECONDS and num_done - self._said_done >= self.SHARE * self._total
+
+
+def _duration(seconds: float) -> str:
+    """`0:12`, `1:02:03`."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
 
 
 def _log_to_stderr(verbosity: int) -> None:

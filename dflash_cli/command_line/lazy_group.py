@@ -160,9 +160,8 @@ def read_values(signature: Signature, typed: Mapping[str, Any], arguments: list[
         UsageError: a value that cannot be read, or one that is missing.
     """
     given = dict(typed)
-    stand_in = given.get(DRAFT_OPTION)
-    if stand_in is not None:
-        _shift_arguments(signature, given, stand_in)
+    if signature.draft is not None and given[DRAFT_OPTION] is not None:
+        _shift_arguments(signature, given, given[DRAFT_OPTION])
     values: dict[str, Any] = {}
     for item in signature.parameters:
         spelling = item.spelling(arguments)
@@ -192,7 +191,8 @@ def _callback(signature: Signature) -> Any:
     import inspect
 
     def run(**values: Any) -> None:
-        values.pop(DRAFT_OPTION, None)
+        if signature.draft is not None:
+            del values[DRAFT_OPTION]
         # What stands before the command's name has been set by now; here it is only added to.
         quiet, verbose, debug = (values.pop(item.name) for item in COMMON)
         console.configure(quiet=quiet or None, verbosity=2 if debug else 1 if verbose else None)

@@ -34,7 +34,7 @@ class Parameter:
     """One argument or option of a command. An argument has no `flags`; `off_flags` belong to a switch.
 
     `kind` is what one value is read as: str, int, float, bool, Path, or a tuple of choices. `low` and `high` bound a
-    number.
+    number. `callback` takes a value that was typed and returns what the command gets.
     """
 
     name: str
@@ -51,7 +51,8 @@ class Parameter:
     high: float | None = None
     is_hidden: bool = False
     shows_default: bool = True
-    callback: Callable[..., Any] | None = None
+    callback: Callable[[Any], Any] | None = None
+    completion: Callable[..., Any] | None = None
 
     @property
     def is_switch(self) -> bool:
@@ -80,8 +81,7 @@ class Parameter:
             *self.flags,
             metavar=self.metavar,
             help=self.help,
-            callback=self.callback,
-            autocompletion=(lambda: choices) if choices else None,
+            autocompletion=self.completion or ((lambda: choices) if choices else None),
         )
         return self._annotated(list[str] | None if self.is_list else str | None, info, None)
 
@@ -102,9 +102,8 @@ class Parameter:
         """
         if typed is None or (self.is_list and not typed):
             return self.default
-        if self.is_list:
-            return [self._read_one(text, spelling) for text in typed]
-        return self._read_one(typed, spelling)
+        value = [self._read_one(text, spelling) for text in typed] if self.is_list else self._read_one(typed, spelling)
+        return value if self.callback is None else self.callback(value)
 
     def _read_one(self, text: Any, spelling: str) -> Any:
         if not isinstance(text, str) or self.kind is str:
@@ -187,7 +186,7 @@ def read_signature(function: Callable[..., None], *, draft: str | None = None) -
     """The parameters of a command, those of its groups in their place.
 
     A group is a dataclass whose fields are annotated as parameters are. `draft` names the argument that `--draft` may
-    stand for.
+    stand for, unless the command has a `--draft` of its own.
     """
     hints = get_type_hints(function, include_extras=True)
     parameters: list[Parameter] = []
@@ -201,7 +200,7 @@ def read_signature(function: Callable[..., None], *, draft: str | None = None) -
         else:
             parameters.append(_read_parameter(item.name, kind, item.default))
     stand_in = None
-    if draft is not None:
+    if draft is not None and not any("--draft" in item.flags for item in parameters):
         argument = next(item for item in parameters if item.name == draft)
         stand_in = Parameter(
             name=DRAFT_OPTION,
@@ -243,6 +242,7 @@ def _read_parameter(name: str, annotation: Any, default: Any) -> Parameter:
         is_hidden=info.hidden,
         shows_default=bool(info.show_default),
         callback=info.callback,
+        completion=info.autocompletion,
     )
 
 

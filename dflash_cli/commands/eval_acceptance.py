@@ -1,17 +1,17 @@
 """`dflash eval-acceptance`: how many tokens a step a pair gives, and how sure that is."""
 
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from dflash_cli import console
-from dflash_cli.command_line.parameters import ESSENTIALS, MEASURING
+from dflash_cli.command_line.parameters import ESSENTIALS, MEASURING, OUTPUT
 from dflash_cli.options import (
     CausalityOption,
     ChatOption,
     EngineOptions,
+    ForceOption,
     JsonOption,
     MaxNewTokensOption,
     OptionalDraftArg,
@@ -19,13 +19,14 @@ from dflash_cli.options import (
     SamplingOptions,
     TargetOption,
     TemplateOption,
+    ThreadsOption,
 )
 from dflash_runtime.errors import UsageError
 
 if TYPE_CHECKING:
     from dflash_cli.evaluation.acceptance_report import Evaluation
-    from dflash_cli.evaluation.measure import Plan
-    from dflash_cli.generation.loaded_pair import Session
+    from dflash_cli.evaluation.measure import EvaluationRequest
+    from dflash_cli.generation.loaded_pair import PairSession
 
 NumPromptsOption = Annotated[
     int | None,
@@ -71,6 +72,10 @@ ResumeOption = Annotated[
     bool,
     typer.Option("--resume", help="Go on from --rows: ask only what is not in it yet.", rich_help_panel=ESSENTIALS),
 ]
+AllOption = Annotated[
+    bool,
+    typer.Option("--all", help="Show the length by the definition of each other project too.", rich_help_panel=OUTPUT),
+]
 ReportOption = Annotated[
     Path | None,
     typer.Option("--report", metavar="FILE", help="Write a Markdown report.", rich_help_panel=MEASURING),
@@ -95,6 +100,9 @@ def eval_acceptance(
     report: ReportOption = None,
     chat_template_kwargs: TemplateOption = None,
     causality: CausalityOption = None,
+    threads: ThreadsOption = None,
+    show_all: AllOption = False,
+    force: ForceOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Measure the acceptance length of a draft: the tokens that a step commits on average, and how sure that is.
@@ -109,13 +117,20 @@ def eval_acceptance(
         raise UsageError("--resume needs --rows FILE to resume from")
     params, config = sampling.params(max_new_tokens), engine.config()
     from dflash_cli.checkpoints.references import tiny_directory
+    from dflash_cli.generation.announcements import announce_loading, suggest_diagnosis
+    from dflash_cli.generation.atomic_file import check_output
     from dflash_cli.generation.prompts import gather_rows
 
+    if report is not None:
+        check_output(report, force=force)
+    if rows_file is not None:
+        check_output(rows_file, force=force or resume)
     rows = gather_rows([], prompts, default=tiny_directory() / "prompts.jsonl")[:num_prompts]
-    from dflash_cli.evaluation.measure import Plan, check_gate
+    announce_loading(draft, target, device=config.device)
+    from dflash_cli.evaluation.measure import EvaluationRequest, check_gate
     from dflash_cli.generation.loaded_pair import open_session
 
-    plan = Plan(
+    request = EvaluationRequest(
         rows=rows,
         params=params,
         chat=chat,
@@ -123,37 +138,41 @@ def eval_acceptance(
         num_resamples=bootstrap,
         journal=rows_file,
         resume=resume,
+        force=force,
     )
-    session = open_session(draft, target, config, causality=causality, template_options=chat_template_kwargs)
-    evaluation = _measure(session, plan)
+    session = open_session(
+        draft, target, config, causality=causality, template_options=chat_template_kwargs, threads=threads
+    )
+    evaluation = _measure(session, request)
     if report is not None:
         _write_report(evaluation, report)
     if as_json:
         console.result_json(evaluation.to_json())
     else:
-        _print(evaluation)
+        _print(evaluation, show_all=show_all)
+    suggest_diagnosis(evaluation.total.counts, session.references)
     if min_acceptance is not None:
         check_gate(evaluation, min_acceptance, use_lower_bound=gate == "lower")
 
 
-def _measure(session: "Session", plan: "Plan") -> "Evaluation":
+def _measure(session: "PairSession", request: "EvaluationRequest") -> "Evaluation":
     from dflash_cli.evaluation.measure import measure
+    from dflash_cli.evaluation.progress import AcceptanceProgress
     from dflash_cli.generation.answers import Tally
-    from dflash_cli.generation.outputs import ProgressSink
 
     tally = Tally(session.llm.num_draft_tokens)
-    with ExitStack() as stack:
-        progress = ProgressSink(tally, sum(row.num_turns for row in plan.rows), "measuring", stack)
-        evaluation = measure(session, plan, tally, progress)
+    with AcceptanceProgress(sum(row.num_turns for row in request.rows)) as progress:
+        evaluation = measure(session, request, tally, progress)
     console.status(tally.figures(evaluation.seconds))
     return evaluation
 
 
-def _print(evaluation: "Evaluation") -> None:
-    from dflash_cli.evaluation.acceptance_report import headline, tables
+def _print(evaluation: "Evaluation", *, show_all: bool) -> None:
+    from dflash_cli.evaluation.acceptance_report import headline, legend, tables
 
     console.result(headline(evaluation))
-    for title, (columns, rows) in tables(evaluation).items():
+    console.result(legend(evaluation))
+    for title, (columns, rows) in tables(evaluation, with_definitions=show_all).items():
         console.result("")
         console.table(columns, rows, title=title)
 
