@@ -47,6 +47,14 @@ COMMANDS = {
         docs="docs/vocabulary.md",
         draft="draft",
     ),
+    "diagnose": Entry(
+        function="dflash_cli.commands.diagnose:diagnose",
+        section=CHECK,
+        summary="Find out why a draft accepts little.",
+        examples=("dflash diagnose org/draft --target org/model",),
+        docs="docs/checks.md",
+        draft="draft",
+    ),
     "validate": Entry(
         function="dflash_cli.commands.validate:validate",
         section=CHECK,

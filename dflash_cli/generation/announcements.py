@@ -21,13 +21,20 @@ def announce_loading(draft: str | None, target: str | None, *, plain: bool = Fal
 
 
 def is_low(counts: AcceptanceCounts) -> bool:
-    """Whether a draft accepts so little that something is probably wrong with it, or with how it is read.
+    """Whether there are enough steps to say that a draft accepts little."""
+    length = counts.acceptance_len
+    return (
+        length is not None
+        and counts.num_drafts >= ENOUGH_STEPS
+        and is_low_length(length, counts.num_speculative_tokens)
+    )
+
+
+def is_low_length(length: float, num_drafted: int) -> bool:
+    """Whether an acceptance length is so low that something is probably wrong with the draft, or with how it is read.
 
     Low is less than a quarter of the block, or less than 1.5 tokens a step; where only one token is drafted, 1.25.
     """
-    length, num_drafted = counts.acceptance_len, counts.num_speculative_tokens
-    if length is None or counts.num_drafts < ENOUGH_STEPS:
-        return False
     return length < max((num_drafted + 1) / 4, min(1.5, 1 + num_drafted / 4))
 
 
