@@ -18,11 +18,6 @@ if TYPE_CHECKING:
     from dflash_cli.conversion.plan import ConversionPlan
     from dflash_cli.conversion.progress import Progress
 
-EPILOG = """\b
-Examples:
-  dflash convert tiny draft-spec --to speculators
-  dflash convert org/draft draft-vllm --to vllm --target org/target --dry-run"""
-
 
 def _check_dialect(name: str) -> str:
     get_writable(name)

@@ -13,11 +13,6 @@ from dflash_cli.validation.rule import GENERIC_WORDS, Rule, Severity, all_rules,
 from dflash_runtime.errors import UsageError
 
 WIDTH = 78
-EPILOG = """\b
-Examples:
-  dflash explain C20
-  dflash explain --engine vllm --severity error"""
-
 RuleArg = Annotated[str | None, typer.Argument(metavar="[ID]", help="A rule, such as C20. Without it, all are listed.")]
 EngineOption = Annotated[
     str | None,

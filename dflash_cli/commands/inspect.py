@@ -9,11 +9,6 @@ from dflash_cli import console
 from dflash_cli.options import JsonOption
 from dflash_runtime.errors import UsageError
 
-EPILOG = """\b
-Examples:
-  dflash inspect org/draft
-  dflash inspect tiny tiny:reduced"""
-
 ReferenceArg = Annotated[str, typer.Argument(metavar="REF", help="A directory, org/repo[@rev], or tiny.")]
 OtherArg = Annotated[str | None, typer.Argument(metavar="REF2", help="Show the differences to this one.")]
 TensorsOption = Annotated[bool, typer.Option("--tensors", help="List every tensor; with two, every one that differs.")]

@@ -15,18 +15,13 @@ from dflash_cli.engines.serving_engine import (
     known_engines,
     parse_engines,
 )
-from dflash_cli.options import DraftOption, JsonOption, OptionalDraftArg, TargetOption, one_draft
+from dflash_cli.options import DraftArg, JsonOption, TargetOption
 from dflash_cli.validation.report import Report
 from dflash_cli.validation.rule import Finding
 from dflash_cli.validation.subject import Subject
 from dflash_cli.validation.validator import ValidationRequest, open_requested, validate_subject
 from dflash_cli.validation.verdict import Verdict
 from dflash_runtime.errors import CheckpointError, UnsupportedError, UsageError
-
-EPILOG = """\b
-Examples:
-  dflash serve-command my-draft --target Qwen/Qwen3-8B --engine vllm
-  dflash serve-command my-draft --target Qwen/Qwen3-8B --engine vllm,sglang"""
 
 EngineOption = Annotated[
     str,
@@ -40,18 +35,16 @@ TokensOption = Annotated[
 
 def serve_command(
     engine: EngineOption,
-    draft: OptionalDraftArg = None,
-    draft_option: DraftOption = None,
+    draft: DraftArg,
     target: TargetOption = None,
     num_speculative_tokens: TokensOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Print the command that serves a pair, with the K that the engine counts in."""
-    reference = one_draft(draft, draft_option)
     engines = parse_engines(engine)
     if not engines:
         raise UsageError(f"--engine {engine!r}, expected an engine (known: {known_engines()})")
-    pair = complete_pair(reference, target, find=find_checkpoint)
+    pair = complete_pair(draft, target, find=find_checkpoint)
     location, target_location = pair.draft_location, pair.find_target(find_checkpoint)
     assert location is not None
     assert pair.target is not None
@@ -59,7 +52,7 @@ def serve_command(
         console.note(pair.note)
     request = ValidationRequest(
         draft=location,
-        draft_reference=reference,
+        draft_reference=draft,
         target=target_location,
         target_reference=pair.target,
         engines=engines,

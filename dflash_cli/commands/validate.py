@@ -4,6 +4,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -16,27 +17,22 @@ from dflash_cli.checkpoints.pair_references import PairReferences, complete_pair
 from dflash_cli.checkpoints.references import Location, find_checkpoint, open_checkpoint
 from dflash_cli.engines.serving_engine import known_engines, parse_engines
 from dflash_cli.options import (
-    DraftOption,
+    DraftArg,
     ForceOption,
     JsonOption,
-    OptionalDraftArg,
     PromptsOption,
     TargetOption,
-    one_draft,
+    ThreadsOption,
 )
 from dflash_cli.validation.report import Report
 from dflash_cli.validation.rule import Finding, Level, known_ids
-from dflash_cli.validation.validator import RunSettings, ValidationRequest, validate_draft
+from dflash_cli.validation.run_settings import run_settings
+from dflash_cli.validation.validator import ValidationRequest, validate_draft
 from dflash_runtime.errors import CheckpointError, CheckpointNotFound, UnsupportedError, UsageError
 
 FAILED = 3
 INDENT = "    "
 WIDEST = 100
-EPILOG = """\b
-Examples:
-  dflash validate my-draft --target Qwen/Qwen3-8B --engine vllm,sglang
-  dflash validate my-draft --target Qwen/Qwen3-8B --level run"""
-
 EngineOption = Annotated[
     str | None,
     typer.Option(
@@ -67,8 +63,7 @@ MaxNewOption = Annotated[int, typer.Option("--max-new-tokens", "-n", min=8, help
 
 
 def validate(
-    draft: OptionalDraftArg = None,
-    draft_option: DraftOption = None,
+    draft: DraftArg,
     target: TargetOption = None,
     engine: EngineOption = None,
     level: LevelOption = "headers",
@@ -81,16 +76,16 @@ def validate(
     num_prompts: NumPromptsOption = 32,
     max_new_tokens: MaxNewOption = 96,
     device: DeviceOption = "auto",
+    threads: ThreadsOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Check a draft, alone or against its target; exit 3 when something is wrong."""
-    reference = one_draft(draft, draft_option)
     engines = parse_engines(engine)
     if prompts is not None and level != "run":
         raise UsageError("--prompts is for --level run")
     ignored = _ignored(ignore or [])
     find = partial(find_checkpoint, needs_weights=level != "headers" or fix_out is not None)
-    pair: PairReferences[Location] = complete_pair(reference, target, find=find)
+    pair: PairReferences[Location] = complete_pair(draft, target, find=find)
     location = pair.draft_location
     assert location is not None
     if pair.is_named_by_draft and level != "run":
@@ -101,18 +96,18 @@ def validate(
         console.note(note)
     request = ValidationRequest(
         draft=location,
-        draft_reference=reference,
+        draft_reference=draft,
         target=target_location,
         target_reference=pair.target if target_location is not None else None,
         engines=engines,
         level=level,
         ignored=ignored,
         num_speculative_tokens=num_speculative_tokens,
-        run=_run_settings(target_location, prompts=prompts, sizes=(num_prompts, max_new_tokens), device=device)
-        if level == "run"
-        else None,
     )
-    report = validate_draft(request)
+    if level == "run":
+        report = _run(request, prompts, (num_prompts, max_new_tokens), device, threads)
+    else:
+        report = validate_draft(request)
     _tell_traffic(location, target_location)
     fails = report.fails(strict=strict)
     document = {**report.to_json(), "passed": not fails}
@@ -132,6 +127,30 @@ def validate(
         raise typer.Exit(FAILED)
 
 
+def _run(
+    request: ValidationRequest, prompts: str | None, sizes: tuple[int, int], device: str, threads: int | None
+) -> Report:
+    """The report of the run level, with progress; `sizes` are prompts to make and tokens to generate for each."""
+    from dflash_cli.generation.announcements import announce_loading
+    from dflash_cli.generation.threads import use_threads
+    from dflash_cli.validation.progress import ReadingProgress
+
+    if not isinstance(request.target, Path):
+        raise UsageError("--level run needs a target", hint="add --target TARGET")
+    announce_loading(request.draft_reference, request.target_reference, device=device)
+    use_threads(threads, device, [open_checkpoint(request.target), open_checkpoint(request.draft)])
+    with ReadingProgress() as progress:
+        run = run_settings(
+            request.target,
+            prompts=prompts,
+            num_prompts=sizes[0],
+            max_new_tokens=sizes[1],
+            device=device,
+            observe=progress,
+        )
+        return validate_draft(replace(request, run=run))
+
+
 def _find_named_target(pair: PairReferences[Location]) -> "tuple[Location | None, str | None]":
     """The target that the draft names, where its headers can be read, and what to tell the user of it."""
     try:
@@ -140,31 +159,6 @@ def _find_named_target(pair: PairReferences[Location]) -> "tuple[Location | None
     except (CheckpointNotFound, CheckpointError, UnsupportedError, UsageError) as error:
         return None, f"nothing was checked against the target that the draft names: {error.message}"
     return location, pair.note
-
-
-def _run_settings(
-    target: "Location | None", *, prompts: str | None, sizes: tuple[int, int], device: str
-) -> RunSettings:
-    """The run level's settings; prompts are read, and the tokenizer loaded, only when the search starts."""
-    from dflash_cli.validation.readings import SearchBudget
-    from dflash_runtime.config import EngineConfig
-
-    def read_prompts() -> Sequence[Sequence[int]] | None:
-        if prompts is None:
-            return None
-        from dflash_cli.generation.prompts import Conversation, gather_rows
-        from dflash_cli.generation.tokenizer import find_tokenizer
-
-        assert isinstance(target, Path)
-        rows = gather_rows([], prompts)
-        tokenizer = find_tokenizer(target, None) if any(row.kind != "prompt_token_ids" for row in rows) else None
-        return [Conversation(row).next_prompt(tokenizer, chat=False) for row in rows]
-
-    def observe(name: str, index: int, total: int) -> None:
-        console.status(f"reading {index + 1} of {total}: {name}")
-
-    budget = SearchBudget(num_prompts=sizes[0], max_new_tokens=sizes[1])
-    return RunSettings(EngineConfig(device=device, max_num_requests=32), budget, observe, read_prompts)
 
 
 def _ignored(given: list[str]) -> set[str]:

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any, TextIO
 
 from dflash_cli.generation.answers import Answer
-from dflash_cli.generation.atomic_file import json_line
+from dflash_cli.generation.atomic_file import is_stream, json_line
 from dflash_cli.generation.prompts import PromptRow
 from dflash_runtime.errors import UsageError
 from dflash_runtime.scheduling.request import FinishReason, RequestOutput
@@ -38,7 +38,7 @@ class Journal:
         self._rows = rows
         self._stream: TextIO | None = None
         self._answers: dict[tuple[int, int], Answer] = {}
-        if path is not None and path.exists():
+        if path is not None and path.exists() and not is_stream(path):
             if resume:
                 self._read(path)
             elif not force:

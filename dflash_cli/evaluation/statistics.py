@@ -66,7 +66,7 @@ DEFINITIONS = {
     "zlab": "mean over prompts of each prompt's mean step, cut at stops and limits (z-lab dflash 0.1.0)",
     "zlab_untruncated": "mean over prompts of each prompt's mean step, whole blocks (z-lab, before 0.1.0)",
     "sglang": "mean over prompts of tokens / steps, the prefill's token included (SGLang, per request)",
-    "kept": "tokens kept a step, pooled over steps, cut at stops and limits",
+    "committed": "tokens committed a step, pooled over steps, cut at stops and limits",
     "mlx_ratio": "accepted drafts / tokens generated (dflash-mlx; a ratio, no length)",
 }
 """What each project calls acceptance, by our key for it."""
@@ -163,7 +163,7 @@ def _definitions(outputs: Sequence[RequestOutput], counts: AcceptanceCounts) -> 
         "zlab": fmean(fmean(output.committed_lengths) for output in stepped),
         "zlab_untruncated": fmean(fmean(output.acceptance_lengths) for output in stepped),
         "sglang": fmean(len(output.token_ids) / len(output.acceptance_lengths) for output in stepped),
-        "kept": sum(sum(output.committed_lengths) for output in stepped) / counts.num_drafts,
+        "committed": sum(sum(output.committed_lengths) for output in stepped) / counts.num_drafts,
         "mlx_ratio": counts.num_accepted_tokens / num_tokens,
     }
 

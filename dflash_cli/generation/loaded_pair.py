@@ -1,5 +1,6 @@
 """Open a pair for running: resolve references, load the models, find the tokenizer and the stop tokens."""
 
+import logging
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -7,6 +8,7 @@ from dflash_cli import __version__, console
 from dflash_cli.checkpoints.opening import Causality, DraftCheckpoint, open_draft, open_target
 from dflash_cli.checkpoints.pair_references import complete_pair
 from dflash_cli.checkpoints.references import fetch_directory
+from dflash_cli.generation.threads import use_threads
 from dflash_cli.generation.tokenizer import Tokenizer, find_tokenizer
 from dflash_runtime.checkpoint.hf_config import read_token_ids
 from dflash_runtime.checkpoint.pair import TargetSource
@@ -14,10 +16,12 @@ from dflash_runtime.config import EngineConfig
 from dflash_runtime.llm import LLM
 from dflash_runtime.scheduling.request import SamplingParams
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
-class Session:
-    """A loaded pair. `draft` is None when decoding plainly."""
+class PairSession:
+    """A pair that is loaded and can answer prompts. `draft` is None when decoding plainly."""
 
     llm: LLM
     target: TargetSource
@@ -28,7 +32,7 @@ class Session:
     causality: Causality | None = None
     template_options: str | None = None
 
-    def describe(self, params: SamplingParams, *, chat: bool) -> dict[str, Any]:
+    def run_settings(self, params: SamplingParams, *, chat: bool) -> dict[str, Any]:
         """Everything that decides what a run produces, for results and for resuming."""
         import torch
 
@@ -55,8 +59,9 @@ def open_session(
     *,
     causality: Causality | None = None,
     template_options: str | None = None,
-) -> Session:
-    """Load a pair.
+    threads: int | None = None,
+) -> PairSession:
+    """Load a pair. Without `threads` its size decides how many the CPU uses.
 
     Neither reference: the bundled pair. A draft alone: the target it names. A target alone: only with K = 0.
 
@@ -73,11 +78,15 @@ def open_session(
     if draft_checkpoint is not None:
         for text in draft_checkpoint.parsed.notes:
             console.note(text)
-    llm = LLM(target_source, draft_checkpoint, config)
+    checkpoints = [target_source.checkpoint, *([draft_checkpoint.checkpoint] if draft_checkpoint is not None else [])]
+    logger.info("running on %d CPU threads", use_threads(threads, config.device, checkpoints))
+    with console.working("loading weights"):
+        llm = LLM(target_source, draft_checkpoint, config)
+    logger.info("loaded onto %s as %s, K %d", llm.device, llm.dtype, llm.num_draft_tokens)
     for text in llm.warnings:
         console.warn(text)
     tokenizer = find_tokenizer(target_source.checkpoint.path, template_options)
-    return Session(
+    return PairSession(
         llm=llm,
         target=target_source,
         draft=draft_checkpoint,

@@ -1,6 +1,6 @@
 """Check a draft, alone or against a target: every finding at once, from JSON and headers alone by default."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -8,24 +8,13 @@ from dflash_cli.checkpoints.opening import open_draft, open_target
 from dflash_cli.checkpoints.references import open_checkpoint
 from dflash_cli.validation.report import Report
 from dflash_cli.validation.rule import LEVELS, SEVERITIES, Finding, Level, Rule, all_rules
+from dflash_cli.validation.run_settings import RunSettings
 from dflash_cli.validation.subject import CONFIG_FILE, NamedEngine, Subject, open_subject
 from dflash_cli.validation.verdict import judge
-from dflash_runtime.config import EngineConfig
 from dflash_runtime.errors import UsageError
 
 if TYPE_CHECKING:
     from dflash_cli.checkpoints.references import Location
-    from dflash_cli.validation.readings import Observe, SearchBudget
-
-
-@dataclass(frozen=True, slots=True)
-class RunSettings:
-    """How the run level runs. Without prompts it makes its own."""
-
-    config: EngineConfig
-    budget: "SearchBudget"
-    observe: "Observe"
-    prompts: Callable[[], Sequence[Sequence[int]] | None] = lambda: None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

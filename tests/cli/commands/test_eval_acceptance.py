@@ -63,7 +63,7 @@ def test_every_definition_by_hand() -> None:
             "zlab": (7 / 3 + 5 / 2) / 2,
             "zlab_untruncated": (7 / 3 + 7 / 2) / 2,
             "sglang": (8 / 3 + 6 / 2) / 2,
-            "kept": 12 / 5,
+            "committed": 12 / 5,
             "mlx_ratio": 9 / 14,
         }
     )
@@ -111,10 +111,16 @@ def test_an_interval_needs_two_requests_and_is_repeatable() -> None:
 
 
 def test_tables_name_every_definition() -> None:
-    text = run(*SMALL).stdout
+    text = run(*SMALL, "--all").stdout
     assert text.startswith("acceptance length ")
-    for word in ("by position", "vllm", "zlab", "sglang", "mlx_ratio", "by category"):
+    for word in ("by position", "\nvllm ", "zlab", "sglang", "mlx_ratio", "committed", "by category"):
         assert word in text
+
+
+def test_one_definition_leads_and_says_what_it_counts() -> None:
+    text = run("tiny", *SMALL).stdout
+    assert "vLLM's definition\n8 is the most a step can give; in brackets the 95% interval over prompts\n" in text
+    assert "zlab" not in text
 
 
 @pytest.mark.parametrize(("minimum", "gate"), [("1.0", "point"), ("1.0", "lower")])
@@ -156,6 +162,23 @@ def test_resuming_asks_only_what_is_missing(tmp_path: Path, monkeypatch: pytest.
     assert sorted(rows.read_text().splitlines()[1:]) == sorted(line.rstrip("\n") for line in lines[1:])
 
 
+def test_rows_are_replaced_only_by_force(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("mine")
+    with pytest.raises(UsageError, match="exists already"):
+        run(*SMALL, "--rows", str(rows))
+    assert rows.read_text() == "mine"
+    run(*SMALL, "--rows", str(rows), "--force")
+    assert len(rows.read_text().splitlines()) == 5
+
+
+def test_a_draft_is_an_argument_or_an_option() -> None:
+    by_argument, by_option = (json.loads(run(*given, *SMALL, "--json").stdout) for given in (["tiny"], ["-d", "tiny"]))
+    assert by_argument["settings"]["draft"] == by_option["settings"]["draft"] == "tiny"
+    with pytest.raises(UsageError, match="given twice"):
+        run("tiny", "--draft", "tiny", *SMALL)
+
+
 def test_resuming_under_other_settings_is_refused(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     run(*SMALL, "--rows", str(rows))
@@ -166,6 +189,11 @@ def test_resuming_under_other_settings_is_refused(tmp_path: Path) -> None:
 def test_a_report_is_written_whole(tmp_path: Path) -> None:
     report = tmp_path / "report.md"
     run(*SMALL, "--report", str(report))
+    with pytest.raises(UsageError, match=r"report\.md: exists already"):
+        run(*SMALL, "--report", str(report))
+    with pytest.raises(UsageError, match="nowhere: no such directory"):
+        run(*SMALL, "--report", str(tmp_path / "nowhere" / "report.md"))
+    run(*SMALL, "--report", str(report), "--force")
     text = report.read_text()
     assert text.startswith("# Acceptance\n\n**acceptance length ")
     assert "| position | accepted | rate |" in text

@@ -1,5 +1,7 @@
-"""Where results may be written: one rule for every command."""
+"""Where results may be written: files whole or not at all, devices and pipes as they are, links stay links."""
 
+import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -8,42 +10,59 @@ from dflash_cli.generation.atomic_file import atomic_text, check_output
 from dflash_runtime.errors import UsageError
 
 
-class TestCheckOutput:
-    def test_a_new_name_in_a_folder_that_exists(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        check_output(tmp_path / "new", force=False)
-        monkeypatch.chdir(tmp_path)
-        check_output(Path("new"), force=False)
-
-    @pytest.mark.parametrize("force", [False, True])
-    def test_a_missing_folder_is_refused(self, force: bool, tmp_path: Path) -> None:
-        with pytest.raises(UsageError, match="absent: no such directory") as caught:
-            check_output(tmp_path / "absent" / "new", force=force)
-        assert caught.value.hint == f"make it first: mkdir -p {tmp_path / 'absent'}"
-        assert not (tmp_path / "absent").exists()
-
-    def test_what_exists_is_replaced_only_on_demand(self, tmp_path: Path) -> None:
-        (tmp_path / "file").write_text("old")
-        (tmp_path / "link").symlink_to(tmp_path / "nowhere")
-        for name in ("file", "link"):
-            with pytest.raises(UsageError, match="exists already") as caught:
-                check_output(tmp_path / name, force=False)
-            assert caught.value.hint == "pass --force to replace it"
-            check_output(tmp_path / name, force=True)
+def test_what_exists_is_refused_without_force(tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    check_output(path, force=False)
+    path.write_text("mine")
+    with pytest.raises(UsageError, match="out: exists already"):
+        check_output(path, force=False)
+    check_output(path, force=True)
+    dangling = tmp_path / "dangling"
+    dangling.symlink_to(tmp_path / "absent")
+    with pytest.raises(UsageError, match="dangling: exists already"):
+        check_output(dangling, force=False)
 
 
-def test_a_file_is_whole_or_as_it_was(tmp_path: Path) -> None:
-    path = tmp_path / "file"
+def test_a_missing_folder_is_refused_even_with_force(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="a/b: no such directory") as raised:
+        check_output(tmp_path / "a" / "b" / "c", force=True)
+    assert raised.value.hint == f"make it first: mkdir -p {tmp_path / 'a' / 'b'}"
+
+
+def test_a_failed_block_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "out"
     path.write_text("old")
 
-    def interrupted() -> None:
+    def fail() -> None:
         with atomic_text(path) as stream:
-            stream.write("half")
-            raise KeyboardInterrupt
+            stream.write("new")
+            raise RuntimeError
 
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
-    assert [item.name for item in tmp_path.iterdir()] == ["file"]
+    with pytest.raises(RuntimeError):
+        fail()
     assert path.read_text() == "old"
-    with atomic_text(path) as stream:
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_link_stays_a_link(tmp_path: Path) -> None:
+    real, link = tmp_path / "real", tmp_path / "link"
+    real.write_text("old")
+    link.symlink_to(real)
+    with atomic_text(link) as stream:
         stream.write("new")
-    assert path.read_text() == "new"
+    assert link.is_symlink()
+    assert real.read_text() == "new"
+
+
+def test_a_pipe_is_written_to(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    check_output(pipe, force=False)
+    read: list[str] = []
+    reader = threading.Thread(target=lambda: read.append(pipe.read_text()))
+    reader.start()
+    with atomic_text(pipe) as stream:
+        stream.write("through")
+    reader.join(timeout=10)
+    assert read == ["through"]
+    assert pipe.is_fifo()

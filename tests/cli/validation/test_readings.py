@@ -24,8 +24,9 @@ from dflash_cli.validation.readings import (
 )
 from dflash_cli.validation.report import Report
 from dflash_cli.validation.rule import all_rules
+from dflash_cli.validation.run_settings import RunSettings
 from dflash_cli.validation.subject import Subject
-from dflash_cli.validation.validator import RunSettings, ValidationRequest, validate_draft
+from dflash_cli.validation.validator import ValidationRequest, validate_draft
 from dflash_runtime.config import EngineConfig
 from dflash_runtime.errors import UsageError
 from dflash_testing import checkpoints as support
