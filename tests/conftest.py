@@ -15,6 +15,11 @@ torch.set_num_threads(1)
 
 import pytest  # noqa: E402
 
+from dflash_testing.interpreter import remember_builtins  # noqa: E402
+
+if not torch.cuda.is_available():
+    remember_builtins()
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what needs a GPU where there is none."""

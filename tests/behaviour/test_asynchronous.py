@@ -1,6 +1,7 @@
 """Steps launched before the counts of earlier ones are known."""
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,11 +11,21 @@ from dflash_runtime.scheduling.request import FinishReason, Request, SamplingPar
 from dflash_testing.pairs import ScriptedDraft, always_right, bundled_draft_model, bundled_llm, bundled_prompts
 
 
+def test_a_run_with_random_stops_and_arrivals_is_the_synchronous_one() -> None:
+    """Identical text and traces, whatever ends when."""
+    compare_with_synchronous(bundled_prompts()[:20])
+
+
+@pytest.mark.slow
 def test_a_long_run_with_random_stops_and_arrivals_is_the_synchronous_one() -> None:
-    """Over a thousand steps: identical text and traces, whatever ends when."""
+    """Over a thousand steps."""
+    compare_with_synchronous(bundled_prompts() * 2)
+
+
+def compare_with_synchronous(texts: Sequence[tuple[int, ...]]) -> None:
     draft = bundled_draft_model(dtype=torch.float64)
     generator = random.Random(0)
-    prompts = [prompt[: generator.randint(1, 40)] for prompt in bundled_prompts()] * 2
+    prompts = [prompt[: generator.randint(1, 40)] for prompt in texts]
     params = [
         SamplingParams(
             max_new_tokens=generator.randint(1, 40),

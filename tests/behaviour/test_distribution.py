@@ -109,7 +109,8 @@ def check(draft_sampling: str, name: str, num_samples: int) -> str:
 @pytest.mark.parametrize("name", SAMPLINGS)
 @pytest.mark.parametrize("draft_sampling", ["greedy", "probabilistic"])
 def test_distribution_of_three_tokens(draft_sampling: str, name: str) -> None:
-    check(draft_sampling, name, 6_000)
+    """At 2,000 samples: noise that is shared between two draws, and a token a third too frequent, are seen."""
+    check(draft_sampling, name, 2_000)
 
 
 @pytest.mark.slow
@@ -119,12 +120,13 @@ def test_distribution_over_200_000_samples(draft_sampling: str, name: str) -> No
     print(check(draft_sampling, name, 200_000))
 
 
-def test_a_biased_sampler_would_be_caught() -> None:
-    """The statistic has teeth: three per cent more of one token is seen at 200,000 samples."""
-    expected = distribution("T 1").sum((0, 2)) * 200_000
+@pytest.mark.parametrize(("num_samples", "factor"), [(2_000, 1.33), (200_000, 1.03)])
+def test_a_biased_sampler_would_be_caught(num_samples: int, factor: float) -> None:
+    """The statistic has teeth: this much more of one token is seen at this many samples."""
+    expected = distribution("T 1").sum((0, 2)) * num_samples
     moved = expected.clone()
-    moved[expected.argmax()] *= 1.03
-    statistic, degrees = chi_square(moved * (200_000 / moved.sum()), expected)
+    moved[expected.argmax()] *= factor
+    statistic, degrees = chi_square(moved * (num_samples / moved.sum()), expected)
     assert statistic > quantile(degrees, 3.29)
 
 

@@ -50,7 +50,7 @@ def test_any_number_of_rows_at_full_load() -> None:
     prompts = random_prompts([3, 9, 16, 17, 5] * 5, target.config.vocab_size)
     params = SamplingParams(max_new_tokens=10)
     wanted = random_llm(target, draft, 7, max_num_requests=1).generate(prompts, params)
-    for max_num_requests in range(2, 18):
+    for max_num_requests in (2, 3, 4, 5, 7, 8, 9, 15, 16, 17):
         llm = random_llm(target, draft, 7, max_num_requests=max_num_requests, scheduling="async")
         assert [output.drafts for output in llm.generate(prompts, params)] == [output.drafts for output in wanted]
 

@@ -23,7 +23,7 @@ from dflash_testing.deadline import deadline
 DOCUMENTED = {0, 2, 3, 4, 5, 6}
 SECONDS = 10.0
 MEGABYTES = 1500
-COUNT, ALL = 300, 10_000
+COUNT, ALL = 200, 10_000
 
 
 class Watch:

@@ -25,6 +25,8 @@ MODES: dict[str, tuple[Any, ...]] = {
 }
 
 LENGTHS = (1, 15, 16, 17, 31, 33, 40)
+SHORT, LONG = 18, 26
+"""New tokens a request: past a page bound, and past the next."""
 
 
 def pairwise() -> list[dict[str, Any]]:
@@ -59,22 +61,22 @@ def prompts() -> list[tuple[int, ...]]:
 
 
 @cache
-def expected(draft: str, num_draft_tokens: int) -> list[RequestOutput]:
+def expected(draft: str, num_draft_tokens: int, max_new_tokens: int) -> list[RequestOutput]:
     """One by one, synchronous, nothing shared, nothing cut."""
     llm = bundled_llm(
         bundled_draft_model(draft, torch.float64), num_draft_tokens, dtype=torch.float64, prefix_cache=False
     )
-    return llm.generate(prompts(), SamplingParams(max_new_tokens=26))
+    return llm.generate(prompts(), SamplingParams(max_new_tokens=max_new_tokens))
 
 
-def check(combo: dict[str, Any]) -> None:
+def check(combo: dict[str, Any], max_new_tokens: int) -> None:
     engine = dict(combo)
     name, num_draft_tokens, pool = (engine.pop(key) for key in ("draft", "num_draft_tokens", "pool"))
     num_pages = 12 if pool == "short" else 1000
     draft = bundled_draft_model(name, torch.float64)
     llm = bundled_llm(draft, num_draft_tokens, dtype=torch.float64, num_pages=num_pages, **engine)
     requests = [
-        Request(index=index, prompt_token_ids=prompt, params=SamplingParams(max_new_tokens=26))
+        Request(index=index, prompt_token_ids=prompt, params=SamplingParams(max_new_tokens=max_new_tokens))
         for index, prompt in enumerate(prompts())
     ]
     for request in requests:
@@ -85,7 +87,7 @@ def check(combo: dict[str, Any]) -> None:
         steps += 1
         if pool == "forced" and steps % 5 == 0:
             preempt_youngest(llm)
-    wanted = expected(name, num_draft_tokens)
+    wanted = expected(name, num_draft_tokens, max_new_tokens)
     assert [tuple(request.output_token_ids) for request in requests] == [output.token_ids for output in wanted]
     assert [tuple(request.steps) for request in requests] == [output.drafts for output in wanted]
     if pool == "forced":
@@ -105,19 +107,19 @@ def preempt_youngest(llm: LLM) -> None:
 
 @pytest.mark.parametrize("combo", pairwise(), ids=name_of)
 def test_pairwise(combo: dict[str, Any]) -> None:
-    check(combo)
+    check(combo, SHORT)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("combo", everything(), ids=name_of)
 def test_everything(combo: dict[str, Any]) -> None:
-    check(combo)
+    check(combo, LONG)
 
 
 def test_plain_decoding_is_the_text_of_all() -> None:
-    plain = bundled_llm(None, 0, dtype=torch.float64).generate(prompts(), SamplingParams(max_new_tokens=26))
+    plain = bundled_llm(None, 0, dtype=torch.float64).generate(prompts(), SamplingParams(max_new_tokens=SHORT))
     for draft, num_draft_tokens in product(MODES["draft"], MODES["num_draft_tokens"]):
-        texts = [output.token_ids for output in expected(draft, num_draft_tokens)]
+        texts = [output.token_ids for output in expected(draft, num_draft_tokens, SHORT)]
         assert texts == [output.token_ids for output in plain]
 
 

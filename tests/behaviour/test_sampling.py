@@ -28,8 +28,8 @@ SAMPLINGS = [
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
 def test_speculation_does_not_change_sampled_text(sampling: dict[str, float]) -> None:
     """Every draw is keyed by seed and position, so the tokens do not depend on how many a step verifies."""
-    prompts = [prompt[:24] for prompt in bundled_prompts()[:6]]
-    params = [SamplingParams(max_new_tokens=24, seed=seed, **sampling) for seed in range(6)]  # type: ignore[arg-type]
+    prompts = [prompt[:24] for prompt in bundled_prompts()[:5]]
+    params = [SamplingParams(max_new_tokens=16, seed=seed, **sampling) for seed in range(5)]  # type: ignore[arg-type]
     plain = bundled_llm(None, 0, dtype=torch.float64).generate(prompts, params)
     draft = bundled_draft_model(dtype=torch.float64)
     for num_draft_tokens, max_num_requests in ((1, 1), (7, 1), (7, 4)):
@@ -47,10 +47,13 @@ def test_seeds_give_different_texts() -> None:
 
 
 def test_joint_distribution_of_the_first_two_tokens() -> None:
-    """Speculative samples against enumeration, on a vocabulary of 8: chi-square below its 0.999 quantile."""
+    """2,000 speculative samples against enumeration, on a vocabulary of 8, with a draft that is a model.
+
+    Chi-square stays below its 0.999 quantile. `test_distribution.py` has the statistic's power, and 200,000 samples.
+    """
     target = random_target(torch.float64, vocab_size=8, num_layers=3)
     draft = random_draft(target, torch.float64, block_size=4, target_layer_ids=(0, 1))
-    prompt, num_samples = [1, 2, 3], 4000
+    prompt, num_samples = [1, 2, 3], 2000
     llm = random_llm(target, draft, 3, max_num_requests=500)
     params = [SamplingParams(max_new_tokens=3, temperature=1.5, seed=seed) for seed in range(num_samples)]
     observed = torch.zeros(8, 8)

@@ -22,12 +22,22 @@ from dflash_testing.pairs import bundled_prompts, random_draft_config, random_ta
 pytestmark = pytest.mark.skipif(not HAS_TRITON or torch.cuda.is_available(), reason="needs Triton's interpreter")
 
 CPU = torch.device("cpu")
+Case = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]
+
+CASES: list[Case] = [
+    ({}, {}, {}),
+    ({"causal": (True, True)}, {"scheduling": "sync"}, {}),
+    ({"windows": (6, None)}, {}, {}),
+    ({"draft_vocab_size": 40}, {}, {"temperature": 1.0}),
+    ({}, {"draft_sampling": "probabilistic"}, {"temperature": 1.0, "top_k": 30, "top_p": 0.9}),
+    ({"draft_vocab_size": 40}, {"draft_sampling": "probabilistic"}, {"temperature": 0.8}),
+]
+"""Changes of the draft, of the engine, of the sampling."""
 
 
-def generate(
-    kernels: str, draft_changes: dict[str, Any], engine: dict[str, Any], sampling: dict[str, Any]
-) -> list[RequestOutput]:
+def generate(kernels: str, case: Case, lengths: tuple[int, ...], max_new_tokens: int) -> list[RequestOutput]:
     """A small pair from seeds, on one set of kernels."""
+    draft_changes, engine, sampling = case
     suite = triton_kernels() if kernels == "triton" else REFERENCE
     placement = Placement(CPU, torch.float32, suite, num_positions=128)
     config = random_target(num_layers=3, max_position_embeddings=64).config
@@ -46,10 +56,10 @@ def generate(
     )
     llm = LLM(pair)
     prompts = [
-        [token % 97 for token in prompt[:length]]
-        for prompt, length in zip(bundled_prompts(), (5, 12, 17), strict=False)
+        [token % 97 for token in prompt[:length]] for prompt, length in zip(bundled_prompts(), lengths, strict=False)
     ]
-    return llm.generate(prompts, [SamplingParams(max_new_tokens=7, seed=seed, **sampling) for seed in range(3)])
+    params = [SamplingParams(max_new_tokens=max_new_tokens, seed=seed, **sampling) for seed in range(len(prompts))]
+    return llm.generate(prompts, params)
 
 
 def add_map(draft: DraftConfig, weights: dict[str, torch.Tensor]) -> None:
@@ -58,20 +68,24 @@ def add_map(draft: DraftConfig, weights: dict[str, torch.Tensor]) -> None:
         weights[DRAFT_TO_TARGET] = ids - torch.arange(draft.draft_vocab_size)
 
 
-@pytest.mark.parametrize(
-    ("draft", "engine", "sampling"),
-    [
-        ({}, {}, {}),
-        ({"causal": (True, True)}, {"scheduling": "sync"}, {}),
-        ({"windows": (6, None)}, {}, {}),
-        ({"draft_vocab_size": 40}, {}, {"temperature": 1.0}),
-        ({}, {"draft_sampling": "probabilistic"}, {"temperature": 1.0, "top_k": 30, "top_p": 0.9}),
-        ({"draft_vocab_size": 40}, {"draft_sampling": "probabilistic"}, {"temperature": 0.8}),
-    ],
-    ids=str,
-)
-def test_triton_equals_reference(draft: dict[str, Any], engine: dict[str, Any], sampling: dict[str, Any]) -> None:
-    wanted = generate("reference", draft, engine, sampling)
-    found = generate("triton", draft, engine, sampling)
+def compare(case: Case, lengths: tuple[int, ...], max_new_tokens: int) -> None:
+    wanted = generate("reference", case, lengths, max_new_tokens)
+    found = generate("triton", case, lengths, max_new_tokens)
     assert [output.token_ids for output in found] == [output.token_ids for output in wanted]
     assert [output.drafts for output in found] == [output.drafts for output in wanted]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_triton_equals_reference(case: Case) -> None:
+    """Three requests through two rows; the longest prompt takes two chunks and two pages.
+
+    Filters are interpreted at a tenth of the speed of the rest, so their case has two requests.
+    """
+    is_filtered = "top_k" in case[2]
+    compare(case, (10, 3) if is_filtered else (3, 5, 10), 3 if is_filtered else 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_triton_equals_reference_over_more_steps(case: Case) -> None:
+    compare(case, (5, 12, 17), 7)

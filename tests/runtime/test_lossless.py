@@ -3,6 +3,8 @@
 Single requests in float32: batch shape changes float32 sums, so batches are compared in float64.
 """
 
+from collections.abc import Sequence
+from functools import cache
 from itertools import product
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 import torch
 
 from dflash_cli.checkpoints.references import tiny_directory
-from dflash_runtime.scheduling.request import SamplingParams
+from dflash_runtime.scheduling.request import RequestOutput, SamplingParams
 from dflash_testing.pairs import (
     always_mask,
     always_right,
@@ -24,16 +26,27 @@ from dflash_testing.pairs import (
 PARAMS = SamplingParams(max_new_tokens=20)
 
 
+LENGTHS = (1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 24, 31, 32, 33, 48, 49, 65)
+"""Prompts that end around the bounds of blocks and pages."""
+
+
+def prompts_of(lengths: Sequence[int]) -> list[tuple[int, ...]]:
+    text = [token for prompt in bundled_prompts() for token in prompt]
+    return [tuple(text[7 * length : 8 * length]) for length in lengths]
+
+
+def plain_texts(prompts: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    return [output.token_ids for output in bundled_llm(None, 0).generate(prompts, PARAMS)]
+
+
 @pytest.fixture(scope="module")
 def prompts() -> list[tuple[int, ...]]:
-    """One prompt of every length from 1 to 65."""
-    text = [token for prompt in bundled_prompts() for token in prompt]
-    return [tuple(text[7 * length : 8 * length]) for length in range(1, 66)]
+    return prompts_of(LENGTHS)
 
 
 @pytest.fixture(scope="module")
 def plain(prompts: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    return [output.token_ids for output in bundled_llm(None, 0).generate(prompts, PARAMS)]
+    return plain_texts(prompts)
 
 
 @pytest.mark.parametrize("num_draft_tokens", [1, 3, 7])
@@ -41,6 +54,18 @@ def plain(prompts: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
 def test_bundled_drafts(
     name: str, num_draft_tokens: int, prompts: list[tuple[int, ...]], plain: list[tuple[int, ...]]
 ) -> None:
+    check_draft(name, num_draft_tokens, prompts, plain)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_draft_tokens", [1, 3, 7])
+@pytest.mark.parametrize("name", ["tiny", "tiny:reduced"])
+def test_bundled_drafts_at_every_prompt_length(name: str, num_draft_tokens: int) -> None:
+    prompts = prompts_of(range(1, 66))
+    check_draft(name, num_draft_tokens, prompts, plain_texts(prompts))
+
+
+def check_draft(name: str, num_draft_tokens: int, prompts: list[tuple[int, ...]], plain: list[tuple[int, ...]]) -> None:
     outputs = bundled_llm(bundled_draft_model(name), num_draft_tokens).generate(prompts, PARAMS)
     assert [output.token_ids for output in outputs] == plain
     accepted = sum(sum(output.acceptance_lengths) - len(output.acceptance_lengths) for output in outputs)
@@ -54,7 +79,7 @@ def test_always_right_draft_is_accepted_whole(
     # The oracle knows a little past the limit, so that even the last block is right.
     longer = SamplingParams(max_new_tokens=PARAMS.max_new_tokens + 8)
     draft = bundled_draft_model()
-    for prompt, expected in zip(prompts[::4], plain[::4], strict=True):
+    for prompt, expected in zip(prompts[::2], plain[::2], strict=True):
         sequence = prompt + bundled_llm(None, 0).generate([prompt], longer)[0].token_ids
         output = bundled_llm(always_right(draft, sequence), num_draft_tokens).generate([prompt], PARAMS)[0]
         assert output.token_ids == expected
@@ -66,7 +91,7 @@ def test_always_wrong_draft_is_never_accepted(
     num_draft_tokens: int, prompts: list[tuple[int, ...]], plain: list[tuple[int, ...]]
 ) -> None:
     draft = bundled_draft_model()
-    for prompt, expected in zip(prompts[::4], plain[::4], strict=True):
+    for prompt, expected in zip(prompts[::2], plain[::2], strict=True):
         wrong = always_wrong(draft, prompt + expected)
         output = bundled_llm(wrong, num_draft_tokens).generate([prompt], PARAMS)[0]
         assert output.token_ids == expected
@@ -78,15 +103,15 @@ def test_mask_proposing_draft_changes_nothing(
     num_draft_tokens: int, prompts: list[tuple[int, ...]], plain: list[tuple[int, ...]]
 ) -> None:
     llm = bundled_llm(always_mask(bundled_draft_model()), num_draft_tokens)
-    outputs = llm.generate(prompts[::4], PARAMS)
-    assert [output.token_ids for output in outputs] == plain[::4]
+    outputs = llm.generate(prompts[::2], PARAMS)
+    assert [output.token_ids for output in outputs] == plain[::2]
 
 
 def test_plain_decoding_equals_transformers(prompts: list[tuple[int, ...]], plain: list[tuple[int, ...]]) -> None:
     from transformers import AutoModelForCausalLM
 
     model: Any = AutoModelForCausalLM.from_pretrained(tiny_directory() / "target", dtype=torch.float32)
-    for prompt, expected in zip(prompts[::8], plain[::8], strict=True):
+    for prompt, expected in zip(prompts[::2], plain[::2], strict=True):
         ids = torch.tensor([prompt])
         output = model.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=PARAMS.max_new_tokens, do_sample=False,
@@ -103,6 +128,14 @@ LAYOUTS: dict[str, dict[str, int]] = {
 }
 
 
+@cache
+def plain_in_float64() -> tuple[list[tuple[int, ...]], SamplingParams, list[RequestOutput]]:
+    """Seven prompts around the bounds of pages, and what the target says to them."""
+    prompts = [prompt[:length] for prompt, length in zip(bundled_prompts(), [1, 15, 16, 17, 31, 33, 40], strict=False)]
+    params = SamplingParams(max_new_tokens=18)
+    return prompts, params, bundled_llm(None, 0, dtype=torch.float64).generate(prompts, params)
+
+
 @pytest.mark.parametrize(
     ("name", "layout", "num_draft_tokens"), list(product(["tiny", "tiny:reduced"], LAYOUTS, [1, 7]))
 )
@@ -113,9 +146,7 @@ def test_batches_in_float64(name: str, layout: str, num_draft_tokens: int) -> No
     draft = bundled_draft_model(
         name, torch.float64, causal=(bool(causal),) * num_layers, windows=(window,) * num_layers
     )
-    prompts = [prompt[:length] for prompt, length in zip(bundled_prompts(), [1, 15, 16, 17, 31, 33, 40], strict=False)]
-    params = SamplingParams(max_new_tokens=21)
-    plain = bundled_llm(None, 0, dtype=torch.float64).generate(prompts, params)
+    prompts, params, plain = plain_in_float64()
     single = bundled_llm(draft, num_draft_tokens, dtype=torch.float64).generate(prompts, params)
     batched = bundled_llm(draft, num_draft_tokens, dtype=torch.float64, max_num_requests=3).generate(prompts, params)
     assert [output.token_ids for output in single] == [output.token_ids for output in plain]

@@ -21,6 +21,7 @@ from dflash_cli.main import app
 from dflash_runtime.errors import RequestError, UsageError
 from dflash_runtime.llm import LLM
 from dflash_runtime.scheduling.request import FinishReason, RequestOutput, SamplingParams
+from dflash_testing import checkpoints as support
 from dflash_testing.pairs import bundled_draft_model, bundled_llm, bundled_prompts, bundled_tokenizer
 
 PROMPT = "def fibonacci(n):"
@@ -173,7 +174,6 @@ def test_a_malformed_row_is_named_by_file_and_line(line: str, message: str) -> N
         (["x", "--device", "tpu"], 2, "device 'tpu'"),
         (["x", "--kv-memory", "20K"], 6, "one request needs 2 pages of 16 tokens, 147456 bytes"),
         (["x", "--kv-memory", "lots"], 2, "--kv-memory 'lots', expected a size"),
-        (["x", "--kernels", "triton", "--device", "cpu"], 5, "--kernels triton: its kernels do not run on cpu"),
         (["x", "--max-model-len", "999999"], 2, "max_model_len 999999"),
         (["x", "--output", "README.md"], 2, "README.md: exists already"),
         (["x", "--output", "no/such/dir/rows.jsonl"], 2, "no/such/dir: no such directory"),
@@ -181,25 +181,33 @@ def test_a_malformed_row_is_named_by_file_and_line(line: str, message: str) -> N
     ],
 )
 def test_bad_input_ends_in_one_line_and_its_exit_code(arguments: list[str], code: int, message: str) -> None:
-    done = process(*arguments)
-    assert done.returncode == code
-    first = next(line for line in done.stderr.splitlines() if not line.startswith("loading "))
+    done = support.run_main("generate", *arguments)
+    assert done.code == code
+    first = next(line for line in done.err.splitlines() if not line.startswith("loading "))
     assert first.startswith("error: ")
     assert message in first
-    assert "Traceback" not in done.stderr
+    assert "Traceback" not in done.err
+    assert done.out == ""
+
+
+def test_kernels_that_cannot_run_are_refused() -> None:
+    """In a process of its own, since the interpreter is switched on in this one."""
+    done = process("x", "--kernels", "triton", "--device", "cpu")
+    assert done.returncode == 5
+    assert "error: --kernels triton: its kernels do not run on cpu" in done.stderr
     assert done.stdout == ""
 
 
 def test_a_request_too_large_for_the_pool_exits_6_with_the_arithmetic() -> None:
-    done = process("x", "-n", "2000", "--kv-memory", "1M")
-    assert done.returncode == 6
-    assert "KV pages of 16 tokens for 2001 tokens and a lookahead of 8, the pool has" in done.stderr
+    done = support.run_main("generate", "x", "-n", "2000", "--kv-memory", "1M")
+    assert done.code == 6
+    assert "KV pages of 16 tokens for 2001 tokens and a lookahead of 8, the pool has" in done.err
 
 
 def test_what_gives_way_is_said_once() -> None:
-    done = process("x", "-k", "0", "--draft-sampling", "probabilistic", "-n", "4")
-    assert done.returncode == 0
-    lines = [line for line in done.stderr.splitlines() if "probabilistic drafting is off" in line]
+    done = support.run_main("generate", "x", "-k", "0", "--draft-sampling", "probabilistic", "-n", "4")
+    assert done.code == 0
+    lines = [line for line in done.err.splitlines() if "probabilistic drafting is off" in line]
     assert len(lines) == 1
     assert lines[0].startswith("warning: ")
 
@@ -209,13 +217,13 @@ def test_a_row_that_cannot_be_served_harms_no_other(tmp_path: Path, expected: Re
     good = list(expected.prompt_token_ids)
     rows: list[list[int]] = [good, [99_999], good, [1] * 5000]
     prompts.write_text("\n".join(json.dumps({"prompt_token_ids": row}) for row in rows))
-    done = process("--prompts", str(prompts), "--output", "-", "-n", "40", "--ignore-eos")
-    assert done.returncode == 2
-    answers = [json.loads(line) for line in done.stdout.splitlines()]
+    done = support.run_main("generate", "--prompts", prompts, "--output", "-", "-n", "40", "--ignore-eos")
+    assert done.code == 2
+    answers = [json.loads(line) for line in done.out.splitlines()]
     assert [answer["finish_reason"] for answer in answers] == ["length", "error", "length", "error"]
     assert answers[0]["token_ids"] == answers[2]["token_ids"] == list(expected.token_ids)
     assert answers[1]["error"] == "prompt 1: token id 99999, expected ids in [0, 2048)"
-    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    errors = [line for line in done.err.splitlines() if line.startswith("error: ")]
     assert errors == [f"error: {answer['error']}" for answer in answers if "error" in answer]
 
 

@@ -54,9 +54,10 @@ def falsify(path: Path, change: Callable[[dict[str, Any]], object], name: str = 
     return path
 
 
+@pytest.mark.parametrize("num_prompts", [8, pytest.param(16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["tiny", "tiny:reduced"])
-def test_sound_drafts_pass(name: str) -> None:
-    report = run(fetch_directory(name, Role.DRAFT))
+def test_sound_drafts_pass(name: str, num_prompts: int) -> None:
+    report = run(fetch_directory(name, Role.DRAFT), num_prompts=num_prompts)
     assert report.findings == ()
     assert report.search is not None
     assert report.search.acceptance_len > 2

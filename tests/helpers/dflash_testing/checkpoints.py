@@ -5,7 +5,9 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field, replace
+from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -294,6 +296,27 @@ def invoke(*args: object) -> Outcome:
     if error is not None and not isinstance(error, SystemExit):
         raise error
     return Outcome(result.exit_code, result.stdout, result.stderr)
+
+
+def run_main(*args: object) -> Outcome:
+    """Run `main` in this process, with its own handling of errors; for what needs no process of its own."""
+    from unittest.mock import patch
+
+    from dflash_cli.main import main
+
+    out, err = StringIO(), StringIO()
+    code = 0
+    with (
+        patch.object(sys, "argv", ["dflash", *map(str, args)]),
+        patch.object(sys, "stdin", StringIO()),
+        redirect_stdout(out),
+        redirect_stderr(err),
+    ):
+        try:
+            main()
+        except SystemExit as stop:
+            code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    return Outcome(code, out.getvalue(), err.getvalue())
 
 
 def launch(*args: object, env: Mapping[str, str] | None = None) -> Outcome:

@@ -112,7 +112,7 @@ def test_concurrent_requests_with_shared_prefixes_accept_as_one_by_one() -> None
         for index, (pages, shift) in enumerate([(p, s) for p in (1, 2, 3) for s in (-1, 0, 1)] * 8)
     ][:64]
     draft = bundled_draft_model(dtype=torch.float64)
-    params = SamplingParams(max_new_tokens=10)
+    params = SamplingParams(max_new_tokens=6)
     alone = bundled_llm(draft, 7, dtype=torch.float64, prefix_cache=False).generate(prompts, params)
     llm = bundled_llm(draft, 7, dtype=torch.float64, max_num_requests=16, scheduling="async")
     together = llm.generate(prompts, params)
