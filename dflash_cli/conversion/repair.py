@@ -18,6 +18,7 @@ from dflash_cli.conversion.request import ConversionRequest
 from dflash_cli.conversion.write import check_destination
 from dflash_cli.engines.serving_engine import ServingEngine
 from dflash_cli.formats.dialect import Format
+from dflash_cli.formats.native import Native
 from dflash_cli.validation.report import Report
 from dflash_cli.validation.rule import REMOVED, Finding
 from dflash_cli.validation.validator import ValidationRequest, validate_draft
@@ -94,7 +95,7 @@ def choose_dialect(engines: Sequence[ServingEngine], own: Format) -> str:
     strictest = max(engines, key=lambda engine: engine.strictness, default=None)
     if strictest is not None and own.name not in strictest.serves_as_is:
         return strictest.dialect
-    return own.name if own.writable else "native"
+    return own.name if own.writable else Native.name
 
 
 def type_of(error: CheckpointError | UnsupportedError) -> type[CheckpointError] | type[UnsupportedError]:
