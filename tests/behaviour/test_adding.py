@@ -167,6 +167,12 @@ class TestEngine:
         assert "written as toy-native" in outcome.out
         assert json.loads((out / "config.json").read_text())["toy"] is True
 
+    def test_a_draft_is_converted_to_its_dialect(self, folder: Path, tmp_path: Path) -> None:
+        outcome = self.toy(folder, "convert", "tiny", tmp_path / "out", "--to", "toy-native")
+        assert outcome.code == 0, outcome.err
+        assert json.loads((tmp_path / "out" / "config.json").read_text())["toy"] is True
+        assert "toy-native" in self.toy(folder, "convert", "--help").out
+
     def test_without_the_file_it_is_unknown(self, tmp_path: Path) -> None:
         outcome = self.toy(tmp_path, "validate", "tiny", "--engine", "toy")
         assert outcome.code == 2

@@ -18,9 +18,6 @@ PRODUCT = ROOT / "dflash_cli"
 OTHER_MEANINGS = {
     "evaluation/statistics.py": "names of definitions of acceptance",
     "environment.py": "names of Python packages",
-    "commands/convert.py": "names of dialects",
-    "conversion/engine_fit.py": "names of dialects",
-    "conversion/side_files.py": "names of dialects",
 }
 """Files in which a word that is also an engine's name means something else."""
 
