@@ -12,7 +12,7 @@ import typer
 
 from dflash_cli import __version__, console
 from dflash_cli.command_line.lazy_group import Entry, LazyGroup
-from dflash_runtime.errors import CapacityError, DFlashError, UsageError
+from dflash_runtime.errors import CapacityError, DFlashError, UnsupportedError, UsageError
 
 RUN = "Run a pair"
 CHECK = "Look at a draft"
@@ -145,6 +145,8 @@ def root(
 
 
 INTERRUPTED = 130
+RUNS_MODELS = ("torch", "transformers", "numpy", "tokenizers")
+INSTALL = "pip install 'dflash-cli[gpu]', or on a machine without a GPU: pip install torch transformers"
 TYPER_USAGE_ERROR: Any = typer.BadParameter.__base__
 """Typer exports one of its usage errors; this is what all of them are."""
 
@@ -156,10 +158,6 @@ def main() -> None:
         if code == INTERRUPTED:  # which Typer makes of KeyboardInterrupt
             raise KeyboardInterrupt
         sys.exit(code)
-    except DFlashError as error:
-        _stop(error)
-    except TYPER_USAGE_ERROR as error:
-        _stop(_usage_error(error))
     except KeyboardInterrupt:
         console.error("interrupted")
         sys.exit(INTERRUPTED)
@@ -167,14 +165,27 @@ def main() -> None:
         # The reader of stdout has gone, which is how `| head` ends; Python would complain while closing stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+    except Exception as error:
+        foreseen = _foreseen(error)
+        if foreseen is None:
             raise
-        _stop(CapacityError(f"{error.filename or 'output'}: no space left on the device"))
-    except RuntimeError as error:
-        if type(error).__name__ != "OutOfMemoryError":
-            raise
-        _stop(CapacityError(str(error).splitlines()[0], hint="lower --max-num-requests or --max-model-len"))
+        console.error(foreseen.message, foreseen.hint)
+        sys.exit(foreseen.exit_code)
+
+
+def _foreseen(error: Exception) -> DFlashError | None:
+    """An error that is reported as one line, in its documented form; None for a bug, which shows its traceback."""
+    if isinstance(error, DFlashError):
+        return error
+    if isinstance(error, TYPER_USAGE_ERROR):
+        return _usage_error(error)
+    if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] in RUNS_MODELS:
+        return UnsupportedError(f"this command runs models, for which {error.name} is not installed", hint=INSTALL)
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return CapacityError(f"{error.filename or 'output'}: no space left on the device")
+    if isinstance(error, RuntimeError) and type(error).__name__ == "OutOfMemoryError":
+        return CapacityError(str(error).splitlines()[0], hint="lower --max-num-requests or --max-model-len")
+    return None
 
 
 def _usage_error(error: Any) -> UsageError:
@@ -189,11 +200,6 @@ def _usage_error(error: Any) -> UsageError:
     text = " ".join(error.format_message().split()).rstrip(".")
     surplus = re.fullmatch(r"Got unexpected extra arguments?(?:\(s\))? \((.*)\)", text)
     return UsageError(f"not expected here: {surplus[1]}" if surplus else text[:1].lower() + text[1:], hint=hint)
-
-
-def _stop(error: DFlashError) -> None:
-    console.error(error.message, error.hint)
-    sys.exit(error.exit_code)
 
 
 if __name__ == "__main__":

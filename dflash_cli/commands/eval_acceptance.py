@@ -163,7 +163,7 @@ def _measure(session: "PairSession", request: "EvaluationRequest") -> "Evaluatio
 
     tally = Tally(session.llm.num_draft_tokens)
     with AcceptanceProgress(sum(row.num_turns for row in request.rows)) as progress:
-        evaluation = measure(session, request, tally, progress)
+        evaluation = measure(session, request, tally=tally, progress=progress)
     console.status(tally.figures(evaluation.seconds))
     return evaluation
 

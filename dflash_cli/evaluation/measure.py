@@ -11,6 +11,7 @@ from dflash_cli.evaluation.progress import AcceptanceProgress
 from dflash_cli.evaluation.statistics import Summary, summarise
 from dflash_cli.generation.answers import Answer, Tally, answer_rows
 from dflash_cli.generation.loaded_pair import PairSession
+from dflash_cli.generation.outputs import Sink
 from dflash_cli.generation.prompts import PromptRow, digest_rows
 from dflash_runtime.errors import GateFailed
 from dflash_runtime.scheduling.request import SamplingParams
@@ -34,16 +35,25 @@ class EvaluationRequest:
     force: bool = False
 
 
-def measure(session: PairSession, request: EvaluationRequest, tally: Tally, progress: AcceptanceProgress) -> Evaluation:
+def measure(
+    session: PairSession,
+    request: EvaluationRequest,
+    *,
+    tally: Tally | None = None,
+    progress: AcceptanceProgress | None = None,
+) -> Evaluation:
     """Answer the request's rows and pool their verify steps, all together and by category."""
     params = request.params.with_stops(session.stop_token_ids)
     settings = session.run_settings(params, chat=request.chat)
+    sinks: list[Sink] = [] if tally is None else [tally.add]
     started = time.perf_counter()
     with Journal(request.journal, settings, request.rows, resume=request.resume, force=request.force) as journal:
-        progress.resume(journal.answers)
+        if progress is not None:
+            progress.resume(journal.answers)
+            sinks.append(progress)
         for event in answer_rows(session, journal.pending, lambda row: params, chat=request.chat):
-            tally.add(event)
-            progress(event)
+            for sink in sinks:
+                sink(event)
             if event.answer is not None:
                 journal.add(event.answer)
     return Evaluation(

@@ -120,3 +120,23 @@ def test_quiet_may_stand_before_or_after_the_command(arguments: list[str]) -> No
 
 def test_version() -> None:
     assert dflash("--version").stdout == f"dflash {__version__}\n"
+
+
+@pytest.mark.parametrize(("arguments", "module"), [(["generate", "x"], "torch"), (["generate", "x"], "transformers")])
+def test_a_missing_library_is_named_with_how_to_install_it(arguments: list[str], module: str) -> None:
+    code = (
+        "import sys\n"
+        "class Absent:\n"
+        "    def find_spec(self, name, *_):\n"
+        f"        if name.split('.')[0] == {module!r}:\n"
+        "            raise ModuleNotFoundError(f'No module named {name!r}', name=name)\n"
+        "sys.meta_path.insert(0, Absent())\n"
+        f"sys.argv = ['dflash', *{arguments!r}]\n"
+        "from dflash_cli.main import main\nmain()\n"
+    )
+    done = python("-c", code)
+    assert done.returncode == 5, done.stderr
+    said = [line for line in done.stderr.splitlines() if not line.startswith("loading ")]
+    assert said[0] == f"error: this command runs models, for which {module} is not installed"
+    assert said[1].startswith("hint: pip install 'dflash-cli[gpu]'")
+    assert len(said) == 2
