@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dflash_cli.api import convert_draft, evaluate, open_draft, open_target, validate_draft
+    from dflash_runtime.device.loading import load_pair
     from dflash_runtime.llm import LLM
     from dflash_runtime.scheduling.request import SamplingParams
 
@@ -28,7 +29,7 @@ _HOMES = {
     "SamplingParams": "dflash_runtime.scheduling.request",
     "convert_draft": "dflash_cli.api",
     "evaluate": "dflash_cli.api",
-    "load_pair": "dflash_runtime.llm",
+    "load_pair": "dflash_runtime.device.loading",
     "open_draft": "dflash_cli.api",
     "open_target": "dflash_cli.api",
     "validate_draft": "dflash_cli.api",

@@ -9,17 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 from dflash_cli.checkpoints import opening
 from dflash_cli.checkpoints.opening import Causality, DraftCheckpoint
-from dflash_cli.checkpoints.references import TINY, Role, is_bundled, resolve, tiny_directory
+from dflash_cli.checkpoints.pair_references import complete_pair
+from dflash_cli.checkpoints.references import TINY, Role, fetch_directory, is_bundled, tiny_directory
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.config import EngineConfig
 from dflash_runtime.scheduling.request import SamplingParams
 
 if TYPE_CHECKING:
-    from dflash_cli.conversion.execute import Verification
+    from dflash_cli.conversion.request import Verification
     from dflash_cli.evaluation.acceptance_report import Evaluation
     from dflash_cli.generation.prompts import PromptRow
+    from dflash_cli.validation.report import Report
     from dflash_cli.validation.rule import Level
-    from dflash_cli.validation.validator import Report
 
 Reference = str | Path
 Prompts = Reference | Sequence[str | Sequence[int]]
@@ -32,7 +33,7 @@ def open_draft(reference: Reference, *, causality: Causality | None = None) -> D
     Raises:
         CheckpointNotFound, CheckpointError, UnsupportedError: see `dflash_runtime.errors`.
     """
-    return opening.open_draft(resolve(str(reference), Role.DRAFT), causality=causality)
+    return opening.open_draft(fetch_directory(str(reference), Role.DRAFT), causality=causality)
 
 
 def open_target(reference: Reference) -> TargetSource:
@@ -41,7 +42,7 @@ def open_target(reference: Reference) -> TargetSource:
     Raises:
         CheckpointNotFound, CheckpointError, UnsupportedError: see `dflash_runtime.errors`.
     """
-    return opening.open_target(resolve(str(reference), Role.TARGET))
+    return opening.open_target(fetch_directory(str(reference), Role.TARGET))
 
 
 def validate_draft(
@@ -55,7 +56,7 @@ def validate_draft(
 ) -> "Report":
     """Check a draft, alone or against a target, as `dflash validate` does.
 
-    `engines` are names with or without a release, such as `vllm@0.33`. The `run` level takes `prompts` of token ids,
+    Without a target, the one that the draft names. `engines` are names with or without a release, such as `vllm@0.33`. The `run` level takes `prompts` of token ids,
     or makes its own. `Report.fails()` says whether the draft passes.
 
     Raises:
@@ -64,21 +65,23 @@ def validate_draft(
         UsageError: the run level without a target, or an engine of no known name.
     """
     from dflash_cli.engines.serving_engine import parse_engines
-    from dflash_cli.validation.readings import Effort
-    from dflash_cli.validation.validator import Question, RunPlan
+    from dflash_cli.validation.readings import SearchBudget
+    from dflash_cli.validation.run_settings import MAX_NUM_REQUESTS, RunSettings
+    from dflash_cli.validation.validator import ValidationRequest
     from dflash_cli.validation.validator import validate_draft as validate
 
-    target = _target(draft, target)
-    run = RunPlan(EngineConfig(device=device, max_num_requests=32), Effort(), _say_nothing, lambda: prompts)
+    pair = complete_pair(str(draft), None if target is None else str(target), find=fetch_directory)
+    assert pair.draft_location is not None
+    config = EngineConfig(device=device, max_num_requests=MAX_NUM_REQUESTS)
     return validate(
-        Question(
-            draft=resolve(str(draft), Role.DRAFT),
-            reference=str(draft),
-            target=None if target is None else resolve(str(target), Role.TARGET),
-            target_reference=None if target is None else str(target),
+        ValidationRequest(
+            draft=pair.draft_location,
+            draft_reference=str(draft),
+            target=None if pair.target is None else pair.find_target(fetch_directory),
+            target_reference=pair.target,
             engines=parse_engines(",".join(engines) or None),
             level=level,
-            run=run if level == "run" else None,
+            run=RunSettings(config, SearchBudget(), _say_nothing, lambda: prompts) if level == "run" else None,
         )
     )
 
@@ -106,12 +109,16 @@ def convert_draft(
         LossyConversion: something would be lost, and `allow_lossy` is not given.
         CheckpointNotFound, CheckpointError, UnsupportedError, GateFailed, CapacityError: see `dflash_runtime.errors`.
     """
-    from dflash_cli.conversion import execute
+    from dflash_cli.conversion.execute import convert_draft as convert
+    from dflash_cli.conversion.plan import plan_conversion
+    from dflash_cli.conversion.request import ConversionRequest
+    from dflash_cli.conversion.write import check_destination
 
-    directory, result = resolve(str(source), Role.DRAFT), Path(destination)
-    execute.check_destination(result, directory, force=force)
-    target = _target(source, target)
-    wish = execute.Wish(
+    result = Path(destination)
+    check_destination(result, force=force)
+    if target is None and is_bundled(str(source)):
+        target = TINY
+    request = ConversionRequest(
         to=to,
         target=None if target is None else open_target(target),
         target_reference=None if target is None else str(target),
@@ -120,8 +127,7 @@ def convert_draft(
         normalise_taps=normalise_taps,
         max_shard_bytes=max_shard_bytes,
     )
-    plan = execute.plan_conversion(directory, wish, causality=causality)
-    return execute.convert_draft(plan, result, verification=verify)
+    return convert(plan_conversion(open_draft(source, causality=causality), request), result, verification=verify)
 
 
 def evaluate(
@@ -149,10 +155,6 @@ def evaluate(
     )
     request = EvaluationRequest(rows=_rows(prompts), params=params or SamplingParams(max_new_tokens=128), chat=chat)
     return measure(session, request)
-
-
-def _target(draft: Reference, target: Reference | None) -> Reference | None:
-    return TINY if target is None and is_bundled(str(draft)) else target
 
 
 def _rows(prompts: Prompts | None) -> "list[PromptRow]":
