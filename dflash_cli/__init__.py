@@ -5,13 +5,14 @@ from dflash_cli import LLM, SamplingParams, open_draft, open_target
 
 from typing import TYPE_CHECKING, Any
 
+from dflash_cli.version import __version__
+
 if TYPE_CHECKING:
     from dflash_cli.api import convert_draft, evaluate, open_draft, open_target, validate_draft
     from dflash_runtime.device.loading import load_pair
     from dflash_runtime.llm import LLM
     from dflash_runtime.scheduling.request import SamplingParams
 
-__version__ = "0.1.0"
 __all__ = [
     "LLM",
     "SamplingParams",

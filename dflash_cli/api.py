@@ -56,8 +56,8 @@ def validate_draft(
 ) -> "Report":
     """Check a draft, alone or against a target, as `dflash validate` does.
 
-    Without a target, the one that the draft names. `engines` are names with or without a release, such as `vllm@0.33`. The `run` level takes `prompts` of token ids,
-    or makes its own. `Report.fails()` says whether the draft passes.
+    Without a target, the one that the draft names. `engines` are names with or without a release, such as `vllm@0.33`.
+    The `run` level takes `prompts` of token ids, or makes its own. `Report.fails()` says whether the draft passes.
 
     Raises:
         CheckpointNotFound: the draft or the target is not there.

@@ -10,8 +10,9 @@ from typing import Annotated, Any
 
 import typer
 
-from dflash_cli import __version__, console
-from dflash_cli.command_line.lazy_group import Entry, LazyGroup
+from dflash_cli import console
+from dflash_cli.lazy_group import Entry, LazyGroup
+from dflash_cli.version import __version__
 from dflash_runtime.errors import CapacityError, DFlashError, UnsupportedError, UsageError
 
 RUN = "Run a pair"

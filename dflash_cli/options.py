@@ -1,6 +1,6 @@
 """Options that several commands share, written once: single ones as annotations, sets of them as groups.
 
-A command takes a group as one parameter; `command_line` shows the group's fields in its place.
+A command takes a group as one parameter; `parameters` shows the group's fields in its place.
 """
 
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from dflash_cli.command_line.parameters import DRAFTING, ENGINE, ESSENTIALS, OUTPUT, SAMPLING
+from dflash_cli.parameters import DRAFTING, ENGINE, ESSENTIALS, OUTPUT, SAMPLING
 from dflash_runtime.config import EngineConfig
 from dflash_runtime.errors import UsageError
 from dflash_runtime.scheduling.request import SamplingParams

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dflash_cli import console
-from dflash_cli.command_line.parameters import ENGINE
 from dflash_cli.options import DraftArg, JsonOption, PromptsOption, TargetOption, ThreadsOption
+from dflash_cli.parameters import ENGINE
 from dflash_runtime.errors import CheckpointError, UnsupportedError
 
 if TYPE_CHECKING:

@@ -1,7 +1,8 @@
 """`dflash env`: what this installation is made of, for a bug report."""
 
-from dflash_cli import __version__, console
+from dflash_cli import console
 from dflash_cli.options import JsonOption
+from dflash_cli.version import __version__
 
 
 def env(as_json: JsonOption = False) -> None:

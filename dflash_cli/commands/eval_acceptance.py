@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from dflash_cli import console
-from dflash_cli.command_line.parameters import ESSENTIALS, MEASURING, OUTPUT
 from dflash_cli.options import (
     CausalityOption,
     ChatOption,
@@ -21,6 +20,7 @@ from dflash_cli.options import (
     TemplateOption,
     ThreadsOption,
 )
+from dflash_cli.parameters import ESSENTIALS, MEASURING, OUTPUT
 from dflash_runtime.errors import UsageError
 
 if TYPE_CHECKING:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dflash_cli import console
-from dflash_cli.command_line.parameters import ESSENTIALS, OUTPUT
 from dflash_cli.options import (
     CausalityOption,
     ChatOption,
@@ -23,6 +22,7 @@ from dflash_cli.options import (
     TemplateOption,
     ThreadsOption,
 )
+from dflash_cli.parameters import ESSENTIALS, OUTPUT
 from dflash_runtime.errors import GateFailed, UsageError
 
 if TYPE_CHECKING:

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dflash_cli import __version__
 from dflash_cli.checkpoints.opening import DraftCheckpoint
 from dflash_cli.checkpoints.safetensors_writer import WrittenTensor
 from dflash_cli.conversion.changes import Change, key_changes
@@ -14,6 +13,7 @@ from dflash_cli.conversion.side_files import SideFile, choose_side_files, left_b
 from dflash_cli.conversion.tap_order import normalise_taps
 from dflash_cli.conversion.tensor_selection import assign_files, drop_tensors, keep_tensors, tensor_changes
 from dflash_cli.formats.dialect import Format, Json, get_writable, taps_ascend, writable_formats
+from dflash_cli.version import __version__
 from dflash_runtime.checkpoint.pair import DraftSource, TargetSource, check_pair
 from dflash_runtime.config import DraftConfig
 from dflash_runtime.errors import LossyConversion, UnsupportedError, naming_file

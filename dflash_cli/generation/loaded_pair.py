@@ -4,12 +4,13 @@ import logging
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dflash_cli import __version__, console
+from dflash_cli import console
 from dflash_cli.checkpoints.opening import Causality, DraftCheckpoint, open_draft, open_target
 from dflash_cli.checkpoints.pair_references import complete_pair
 from dflash_cli.checkpoints.references import fetch_directory
 from dflash_cli.generation.threads import use_threads
 from dflash_cli.generation.tokenizer import Tokenizer, find_tokenizer
+from dflash_cli.version import __version__
 from dflash_runtime.checkpoint.hf_config import read_token_ids
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.config import EngineConfig

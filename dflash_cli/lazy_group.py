@@ -11,8 +11,8 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from dflash_cli import console
-from dflash_cli.command_line.help_page import usage_pieces, write_examples, write_page, write_rows, write_text
-from dflash_cli.command_line.parameters import COMMON, DRAFT_OPTION, Parameter, Signature, read_signature
+from dflash_cli.help_page import usage_pieces, write_examples, write_page, write_rows, write_text
+from dflash_cli.parameters import COMMON, DRAFT_OPTION, Parameter, Signature, read_signature
 from dflash_runtime.errors import UsageError
 
 IS_COMMAND = "dflash_cli.is_command"

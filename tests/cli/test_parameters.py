@@ -9,8 +9,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from dflash_cli.command_line.lazy_group import read_values
-from dflash_cli.command_line.parameters import DRAFT_OPTION, Parameter, Signature, read_signature
+from dflash_cli.lazy_group import read_values
+from dflash_cli.parameters import DRAFT_OPTION, Parameter, Signature, read_signature
 from dflash_runtime.errors import UsageError
 
 

@@ -6,7 +6,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from dflash_cli.command_line.parameters import (
+from dflash_cli.parameters import (
     DRAFTING,
     ENGINE,
     ESSENTIALS,
