@@ -30,7 +30,7 @@ class Environment:
     script: str | None
     warnings: list[str] = field(default_factory=list)
 
-    def document(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """As JSON."""
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 

@@ -131,10 +131,8 @@ def _bundled(reference: str, role: Role) -> Path | None:
 
 def _download(reference: str, *, is_local: bool = False) -> Path:
     """Fetch a repository into the hub cache and return its snapshot, or only look there."""
-    from huggingface_hub import snapshot_download
+    from dflash_cli.checkpoints.download import download_snapshot
 
     repo, _, revision = reference.partition("@")
     with explained(repo, revision or None):
-        return Path(
-            snapshot_download(repo, revision=revision or None, allow_patterns=WEIGHT_FILES, local_files_only=is_local)
-        )
+        return download_snapshot(repo, revision or None, WEIGHT_FILES, is_local=is_local)

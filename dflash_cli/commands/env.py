@@ -11,7 +11,7 @@ def env(as_json: JsonOption = False) -> None:
 
     found = describe_environment(__version__)
     if as_json:
-        console.result_json({"interpreter": interpreter(), **found.document()})
+        console.result_json({"interpreter": interpreter(), **found.to_json()})
     else:
         console.result(f"{'python':16} {found.python} ({interpreter()}), {found.platform}")
         for name, version in found.packages.items():

@@ -1,6 +1,7 @@
 """References: a directory wins, then the bundled pair, then the hub; each way the hub can say no reads differently."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -48,6 +49,15 @@ def test_a_conversion_never_replaces_the_cached_copy_it_reads(environment: dict[
     assert outcome.code == 2
     assert "is or holds the source" in outcome.err
     assert sorted(item.name for item in cached.iterdir()) == before
+
+
+def test_a_download_says_its_size_and_a_second_one_nothing(environment: dict[str, str]) -> None:
+    first, again = (support.launch("validate", "acme/draft", *DOWNLOAD, env=environment) for _ in range(2))
+    (line,) = [line for line in first.err.splitlines() if line.startswith("downloading ")]
+    assert re.fullmatch(r"downloading acme/draft: [\d.]+ (bytes|kB|MB) in \d+ files?", line)
+    assert "Fetching" not in first.err
+    assert "downloading" not in again.err
+    assert "downloading" not in support.launch("validate", "acme/draft", *DOWNLOAD, "-q", env=environment).err
 
 
 @pytest.mark.parametrize("how", [(), DOWNLOAD], ids=["headers", "download"])

@@ -1,0 +1,63 @@
+"""Fetch a repository into the hub's cache: its size is said first, and the hub's own bars show how far it is."""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from dflash_cli import console
+
+
+def download_snapshot(repo: str, revision: str | None, patterns: list[str], *, is_local: bool = False) -> Path:
+    """The directory of a repository's files of these patterns; `is_local` only looks in the cache.
+
+    Raises:
+        whatever huggingface_hub raises; `hub.explained` turns it into our errors.
+    """
+    from huggingface_hub import snapshot_download
+
+    if not is_local:
+        _announce(repo, revision, patterns)
+    with _bars(is_shown=sys.stderr.isatty() and not console.is_quiet()):
+        return Path(snapshot_download(repo, revision=revision, allow_patterns=patterns, local_files_only=is_local))
+
+
+def _announce(repo: str, revision: str | None, patterns: list[str]) -> None:
+    """Say what is going to be downloaded, where anything is. A reason why that cannot be known is the download's."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        with _bars(is_shown=False):
+            files = snapshot_download(repo, revision=revision, allow_patterns=patterns, dry_run=True)
+    except (OSError, ValueError):
+        return
+    missing = [item for item in files if item.will_download]
+    if missing:
+        size = sum(item.file_size or 0 for item in missing)
+        console.status(f"downloading {repo}: {_size(size)} in {len(missing)} file{'s' if len(missing) > 1 else ''}")
+
+
+@contextmanager
+def _bars(*, is_shown: bool) -> Iterator[None]:
+    """Let the hub draw its bars or not; HF_HUB_DISABLE_PROGRESS_BARS, where it is set, decides instead."""
+    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    if is_shown or "HF_HUB_DISABLE_PROGRESS_BARS" in os.environ or are_progress_bars_disabled():
+        yield
+        return
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        enable_progress_bars()
+
+
+def _size(num_bytes: int) -> str:
+    """`16.4 GB`, in units of 1,000 as the hub counts."""
+    size = float(num_bytes)
+    for unit in ("bytes", "kB", "MB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} GB"
