@@ -11,7 +11,7 @@ from typing import ClassVar
 from dflash_cli.engines.serving_engine import ENGINES, ServeCommand, ServedPair, ServingEngine
 from dflash_cli.engines.several_engines import FIX_VLLM
 from dflash_cli.formats.decoder_body import LAYER_KINDS
-from dflash_cli.validation.rule import FIX_COPY, Problem, check
+from dflash_cli.validation.rule import Problem, check
 from dflash_cli.validation.subject import Subject
 
 NAME = "llama.cpp"
@@ -50,35 +50,37 @@ class LlamaCpp(ServingEngine):
         return ServeCommand(tuple(map(shlex.join, commands)), pair.num_draft_tokens)
 
 
-@check("S15", effect="llama.cpp has no tensor for it and stops", fix=FIX_VLLM, source=CONVERTER, engines=ENGINE)
+@check("S15", effect="llama.cpp has no tensor for the bias and stops", fix=FIX_VLLM, source=CONVERTER, engines=ENGINE)
 def llama_has_no_bias(subject: Subject) -> Iterator[Problem]:
-    """attention_bias is false: llama.cpp creates no bias tensors for DFlash."""
+    """attention_bias is false, because llama.cpp creates no bias tensors for DFlash."""
     if subject.body.get("attention_bias") is True:
-        yield Problem(subject.body_location("attention_bias"), "true")
+        yield Problem(subject.body_location("attention_bias"), "true, expected false")
 
 
 @check(
     "S25",
-    effect="llama.cpp has one flag for all layers",
+    effect="llama.cpp has one causality flag for all layers",
     fix=FIX_VLLM,
     source=CONVERTER,
     outcome="drops",
     engines=ENGINE,
 )
 def llama_serves_one_causality(subject: Subject) -> Iterator[Problem]:
-    """All layers have one causality, and it is stated."""
+    """All layers share one causality, and it is stated."""
     engine, trained = subject.engine(NAME), subject.trained_causality
     served = engine.served_causality(subject) if engine is not None else None
     if served is not None and trained is not None and served != trained:
         location = subject.body_location("layer_types" if set(subject.layer_types) == set(LAYER_KINDS) else "is_causal")
-        yield Problem(location, f"{sum(trained)} of {len(trained)} layers are causal, served: {sum(served)}")
+        yield Problem(
+            location, f"{sum(trained)} of {len(trained)} layers are causal, but llama.cpp serves {sum(served)}"
+        )
 
 
 @check(
     "S26",
     "warning",
-    effect="converters of July 2026 and before write 16, whatever it is",
-    fix=FIX_COPY,
+    effect="converters of July 2026 and before write a block size of 16, whatever it is",
+    fix="dflash validate {draft} --engine llama.cpp --fix-out {out}",
     source=CONVERTER,
     engines=ENGINE,
 )
@@ -93,16 +95,16 @@ def llama_finds_the_block(subject: Subject) -> Iterator[Problem]:
 @check(
     "S27",
     effect="llama.cpp embeds the block unscaled",
-    fix="dflash generate --draft {draft} --target {target} applies it; llama.cpp and vLLM do not",
+    fix="dflash eval-acceptance {draft} --target {target} # applies it; llama.cpp and vLLM do not",
     source="ggml-org/llama.cpp src/models/dflash.cpp",
     outcome="drops",
     engines=ENGINE,
 )
 def llama_applies_no_scale(subject: Subject) -> Iterator[Problem]:
-    """The embedding is not scaled, which llama.cpp's DFlash has no key for."""
+    """input_embedding_scale is 1 or absent, because llama.cpp has no key for it."""
     value = subject.stated("input_embedding_scale")
     if value not in (None, 1):
-        yield Problem(next(iter(subject.homes("input_embedding_scale"))), f"{value}")
+        yield Problem(next(iter(subject.homes("input_embedding_scale"))), f"found {value}, expected 1 or none")
 
 
 def _gguf(reference: str) -> str:

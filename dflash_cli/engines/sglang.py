@@ -17,7 +17,7 @@ from dflash_cli.engines.serving_engine import (
 from dflash_cli.engines.several_engines import FIX_VLLM
 from dflash_cli.formats.dialect import FORMATS
 from dflash_cli.formats.engine_native import EngineNative
-from dflash_cli.validation.rule import BFLOAT16, FIX_COPY, FIX_TO_NATIVE, Problem, check
+from dflash_cli.validation.rule import BFLOAT16, Problem, check
 from dflash_cli.validation.subject import CONFIG_FILE, Subject
 from dflash_runtime.config import DraftConfig
 from dflash_runtime.errors import LossyConversion
@@ -83,8 +83,8 @@ class SglangEngine(ServingEngine):
 @check(
     "S08",
     "warning",
-    effect="SGLang drafts another block than was trained",
-    fix=FIX_SERVE,
+    effect="SGLang drafts a block of another length than was trained",
+    fix=f"{FIX_SERVE} # asks for block_size",
     source=CODE,
     engines=ENGINE,
 )
@@ -92,25 +92,27 @@ def block_is_the_trained_one(subject: Subject) -> Iterator[Problem]:
     """--speculative-num-draft-tokens is block_size on SGLang, which counts the anchor."""
     asked, block = subject.num_speculative_tokens, subject.block_size
     if asked is not None and block is not None and asked != block - 1:
-        yield Problem(subject.location("block_size"), f"{block}; {asked} drafts make a block of {asked + 1}")
+        yield Problem(
+            subject.location("block_size"), f"{block}, but {asked} drafted tokens make a block of {asked + 1}"
+        )
 
 
 @check(
     "S09",
     effect="SGLang finds no num_hidden_layers at the top level and stops",
-    fix=FIX_TO_NATIVE,
+    fix="dflash convert {draft} {out} --to sglang --target {target}",
     source="SGLang 0.5.23 speculative/dflash_utils.py",
     engines=ENGINE,
 )
 def sglang_reads_the_dialect(subject: Subject) -> Iterator[Problem]:
-    """The draft is in the native dialect, the only one SGLang reads."""
+    """The draft is in the native dialect, the only one that SGLang reads."""
     if subject.is_speculators:
-        yield Problem(subject.location("speculators_config"), "speculators dialect")
+        yield Problem(subject.location("speculators_config"), "found the speculators dialect, expected the native one")
 
 
 @check(
     "S10",
-    effect="SGLang ignores the draft's head and map and proposes over the whole vocabulary",
+    effect="SGLang ignores the draft's head and id map and proposes over the whole vocabulary",
     fix=FIX_VLLM,
     source=CODE,
     outcome="drops",
@@ -120,92 +122,98 @@ def sglang_has_no_reduced_head(subject: Subject) -> Iterator[Problem]:
     """The draft proposes over the target's whole vocabulary."""
     found = subject.vocabulary_sizes
     if found is not None and found[0] < found[1]:
-        yield Problem(subject.location("draft_vocab_size"), f"{found[0]} of {found[1]}")
+        yield Problem(subject.location("draft_vocab_size"), f"{found[0]} of the target's {found[1]} ids")
 
 
 @check(
     "S11",
-    effect="SGLang does not read it: full attention, and causality by the layers' kind",
-    fix=FIX_COPY,
+    effect="SGLang does not read the key: full attention, and causality by each layer's kind",
+    fix="dflash validate {draft} --engine sglang --fix-out {out}",
     source=CODE,
     outcome="drops",
     engines=ENGINE,
 )
 def sglang_reads_top_level_keys(subject: Subject) -> Iterator[Problem]:
-    """Windows and causality are stated where SGLang looks: layer_types and the top-level is_causal."""
+    """Windows and causality are stated in layer_types and in the top-level is_causal.
+
+    These are the places where SGLang looks.
+    """
     if subject.nested.get("use_swa"):
-        yield Problem(subject.location("dflash_config.use_swa"), "true")
+        yield Problem(subject.location("dflash_config.use_swa"), "true, expected the sliding layers in layer_types")
     nested = subject.nested.get("causal")
     by_kind = set(causality_by_kind(subject))
     if isinstance(nested, bool) and subject.config.get("is_causal") is None and by_kind != {nested}:
         yield Problem(
             subject.location("dflash_config.causal"),
-            f"{nested}, and no is_causal".lower(),
+            f"{nested}, but there is no top-level is_causal".lower(),
             repair={"is_causal": nested},
         )
 
 
 @check(
     "S12",
-    effect="the last layer is never captured, so that fc gets fewer features than it reads",
+    effect="SGLang never captures the last layer, so fc.weight gets fewer features than it reads",
     fix=FIX_VLLM,
     source="SGLang 0.5.23 models/qwen3.py, llama.py; sgl-project/sglang#32204",
     engines=ENGINE,
 )
 def sglang_captures_every_tap(subject: Subject) -> Iterator[Problem]:
-    """The last layer is not tapped where SGLang's model for the target cannot hand it out."""
+    """Tapped layers stop before the last one if SGLang cannot hand out its output."""
     depth = subject.num_target_layers
     kind = subject.target.model_type if subject.target is not None else None
     is_last = depth is not None and depth - 1 in (subject.taps or ())
     if is_last and kind in NO_LAST_LAYER:
-        yield Problem(subject.tap_location, f"taps the last of {depth} layers of a {kind} target")
+        yield Problem(subject.tap_location, f"lists the last of {depth} layers of a {kind} target")
 
 
 @check(
     "S21",
-    effect="SGLang ignores it: the draft embeds its block at another scale",
-    fix=f"dflash generate --draft {{draft}} --target {{target}} applies it; {NEWEST} cannot",
+    effect="SGLang ignores the scale, so the draft embeds its block at another scale",
+    fix=f"dflash eval-acceptance {{draft}} --target {{target}} # applies it; {NEWEST} cannot",
     source=CODE,
     outcome="drops",
     engines=ENGINE,
 )
 def sglang_scales_no_embedding(subject: Subject) -> Iterator[Problem]:
-    """The embedding is not scaled; SGLang applies the other two scales only."""
+    """input_embedding_scale is 1 or absent, because SGLang does not apply it.
+
+    SGLang applies the other two scales, output_multiplier and final_logit_softcapping.
+    """
     value = subject.stated("input_embedding_scale")
     if value not in (None, 1):
-        yield Problem(next(iter(subject.homes("input_embedding_scale"))), f"{value}")
+        yield Problem(next(iter(subject.homes("input_embedding_scale"))), f"found {value}, expected 1 or none")
 
 
 @check(
     "S23",
     "warning",
     effect="SGLang packs the draft like its target unless it is told not to",
-    fix=f"{FIX_SERVE} adds --speculative-draft-model-quantization unquant",
+    fix=f"{FIX_SERVE} # adds --speculative-draft-model-quantization unquant",
     source="sgl-project/sglang#28196, #34622, #35629",
     engines=ENGINE,
     serve_flag=PLAIN_DRAFT,
 )
 def target_packing_is_not_inherited(subject: Subject) -> Iterator[Problem]:
-    """A packed target does not pass its packing on to a plain draft."""
+    """A packed target leaves its plain draft unpacked."""
     if subject.target_json.get("quantization_config"):
         yield Problem(f"target {CONFIG_FILE}:quantization_config", "the target is packed, the draft is not")
 
 
 @check(
     "P07",
-    effect="SGLang cannot tap this target's layers and stops",
+    effect="SGLang cannot capture this target's layers and stops",
     fix=FIX_VLLM,
     source="SGLang 0.5.23 set_dflash_layers_to_capture",
     engines=ENGINE,
 )
 def target_can_be_tapped(subject: Subject) -> Iterator[Problem]:
-    """SGLang's model of the target can hand out its layers."""
+    """SGLang's model of the target can hand out its layers to a draft."""
     kind = subject.target.model_type if subject.target is not None else None
     if kind is None or kind in SERVED:
         return
     yield Problem(
         f"target {CONFIG_FILE}:model_type",
-        f"{kind!r} is not among the models that do",
+        f"{kind!r} is not among the models that can hand out layers",
         severity="error" if kind == "qwen2" else "warning",
         outcome="stops" if kind == "qwen2" else "serves",
     )

@@ -14,7 +14,7 @@ from dflash_cli.engines.serving_engine import (
     ServingEngine,
     stated_once,
 )
-from dflash_cli.validation.rule import FIX_COPY, Problem, check
+from dflash_cli.validation.rule import Problem, check
 from dflash_cli.validation.subject import Subject
 
 NAME = "transformers"
@@ -52,9 +52,19 @@ class Transformers(ServingEngine):
         return ServeCommand(lines, pair.num_draft_tokens)
 
 
-@check("S13", "warning", effect="the code of April stops, or assumes 16", fix=FIX_COPY, source=ZLAB, engines=ENGINE)
+@check(
+    "S13",
+    "warning",
+    effect="z-lab's code of April 2026 stops, or assumes a block of 16",
+    fix="dflash validate {draft} --target {target} --engine transformers --fix-out {out}",
+    source=ZLAB,
+    engines=ENGINE,
+)
 def keys_are_where_the_reference_looks(subject: Subject) -> Iterator[Problem]:
-    """block_size and num_target_layers stand at the top level, where z-lab's first code reads them."""
+    """block_size and num_target_layers stand at the top level.
+
+    That is where z-lab's first code, of April 2026, reads them.
+    """
     if subject.is_speculators:
         return
     for key in ("block_size", "num_target_layers"):
@@ -64,19 +74,19 @@ def keys_are_where_the_reference_looks(subject: Subject) -> Iterator[Problem]:
 
 @check(
     "S24",
-    effect="the reference reads the top-level is_causal and the layers' kinds only",
-    fix=FIX_COPY,
+    effect="z-lab's code reads only the top-level is_causal and the kind of each layer",
+    fix="dflash validate {draft} --engine transformers --fix-out {out}",
     source="z-lab/dflash 0.1.0 model.py",
     outcome="drops",
     engines=ENGINE,
 )
 def reference_serves_the_trained_causality(subject: Subject) -> Iterator[Problem]:
-    """z-lab's code serves every layer with the causality the config states."""
+    """z-lab's code serves every layer with the causality that the config states."""
     engine, trained = subject.engine(NAME), subject.trained_causality
     served = engine.served_causality(subject) if engine is not None else None
     if served is not None and trained is not None and served != trained:
         yield Problem(
             subject.location("dflash_config.causal"),
-            f"{sum(served)} of {len(served)} layers are served causally, the draft has {sum(trained)}",
+            f"{sum(served)} of {len(served)} layers are served causally, the config states {sum(trained)}",
             repair={"is_causal": trained[0]} if len(set(trained)) == 1 else {},
         )

@@ -20,7 +20,7 @@ from dflash_cli.formats.engine_native import EngineNative
 from dflash_cli.formats.native import refuse_common
 from dflash_cli.formats.native_fields import SCALES, write_scales
 from dflash_cli.formats.speculators_updaters import NON_CAUSAL_FLAG
-from dflash_cli.validation.rule import BFLOAT16, FIX_COPY, FIX_TO_NATIVE, Problem, Severity, check
+from dflash_cli.validation.rule import BFLOAT16, FIX_COPY, Problem, Severity, check
 from dflash_cli.validation.rules.drafting import NEUTRAL
 from dflash_cli.validation.rules.tensors import WEIGHTS
 from dflash_cli.validation.subject import CONFIG_FILE, Subject
@@ -107,10 +107,10 @@ class VllmEngine(ServingEngine):
     unnamed="warning",
 )
 def full_layers_stay_non_causal(subject: Subject) -> Iterator[Problem]:
-    """sliding_window_non_causal is not false where no layer slides.
+    """sliding_window_non_causal is true or absent if every layer is full attention.
 
-    In speculators the flag concerns sliding layers only, so both values mean the same for a draft of full layers.
-    vLLM takes it for every layer since #47745; 0.24 does not look at it. Stating true is right for both.
+    In the speculators dialect the flag concerns sliding layers only, so for a draft of full layers both values mean the
+    same. vLLM applies it to every layer since #47745; 0.24 does not look at it. The value true is right for both.
     """
     if not subject.is_speculators or SLIDING in subject.layer_types or subject.config.get(NON_CAUSAL_FLAG) is not False:
         return
@@ -118,7 +118,7 @@ def full_layers_stay_non_causal(subject: Subject) -> Iterator[Problem]:
     if severity is not None and subject.body.get("is_causal") is not False:
         yield Problem(
             subject.location(NON_CAUSAL_FLAG),
-            f"false, and all {len(subject.layer_types)} layers are full attention",
+            f"false, although all {len(subject.layer_types)} layers are full attention",
             severity=severity,
             repair={NON_CAUSAL_FLAG: True},
         )
@@ -126,15 +126,18 @@ def full_layers_stay_non_causal(subject: Subject) -> Iterator[Problem]:
 
 @check(
     "C21",
-    effect=f"{NEWEST} makes the full layers causal too",
-    fix=FIX_TO_NATIVE,
+    effect=f"{NEWEST} makes the full-attention layers causal too",
+    fix="dflash convert {draft} {out} --to vllm --target {target}",
     source="vLLM 0.33.0 transformers_utils/configs/speculators/algos.py",
     outcome="drops",
     engines=ENGINE,
     unnamed="warning",
 )
 def layers_agree_for_vllm(subject: Subject) -> Iterator[Problem]:
-    """One causality for all layers, which is all that vLLM takes from the speculators dialect."""
+    """All layers of a speculators draft share one causality.
+
+    One value for all layers is all that vLLM takes from the speculators dialect.
+    """
     if not subject.is_speculators or subject.config.get(NON_CAUSAL_FLAG) is not False:
         return
     severity = _flag_severity(subject)
@@ -155,7 +158,7 @@ def layers_agree_for_vllm(subject: Subject) -> Iterator[Problem]:
     unnamed="warning",
 )
 def names_a_hub_verifier(subject: Subject) -> Iterator[Problem]:
-    """The verifier is named by its hub repository."""
+    """The draft names its verifier, the target, by hub repository."""
     if not subject.is_speculators:
         return
     name = as_object(as_object(subject.config.get("speculators_config")).get("verifier")).get("name_or_path")
@@ -163,53 +166,56 @@ def names_a_hub_verifier(subject: Subject) -> Iterator[Problem]:
     if not is_repository:
         yield Problem(
             subject.location("speculators_config.verifier.name_or_path"),
-            f"{name!r} is not a hub repository",
+            f"found {name!r}, which is not a hub repository",
         )
 
 
 @check(
     "M02",
-    effect="vLLM has nowhere to load it and stops",
-    fix=FIX_COPY,
+    effect="vLLM has nowhere to load d2t and stops",
+    fix=f"{FIX_COPY} # drops the map if it maps every id to itself",
     source="vLLM 0.33.0 models/utils.py",
     engines=ENGINE,
     unnamed="warning",
 )
 def full_vocabulary_has_no_map(subject: Subject) -> Iterator[Problem]:
-    """A full vocabulary has no d2t."""
+    """A draft with the whole output vocabulary has no id map (d2t)."""
     found = subject.vocabulary_sizes
     if found is None or subject.tensors is None or found[0] != found[1]:
         return
     if DRAFT_TO_TARGET in subject.tensors:
         yield Problem(
             f"{WEIGHTS}:{DRAFT_TO_TARGET}",
-            f"present, though draft_vocab_size is the whole vocabulary of {found[1]}",
+            f"present, although draft_vocab_size is the whole vocabulary of {found[1]}",
         )
 
 
 @check(
     "S01",
     "info",
-    effect="vLLM tells the method by the name; without it, method must be given",
-    fix=FIX_SERVE,
+    effect="vLLM infers the method from the name; otherwise the method must be given",
+    fix=f"{FIX_SERVE} # gives the method",
     source="vLLM 0.33.0 config/speculative.py",
     engines=ENGINE,
 )
 def name_says_dflash(subject: Subject) -> Iterator[Problem]:
-    """The draft's name has dflash in it, and not eagle- or eagle3, which vLLM looks for first."""
+    """The draft's name contains dflash, and neither eagle- nor eagle3.
+
+    vLLM looks for eagle- and eagle3 first.
+    """
     name = subject.served_name.lower()
     if subject.is_speculators:
         return
     if "dflash" not in name:
-        yield Problem(CONFIG_FILE, "the draft's name does not say dflash")
+        yield Problem(CONFIG_FILE, "the draft's name does not contain dflash")
     elif "eagle-" in name or "eagle3" in name:
-        yield Problem(CONFIG_FILE, "the draft's name says eagle, which vLLM takes for the method")
+        yield Problem(CONFIG_FILE, "the draft's name contains eagle, which vLLM takes for the method")
 
 
 @check(
     "S02",
     effect="masks past the trained block are positions the draft has never seen; vLLM does not check",
-    fix=FIX_SERVE,
+    fix=f"{FIX_SERVE} # asks for block_size - 1",
     source="vllm-project/vllm#41834; vLLM 0.33.0 config/speculative.py",
     outcome="drops",
     engines=ENGINE,
@@ -217,19 +223,19 @@ def name_says_dflash(subject: Subject) -> Iterator[Problem]:
 def k_is_the_trained_one(subject: Subject) -> Iterator[Problem]:
     """--num-speculative-tokens is block_size - 1 on vLLM.
 
-    More is outside of the training; fewer shortens the block itself, and every row of a non-causal block depends on
-    how many follow.
+    A larger number goes beyond the training. A smaller one shortens the block itself, and every row of a non-causal
+    block depends on how many follow.
     """
     asked, block = subject.num_speculative_tokens, subject.block_size
     if asked is None or block is None or asked == block - 1:
         return
     location = subject.location("block_size")
     if asked > block - 1:
-        yield Problem(location, f"{block}, which drafts {block - 1}; {asked} are asked for")
+        yield Problem(location, f"{block}, which drafts {block - 1}, but {asked} are asked for")
     else:
-        effect = "vLLM shortens the block to it, which the draft was not trained for"
+        effect = "vLLM shortens the block to match, which the draft was not trained for"
         yield Problem(
-            location, f"{block}, which drafts {block - 1}; {asked} are asked for", effect, severity="warning",
+            location, f"{block}, which drafts {block - 1}, but {asked} are asked for", effect, severity="warning",
             outcome="serves",
         )  # fmt: skip
 
@@ -237,64 +243,67 @@ def k_is_the_trained_one(subject: Subject) -> Iterator[Problem]:
 @check(
     "S03",
     "warning",
-    effect="only the V2 model runner serves sliding and full layers together",
-    fix=FIX_SERVE,
+    effect="only vLLM's V2 model runner serves sliding and full layers together",
+    fix=f"{FIX_SERVE} # selects that runner",
     source="vLLM 0.33.0 qwen3_dflash.py",
     engines=ENGINE,
     serve_flag=V2_RUNNER,
 )
 def layers_are_of_one_kind(subject: Subject) -> Iterator[Problem]:
-    """All layers are sliding or all are full."""
+    """All layers are sliding, or all are full attention."""
     if set(subject.layer_types) >= set(LAYER_KINDS):
-        yield Problem(subject.body_location("layer_types"), "both sliding and full layers")
+        yield Problem(subject.body_location("layer_types"), "found both sliding and full layers")
 
 
 @check(
     "S04",
     effect="vLLM stops with an assertion",
-    fix="take the tensor out where the draft was trained, then dflash validate {draft} --engine vllm",
+    fix="export the draft without this tensor, then check it: dflash validate {draft} --engine vllm",
     source="vLLM 0.33.0 qwen3_dflash.py load_weights",
     engines=ENGINE,
 )
 def no_mask_hidden(subject: Subject) -> Iterator[Problem]:
-    """No tensor's name contains mask_hidden."""
+    """Tensor names do not contain mask_hidden."""
     for name in subject.tensors or ():
         if "mask_hidden" in name:
-            yield Problem(f"{WEIGHTS}:{name}", "a name that vLLM asserts against")
+            yield Problem(f"{WEIGHTS}:{name}", "vLLM asserts that no tensor has such a name")
 
 
 @check(
     "S05",
-    effect="vLLM ignores it for DFlash; only its DFlash 2 model reads it",
-    fix="serve it with SGLang: dflash serve-command {draft} --target {target} --engine sglang",
+    effect="vLLM ignores the scale for DFlash; only its DFlash 2 model reads it",
+    fix=(
+        "dflash serve-command {draft} --target {target} --engine sglang # unless the scale is input_embedding_scale "
+        "(see S21)"
+    ),
     source="vLLM 0.33.0 qwen3_dflash2.py",
     outcome="drops",
     engines=ENGINE,
 )
 def vllm_applies_no_scale(subject: Subject) -> Iterator[Problem]:
-    """No scale is stated, since vLLM's DFlash has none.
+    """Scales are neutral or absent, because vLLM's DFlash model has none.
 
-    An embedding scale that is left out ruins the drafts; a multiplier or a soft cap only changes sampled ones.
+    Leaving out an embedding scale ruins the drafts; leaving out a multiplier or a soft cap only changes sampled ones.
     """
     for key in SCALES:
         value = subject.stated(key)
         if value is not None and value not in NEUTRAL[key]:
-            yield Problem(next(iter(subject.homes(key))), f"{value}")
+            yield Problem(next(iter(subject.homes(key))), f"found {value}, expected the neutral value or none")
 
 
 @check(
     "S07",
-    effect="masked positions see, or do not see, those after them, other than in training",
-    fix=FIX_TO_NATIVE,
+    effect="whether masked positions attend to later ones differs from training",
+    fix=f"dflash convert {{draft}} {{out}} --to vllm --target {{target}} # then serve it with {NEWEST} or later",
     source="vLLM 0.33.0 qwen3_dflash.py, algos.py; vllm-project/vllm#47453 before #47745",
     outcome="drops",
     engines=ENGINE,
 )
 def vllm_serves_the_trained_causality(subject: Subject) -> Iterator[Problem]:
-    """vLLM serves every layer with the causality the config states for its dialect.
+    """vLLM serves every layer with the causality that the config states.
 
-    C20 and C21 report the flag that vLLM 0.33 widens to full layers; this rule reports every other difference, such as
-    vLLM 0.24, which serves causal sliding layers of the speculators dialect non-causally.
+    C20 and C21 report the flag that vLLM 0.33 applies to full layers too; this rule reports every other difference,
+    such as vLLM 0.24, which serves causal sliding layers of the speculators dialect non-causally.
     """
     engine, trained = subject.engine(NAME), subject.trained_causality
     served = engine.served_causality(subject) if engine is not None else None
@@ -304,32 +313,32 @@ def vllm_serves_the_trained_causality(subject: Subject) -> Iterator[Problem]:
     if not is_told or subject.body.get("is_causal") is not None:
         yield Problem(
             subject.body_location("is_causal") if not subject.is_speculators else subject.location(NON_CAUSAL_FLAG),
-            f"{engine} serves {sum(served)} of {len(served)} layers causally, the draft has {sum(trained)}",
+            f"{engine} serves {sum(served)} of {len(served)} layers causally, the config states {sum(trained)}",
         )
 
 
 @check(
     "S22",
     "warning",
-    effect="backends that read a quantised KV cache may have no non-causal attention",
-    fix=f"{FIX_SERVE} adds --kv-cache-dtype bfloat16",
+    effect="attention backends that read a quantised KV cache may have no non-causal attention",
+    fix=f"{FIX_SERVE} # adds --kv-cache-dtype bfloat16",
     source="vllm-project/vllm#41559, #53979",
     engines=ENGINE,
     serve_flag=PLAIN_KV_CACHE,
 )
 def kv_cache_is_plain(subject: Subject) -> Iterator[Problem]:
-    """The target does not ask for a quantised KV cache while the draft is non-causal."""
+    """The target asks for a plain KV cache if the draft is non-causal."""
     packing = as_object(subject.target_json.get("quantization_config"))
     wanted = packing.get("kv_cache_scheme") or packing.get("kv_cache_quant_algo")
     trained = subject.trained_causality
     if wanted and trained is not None and not all(trained):
-        yield Problem(f"target {CONFIG_FILE}:quantization_config", "asks for a quantised KV cache")
+        yield Problem(f"target {CONFIG_FILE}:quantization_config", "the target asks for a quantised KV cache")
 
 
 @check(
     "S28",
     effect="vLLM 0.24 attends to the whole context on every layer",
-    fix=f"serve it with {NEWEST} or later: dflash validate {{draft}} --engine {NAME}@{release_text(RELEASES[-1])}",
+    fix=f"{FIX_SERVE} # then serve it with {NEWEST} or later",
     source="vLLM 0.24.0 model_executor/models/qwen3_dflash.py; vllm-project/vllm#46104",
     outcome="drops",
     engines=ENGINE,

@@ -36,8 +36,8 @@ FIX_COPY = "dflash validate {draft} --fix-out {out}"
 FIX_TO_NATIVE = "dflash convert {draft} {out} --to native --target {target}"
 FIX_INSPECT = "dflash inspect {draft} --tensors"
 FIX_RUN_LEVEL = "dflash validate {draft} --target {target} --level run"
-FIX_OTHER_TARGET = "dflash validate {draft} --target OTHER_TARGET"
-FIX_REEXPORT = "export the draft again where it was trained, then dflash validate {draft}"
+FIX_OTHER_TARGET = "check the draft against the target it was trained for: dflash validate {draft} --target ORG/REPO"
+FIX_REEXPORT = "export the draft again from the training run, then check it: dflash validate {draft}"
 
 PLACEHOLDER = re.compile(r"\{(draft|target|out)\}")
 GENERIC_WORDS = {"draft": "DRAFT", "target": "TARGET", "out": "OUT"}

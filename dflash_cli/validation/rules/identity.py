@@ -27,29 +27,33 @@ PLAIN_PROJECTORS = (None, "", "dflash", "default")
 
 @check(
     "C01",
-    effect="read as DFlash it proposes badly or fails",
-    fix="use a tool for this kind; dflash inspect {draft} names it",
+    effect="read as a DFlash draft, it fails or proposes poor tokens",
+    fix="dflash inspect {draft} # says what kind it is; serve it with an engine that supports that kind",
     source="z-lab/dflash model.py; NVIDIA/Model-Optimizer hf_spec_export.py; vLLM model registry",
     stage="identity",
 )
 def is_dflash(subject: Subject) -> Iterator[Problem]:
-    """The checkpoint is DFlash, not one of its relatives and not a target.
+    """The checkpoint is a DFlash draft, neither a related kind of draft nor a target.
 
-    Several relatives carry DFlash's architecture string. Taking their extra tensors away would leave a model that was
-    never trained.
+    Several related kinds of draft carry DFlash's architecture name. Removing their extra tensors would leave a model
+    that was never trained.
     """
     detection = subject.detection
     if detection is None:
         error = subject.parse_error
         assert error is not None
         message = error.message.removeprefix(f"{subject.path / CONFIG_FILE}: ")
-        yield Problem(subject.location("architectures"), message, fix=error.hint or "")
+        yield Problem(
+            subject.location("architectures"),
+            message,
+            fix="dflash inspect {draft} # shows what it is; if it is the target, pass the draft instead",
+        )
         return
     if isinstance(detection.format, Relative):
         yield Problem(
             subject.location("architectures"),
-            f"{detection.format.title}: {detection.evidence}",
-            effect=f"read as DFlash it proposes badly or fails: {detection.format.difference}",
+            f"found a {detection.format.title} draft ({detection.evidence}), expected DFlash",
+            effect=f"read as a DFlash draft, it fails or proposes poor tokens: {detection.format.difference}",
         )
     kind = subject.config.get("speculators_model_type")
     if detection.format.name == "speculators" and kind != "dflash":
@@ -58,36 +62,37 @@ def is_dflash(subject: Subject) -> Iterator[Problem]:
 
 @check(
     "C02",
-    effect="a head that the projector belongs to is left out in silence",
-    fix=FIX_INSPECT,
+    effect="readers leave out the head that this projector belongs to, without a warning",
+    fix=f"{FIX_INSPECT} # lists the tensors; if there is an extra head, use an engine made for it",
     source="NVIDIA/Model-Optimizer hf_spec_export.py keeps DFlashDraftModel for Domino and DSpark",
     outcome="drops",
 )
 def projector_is_plain(subject: Subject) -> Iterator[Problem]:
-    """projector_type names no head that DFlash does not have.
+    """projector_type, if stated, is DFlash's own.
 
-    Domino and DSpark are recognised by name (C01); any other name is a kind this tool does not know.
+    Domino and DSpark are recognised by their projector names and reported by C01. Any other name is a kind that this
+    tool does not know.
     """
     value = subject.stated("projector_type")
     if value not in PLAIN_PROJECTORS:
-        yield Problem(next(iter(subject.homes("projector_type"))), f"{value!r} is no projector of DFlash")
+        yield Problem(next(iter(subject.homes("projector_type"))), f"found {value!r}, which is not a DFlash projector")
 
 
 @check(
     "C30",
-    effect="vLLM does not take the file for a speculators config",
+    effect="vLLM does not recognise the file as a speculators config",
     fix=FIX_COPY,
     source=VLLM_CONFIG,
 )
 def no_top_level_model_type(subject: Subject) -> Iterator[Problem]:
-    """A speculators config has no top-level model_type.
+    """A speculators config has no model_type at its top level.
 
-    The body's own model_type stays in transformer_layer_config.
+    The decoder's own model_type stays in transformer_layer_config.
     """
     if subject.is_speculators and "model_type" in subject.config:
         yield Problem(
             subject.location("model_type"),
-            f"{subject.config['model_type']!r} at the top level of a speculators config",
+            f"{subject.config['model_type']!r}, expected none at the top level",
             repair={"model_type": REMOVED},
         )
 
@@ -95,11 +100,14 @@ def no_top_level_model_type(subject: Subject) -> Iterator[Problem]:
 @check(
     "C31",
     effect="vLLM stops with a KeyError",
-    fix="save the draft with speculators 0.9, or dflash convert a native export --to speculators",
+    fix=(
+        "save the draft again with speculators 0.9, or convert a native export --to speculators; then dflash "
+        "validate {draft}"
+    ),
     source=VLLM_BASE,
 )
 def has_speculators_keys(subject: Subject) -> Iterator[Problem]:
-    """The keys that vLLM reads without a default are there."""
+    """A speculators config has every key that vLLM reads without a default."""
     if not subject.is_speculators:
         return
     for key in SPECULATORS_REQUIRED:
@@ -110,26 +118,37 @@ def has_speculators_keys(subject: Subject) -> Iterator[Problem]:
     if outer and not (isinstance(methods, list) and methods and "speculative_tokens" in as_object(methods[0])):
         yield Problem(
             subject.location("speculators_config.proposal_methods"),
-            "states no speculative_tokens in its first entry",
+            "has no speculative_tokens in its first entry",
             effect="vLLM cannot tell how many tokens to draft",
+            fix="dflash validate {draft} --fix-out {out}",
         )
     if outer and "name_or_path" not in as_object(outer.get("verifier")):
-        yield Problem(subject.location("speculators_config.verifier"), "has no name_or_path")
+        yield Problem(
+            subject.location("speculators_config.verifier"),
+            "has no name_or_path",
+            fix="dflash convert {draft} {out} --to speculators --verifier ORG/REPO",
+        )
     for key in ("draft_vocab_size", "block_size"):
         if key not in subject.config:
-            yield Problem(subject.location(key), "missing", effect="readers fill in defaults that differ (32000, 8)")
+            yield Problem(
+                subject.location(key),
+                "missing",
+                effect="readers fill in their own defaults (draft_vocab_size 32000, block_size 8)",
+            )
 
 
 @check(
     "C32",
-    effect="readers fill in the default of a config class, which is another model's",
-    fix="state the draft's own value, then dflash validate {draft}",
+    effect="readers fill in the default of a config class, which belongs to another model",
+    fix="write the draft's own value, then check it: dflash validate {draft}",
     source="transformers PreTrainedConfig subclasses",
 )
 def states_its_sizes(subject: Subject) -> Iterator[Problem]:
-    """Every size of the body is stated."""
+    """The decoder config states every size."""
     if subject.is_speculators and not subject.body:
-        yield Problem(subject.location(SPECULATORS_BODY), "missing or no object, expected the draft's decoder config")
+        yield Problem(
+            subject.location(SPECULATORS_BODY), "missing or not an object, expected the draft's decoder config"
+        )
         return
     for key in BODY_REQUIRED:
         if subject.body.get(key) is None:
@@ -145,18 +164,18 @@ def states_its_sizes(subject: Subject) -> Iterator[Problem]:
     source=VLLM_BASE,
 )
 def has_one_proposal_method(subject: Subject) -> Iterator[Problem]:
-    """There is one proposal method, and the default names it."""
+    """There is one proposal method, and default_proposal_method names it."""
     outer = as_object(subject.config.get("speculators_config"))
     methods = outer.get("proposal_methods")
     if not isinstance(methods, list):
         return
     location = subject.location("speculators_config.proposal_methods")
     if len(methods) > 1:
-        yield Problem(location, f"{len(methods)} entries")
+        yield Problem(location, f"found {len(methods)} entries, expected 1")
     names = [as_object(method).get("proposal_type") for method in methods]
     if outer.get("default_proposal_method") not in names:
         yield Problem(
             subject.location("speculators_config.default_proposal_method"),
-            f"{outer.get('default_proposal_method')!r} is none of {names}",
+            f"{outer.get('default_proposal_method')!r} is none of the methods {names}",
             effect="speculators refuses the config",
         )

@@ -5,7 +5,7 @@ from typing import Any
 
 from dflash_cli.checkpoints.references import TINY, TINY_TARGET_NAME
 from dflash_cli.formats.dialect import named_architectures
-from dflash_cli.validation.rule import BFLOAT16, FIX_COPY, FIX_OTHER_TARGET, FIX_RUN_LEVEL, Problem, check
+from dflash_cli.validation.rule import BFLOAT16, FIX_OTHER_TARGET, FIX_RUN_LEVEL, Problem, check
 from dflash_cli.validation.subject import CONFIG_FILE, Subject
 from dflash_runtime.checkpoint.files import TensorInfo
 from dflash_runtime.checkpoint.hf_config import read_rope
@@ -28,7 +28,7 @@ PUBLISHED = {
 
 @check(
     "P01",
-    effect="the draft borrows the target's embedding and head, which are of another width",
+    effect="the draft borrows the target's embedding and head, which have another width",
     fix=FIX_OTHER_TARGET,
     source="vllm-project/vllm#48113",
 )
@@ -40,20 +40,23 @@ def widths_fit(subject: Subject) -> Iterator[Problem]:
 
 @check(
     "P02",
-    effect="vLLM then maps ids through an empty map; nothing accepted has been reported",
-    fix="state the target's vocab_size if only the padding differs, then dflash validate {draft} --target {target}",
+    effect="vLLM maps ids through an empty map, and users report that nothing is accepted",
+    fix=(
+        "if only the padding differs, write the target's vocab_size, then check it: dflash validate {draft} "
+        "--target {target}"
+    ),
     source="vllm-project/vllm#46435",
     outcome="drops",
     stops_runtime=True,
 )
 def vocabularies_fit(subject: Subject) -> Iterator[Problem]:
-    """The draft states the target's vocab_size, padding included."""
+    """The draft's vocab_size is the target's, padding included."""
     yield from _misfits(subject, "vocab_size", subject.body_location("vocab_size"))
 
 
 @check(
     "P03",
-    effect="SGLang refuses the id, vLLM reads past the embedding",
+    effect="SGLang refuses the id; vLLM reads past the end of the embedding",
     fix=FIX_OTHER_TARGET,
     source="NVIDIA/Model-Optimizer#1621; SGLang 0.5.23 dflash_worker_v2.py",
 )
@@ -75,11 +78,11 @@ def mask_has_a_row(subject: Subject) -> Iterator[Problem]:
     "P04",
     "warning",
     effect="SGLang refuses a pair whose tokenizer names another mask token",
-    fix=FIX_RUN_LEVEL,
+    fix=f"{FIX_RUN_LEVEL} # tries the target's special tokens",
     source="SGLang 0.5.23 dflash_worker_v2.py",
 )
 def tokenizer_names_the_mask(subject: Subject) -> Iterator[Problem]:
-    """Where the target's tokenizer has a mask token, it is the draft's, and the draft's id is no ordinary token."""
+    """If the target's tokenizer names a mask token, the draft uses that one."""
     value = subject.stated("mask_token_id")
     tokenizer = _target_file(subject, TOKENIZER_CONFIG)
     if not is_int(value) or not tokenizer:
@@ -89,18 +92,23 @@ def tokenizer_names_the_mask(subject: Subject) -> Iterator[Problem]:
     content = as_object(named).get("content", named)
     ids = [key for key, entry in added.items() if content and as_object(entry).get("content") == content]
     if ids and str(value) not in ids:
-        yield Problem(subject.location("mask_token_id"), f"{value}, the tokenizer's mask token {content!r} is {ids[0]}")
+        yield Problem(
+            subject.location("mask_token_id"), f"found {value}, the tokenizer's mask token {content!r} is {ids[0]}"
+        )
 
 
 @check(
     "P05",
     "warning",
-    effect="right only if the draft was trained with it",
-    fix=FIX_RUN_LEVEL,
+    effect="another base is right only if the draft was trained with it",
+    fix=f"{FIX_RUN_LEVEL} # tries the target's base",
     source="NVIDIA/Model-Optimizer hf_spec_export.py; Luce-Org/lucebox#447",
 )
 def rope_bases_fit(subject: Subject) -> Iterator[Problem]:
-    """The draft's rope base is the target's; some drafts differ on purpose."""
+    """The draft's rope base is the target's.
+
+    Some drafts differ on purpose.
+    """
     if subject.target is None:
         return
     try:
@@ -108,23 +116,25 @@ def rope_bases_fit(subject: Subject) -> Iterator[Problem]:
     except InvalidConfig:  # C22 and C23 report it
         return
     if theta != subject.target.rope.theta:
-        yield Problem(subject.body_location("rope_theta"), f"{theta}, the target's is {subject.target.rope.theta}")
+        yield Problem(
+            subject.body_location("rope_theta"), f"found {theta}, the target's is {subject.target.rope.theta}"
+        )
 
 
 @check(
     "C25",
     "warning",
-    effect="longer texts are cut short or drafted badly; vLLM raises it for plain rope only",
-    fix="start the engine with a shorter context, as dflash serve-command {draft} --target {target} --engine vllm does",
+    effect="longer texts are cut short or drafted badly; vLLM raises the limit for plain rope only",
+    fix="dflash serve-command {draft} --target {target} --engine vllm # limits the context to the draft's positions",
     source="vllm-project/vllm#48894, #57941",
 )
 def positions_reach_as_far(subject: Subject) -> Iterator[Problem]:
-    """The draft's positions reach as far as the target's."""
+    """The draft has as many positions as the target."""
     stated = subject.body.get("max_position_embeddings")
     if subject.target is not None and is_int(stated) and stated < subject.target.max_position_embeddings:
         yield Problem(
             subject.body_location("max_position_embeddings"),
-            f"{stated}, the target's is {subject.target.max_position_embeddings}",
+            f"found {stated}, the target's is {subject.target.max_position_embeddings}",
         )
 
 
@@ -137,16 +147,16 @@ def positions_reach_as_far(subject: Subject) -> Iterator[Problem]:
     stops_runtime=True,
 )
 def target_depth_fits(subject: Subject) -> Iterator[Problem]:
-    """num_target_layers is the target's depth."""
+    """num_target_layers is the target's number of layers."""
     location = next(iter(subject.homes("num_target_layers")), subject.location("num_target_layers"))
     yield from _misfits(subject, "num_target_layers", location)
     stated = subject.stated("num_target_layers")
     if stated is None and not subject.is_speculators:
         yield Problem(
             subject.location("num_target_layers"),
-            "missing",
-            effect="the z-lab reference and MLX stop",
-            fix=FIX_COPY + " --target {target}",
+            "missing, expected the target's number of layers",
+            effect="the z-lab reference code and MLX stop",
+            fix="dflash validate {draft} --target {target} --fix-out {out}",
             severity="warning",
             outcome="serves",
         )
@@ -154,7 +164,7 @@ def target_depth_fits(subject: Subject) -> Iterator[Problem]:
 
 @check(
     "P06",
-    effect="engines stop, or never capture the layer",
+    effect="engines stop, or never capture the layer's output",
     fix=FIX_OTHER_TARGET,
     source="charlie12345/ROCmFPX#44",
 )
@@ -166,12 +176,12 @@ def taps_exist_in_the_target(subject: Subject) -> Iterator[Problem]:
 @check(
     "P08",
     "warning",
-    effect="a draft accepts less with another target, even one of the same shape",
-    fix=FIX_RUN_LEVEL,
+    effect="a draft accepts fewer tokens with another target, even one of the same shape",
+    fix="dflash eval-acceptance {draft} --target {target} # measures it; or use the target that the draft names",
     source="z-lab/dflash#149; AEON-7#6",
 )
 def verifier_is_the_target(subject: Subject) -> Iterator[Problem]:
-    """The verifier that the draft names is the target that is given."""
+    """The target that is given is the verifier that the draft names."""
     name = as_object(_verifier(subject)).get("name_or_path")
     reference = subject.target_reference
     if not isinstance(name, str) or not name or reference is None:
@@ -179,7 +189,8 @@ def verifier_is_the_target(subject: Subject) -> Iterator[Problem]:
     given = TINY_TARGET_NAME if reference == TINY else reference.partition("@")[0].rstrip("/")
     if given != name and given.rpartition("/")[2] != name.rpartition("/")[2]:
         yield Problem(
-            subject.location("speculators_config.verifier.name_or_path"), f"trained for {name}, given {reference}"
+            subject.location("speculators_config.verifier.name_or_path"),
+            f"trained for {name}, but {reference} is given",
         )
 
 
@@ -191,19 +202,19 @@ def verifier_is_the_target(subject: Subject) -> Iterator[Problem]:
     source="speculators 0.9.0 VerifierConfig",
 )
 def verifier_is_of_the_targets_kind(subject: Subject) -> Iterator[Problem]:
-    """The verifier's architecture is the target's."""
+    """The target has the architecture that the draft names for its verifier."""
     stated, given = named_architectures(_verifier(subject)), named_architectures(subject.target_json)
     if stated and given and not set(stated) & set(given):
         yield Problem(
             subject.location("speculators_config.verifier.architectures"),
-            f"{', '.join(stated)}, the target is {', '.join(given)}",
+            f"found {', '.join(stated)}, the target is {', '.join(given)}",
         )
 
 
 @check(
     "P09",
     "warning",
-    effect="ids mean other text than in training: nearly nothing is accepted",
+    effect="token ids mean other text than in training, so nearly nothing is accepted",
     fix=FIX_OTHER_TARGET,
     source="ggml-org/llama.cpp#25733",
 )
@@ -218,7 +229,8 @@ def tokenizers_agree(subject: Subject) -> Iterator[Problem]:
     for key in sorted(ours.keys() & theirs.keys(), key=str):
         if ours[key] != theirs[key]:
             yield Problem(
-                f"{TOKENIZER_CONFIG}:added_tokens_decoder.{key}", f"{ours[key]!r}, the target's is {theirs[key]!r}"
+                f"{TOKENIZER_CONFIG}:added_tokens_decoder.{key}",
+                f"found {ours[key]!r}, the target's is {theirs[key]!r}",
             )
             return
 
@@ -226,56 +238,62 @@ def tokenizers_agree(subject: Subject) -> Iterator[Problem]:
 @check(
     "P10",
     "warning",
-    effect="the draft is fed the target's raw embedding; the target itself scales or norms it",
-    fix=FIX_RUN_LEVEL,
+    effect="the draft is fed the target's raw embedding, which the target itself scales or normalises",
+    fix="write the scale used in training (1 for none), then check it: dflash validate {draft} --target {target}",
     source="vllm-project/vllm#41703; SGLang 0.5.23 models/dflash.py",
 )
 def embedding_scale_is_known(subject: Subject) -> Iterator[Problem]:
-    """A draft for a target that scales its embedding says by how much it scales it."""
+    """A draft for a target that scales its embedding states input_embedding_scale."""
     kind = subject.target.model_type.lower() if subject.target is not None else ""
     if kind.startswith(SCALED_EMBEDDINGS) and subject.stated("input_embedding_scale") is None:
-        yield Problem(subject.location("dflash_config.input_embedding_scale"), f"missing, with a {kind} target")
+        yield Problem(
+            subject.location("dflash_config.input_embedding_scale"), f"missing, although this is a {kind} target"
+        )
 
 
 @check(
     "P11",
     "warning",
-    effect="a draft borrows the head and computes plain products with it",
-    fix="serve a target whose head is left unpacked; dflash inspect {target} --tensors",
+    effect="the draft computes plain products with the head it borrows, as if it were not packed",
+    fix="use a target whose head and embedding are not packed; dflash inspect {target} --tensors # lists the types",
     source="sgl-project/sglang#39362; sgl-project/SpecForge#473",
     outcome="stops",
 )
 def head_is_plain(subject: Subject) -> Iterator[Problem]:
-    """The target's head and embedding, which the draft borrows, are not packed."""
+    """The target's head and embedding, which the draft borrows, are plain floats."""
     for name, info in _target_tensors(subject).items():
         is_borrowed = name.startswith(("lm_head.", "model.embed_tokens.", "model.language_model.embed_tokens."))
         if is_borrowed and info.dtype not in ("F16", "BF16", "F32", "F64"):
-            yield Problem(f"target {info.file.name}:{name}", f"packed weights ({info.dtype})")
+            yield Problem(
+                f"target {info.file.name}:{name}", f"found packed weights ({info.dtype}), expected plain floats"
+            )
 
 
 @check(
     "P12",
     "info",
-    effect="none by itself; another block or other taps than usual are worth a second look",
+    effect="none by itself, but a block or tapped layers other than usual are worth a second look",
     fix=FIX_RUN_LEVEL,
     source="configs of published drafts, 2026",
 )
 def settings_are_the_published_ones(subject: Subject) -> Iterator[Problem]:
-    """Block and taps are those of drafts published for the same target."""
+    """Block size and tapped layers are those of published drafts for this target."""
     reference = (subject.target_reference or "").partition("@")[0].lower()
     known = PUBLISHED.get(reference)
     if known is None or subject.taps is None or subject.block_size is None:
         return
     mine = (subject.block_size, tuple(subject.taps))
     if not any(block == mine[0] and taps in (None, mine[1]) for block, taps in known):
-        stated = "; ".join(f"block {block}" + (f", taps {list(taps)}" if taps else "") for block, taps in known)
-        yield Problem(subject.tap_location, f"block {mine[0]}, taps {list(mine[1])}; published: {stated}")
+        stated = "; ".join(
+            f"block {block}" + (f", tapped layers {list(taps)}" if taps else "") for block, taps in known
+        )
+        yield Problem(subject.tap_location, f"block {mine[0]}, tapped layers {list(mine[1])}; published: {stated}")
 
 
 @check(
     "P13",
     "warning",
-    effect="engines number layers by loop, so that a tap may mean another pass",
+    effect="engines count layers in every loop, so a tapped layer may mean another pass",
     fix=FIX_RUN_LEVEL,
     source="SGLang 0.5.23 spec_aux_hidden_state.py",
 )
@@ -283,27 +301,27 @@ def target_does_not_loop(subject: Subject) -> Iterator[Problem]:
     """The target runs each of its layers once."""
     loops = subject.target_json.get("num_loops", as_object(subject.target_json.get("text_config")).get("num_loops"))
     if is_int(loops) and loops > 1:
-        yield Problem(f"target {CONFIG_FILE}:num_loops", f"{loops}: layers are run more than once")
+        yield Problem(f"target {CONFIG_FILE}:num_loops", f"{loops}: the target runs its layers more than once")
 
 
 @check(
     "P14",
     "warning",
-    effect="engines give the draft the target's type, and DFlash activations overflow float16",
-    fix="start the engine with bfloat16: dflash serve-command {draft} --target {target} --engine vllm",
+    effect="engines run the draft in the target's type, and DFlash activations overflow float16",
+    fix="dflash serve-command {draft} --target {target} --engine vllm # sets bfloat16",
     source="vllm-project/vllm#55250, #55294",
     serve_flag=BFLOAT16,
 )
 def target_is_not_float16(subject: Subject) -> Iterator[Problem]:
-    """The target is not served in float16."""
+    """The target is served in another type than float16."""
     if subject.target is not None and subject.target.dtype == "float16":
-        yield Problem(f"target {CONFIG_FILE}:dtype", "float16")
+        yield Problem(f"target {CONFIG_FILE}:dtype", "float16, expected another type such as bfloat16")
 
 
 @check(
     "P15",
     effect="ids past the embedding's end have no row; the padded size is the one that counts",
-    fix="correct the target's vocab_size, then dflash inspect {target} --tensors",
+    fix="correct vocab_size in the target's config.json; dflash inspect {target} --tensors # lists the rows",
     source="NVIDIA/Model-Optimizer#1621",
 )
 def target_counts_its_rows(subject: Subject) -> Iterator[Problem]:
@@ -314,7 +332,7 @@ def target_counts_its_rows(subject: Subject) -> Iterator[Problem]:
         if info is not None and subject.target is not None and info.shape[:1] != (subject.target.vocab_size,):
             yield Problem(
                 f"target {info.file.name}:{name}",
-                f"{list(info.shape)}, the target's vocab_size is {subject.target.vocab_size}",
+                f"found {list(info.shape)}, the target's vocab_size is {subject.target.vocab_size}",
             )
 
 

@@ -4,20 +4,26 @@ from collections.abc import Iterator
 from typing import Any
 
 from dflash_cli.formats.decoder_body import ROPE_KEYS, ROPE_KINDS
-from dflash_cli.validation.rule import FIX_COPY, FIX_REEXPORT, FIX_RUN_LEVEL, Problem, check
+from dflash_cli.validation.rule import FIX_REEXPORT, Problem, check
 from dflash_cli.validation.subject import Subject
 from dflash_runtime.json_values import as_object, is_number
 
 
 @check(
     "C22",
-    effect="vLLM takes 1000000, SGLang and transformers 10000",
-    fix="state the base of the training; dflash validate {draft} --target {target} --level run finds it",
+    effect="vLLM assumes 1000000, SGLang and transformers assume 10000",
+    fix=(
+        "write the rope_theta used in training; if it is unknown, write the target's and run dflash validate "
+        "{draft} --target {target} --level run"
+    ),
     source="vLLM 0.33.0 qwen3_dflash.py; transformers modeling_rope_utils.py",
     outcome="drops",
 )
 def rope_theta_is_stated(subject: Subject) -> Iterator[Problem]:
-    """The rope base is stated; defaults are 10,000 or 1,000,000, depending on the reader."""
+    """The rope base, rope_theta, is stated.
+
+    Without it readers assume 10,000 or 1,000,000.
+    """
     thetas = _values(subject, "rope_theta")
     if not thetas:
         yield Problem(subject.body_location("rope_theta"), "missing")
@@ -28,12 +34,15 @@ def rope_theta_is_stated(subject: Subject) -> Iterator[Problem]:
 
 @check(
     "C23",
-    effect="vLLM stops, other readers take one of the two",
-    fix=FIX_RUN_LEVEL,
+    effect="vLLM stops; other readers use one of the two values",
+    fix=(
+        "correct or delete the wrong value, then test what is left: dflash validate {draft} --target {target} "
+        "--level run"
+    ),
     source="vLLM 0.33.0 transformers_utils/config.py; Luce-Org/lucebox#447",
 )
 def rope_is_stated_once(subject: Subject) -> Iterator[Problem]:
-    """Both spellings of rope say the same."""
+    """Every spelling of the rope settings gives the same values."""
     thetas = _values(subject, "rope_theta")
     kinds = {**_values(subject, "rope_type"), **_values(subject, "type")}
     for name, values in (("rope_theta", thetas), ("rope_type", kinds)):
@@ -45,11 +54,11 @@ def rope_is_stated_once(subject: Subject) -> Iterator[Problem]:
 @check(
     "C24",
     effect="readers stop, or stretch positions by a length they assume",
-    fix="state the field of the training, then dflash validate {draft}",
+    fix="write the value used in training, then check it: dflash validate {draft}",
     source="Avarok/atlas#78",
 )
 def yarn_is_complete(subject: Subject) -> Iterator[Problem]:
-    """YaRN has its factor and its original length."""
+    """YaRN rope states its factor and its original length."""
     for key in ROPE_KEYS:
         rope = as_object(subject.body.get(key))
         if rope.get("rope_type", rope.get("type")) != "yarn":
@@ -62,37 +71,37 @@ def yarn_is_complete(subject: Subject) -> Iterator[Problem]:
 @check(
     "C46",
     "warning",
-    effect="positions are stretched where they need not be: drafts get worse everywhere",
-    fix=FIX_RUN_LEVEL,
+    effect="positions are stretched where they need not be, so drafts get worse everywhere",
+    fix="write original_max_position_embeddings as in training, then check it: dflash validate {draft}",
     source="transformers modeling_rope_utils.py; Avarok/atlas#78",
 )
 def yarn_stretches(subject: Subject) -> Iterator[Problem]:
-    """YaRN's original length is not beyond the positions the draft has."""
+    """YaRN's original length lies within the draft's max_position_embeddings."""
     limit = subject.body.get("max_position_embeddings")
     for location, value in _values(subject, "original_max_position_embeddings").items():
         if is_number(value) and is_number(limit) and value > limit:
-            yield Problem(location, f"{value}, max_position_embeddings is {limit}")
+            yield Problem(location, f"found {value}, expected at most max_position_embeddings {limit}")
 
 
 @check(
     "C26",
     "warning",
-    effect="SGLang applies it, the reference does not",
-    fix="remove it unless the draft was trained with it, then dflash validate {draft}",
+    effect="SGLang applies the setting, the reference code does not",
+    fix="dflash convert {draft} {out} --to sglang # or --to vllm: removes it; keep it if trained with it",
     source="SGLang 0.5.23 models/dflash.py; z-lab/dflash#170",
     outcome="drops",
 )
 def rope_is_whole(subject: Subject) -> Iterator[Problem]:
-    """No partial or multimodal rope keys, which only some readers apply."""
+    """The draft states no partial or multimodal rope, which only some readers apply."""
     for key in ("partial_rotary_factor", "mrope_section", "mrope_interleaved"):
         for location, value in _values(subject, key).items():
             if value not in (1, 1.0, False):
-                yield Problem(location, f"{value!r}")
+                yield Problem(location, f"found {value!r}, expected none")
 
 
 @check(
     "C40",
-    effect="readers stop on a kind they do not know, or rotate plainly",
+    effect="readers stop at a type they do not know, or apply plain rope",
     fix=FIX_REEXPORT,
     source="transformers modeling_rope_utils.py ROPE_INIT_FUNCTIONS",
 )
@@ -106,13 +115,16 @@ def rope_kind_is_known(subject: Subject) -> Iterator[Problem]:
 
 @check(
     "C41",
-    effect="vLLM and SGLang rotate neighbours together, this tool and the reference rotate halves",
+    effect="vLLM and SGLang rotate neighbouring pairs, this tool and the reference code rotate halves",
     fix=FIX_REEXPORT,
     source="vLLM 0.33.0 qwen3_dflash.py; SGLang 0.5.23 models/dflash.py",
     outcome="drops",
 )
 def rope_rotates_halves(subject: Subject) -> Iterator[Problem]:
-    """Rope rotates halves, as in NeoX; a mismatch is silent."""
+    """Rope rotates halves, as in NeoX.
+
+    A mismatch raises no error in any engine.
+    """
     for key in ("is_neox_style", "rope_is_neox_style"):
         for location, value in subject.homes(key).items():
             if value is False:
@@ -121,19 +133,19 @@ def rope_rotates_halves(subject: Subject) -> Iterator[Problem]:
 
 @check(
     "S06",
-    effect="vLLM refuses layers that differ, speculators takes the sliding layers' rope for all",
-    fix=FIX_COPY,
+    effect="vLLM refuses layers that differ; speculators uses the sliding layers' rope for all",
+    fix="train or export the draft with one rope, then check it: dflash validate {draft}",
     source="vLLM 0.33.0 qwen3_dflash.py; speculators 0.9.0 models/utils.py",
 )
 def rope_is_one_for_all_layers(subject: Subject) -> Iterator[Problem]:
-    """Rope that is stated by layer type is the same for each type."""
+    """Rope settings stated by layer type are the same for every type."""
     for key in ROPE_KEYS:
         parts = [item for item in as_object(subject.body.get(key)).values() if isinstance(item, dict)]
         if parts and any(item != parts[0] for item in parts):
             yield Problem(
                 subject.body_location(key),
                 f"{len(parts)} layer types with different values",
-                fix="train or export with one rope, then dflash validate {draft}",
+                fix="train or export the draft with one rope, then check it: dflash validate {draft}",
             )
 
 

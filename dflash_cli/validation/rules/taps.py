@@ -12,14 +12,18 @@ NORMALISE = "dflash convert {draft} {out} --to native --normalise-taps"
 
 @check(
     "C05",
-    effect="engines guess the layers, and guess wrong for most published drafts",
-    fix="write the layers the draft was trained on, then dflash validate {draft} --target {target} --level run",
+    effect="engines guess the tapped layers, and guess wrong for most published drafts",
+    fix=(
+        "write the layers the draft was trained on into config.json, then test them: dflash validate {draft} "
+        "--target {target} --level run"
+    ),
     source="sgl-project/sglang#37475; z-lab/dflash#156, #157",
 )
 def taps_are_stated(subject: Subject) -> Iterator[Problem]:
-    """The tapped layers are stated, as a list of integers.
+    """The tapped layers (the target layers that feed the draft) are listed as integers.
 
-    The usual guess spreads the layers evenly; it was found wrong for 14 of 20 published drafts.
+    Engines that guess spread the layers evenly over the target. That guess was found wrong for 14 of 20 published
+    drafts.
     """
     value = subject.stated(subject.tap_key)
     if value is None:
@@ -30,8 +34,11 @@ def taps_are_stated(subject: Subject) -> Iterator[Problem]:
 
 @check(
     "C06",
-    effect="engines stop, or never capture the layer",
-    fix="correct the list, or name the target it was made for: dflash validate {draft} --target OTHER_TARGET",
+    effect="engines stop, or never capture the layer's output",
+    fix=(
+        "correct the list of tapped layers, or check the draft against its own target: dflash validate {draft} "
+        "--target ORG/REPO"
+    ),
     source="charlie12345/ROCmFPX#44",
 )
 def taps_exist(subject: Subject) -> Iterator[Problem]:
@@ -42,65 +49,69 @@ def taps_exist(subject: Subject) -> Iterator[Problem]:
         if tap < 0 or (depth is not None and tap >= depth):
             limit = f"{shift}..{depth - 1 + shift}" if depth is not None else f"{shift} or more"
             hint = "; 0 is the embedding's output" if subject.is_speculators and tap == -1 else ""
-            yield Problem(f"{subject.tap_location}[{index}]", f"{tap + shift} is outside the target's {limit}{hint}")
+            yield Problem(
+                f"{subject.tap_location}[{index}]", f"layer {tap + shift} is outside the target's layers {limit}{hint}"
+            )
 
 
 @check(
     "C07",
-    effect="vLLM sorts the taps and not the columns of fc, which permutes the features",
+    effect="vLLM sorts the tapped layers but not the columns of fc.weight, so each gets the wrong features",
     fix=NORMALISE,
     source="vLLM 0.33.0 models/interfaces.py; z-lab/dflash model.py",
     outcome="drops",
 )
 def taps_ascend(subject: Subject) -> Iterator[Problem]:
-    """Tapped layers ascend without repeats.
+    """Tapped layers are listed in ascending order, each of them once.
 
-    The reference concatenates them as listed, vLLM sorts and de-duplicates them. Putting them in order changes
-    nothing if the columns of fc move along.
+    The reference code concatenates them as listed; vLLM sorts them and drops repeats. Putting them in order changes
+    nothing if the columns of fc.weight move along, as they do with --normalise-taps.
     """
     taps = subject.taps or []
     if len(set(taps)) != len(taps):
         yield Problem(
             subject.tap_location,
             f"{subject.stated(subject.tap_key)} repeats a layer",
-            effect="vLLM taps each layer once, so fc gets fewer features than it has columns",
+            effect="vLLM captures each layer once, so fc.weight gets fewer features than it has columns",
             outcome="stops",
         )
     elif taps != sorted(taps):
-        yield Problem(subject.tap_location, f"{subject.stated(subject.tap_key)} does not ascend")
+        yield Problem(subject.tap_location, f"{subject.stated(subject.tap_key)} is not in ascending order")
 
 
 @check(
     "C08",
-    effect="vLLM takes this list, other engines the other one",
-    fix=FIX_RUN_LEVEL,
+    effect="vLLM uses this list and other engines use the other, so they capture different layers",
+    fix=(
+        "correct or delete the wrong list, then test what is left: dflash validate {draft} --target {target} "
+        "--level run"
+    ),
     source="vllm-project/vllm#40727",
     outcome="drops",
 )
 def tap_lists_agree(subject: Subject) -> Iterator[Problem]:
-    """Where both tap lists are stated, the eagle one is one higher."""
+    """eagle_aux_hidden_state_layer_ids, if stated, is target_layer_ids plus one."""
     key = "eagle_aux_hidden_state_layer_ids"
     aux = subject.body.get(key, subject.config.get(key))
     if aux is None or subject.taps is None:
         return
     expected = [tap + 1 for tap in subject.taps]
     if aux != expected:
-        yield Problem(
-            subject.location(key), f"{aux}, expected {expected}: one more than the layers whose output is tapped"
-        )
+        yield Problem(subject.location(key), f"found {aux}, expected {expected}: each tapped layer plus one")
 
 
 @check(
     "C09",
     "warning",
-    effect="if the list was copied, every feature comes from one layer too early",
+    effect="if the list was copied from a native draft, every feature comes from one layer too early",
     fix=FIX_RUN_LEVEL,
     source="vllm-project/vllm#40727 (acceptance 3.9, then 4.1 once it was fixed)",
 )
 def taps_were_shifted(subject: Subject) -> Iterator[Problem]:
-    """speculators ids are not a native list that was copied without adding one.
+    """Tapped layers of a speculators draft are one higher than in a native draft.
 
-    The native dialect numbers a tap by the layer whose output it is, speculators by the layer whose input it is.
+    The native dialect numbers a tapped layer by the layer whose output it is, the speculators dialect by the layer
+    whose input it is, which is one more. The rule reports a list that looks copied unchanged.
     """
     depth, count = subject.num_target_layers, subject.body.get("num_hidden_layers")
     taps = subject.taps
@@ -110,19 +121,22 @@ def taps_were_shifted(subject: Subject) -> Iterator[Problem]:
     if stated == guess_taps(depth, count) or stated == guess_taps(depth, len(taps)):
         yield Problem(
             subject.tap_location,
-            f"{stated} is the usual native list for {depth} layers; this dialect would say {[i + 1 for i in stated]}",
+            f"{stated} is the usual native list for {depth} layers; in this dialect: {[i + 1 for i in stated]}",
         )
 
 
 @check(
     "C45",
     "warning",
-    effect="if the list was shifted, every feature comes from one layer too late",
+    effect="if the list was copied from a speculators draft, every feature comes from one layer too late",
     fix=FIX_RUN_LEVEL,
     source="vllm-project/vllm#40727; microsoft/onnxruntime-genai#2538",
 )
 def taps_were_not_shifted(subject: Subject) -> Iterator[Problem]:
-    """native ids are not a speculators list that was copied without taking one away."""
+    """Tapped layers of a native draft are one lower than in a speculators draft.
+
+    The rule reports a list that looks copied from the speculators dialect unchanged.
+    """
     depth, count = subject.num_target_layers, subject.body.get("num_hidden_layers")
     taps = subject.taps
     if subject.is_speculators or taps is None or depth is None or not is_int(count) or not 1 <= count < 1000:
@@ -135,15 +149,18 @@ def taps_were_not_shifted(subject: Subject) -> Iterator[Problem]:
 @check(
     "C10",
     "warning",
-    effect="transformers hands out that layer normalised, vLLM and SGLang hand it out raw",
-    fix=FIX_RUN_LEVEL,
+    effect="transformers hands out that layer's output after the final norm, vLLM and SGLang before it",
+    fix=f"{FIX_RUN_LEVEL} # measures the draft with the output before the norm",
     source="XiaomiMiMo/MiMo-V2.5-Pro-FP4-DFlash; sgl-project/sglang#32204",
 )
 def last_layer_is_not_tapped(subject: Subject) -> Iterator[Problem]:
-    """The last layer is not tapped: readers disagree on whether the final norm is applied to it."""
+    """The tapped layers stop before the target's last layer.
+
+    Readers disagree on whether the target's final norm is applied to the last layer's output.
+    """
     depth = subject.num_target_layers
     if depth is not None and depth - 1 in (subject.taps or ()):
-        yield Problem(subject.tap_location, f"taps the last of {depth} layers")
+        yield Problem(subject.tap_location, f"the last of {depth} layers of the target is tapped")
 
 
 def _guess(subject: Subject) -> str:

@@ -36,14 +36,17 @@ EXPLAINED = (
 
 @check(
     "N01",
-    effect="vLLM and SGLang load the rest and keep random values there",
+    effect="vLLM and SGLang load the rest and leave the missing tensors at random values",
     fix=FIX_REEXPORT,
     source="vLLM 0.33.0 and SGLang 0.5.23 load_weights report no missing tensor",
     outcome="drops",
     stops_runtime=True,
 )
 def every_tensor_is_there(subject: Subject) -> Iterator[Problem]:
-    """No tensor is missing: 3, and 11 a layer, 15 with attention bias."""
+    """Every tensor that the config calls for is there.
+
+    A draft has 3 tensors, and 11 a layer, or 15 a layer with attention bias.
+    """
     if subject.dims is None or subject.tensors is None or _states_packing(subject):
         return
     if _prefix(subject) is not None or _fused(subject):
@@ -55,13 +58,16 @@ def every_tensor_is_there(subject: Subject) -> Iterator[Problem]:
 
 @check(
     "N02",
-    effect="engines stop at it, or leave out something the draft was trained with",
-    fix=FIX_INSPECT,
+    effect="engines stop at the tensor, or leave out something the draft was trained with",
+    fix=(
+        "remove the tensor if it is a leftover, otherwise use an engine made for such drafts; then dflash validate "
+        "{draft}"
+    ),
     source="jundot/omlx#1299; charlie12345/ROCmFPX#44",
     stops_runtime=True,
 )
 def no_tensor_is_unexpected(subject: Subject) -> Iterator[Problem]:
-    """No tensor that DFlash does not have."""
+    """Every tensor is one that a DFlash draft has."""
     if subject.dims is None or subject.tensors is None or _states_packing(subject) or _prefix(subject) is not None:
         return
     _, unexpected, _ = compare_tensors(owned_shapes(subject.dims), _shapes(subject))
@@ -76,9 +82,14 @@ def no_tensor_is_unexpected(subject: Subject) -> Iterator[Problem]:
     if not subject.is_speculators and not subject.dims.has_reduced_vocab:
         for name in (HEAD, EMBEDDING):
             if name in subject.tensors:
-                effect = "vLLM uses it where it differs from the target's, other engines ignore it"
+                effect = "vLLM uses it if it differs from the target's, other engines ignore it"
                 yield Problem(
-                    f"{WEIGHTS}:{name}", "a copy of the target's weights", effect, severity="warning", outcome="serves"
+                    f"{WEIGHTS}:{name}",
+                    "a copy of the target's weights",
+                    effect,
+                    severity="warning",
+                    outcome="serves",
+                    fix="dflash convert {draft} {out} --to native --target {target} # drops an exact copy",
                 )
 
 
@@ -89,7 +100,7 @@ def no_tensor_is_unexpected(subject: Subject) -> Iterator[Problem]:
     source="NVIDIA-NeMo/Automodel serve_vllm.py; vLLM 0.33.0 qwen3_dflash.py",
 )
 def names_are_flat(subject: Subject) -> Iterator[Problem]:
-    """Tensor names have no prefix: vLLM puts `model.` before every name."""
+    """Tensor names have no prefix, because vLLM puts `model.` before every name."""
     prefix = _prefix(subject)
     if prefix is not None:
         yield Problem(WEIGHTS, f"names start with {prefix!r}")
@@ -97,12 +108,12 @@ def names_are_flat(subject: Subject) -> Iterator[Problem]:
 
 @check(
     "N04",
-    effect="loading stops at the shape, in vLLM only at the first forward",
-    fix=FIX_INSPECT,
+    effect="loading stops at the wrong shape, in vLLM only at the first forward pass",
+    fix="correct the sizes in config.json or export the draft again, then check it: dflash validate {draft}",
     source="vllm-project/vllm#48113, #42505, #42704",
 )
 def shapes_fit(subject: Subject) -> Iterator[Problem]:
-    """Every shape follows from the config."""
+    """Every tensor has the shape that follows from the config."""
     if subject.dims is None or subject.tensors is None or _states_packing(subject):
         return
     expected = body_shapes(subject.dims)
@@ -111,18 +122,18 @@ def shapes_fit(subject: Subject) -> Iterator[Problem]:
     _, _, wrong = compare_tensors(expected, _shapes(subject))
     for name, (found, wanted) in wrong.items():
         dims = subject.dims
-        why = f" = {dims.num_taps} taps x {dims.feature_size}" if name == "fc.weight" else ""
-        yield Problem(f"{WEIGHTS}:{name}", f"{found}, expected {wanted}{why}")
+        why = f" = {dims.num_taps} tapped layers x {dims.feature_size}" if name == "fc.weight" else ""
+        yield Problem(f"{WEIGHTS}:{name}", f"found {found}, expected {wanted}{why}")
 
 
 @check(
     "N05",
-    effect="the first forward stops: the target's features have another width than fc reads",
-    fix="name the target it was made for: dflash validate {draft} --target OTHER_TARGET",
+    effect="the first forward pass stops: the target's features have another width than fc.weight reads",
+    fix="check the draft against the target it was trained for: dflash validate {draft} --target ORG/REPO",
     source="vllm-project/vllm#48113",
 )
 def features_fit_the_target(subject: Subject) -> Iterator[Problem]:
-    """fc reads one target width for each tap."""
+    """fc.weight reads one target width for each tapped layer."""
     info, taps = (subject.tensors or {}).get("fc.weight"), subject.taps
     if subject.target is None or info is None or taps is None or len(info.shape) != 2:
         return
@@ -130,44 +141,44 @@ def features_fit_the_target(subject: Subject) -> Iterator[Problem]:
     if info.shape[1] != len(taps) * width:
         yield Problem(
             f"{WEIGHTS}:fc.weight",
-            f"reads {info.shape[1]} values, expected {len(taps)} taps x the target's {width} = {len(taps) * width}",
+            f"reads {info.shape[1]}, expected {len(taps)} tapped layers x the target's {width} = {len(taps) * width}",
         )
 
 
 @check(
     "N06",
-    effect="layers are left out, or keep random values",
-    fix=FIX_INSPECT,
+    effect="layers are left out, or stay at random values",
+    fix="correct num_hidden_layers or export the draft again, then check it: dflash validate {draft}",
     source="vLLM 0.33.0 and SGLang 0.5.23 load_weights",
     outcome="drops",
     stops_runtime=True,
 )
 def layers_are_counted(subject: Subject) -> Iterator[Problem]:
-    """The layers in the file are 0 to num_hidden_layers - 1."""
+    """The file holds the layers 0 to num_hidden_layers - 1."""
     count = subject.body.get("num_hidden_layers")
     if subject.tensors is None or not is_int(count) or _prefix(subject) is not None:
         return
     found = layer_indices(subject.tensors)
     if len(found) != 0 and (len(found) != count or found != list(range(len(found)))):
-        yield Problem(WEIGHTS, f"has the layers {_numbers(found)}, expected 0..{count - 1}")
+        yield Problem(WEIGHTS, f"found the layers {_numbers(found)}, expected 0..{count - 1}")
 
 
 @check(
     "N07",
-    effect="a bias that the config does not call for is left out",
-    fix="set attention_bias to what the draft was trained with, then dflash validate {draft}",
+    effect="readers leave out a bias that the config does not call for",
+    fix="set attention_bias as in training, then check it: dflash validate {draft}",
     source="z-lab/gpt-oss-20b-DFlash",
     outcome="drops",
     stops_runtime=True,
 )
 def biases_fit(subject: Subject) -> Iterator[Problem]:
-    """Biases are there exactly where attention_bias says so, o_proj included."""
+    """Attention biases, o_proj's included, are there exactly if attention_bias is true."""
     if subject.tensors is None:
         return
     pattern = re.compile(r"layers\.\d+\.self_attn\.[qkvo]_proj\.bias$")
     biases = [name for name in subject.tensors if pattern.match(name)]
     if biases and subject.body.get("attention_bias") is not True:
-        yield Problem(f"{WEIGHTS}:{biases[0]}", f"{len(biases)} biases, but attention_bias is not true")
+        yield Problem(f"{WEIGHTS}:{biases[0]}", f"found {len(biases)} biases, but attention_bias is not true")
 
 
 @check(
@@ -177,21 +188,21 @@ def biases_fit(subject: Subject) -> Iterator[Problem]:
     source="poolside Laguna drafts; vLLM keeps weights so in memory",
 )
 def projections_are_apart(subject: Subject) -> Iterator[Problem]:
-    """Projections are stored one by one, as every dialect of DFlash has them."""
+    """Projections are stored one by one, as in every dialect of DFlash."""
     names = _fused(subject)
     if names:
-        yield Problem(f"{WEIGHTS}:{names[0]}", f"{len(names)} fused projections")
+        yield Problem(f"{WEIGHTS}:{names[0]}", f"fused projections: {len(names)}, expected separate ones")
 
 
 @check(
     "N09",
     "warning",
-    effect="loaders cast all of them to one type",
+    effect="loaders cast all weights to one type",
     fix=FIX_REEXPORT,
     source="InternLM/lmdeploy#4991; vllm-project/vllm#55250",
 )
 def one_element_type(subject: Subject) -> Iterator[Problem]:
-    """Weights have one element type, and not float16."""
+    """All weights have one element type other than float16."""
     counts = Counter(info.dtype for info in _body_tensors(subject).values())
     if len(counts) > 1 and not _states_packing(subject):
         yield Problem(WEIGHTS, f"mixed element types: {', '.join(f'{n} {kind}' for kind, n in counts.most_common())}")
@@ -199,8 +210,8 @@ def one_element_type(subject: Subject) -> Iterator[Problem]:
         yield Problem(
             WEIGHTS,
             "float16 weights",
-            effect="DFlash activations overflow float16: nearly nothing is accepted",
-            fix="export in bfloat16, then dflash validate {draft}",
+            effect="DFlash activations overflow float16, so nearly nothing is accepted",
+            fix="export the draft in bfloat16, then check it: dflash validate {draft}",
             severity="error",
             outcome="drops",
         )
@@ -210,11 +221,11 @@ def one_element_type(subject: Subject) -> Iterator[Problem]:
     "N10",
     "warning",
     effect="loaders that trust the config cast the weights",
-    fix=FIX_COPY,
+    fix="correct dtype in config.json, then check it: dflash validate {draft}",
     source="transformers from_pretrained dtype=auto",
 )
 def dtype_is_told_truly(subject: Subject) -> Iterator[Problem]:
-    """The config's dtype is that of the weights."""
+    """The dtype in the config is the element type of the weights."""
     stated = subject.body.get("dtype") or subject.body.get("torch_dtype") or subject.config.get("dtype")
     kinds = {info.dtype for info in _body_tensors(subject).values()} & FLOATS
     if isinstance(stated, str) and stated in STORED_AS and kinds and STORED_AS[stated] not in kinds:
@@ -224,11 +235,14 @@ def dtype_is_told_truly(subject: Subject) -> Iterator[Problem]:
 @check(
     "N11",
     effect="readers take packed numbers for plain ones",
-    fix="serve it with the engine it was packed for; dflash inspect {draft} --tensors",
+    fix=f"{FIX_INSPECT} # lists the element types; serve the draft with the engine it was packed for",
     source="nvidia Nemotron 3.5 NVFP4 draft; sgl-project/sglang#39087",
 )
 def weights_are_plain(subject: Subject) -> Iterator[Problem]:
-    """Weights are plain floats; packed ones need a quantization_config and are not read here."""
+    """Weights are plain floats, or quantization_config says how they are packed.
+
+    This tool does not read packed weights.
+    """
     packed = sorted(
         {info.dtype for info in _body_tensors(subject).values() if info.dtype not in FLOATS and len(info.shape) > 1}
     )
@@ -236,7 +250,7 @@ def weights_are_plain(subject: Subject) -> Iterator[Problem]:
         yield Problem(
             subject.location("quantization_config"),
             "quantised weights",
-            effect="names and shapes are the packer's own: they are not judged here, and this tool does not run them",
+            effect="names and shapes are the quantiser's own: dflash does not judge them and cannot run the draft",
             severity="warning",
             outcome="serves",
         )
@@ -248,11 +262,14 @@ def weights_are_plain(subject: Subject) -> Iterator[Problem]:
     "N15",
     "warning",
     effect="vLLM and SGLang use it; readers that take the mask token's own row draft worse",
-    fix="serve it with vLLM or SGLang: dflash serve-command {draft} --target {target} --engine vllm",
+    fix="dflash serve-command {draft} --target {target} --engine vllm # or --engine sglang",
     source="vllm-project/vllm#46104; XiaomiMiMo/MiMo-V2.5-Pro-FP4-DFlash",
 )
 def no_mask_embedding(subject: Subject) -> Iterator[Problem]:
-    """No learned mask embedding beside the weights, which most readers ignore."""
+    """No learned mask embedding lies beside the weights.
+
+    Most readers ignore such a file.
+    """
     for name in ("mask_embedding.pt", "mask_embedding.safetensors"):
         if name in subject.files:
             kind = " in a pickle file" if name.endswith(".pt") else ""

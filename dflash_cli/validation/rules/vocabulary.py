@@ -11,41 +11,48 @@ from dflash_runtime.json_values import is_int
 
 @check(
     "M01",
-    effect="vLLM takes zeros for the map: draft id j is then proposed as target id j",
+    effect="vLLM fills the map with zeros, so draft id j is proposed as target id j",
     fix=FIX_REEXPORT,
     source="vLLM 0.33.0 qwen3_dflash.py; vllm-project/vllm#46435",
     outcome="drops",
     stops_runtime=True,
 )
 def reduced_vocabulary_has_its_map(subject: Subject) -> Iterator[Problem]:
-    """A reduced vocabulary has d2t and a head of its own."""
+    """A draft with a reduced output vocabulary has an id map (d2t) and its own head."""
     found = subject.vocabulary_sizes
     if found is None or subject.tensors is None:
         return
     reduced, vocab = found
     if reduced > vocab:
-        yield Problem(subject.location("draft_vocab_size"), f"{reduced} is more than the target's {vocab}")
+        yield Problem(subject.location("draft_vocab_size"), f"found {reduced}, expected at most the target's {vocab}")
     if reduced >= vocab:
         return
     for name, effect in (
         (DRAFT_TO_TARGET, ""),
-        (HEAD, "there is nothing to compute the reduced logits with"),
+        (HEAD, "no head can compute the logits of the reduced vocabulary"),
     ):
         if name not in subject.tensors:
-            yield Problem(f"{WEIGHTS}:{name}", f"missing, with draft_vocab_size {reduced} of {vocab}", effect=effect)
+            yield Problem(
+                f"{WEIGHTS}:{name}", f"missing, although draft_vocab_size is {reduced} of {vocab}", effect=effect
+            )
     if TARGET_TO_DRAFT not in subject.tensors and DRAFT_TO_TARGET in subject.tensors:
         yield Problem(
             f"{WEIGHTS}:{TARGET_TO_DRAFT}",
-            "missing beside d2t",
+            "missing, although d2t is there",
             effect="speculators cannot load the file",
             severity="warning",
             outcome="serves",
         )
 
 
-@check("M03", effect="loading stops at the shape", fix=FIX_INSPECT, source="speculators 0.9.0 models/dflash/core.py")
+@check(
+    "M03",
+    effect="loading stops at the wrong shape",
+    fix=f"{FIX_INSPECT} # lists the shapes; correct draft_vocab_size, or export the draft again",
+    source="speculators 0.9.0 models/dflash/core.py",
+)
 def map_shapes_fit(subject: Subject) -> Iterator[Problem]:
-    """d2t, t2d, head and embedding have the vocabularies' sizes."""
+    """d2t, t2d, head and embedding have the sizes of the two vocabularies."""
     found, hidden = subject.vocabulary_sizes, subject.body.get("hidden_size")
     if found is None or subject.tensors is None or not is_int(hidden):
         return
@@ -59,21 +66,21 @@ def map_shapes_fit(subject: Subject) -> Iterator[Problem]:
     for name, shape in expected.items():
         info = subject.tensors.get(name)
         if info is not None and info.shape != shape:
-            yield Problem(f"{WEIGHTS}:{name}", f"{list(info.shape)}, expected {list(shape)}")
+            yield Problem(f"{WEIGHTS}:{name}", f"found {list(info.shape)}, expected {list(shape)}")
 
 
 @check(
     "M04",
     "warning",
-    effect="readers that index with it cast it first, or stop",
+    effect="readers that index with the tensor cast it first, or stop",
     fix=FIX_REEXPORT,
     source="speculators 0.9.0 train/vocab_mapping.py",
 )
 def map_types_fit(subject: Subject) -> Iterator[Problem]:
-    """d2t is int64 and t2d is bool."""
+    """The id map d2t is int64, and the mask t2d is bool."""
     expected = {DRAFT_TO_TARGET: ("I64", ("I32",)), TARGET_TO_DRAFT: ("BOOL", ("U8",))}
     for name, (wanted, tolerated) in expected.items():
         info = (subject.tensors or {}).get(name)
         if info is not None and info.dtype != wanted:
             severity: Severity = "warning" if info.dtype in tolerated else "error"
-            yield Problem(f"{WEIGHTS}:{name}", f"{info.dtype}, expected {wanted}", severity=severity)
+            yield Problem(f"{WEIGHTS}:{name}", f"found {info.dtype}, expected {wanted}", severity=severity)

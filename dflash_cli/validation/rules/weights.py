@@ -5,13 +5,17 @@ from typing import TYPE_CHECKING, Any
 
 from dflash_cli.checkpoints.opening import open_draft
 from dflash_cli.checkpoints.target_copies import find_difference
-from dflash_cli.validation.rule import FIX_OTHER_TARGET, FIX_REEXPORT, FIX_RUN_LEVEL, Problem, Severity, check
+from dflash_cli.validation.rule import Problem, Severity, check
 from dflash_cli.validation.rules.tensors import FLOATS, WEIGHTS
 from dflash_cli.validation.subject import Subject
 from dflash_runtime.checkpoint.layout import DRAFT_TO_TARGET, EMBEDDING, HEAD, TARGET_TO_DRAFT
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.errors import CheckpointError
 from dflash_runtime.json_values import is_int
+
+FIX_REEXPORT_WEIGHTS = (
+    "export the draft again from the training run, then check it: dflash validate {draft} --level weights"
+)
 
 if TYPE_CHECKING:
     import torch
@@ -25,38 +29,38 @@ HEADROOM = 1 / 8
 @check(
     "N13",
     level="weights",
-    effect="every text drafted with it is noise, or NaN",
-    fix=FIX_REEXPORT,
+    effect="everything drafted with it is noise, or NaN",
+    fix=FIX_REEXPORT_WEIGHTS,
     source="vllm-project/vllm#55294; speculators 0.9 NaN initialisation",
     outcome="drops",
     stops_runtime=True,
 )
 def values_are_sane(subject: Subject) -> Iterator[Problem]:
-    """No NaN or infinity, no tensor of zeros only, no norm weight near zero."""
+    """Weights are finite, no tensor is all zeros, and no norm weight is near zero."""
     import torch
 
     for name, tensor in _floats(subject):
         location = f"{WEIGHTS}:{name}"
         finite = torch.isfinite(tensor)
         if not bool(finite.all()):
-            yield Problem(location, f"{int((~finite).sum())} values are NaN or infinite")
+            yield Problem(location, f"NaN or infinite values: {int((~finite).sum())}")
         elif not bool(tensor.any()):
             severity: Severity = "warning" if name.endswith(".bias") else "error"
             yield Problem(location, "every value is zero", severity=severity)
         elif "norm" in name and float(tensor.abs().max()) < NORM_LIMIT:
-            yield Problem(location, f"no value reaches {NORM_LIMIT:g}", severity="warning")
+            yield Problem(location, f"every value is below {NORM_LIMIT:g}", severity="warning")
 
 
 @check(
     "N14",
     "warning",
     level="weights",
-    effect="the tap has no effect, though the target's layer is captured for it",
-    fix=FIX_RUN_LEVEL,
+    effect="the tapped layer has no effect, although engines capture its output",
+    fix="export the draft again, or test neighbouring layers: dflash validate {draft} --target {target} --level run",
     source="speculators converter slices fc by taps",
 )
 def every_tap_is_used(subject: Subject) -> Iterator[Problem]:
-    """No tapped layer's columns of fc are all zero."""
+    """Every tapped layer has columns in fc.weight that are not all zero."""
     taps, weight = subject.taps, _load(subject, "fc.weight")
     if taps is None or weight is None or weight.dim() != 2 or weight.shape[1] % len(taps):
         return
@@ -70,11 +74,11 @@ def every_tap_is_used(subject: Subject) -> Iterator[Problem]:
     "warning",
     level="weights",
     effect="one layer was written twice, or never trained",
-    fix=FIX_REEXPORT,
+    fix=FIX_REEXPORT_WEIGHTS,
     source="copying faults in exporters",
 )
 def layers_differ(subject: Subject) -> Iterator[Problem]:
-    """No matrix is the same in two layers, bit for bit."""
+    """Every layer has matrices of its own, none equal to another layer's bit for bit."""
     seen: dict[tuple[str, bytes], str] = {}
     for name, tensor in _floats(subject):
         parts = name.split(".")
@@ -90,16 +94,16 @@ def layers_differ(subject: Subject) -> Iterator[Problem]:
     "N18",
     "warning",
     level="weights",
-    effect="served in float16 its activations overflow",
+    effect="if the draft is served in float16, its activations overflow",
     fix="serve it in bfloat16: dflash serve-command {draft} --target {target} --engine vllm",
     source="vllm-project/vllm#55250; InternLM/lmdeploy#4991",
 )
 def values_fit_float16(subject: Subject) -> Iterator[Problem]:
-    """Weights leave headroom below float16's largest value."""
+    """Weights stay well below float16's largest value."""
     for name, tensor in _floats(subject):
         largest = float(tensor.abs().max().double())
         if FLOAT16_MAX * HEADROOM < largest < float("inf"):
-            yield Problem(f"{WEIGHTS}:{name}", f"reaches {largest:g}, float16 ends at {FLOAT16_MAX:g}")
+            yield Problem(f"{WEIGHTS}:{name}", f"reaches {largest:g}; float16 ends at {FLOAT16_MAX:g}")
 
 
 @check(
@@ -107,11 +111,14 @@ def values_fit_float16(subject: Subject) -> Iterator[Problem]:
     "warning",
     level="weights",
     effect="the tensor was never trained, or was lost on the way",
-    fix=FIX_REEXPORT,
+    fix=FIX_REEXPORT_WEIGHTS,
     source="initial values of torch.nn modules",
 )
 def values_vary(subject: Subject) -> Iterator[Problem]:
-    """No tensor holds one value throughout, as a norm does before training."""
+    """The values of every tensor vary.
+
+    One value throughout is what a norm holds before training.
+    """
     for name, tensor in _floats(subject):
         first = tensor.flatten()[0]
         if tensor.numel() > 1 and bool(first) and bool((tensor == first).all()):
@@ -121,32 +128,32 @@ def values_vary(subject: Subject) -> Iterator[Problem]:
 @check(
     "M05",
     level="weights",
-    effect="the map and the mask tell of different vocabularies",
-    fix=FIX_REEXPORT,
+    effect="the map (d2t) and the mask (t2d) describe different vocabularies",
+    fix=FIX_REEXPORT_WEIGHTS,
     source="speculators 0.9.0 train/vocab_mapping.py",
     outcome="drops",
 )
 def mask_counts_the_vocabulary(subject: Subject) -> Iterator[Problem]:
-    """t2d selects draft_vocab_size ids."""
+    """t2d marks exactly draft_vocab_size ids."""
     mask = _load(subject, TARGET_TO_DRAFT)
     reduced = subject.config.get("draft_vocab_size")
     if mask is not None and is_int(reduced) and int(mask.sum()) != reduced:
-        yield Problem(f"{WEIGHTS}:{TARGET_TO_DRAFT}", f"selects {int(mask.sum())} ids, draft_vocab_size is {reduced}")
+        yield Problem(f"{WEIGHTS}:{TARGET_TO_DRAFT}", f"marks {int(mask.sum())} ids, but draft_vocab_size is {reduced}")
 
 
 @check(
     "M06",
     level="weights",
-    effect="the head's rows are proposed as other tokens",
-    fix=FIX_REEXPORT,
+    effect="rows of the draft's head are proposed as other tokens",
+    fix=FIX_REEXPORT_WEIGHTS,
     source="speculators 0.9.0 train/vocab_mapping.py; vLLM 0.33.0 qwen3_dflash.py",
     outcome="drops",
     stops_runtime=True,
 )
 def map_is_a_map(subject: Subject) -> Iterator[Problem]:
-    """j + d2t[j] ascends inside the target's vocabulary and names the ids that t2d marks.
+    """The ids j + d2t[j] ascend, lie in the target's vocabulary, and are those t2d marks.
 
-    Files with absolute ids in place of offsets exist: there the values themselves ascend, and adding j leaves the
+    d2t holds offsets. Some files hold absolute ids instead: there the values themselves ascend, and adding j leaves the
     vocabulary.
     """
     import torch
@@ -159,27 +166,29 @@ def map_is_a_map(subject: Subject) -> Iterator[Problem]:
     steps = ids[1:] > ids[:-1]
     if int(ids.min()) < 0 or int(ids.max()) >= vocab:
         ascending = bool((offsets[1:] > offsets[:-1]).all()) and int(offsets.max()) < vocab
-        guess = "; the values themselves ascend: they look like ids, where offsets are expected" if ascending else ""
+        guess = "; the values themselves ascend, so they look like ids rather than offsets" if ascending else ""
         yield Problem(location, f"maps to {int(ids.min())}..{int(ids.max())}, outside the target's {vocab} ids{guess}")
     elif not bool(steps.all()):
-        yield Problem(location, f"{int((~steps).sum())} ids do not ascend")
+        yield Problem(location, f"ids that do not ascend: {int((~steps).sum())}")
     else:
         mask = _load(subject, TARGET_TO_DRAFT)
         marked = mask.bool().nonzero().flatten() if mask is not None and mask.dim() == 1 else None
         if marked is not None and not torch.equal(marked, ids):
-            yield Problem(location, "names other ids than t2d marks", effect="the head's rows belong to other tokens")
+            yield Problem(
+                location, "maps to other ids than t2d marks", effect="rows of the draft's head belong to other tokens"
+            )
 
 
 @check(
     "M07",
     level="weights",
-    effect="right only if the vocabulary was cut like that",
-    fix=FIX_REEXPORT,
+    effect="the map is right only if the vocabulary was cut to its first ids",
+    fix=FIX_REEXPORT_WEIGHTS,
     source="vLLM 0.33.0 qwen3_dflash.py fills a missing map with zeros",
     outcome="drops",
 )
 def map_is_not_empty(subject: Subject) -> Iterator[Problem]:
-    """A reduced vocabulary is not simply the first ids."""
+    """The id map of a reduced vocabulary holds offsets other than zero."""
     offsets, vocab = _offsets(subject), subject.body.get("vocab_size")
     if offsets is not None and len(offsets) and len(offsets) != vocab and not bool(offsets.any()):
         yield Problem(f"{WEIGHTS}:{DRAFT_TO_TARGET}", f"all zeros: the head is mapped to the first {len(offsets)} ids")
@@ -190,11 +199,11 @@ def map_is_not_empty(subject: Subject) -> Iterator[Problem]:
     "info",
     level="weights",
     effect="a row of the head is spent on a token that is never wanted",
-    fix=FIX_REEXPORT,
+    fix="leave the mask token out when you export again, then check it: dflash validate {draft} --level weights",
     source="speculators 0.9.0 train/vocab_mapping.py",
 )
 def mask_is_not_proposed(subject: Subject) -> Iterator[Problem]:
-    """The mask token is not among the ids the draft can propose."""
+    """The reduced vocabulary leaves out the mask token."""
     mask_id, offsets = subject.stated("mask_token_id"), _offsets(subject)
     if is_int(mask_id) and offsets is not None and mask_id in _ids(offsets):
         yield Problem(f"{WEIGHTS}:{DRAFT_TO_TARGET}", f"the draft can propose its mask token {mask_id}")
@@ -205,11 +214,11 @@ def mask_is_not_proposed(subject: Subject) -> Iterator[Problem]:
     "warning",
     level="weights",
     effect="the end of a text is never drafted",
-    fix=FIX_REEXPORT,
+    fix="export again with the stop tokens, then check it: dflash validate {draft} --target {target} --level weights",
     source="speculators 0.9.0 train/vocab_mapping.py keeps frequent tokens only",
 )
 def stop_tokens_can_be_drafted(subject: Subject) -> Iterator[Problem]:
-    """The target's stop tokens are in the reduced vocabulary."""
+    """The reduced vocabulary contains the target's stop tokens."""
     offsets = _offsets(subject)
     if subject.target is None or offsets is None:
         return
@@ -223,12 +232,15 @@ def stop_tokens_can_be_drafted(subject: Subject) -> Iterator[Problem]:
     "M10",
     "warning",
     level="weights",
-    effect="trained for another target, or a head that was trained on",
-    fix=FIX_OTHER_TARGET,
+    effect="the draft was trained for another target, or its head was trained further",
+    fix=(
+        "check the draft against the target it was trained for: dflash validate {draft} --target ORG/REPO --level "
+        "weights"
+    ),
     source="speculators keeps head and embedding frozen from 0.5 to 0.9; sgl-project/SpecForge#800",
 )
 def copies_are_the_targets(subject: Subject) -> Iterator[Problem]:
-    """Head and embedding hold the target's rows."""
+    """The draft's copies of head and embedding equal the target's rows."""
     target, checkpoint = subject.target_source, subject.checkpoint
     if target is None or subject.parsed is None or checkpoint is None or not _has_weights(target):
         return
@@ -243,19 +255,19 @@ def copies_are_the_targets(subject: Subject) -> Iterator[Problem]:
     "M11",
     level="weights",
     effect="two rows of the head compete for one token, and another token has none",
-    fix=FIX_REEXPORT,
+    fix=FIX_REEXPORT_WEIGHTS,
     source="vLLM 0.33.0 qwen3_dflash.py scatters logits by the map",
     outcome="drops",
 )
 def map_names_each_id_once(subject: Subject) -> Iterator[Problem]:
-    """No two ids of the draft mean the same target id."""
+    """Every id of the draft maps to a target id of its own."""
     offsets = _offsets(subject)
     if offsets is None:
         return
     ids = _ids(offsets)
     repeats = len(ids) - len(set(ids))
     if repeats:
-        yield Problem(f"{WEIGHTS}:{DRAFT_TO_TARGET}", f"{repeats} target ids are named more than once")
+        yield Problem(f"{WEIGHTS}:{DRAFT_TO_TARGET}", f"repeated target ids: {repeats}")
 
 
 def _has_weights(target: TargetSource) -> bool:

@@ -105,9 +105,9 @@ class TestCommand:
         assert shlex.split(copy) == ["fix:", "dflash", "validate", str(draft), "--fix-out", "it's a draft-fixed"]
         draft = support.make_speculators(tmp_path / "spec")
         target = support.make_target(tmp_path / "my target")
-        assert "--to native --target TARGET" in support.invoke("validate", draft, "-e", "sglang").out
+        assert "--to sglang --target TARGET" in support.invoke("validate", draft, "-e", "sglang").out
         given = support.invoke("validate", draft, "-e", "sglang", "--target", target).out
-        assert f"dflash convert {draft} spec-fixed --to native --target '{target}'" in given
+        assert f"dflash convert {draft} spec-fixed --to sglang --target '{target}'" in given
 
     def test_prompts_belong_to_the_run_level(self) -> None:
         assert support.invoke("validate", "tiny", "--prompts", "x.jsonl").code == 2

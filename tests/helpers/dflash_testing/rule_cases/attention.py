@@ -5,14 +5,14 @@ from dflash_testing.rule_cases.base import MIXED, SLIDING, SPEC, YARN, Case, bod
 CASES = [
     Case(rule="C15", message="3 entries for 2 layers", config=top(layer_types=["full_attention"] * 3)),
     Case(rule="C15", message="'linear_attention'", config=top(layer_types=["full_attention", "linear_attention"])),
-    Case(rule="C16", message="false beside sliding layers", shape=SLIDING, config=top(use_sliding_window=False)),
-    Case(rule="C16", message="missing beside", shape=SLIDING, config=without("use_sliding_window")),
+    Case(rule="C16", message="false, expected true", shape=SLIDING, config=top(use_sliding_window=False)),
+    Case(rule="C16", message="missing, expected true", shape=SLIDING, config=without("use_sliding_window")),
     Case(rule="C16", message="found None", shape=SLIDING, config=top(sliding_window=None)),
     Case(
         rule="C17", message="true", severity="warning",
         config=nested(use_swa=True, swa_window_size=16, causal=False),
     ),
-    Case(rule="C18", message="false but dflash_config.causal is true", config=nested(causal=True)),
+    Case(rule="C18", message="false, but dflash_config.causal is true", config=nested(causal=True)),
     Case(rule="C18", message="contradicts", dialect=SPEC, config=body(is_causal=True)),
     Case(rule="C19", message="missing", severity="warning", shape=SLIDING, config=without("is_causal")),
     Case(
@@ -41,7 +41,7 @@ CASES = [
     Case(rule="C24", message="missing for rope type yarn", config=top(rope_scaling=YARN)),
     Case(rule="C26", message="0.25", severity="warning", config=top(partial_rotary_factor=0.25)),
     Case(rule="C27", message="found 'gelu'", config=top(hidden_act="gelu")),
-    Case(rule="C38", message="no multiple of 3", config=top(num_key_value_heads=3)),
+    Case(rule="C38", message="not a multiple of 3", config=top(num_key_value_heads=3)),
     Case(
         rule="C39", message="gpt_oss", severity="warning",
         config=lambda config: (config.pop("layer_types"), config.update(model_type="gpt_oss")),
@@ -54,11 +54,11 @@ CASES = [
     Case(rule="C40", message="found 'spiral'", config=top(rope_scaling={"rope_type": "spiral", "factor": 2.0})),
     Case(rule="C41", message="interleaved", config=top(is_neox_style=False)),
     Case(
-        rule="C42", message="missing, while use_sliding_window", severity="warning",
+        rule="C42", message="missing, although use_sliding_window", severity="warning",
         config=both(without("layer_types"), top(use_sliding_window=True, sliding_window=16)),
     ),
     Case(
-        rule="C46", message="4096, max_position_embeddings is 128", severity="warning",
+        rule="C46", message="found 4096, expected at most max_position_embeddings 128", severity="warning",
         config=top(rope_scaling={**YARN, "original_max_position_embeddings": 4096}),
     ),
     Case(

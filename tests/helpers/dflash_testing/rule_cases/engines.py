@@ -7,27 +7,27 @@ from dflash_testing.rule_cases.base import MIXED, SLIDING, SPEC, Case, add, both
 
 CASES = [
     Case(rule="S09", message="speculators dialect", dialect=SPEC, engines="sglang"),
-    Case(rule="S10", message="12 of 32", dialect=SPEC, shape=support.REDUCED, engines="sglang"),
+    Case(rule="S10", message="12 of the target's 32 ids", dialect=SPEC, shape=support.REDUCED, engines="sglang"),
 
-    Case(rule="S01", message="does not say dflash", severity="info", engines="vllm", name="draft"),
-    Case(rule="S01", message="says eagle", severity="info", engines="vllm", name="eagle3-vs-dflash"),
-    Case(rule="S02", message="which drafts 3; 4 are asked for", engines="vllm", k=4),
-    Case(rule="S02", message="which drafts 3; 2 are asked for", severity="warning", engines="vllm", k=2),
+    Case(rule="S01", message="does not contain dflash", severity="info", engines="vllm", name="draft"),
+    Case(rule="S01", message="contains eagle", severity="info", engines="vllm", name="eagle3-vs-dflash"),
+    Case(rule="S02", message="which drafts 3, but 4 are asked for", engines="vllm", k=4),
+    Case(rule="S02", message="which drafts 3, but 2 are asked for", severity="warning", engines="vllm", k=2),
     Case(rule="S03", message="both sliding and full", severity="warning", engines="vllm", shape=MIXED),
-    Case(rule="S04", message="asserts against", engines="vllm", tensors=add("layers.0.mask_hidden", 16)),
+    Case(rule="S04", message="vLLM asserts", engines="vllm", tensors=add("layers.0.mask_hidden", 16)),
     Case(rule="S05", message="0.2", engines="vllm", config=nested(output_multiplier=0.2)),
     Case(
-        rule="S07", message="vllm 0.24 serves 0 of 2 layers causally, the draft has 2", engines="vllm@0.24",
+        rule="S07", message="vllm 0.24 serves 0 of 2 layers causally, the config states 2", engines="vllm@0.24",
         config=top(is_causal=True),
     ),
     Case(
         rule="S07", message="vllm 0.24 serves 0 of 2", engines="vllm@0.24", dialect=SPEC, shape=SLIDING,
         config=top(sliding_window_non_causal=False),
     ),
-    Case(rule="S08", message="4; 2 drafts make a block of 3", severity="warning", engines="sglang", k=2),
+    Case(rule="S08", message="4, but 2 drafted tokens make a block of 3", severity="warning", engines="sglang", k=2),
     Case(rule="S11", message="true", engines="sglang", config=nested(use_swa=True, swa_window_size=16)),
     Case(
-        rule="S11", message="true, and no is_causal", engines="sglang",
+        rule="S11", message="true, but there is no top-level is_causal", engines="sglang",
         config=both(without("is_causal"), nested(causal=True)),
     ),
     Case(
@@ -39,7 +39,7 @@ CASES = [
     Case(rule="S14", message="speculators dialect", engines="transformers", dialect=SPEC),
     Case(rule="S14", message="speculators dialect", engines="llama.cpp", dialect=SPEC),
     Case(rule="S15", message="true", engines="llama.cpp", shape=replace(support.SMALL, bias=True)),
-    Case(rule="S17", message="12 of 32", engines="transformers", dialect=SPEC, shape=support.REDUCED),
+    Case(rule="S17", message="12 of the target's 32 ids", engines="transformers", dialect=SPEC, shape=support.REDUCED),
     Case(rule="S21", message="3", engines="sglang", config=nested(input_embedding_scale=3.0)),
     Case(
         rule="S22", message="quantised KV cache", severity="warning", engines="vllm",
@@ -50,11 +50,11 @@ CASES = [
         target=top(quantization_config={"quant_method": "fp8"}),
     ),
     Case(
-        rule="S24", message="0 of 2 layers are served causally, the draft has 2", engines="transformers",
+        rule="S24", message="0 of 2 layers are served causally, the config states 2", engines="transformers",
         config=both(without("is_causal"), nested(causal=True)),
     ),
     Case(
-        rule="S25", message="1 of 2 layers are causal, served: 0", engines="llama.cpp", shape=MIXED,
+        rule="S25", message="1 of 2 layers are causal, but llama.cpp serves 0", engines="llama.cpp", shape=MIXED,
         config=without("is_causal"),
     ),
     Case(

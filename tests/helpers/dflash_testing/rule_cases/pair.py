@@ -36,7 +36,7 @@ CASES = [
         files={"tokenizer_config.json": {"added_tokens_decoder": {"2": {"content": "<eos>"}}}},
         target_files={"tokenizer_config.json": {"added_tokens_decoder": {"2": {"content": "<end>"}}}},
     ),
-    Case(rule="P10", message="with a gemma3 target", severity="warning", target=top(model_type="gemma3")),
+    Case(rule="P10", message="this is a gemma3 target", severity="warning", target=top(model_type="gemma3")),
     Case(
         rule="P11", message="packed weights (U8)", severity="warning", target=nothing,
         target_tensors=add("lm_head.weight", 32, 8, dtype=np.uint8),
@@ -44,7 +44,7 @@ CASES = [
     Case(
         rule="P12", message="published: block 16", severity="info", target=nothing, target_name="Qwen/Qwen3-4B",
     ),
-    Case(rule="P13", message="2: layers are run", severity="warning", target=top(num_loops=2)),
+    Case(rule="P13", message="2: the target runs its layers", severity="warning", target=top(num_loops=2)),
     Case(rule="P14", message="float16", severity="warning", target=top(dtype="float16")),
     Case(
         rule="P15", message="[40, 16], the target's vocab_size is 32", target=nothing,

@@ -9,9 +9,9 @@ CASES = [
     Case(rule="N02", message="unexpected: left over", tensors=add("optimizer.state", 2)),
     Case(rule="N02", message="a copy", severity="warning", tensors=add("lm_head.weight", 32, 16)),
     Case(rule="N03", message="start with 'model.'", tensors=rename("layers.", "model.layers.")),
-    Case(rule="N04", message="[16, 48], expected [16, 32] = 2 taps x 16", tensors=add("fc.weight", 16, 48)),
+    Case(rule="N04", message="[16, 48], expected [16, 32] = 2 tapped layers x 16", tensors=add("fc.weight", 16, 48)),
     Case(rule="N04", message="[9], expected [8]", tensors=add("layers.0.self_attn.q_norm.weight", 9)),
-    Case(rule="N06", message="has the layers [0, 1, 2]", tensors=add("layers.2.input_layernorm.weight", 16)),
+    Case(rule="N06", message="found the layers [0, 1, 2]", tensors=add("layers.2.input_layernorm.weight", 16)),
     Case(rule="N07", message="attention_bias is not true", tensors=add("layers.0.self_attn.q_proj.bias", 32)),
     Case(rule="N01", message="o_proj.bias", config=top(attention_bias=True)),
     Case(rule="N09", message="mixed", severity="warning", tensors=add("norm.weight", 16, dtype=np.float64)),
@@ -25,8 +25,8 @@ CASES = [
         rule="N11", message="quantised", severity="warning", config=top(quantization_config={"quant_method": "fp4"}),
     ),
 
-    Case(rule="N05", message="expected 2 taps x the target's 24 = 48", target=top(hidden_size=24)),
-    Case(rule="N08", message="1 fused projections", tensors=add("layers.0.self_attn.qkv_proj.weight", 64, 16)),
+    Case(rule="N05", message="expected 2 tapped layers x the target's 24 = 48", target=top(hidden_size=24)),
+    Case(rule="N08", message="fused projections: 1", tensors=add("layers.0.self_attn.qkv_proj.weight", 64, 16)),
     Case(rule="N12", message="names model-00002-of-00002.safetensors", spoil=sharded(nothing, drop=True)),
     Case(
         rule="N12", message="expected a file beside the index",
@@ -40,14 +40,14 @@ CASES = [
     Case(rule="N16", message="truncated", spoil=cut("model.safetensors", 4000)),
     Case(rule="N16", message="not a safetensors file", spoil=cut("model.safetensors", 3)),
     Case(
-        rule="N20", message="7, the tensors take", severity="warning",
+        rule="N20", message="found 7, but the tensors take", severity="warning",
         spoil=sharded(lambda index: index.update(metadata={"total_size": 7})),
     ),
     Case(
         rule="N21", message="not one of the files", severity="warning",
         spoil=lambda path: (path / "old.safetensors").write_bytes((path / "model.safetensors").read_bytes()),
     ),
-    Case(rule="N22", message="has no element", tensors=add("norm.weight", 0)),
+    Case(rule="N22", message="has no elements", tensors=add("norm.weight", 0)),
     Case(rule="S16", message="a GGUF file", severity="warning", files={"draft.gguf": ""}),
     Case(rule="S20", message="left over from training", severity="warning", files={"optimizer.pt": ""}),
 ]  # fmt: skip

@@ -6,12 +6,12 @@ from dflash_testing import checkpoints as support
 from dflash_testing.rule_cases.base import SPEC, Case, add, edit, top, without
 
 CASES = [
-    Case(rule="M01", message="missing, with draft_vocab_size 12 of 32", dialect=SPEC, config=top(draft_vocab_size=12)),
+    Case(rule="M01", message="missing, although draft_vocab_size is 12", dialect=SPEC, config=top(draft_vocab_size=12)),
     Case(
-        rule="M01", message="missing beside d2t", severity="warning", dialect=SPEC, shape=support.REDUCED,
+        rule="M01", message="missing, although d2t is there", severity="warning", dialect=SPEC, shape=support.REDUCED,
         tensors=without("t2d"),
     ),
-    Case(rule="M01", message="33 is more than", dialect=SPEC, config=top(draft_vocab_size=33)),
+    Case(rule="M01", message="found 33, expected at most", dialect=SPEC, config=top(draft_vocab_size=33)),
     Case(
         rule="M02", message="whole vocabulary of 32", dialect=SPEC, engines="vllm",
         tensors=add("d2t", 32, dtype=np.int64),

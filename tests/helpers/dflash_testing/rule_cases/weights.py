@@ -9,7 +9,7 @@ from dflash_testing.rule_cases.base import SPEC, Case, add, edit, nothing, top
 
 CASES = [
     Case(
-        rule="N13", message="1 values are NaN", level="weights",
+        rule="N13", message="NaN or infinite values: 1", level="weights",
         tensors=edit("norm.weight", lambda item: np.where(np.arange(16) == 3, np.nan, item).astype(np.float32)),
     ),
     Case(rule="N13", message="every value is zero", level="weights", tensors=add("norm.weight", 16)),
@@ -18,7 +18,7 @@ CASES = [
         tensors=edit("fc.weight", lambda item: item * (np.arange(32) < 16).astype(np.float32)),
     ),
     Case(
-        rule="M05", message="selects 11 ids", dialect=SPEC, shape=support.REDUCED, level="weights",
+        rule="M05", message="marks 11 ids", dialect=SPEC, shape=support.REDUCED, level="weights",
         tensors=edit("t2d", lambda item: item & (np.arange(32) != 0)),
     ),
     Case(
@@ -63,7 +63,7 @@ CASES = [
         shape=replace(support.REDUCED, mask=30),
     ),
     Case(
-        rule="M11", message="1 target ids are named more than once", level="weights", dialect=SPEC,
+        rule="M11", message="repeated target ids: 1", level="weights", dialect=SPEC,
         shape=support.REDUCED, tensors=edit("d2t", lambda item: item - (np.arange(12) == 1)),
     ),
 ]  # fmt: skip
