@@ -1,4 +1,4 @@
-"""Triton's interpreter, made bearable: it lists every member of `triton.language` at every call of a device function."""
+"""Triton's interpreter, made bearable: it lists all of `triton.language` at every call of a device function."""
 
 import inspect
 from functools import cache
