@@ -4,8 +4,11 @@ Rich is imported only where something is drawn, so that short commands start at 
 """
 
 import json
+import os
 import sys
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -13,6 +16,26 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 SCHEMA_VERSION = 1
+
+_is_quiet = False
+_verbosity = -1  # not set yet
+
+
+def configure(*, quiet: bool | None = None, verbosity: int | None = None) -> None:
+    """Set how much is said; None leaves a setting as it is.
+
+    `quiet` lets only results, warnings and errors through. A `verbosity` of 1 logs what our packages do, 2 everything.
+    """
+    global _is_quiet, _verbosity
+    _is_quiet = _is_quiet if quiet is None else quiet
+    if verbosity is not None and verbosity != _verbosity:
+        _verbosity = verbosity
+        _log_to_stderr(verbosity)
+
+
+def is_quiet() -> bool:
+    """Whether only results, warnings and errors are said."""
+    return _is_quiet
 
 
 def result(text: str, *, end: str = "\n") -> None:
@@ -28,7 +51,8 @@ def result_json(document: dict[str, Any]) -> None:
 
 def note(text: str) -> None:
     """Something worth knowing."""
-    _say("note", "cyan", text)
+    if not _is_quiet:
+        _say("note", "cyan", text)
 
 
 def warn(text: str) -> None:
@@ -45,6 +69,12 @@ def error(text: str, hint: str | None = None) -> None:
 
 def status(text: str) -> None:
     """A line about the run itself, unmarked."""
+    if not _is_quiet:
+        error_text(text)
+
+
+def error_text(text: str) -> None:
+    """Text on stderr, as it is."""
     sys.stderr.write(text + "\n")
     sys.stderr.flush()
 
@@ -62,6 +92,16 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str |
     for row in rows:
         drawn.add_row(*(Text(cell) for cell in row))
     _rich_stdout().print(drawn)
+
+
+def is_terminal() -> bool:
+    """Whether results are read on a terminal."""
+    return sys.stdout.isatty()
+
+
+def dim(text: str) -> str:
+    """Text that stands back, on a terminal that takes colours."""
+    return f"\x1b[2m{text}\x1b[0m" if is_terminal() and not os.environ.get("NO_COLOR") else text
 
 
 def spans(parts: Iterable[tuple[str, str]]) -> None:
@@ -88,8 +128,109 @@ def progress(*, transient: bool = True) -> "Progress":
         TimeRemainingColumn(),
         console=console,
         transient=transient,
-        disable=not console.is_terminal,
+        disable=_is_quiet or not console.is_terminal,
     )
+
+
+@contextmanager
+def working(text: str) -> Iterator[None]:
+    """A turning sign with the seconds gone, while something of unknown length is done; nothing but on a terminal."""
+    if _is_quiet or not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = SpinnerColumn(), TextColumn(text, markup=False), TimeElapsedColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as display:
+        display.add_task(text)
+        yield
+
+
+class Meter:
+    """How far a run is: `12/64 prompts  3.41 [3.2, 3.6]  0:12 left`, on stderr.
+
+    A bar on a terminal; elsewhere a plain line now and then, so that a log shows a sign of life and stays short.
+    """
+
+    SECONDS = 10.0
+    SHARE = 0.1
+
+    def __init__(self, total: int, unit: str, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._total = total
+        self._unit = unit
+        self._clock = clock
+        self._started = clock()
+        self._said_at, self._said_done = self._started, 0
+        self._num_before = 0
+        self._is_terminal = sys.stderr.isatty()
+        self._display: Progress | None = None
+
+    def __enter__(self) -> "Meter":
+        if self._is_terminal and not _is_quiet:
+            from rich.console import Console
+            from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+            columns = BarColumn(bar_width=16), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
+            self._display = Progress(*columns, console=Console(stderr=True), transient=True)
+            self._display.start()
+            self._display.add_task(self.line(0, ""), total=self._total)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._display is not None:
+            self._display.stop()
+
+    def resume(self, num_done: int) -> None:
+        """Take so much as done before this run, which its speed is not judged by."""
+        self._num_before = self._said_done = num_done
+
+    def update(self, num_done: int, estimate: str = "") -> None:
+        """Show how much is done, and the estimate so far."""
+        if self._display is not None:
+            (task,) = self._display.task_ids
+            self._display.update(task, completed=num_done, description=self.line(num_done, estimate))
+        elif not self._is_terminal and self._is_due(num_done):
+            self._said_at, self._said_done = self._clock(), num_done
+            status(self.line(num_done, estimate))
+
+    def line(self, num_done: int, estimate: str) -> str:
+        """`12/64 prompts  3.41 [3.2, 3.6]  0:12 left`."""
+        parts = [f"{num_done}/{self._total} {self._unit}", estimate]
+        if self._num_before < num_done < self._total:
+            rate = (num_done - self._num_before) / max(self._clock() - self._started, 1e-9)
+            left = (self._total - num_done) / rate
+            parts.append(f"{_duration(left)} left")
+        return "  ".join(part for part in parts if part)
+
+    def _is_due(self, num_done: int) -> bool:
+        """Whether both some seconds and some of the work have gone by since the last line."""
+        return self._clock() - self._said_at >= self.SECONDS and num_done - self._said_done >= self.SHARE * self._total
+
+
+def _duration(seconds: float) -> str:
+    """`0:12`, `1:02:03`."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
+
+
+def _log_to_stderr(verbosity: int) -> None:
+    """Let our packages log: not at all, what they do, or everything.
+
+    What a user should know is said by the commands, so a library's warnings are not repeated here.
+    """
+    import logging
+
+    for name in ("dflash_cli", "dflash_runtime"):
+        logger = logging.getLogger(name)
+        logger.handlers = [logging.NullHandler()]
+        if verbosity:
+            handler = logging.StreamHandler()
+            handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+            handler.addFilter(lambda record: record.levelno < logging.WARNING)
+            logger.addHandler(handler)
+            logger.setLevel(logging.INFO if verbosity == 1 else logging.DEBUG)
 
 
 def _rich_stdout() -> "Console":
@@ -107,7 +248,7 @@ def _say(label: str, colour: str, text: str) -> None:
         line = Text(f"{label}: ", style=f"bold {colour}")
         Console(stderr=True, soft_wrap=True, highlight=False).print(line + Text(text))
     else:
-        status(f"{label}: {text}")
+        error_text(f"{label}: {text}")
 
 
 def _is_numeric(cell: str) -> bool:

@@ -1,35 +1,128 @@
-"""The Typer app: one line a command, and the one place that turns errors into messages."""
+"""The command table, the Typer app over it, and the one place that turns errors into messages."""
 
+import difflib
 import errno
-import logging
 import os
+import re
 import sys
-from typing import Annotated
+from dataclasses import replace
+from typing import Annotated, Any
 
 import typer
 
 from dflash_cli import __version__, console
-from dflash_cli.commands import convert, env, eval_acceptance, explain, generate, inspect, validate
-from dflash_cli.commands import serve_command as launch
-from dflash_runtime.errors import CapacityError, DFlashError
+from dflash_cli.command_line.lazy_group import Entry, LazyGroup
+from dflash_runtime.errors import CapacityError, DFlashError, UnsupportedError, UsageError
+
+RUN = "Run a pair"
+CHECK = "Look at a draft"
+DEPLOY = "Convert and serve"
+ABOUT = "About"
+
+SERVE_COMMAND = Entry(
+    function="dflash_cli.commands.serve_command:serve_command",
+    section=DEPLOY,
+    summary="Print the command that serves a pair in an engine.",
+    examples=("dflash serve-command org/draft --target org/model --engine vllm",),
+    draft="draft",
+)
+COMMANDS = {
+    "generate": Entry(
+        function="dflash_cli.commands.generate:generate",
+        section=RUN,
+        summary="Complete prompts with a pair.",
+        examples=(
+            'dflash generate "def fibonacci(n):" -n 64',
+            "dflash generate -d org/draft -t org/model --chat -p prompts.jsonl -o out.jsonl",
+        ),
+    ),
+    "eval-acceptance": Entry(
+        function="dflash_cli.commands.eval_acceptance:eval_acceptance",
+        section=RUN,
+        summary="Measure how many tokens a pair commits a step.",
+        examples=(
+            "dflash eval-acceptance tiny --num-prompts 12",
+            "dflash eval-acceptance org/draft -p prompts.jsonl --chat --rows answers.jsonl",
+        ),
+        docs="docs/vocabulary.md",
+        draft="draft",
+    ),
+    "diagnose": Entry(
+        function="dflash_cli.commands.diagnose:diagnose",
+        section=CHECK,
+        summary="Find out why a draft accepts little.",
+        examples=("dflash diagnose org/draft --target org/model",),
+        docs="docs/checks.md",
+        draft="draft",
+    ),
+    "validate": Entry(
+        function="dflash_cli.commands.validate:validate",
+        section=CHECK,
+        summary="Check a draft, alone or with its target.",
+        examples=(
+            "dflash validate org/draft --target org/model --engine vllm,sglang",
+            "dflash validate org/draft --target org/model --level run",
+        ),
+        docs="docs/checks.md",
+        draft="draft",
+    ),
+    "inspect": Entry(
+        function="dflash_cli.commands.inspect:inspect",
+        section=CHECK,
+        summary="Describe a draft or a target, or compare two.",
+        examples=("dflash inspect org/draft", "dflash inspect ./checkpoint-1000 ./checkpoint-2000"),
+        docs="docs/formats.md",
+        draft="reference",
+    ),
+    "explain": Entry(
+        function="dflash_cli.commands.explain:explain",
+        section=CHECK,
+        summary="Explain a rule of validate.",
+        examples=("dflash explain C20",),
+        docs="docs/checks.md",
+    ),
+    "convert": Entry(
+        function="dflash_cli.commands.convert:convert",
+        section=DEPLOY,
+        summary="Write a draft in another dialect.",
+        examples=(
+            "dflash convert tiny ./draft-speculators --to speculators --verifier org/model",
+            "dflash convert org/draft ./draft-vllm --to vllm --target org/model --dry-run",
+        ),
+        docs="docs/formats.md",
+        draft="source",
+    ),
+    "serve-command": SERVE_COMMAND,
+    "launch": replace(SERVE_COMMAND, is_hidden=True),
+    "env": Entry(
+        function="dflash_cli.commands.env:env",
+        section=ABOUT,
+        summary="Show versions, GPUs and settings.",
+        examples=("dflash env --json",),
+    ),
+}
+
+
+class DFlashGroup(LazyGroup):
+    """The commands of dflash."""
+
+    table = COMMANDS
+    examples = (
+        'dflash generate "def fibonacci(n):"     run the bundled pair',
+        "dflash eval-acceptance org/draft        measure a draft with the target that it names",
+        "dflash COMMAND --help                   options and examples of one command",
+    )
+    docs = "docs/"
+
 
 app = typer.Typer(
     name="dflash",
+    cls=DFlashGroup,
     help="Convert, validate, run and measure DFlash speculative decoding drafts.",
-    no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-app.command("generate", short_help="Complete prompts with a pair.")(generate.generate)
-app.command("eval-acceptance", short_help="Measure how many tokens a step it gives.")(eval_acceptance.eval_acceptance)
-app.command("validate", short_help="Check a draft, alone or with its target.")(validate.validate)
-app.command("inspect", short_help="Describe a draft or a target, or compare two.")(inspect.inspect)
-app.command("explain", short_help="Explain a validation rule.")(explain.explain)
-app.command("launch", short_help="Print the command that serves a pair.")(launch.launch)
-app.command("env", short_help="Show versions, GPUs and settings.")(env.env)
-app.command("convert", short_help="Write a draft in another dialect.")(convert.convert)
 
 
 def _print_version(is_asked: bool) -> None:
@@ -40,41 +133,73 @@ def _print_version(is_asked: bool) -> None:
 
 @app.callback()
 def root(
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing but results, warnings and errors.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log to stderr what is done.")] = False,
+    debug: Annotated[bool, typer.Option("-vv", help="Log every detail.")] = False,
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
     """Convert, validate, run and measure DFlash speculative decoding drafts."""
+    console.configure(quiet=quiet, verbosity=2 if debug else int(verbose))
+
+
+INTERRUPTED = 130
+RUNS_MODELS = ("torch", "transformers", "numpy", "tokenizers")
+INSTALL = "pip install 'dflash-cli[gpu]', or on a machine without a GPU: pip install torch transformers"
+TYPER_USAGE_ERROR: Any = typer.BadParameter.__base__
+"""Typer exports one of its usage errors; this is what all of them are."""
 
 
 def main() -> None:
     """Run the command line; every foreseen error becomes one line and its documented exit code."""
-    # What a library logs is for programs; what a user should know, commands say through the console.
-    logging.getLogger("dflash_runtime").addHandler(logging.NullHandler())
     try:
-        app()
-    except DFlashError as error:
-        _stop(error)
+        code = app(standalone_mode=False)
+        if code == INTERRUPTED:  # which Typer makes of KeyboardInterrupt
+            raise KeyboardInterrupt
+        sys.exit(code)
     except KeyboardInterrupt:
         console.error("interrupted")
-        sys.exit(130)
+        sys.exit(INTERRUPTED)
     except BrokenPipeError:
         # The reader of stdout has gone, which is how `| head` ends; Python would complain while closing stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+    except Exception as error:
+        foreseen = _foreseen(error)
+        if foreseen is None:
             raise
-        _stop(CapacityError(f"{error.filename or 'output'}: no space left on the device"))
-    except RuntimeError as error:
-        if type(error).__name__ != "OutOfMemoryError":
-            raise
-        _stop(CapacityError(str(error).splitlines()[0], hint="lower --max-num-requests or --max-model-len"))
+        console.error(foreseen.message, foreseen.hint)
+        sys.exit(foreseen.exit_code)
 
 
-def _stop(error: DFlashError) -> None:
-    console.error(error.message, error.hint)
-    sys.exit(error.exit_code)
+def _foreseen(error: Exception) -> DFlashError | None:
+    """An error that is reported as one line, in its documented form; None for a bug, which shows its traceback."""
+    if isinstance(error, DFlashError):
+        return error
+    if isinstance(error, TYPER_USAGE_ERROR):
+        return _usage_error(error)
+    if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] in RUNS_MODELS:
+        return UnsupportedError(f"this command runs models, for which {error.name} is not installed", hint=INSTALL)
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return CapacityError(f"{error.filename or 'output'}: no space left on the device")
+    if isinstance(error, RuntimeError) and type(error).__name__ == "OutOfMemoryError":
+        return CapacityError(str(error).splitlines()[0], hint="lower --max-num-requests or --max-model-len")
+    return None
+
+
+def _usage_error(error: Any) -> UsageError:
+    """What Typer says about wrong use, on one line and in our words where it has a form of its own."""
+    hint = f"{error.ctx.command_path} --help lists the options" if error.ctx is not None else None
+    if hasattr(error, "possibilities"):
+        close = difflib.get_close_matches(error.option_name, error.possibilities or (), n=1)
+        guess = f"; did you mean {close[0]}?" if close else ""
+        return UsageError(f"no option {error.option_name}{guess}", hint=hint)
+    if hasattr(error, "option_name"):
+        return UsageError(f"{error.option_name}: expected a value after it", hint=hint)
+    text = " ".join(error.format_message().split()).rstrip(".")
+    surplus = re.fullmatch(r"Got unexpected extra arguments?(?:\(s\))? \((.*)\)", text)
+    return UsageError(f"not expected here: {surplus[1]}" if surplus else text[:1].lower() + text[1:], hint=hint)
 
 
 if __name__ == "__main__":

@@ -1,30 +1,39 @@
 """Options that several commands share, written once: single ones as annotations, sets of them as groups.
 
-A command takes a group as one parameter; `flatten` shows Typer the group's fields in its place.
+A command takes a group as one parameter; `command_line` shows the group's fields in its place.
 """
 
-import functools
-import inspect
-from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import Annotated, Any, Literal, get_type_hints
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
 import typer
 
+from dflash_cli.command_line.parameters import DRAFTING, ENGINE, ESSENTIALS, OUTPUT, SAMPLING
 from dflash_runtime.config import EngineConfig
 from dflash_runtime.errors import UsageError
 from dflash_runtime.scheduling.request import SamplingParams
 
-DraftArg = Annotated[str, typer.Argument(metavar="DRAFT", help="Draft: a directory, org/repo[@rev], or tiny.")]
+DRAFT_HELP = "Draft: a directory, org/repo[@revision], tiny or tiny:reduced."
+
+DraftArg = Annotated[str, typer.Argument(metavar="DRAFT", help=DRAFT_HELP)]
+OptionalDraftArg = Annotated[str | None, typer.Argument(metavar="DRAFT", help=f"{DRAFT_HELP} Default: tiny.")]
 DraftOption = Annotated[
     str | None,
-    typer.Option("--draft", "-d", metavar="REF", help="Draft: a directory, org/repo[@rev], tiny or tiny:reduced."),
+    typer.Option("--draft", "-d", metavar="DRAFT", help=f"{DRAFT_HELP} Default: tiny.", rich_help_panel=ESSENTIALS),
 ]
 TargetOption = Annotated[
     str | None,
-    typer.Option("--target", "-t", metavar="REF", help="Target: a directory, org/repo[@rev], or tiny."),
+    typer.Option(
+        "--target",
+        "-t",
+        metavar="TARGET",
+        help="Target: a directory, org/repo[@revision], or tiny. Default: the one that the draft names.",
+        rich_help_panel=ESSENTIALS,
+    ),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
+JsonOption = Annotated[
+    bool, typer.Option("--json", help="Print one JSON document instead of text.", rich_help_panel=OUTPUT)
+]
 PromptsOption = Annotated[
     str | None,
     typer.Option(
@@ -32,34 +41,105 @@ PromptsOption = Annotated[
         "-p",
         metavar="FILE",
         help="JSON Lines with prompt, messages, turns or prompt_token_ids; - reads stdin.",
+        rich_help_panel=ESSENTIALS,
     ),
 ]
 CausalityOption = Annotated[
     Literal["causal", "non-causal", "layer-types"] | None,
-    typer.Option(help="Read the draft's blocks so, whatever its config says.", show_default=False),
+    typer.Option(
+        "--causality",
+        help="How the positions of a block attend to each other, whatever the draft's config says.",
+        show_default=False,
+        rich_help_panel=DRAFTING,
+    ),
 ]
-MaxNewTokensOption = Annotated[int, typer.Option("--max-new-tokens", "-n", min=1, help="Tokens to generate a prompt.")]
-ChatOption = Annotated[bool, typer.Option("--chat/--raw", help="Send prompts through the target's chat template.")]
+MaxNewTokensOption = Annotated[
+    int,
+    typer.Option(
+        "--max-new-tokens", "-n", min=1, metavar="N", help="Tokens to generate a prompt.", rich_help_panel=ESSENTIALS
+    ),
+]
+ChatOption = Annotated[
+    bool,
+    typer.Option(
+        "--chat/--raw",
+        help="Put each prompt into the target's chat template, or complete it as it is (for base models).",
+        rich_help_panel=ESSENTIALS,
+    ),
+]
 TemplateOption = Annotated[
     str | None,
-    typer.Option("--chat-template-kwargs", metavar="JSON", help='For the template, e.g. {"enable_thinking": false}.'),
+    typer.Option(
+        "--chat-template-kwargs",
+        metavar="JSON",
+        help='Settings of the chat template, such as {"enable_thinking": false}.',
+        rich_help_panel=SAMPLING,
+    ),
 ]
+ThreadsOption = Annotated[
+    int | None,
+    typer.Option(
+        "--threads",
+        min=1,
+        metavar="N",
+        help="CPU threads. Default: 1 for a small pair, else the cores that this process may use.",
+        rich_help_panel=ENGINE,
+    ),
+]
+ForceOption = Annotated[bool, typer.Option("--force", help="Replace files that exist.", rich_help_panel=OUTPUT)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingOptions:
     """How tokens are chosen."""
 
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0
-    top_k: Annotated[int, typer.Option(min=0, help="Sample from the k most likely tokens; 0 is all.")] = 0
-    top_p: Annotated[float, typer.Option(help="Sample from the most likely tokens that reach p.")] = 1.0
-    seed: Annotated[int, typer.Option(help="Seed of all sampling.")] = 0
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past stop tokens.")] = False
+    temperature: Annotated[
+        float, typer.Option("--temperature", min=0.0, metavar="X", help="0 is greedy.", rich_help_panel=SAMPLING)
+    ] = 0.0
+    top_k: Annotated[
+        int,
+        typer.Option(
+            "--top-k",
+            min=0,
+            metavar="N",
+            help="Sample from the N most likely tokens; 0 is all.",
+            rich_help_panel=SAMPLING,
+        ),
+    ] = 0
+    top_p: Annotated[
+        float,
+        typer.Option(
+            "--top-p",
+            metavar="X",
+            help="Sample from the most likely tokens whose probabilities reach X.",
+            rich_help_panel=SAMPLING,
+        ),
+    ] = 1.0
+    seed: Annotated[
+        int, typer.Option("--seed", metavar="N", help="Seed of all sampling.", rich_help_panel=SAMPLING)
+    ] = 0
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Go on past stop tokens.", rich_help_panel=SAMPLING)
+    ] = False
     stop_token_id: Annotated[
-        list[int] | None, typer.Option(metavar="ID", help="A further id that ends a text; repeatable.")
+        list[int] | None,
+        typer.Option(
+            "--stop-token-id",
+            metavar="ID",
+            help="A further id that ends a text; may be repeated.",
+            rich_help_panel=SAMPLING,
+        ),
     ] = None
     verify_width: Annotated[
-        int | None, typer.Option(min=1, metavar="ROWS", help="Verify only so many rows of a block, anchor included.")
+        int | None,
+        typer.Option(
+            "--verify-width",
+            min=1,
+            metavar="N",
+            help="Verify only the first N positions of a block, of which the last committed token is the first. The "
+            "draft still sees its whole block. Default: all of it, K + 1.",
+            rich_help_panel=DRAFTING,
+        ),
     ] = None
 
     def params(self, max_new_tokens: int) -> SamplingParams:
@@ -87,35 +167,93 @@ class EngineOptions:
             "-k",
             min=0,
             metavar="K",
-            help="Tokens to draft a step; the draft sees K + 1 rows. Default: the trained block less its anchor. "
-            "0 decodes plainly.",
+            help="Tokens to draft a step. A block is the last committed token and K drafted ones, so the most is the "
+            "draft's block size less one, which is the default. 0 runs the target without a draft.",
+            rich_help_panel=DRAFTING,
         ),
     ] = None
     draft_sampling: Annotated[
         Literal["greedy", "probabilistic"],
-        typer.Option(help="Draft the most likely tokens, or draw them and verify with their real distribution."),
+        typer.Option(
+            "--draft-sampling",
+            help="Draft the most likely tokens, or sample them and verify with the probabilities they were drawn with.",
+            rich_help_panel=DRAFTING,
+        ),
     ] = "greedy"
+    device: Annotated[
+        str, typer.Option("--device", metavar="DEVICE", help="auto, cpu, cuda or cuda:N.", rich_help_panel=ENGINE)
+    ] = "auto"
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float64"],
-        typer.Option(help="Arithmetic; auto is bfloat16 on a GPU and float32 on the CPU."),
+        typer.Option(
+            "--dtype", help="Arithmetic; auto is bfloat16 on a GPU and float32 on the CPU.", rich_help_panel=ENGINE
+        ),
     ] = "auto"
-    device: Annotated[str, typer.Option(metavar="DEVICE", help="auto, cpu, cuda or cuda:N.")] = "auto"
     kernels: Annotated[
-        Literal["auto", "triton", "reference"], typer.Option(help="auto is triton on a GPU and reference on the CPU.")
+        Literal["auto", "triton", "reference"],
+        typer.Option("--kernels", help="auto is triton on a GPU and reference on the CPU.", rich_help_panel=ENGINE),
     ] = "auto"
-    max_num_requests: Annotated[int, typer.Option(min=1, help="Requests in a step at most.")] = 16
+    max_num_requests: Annotated[
+        int,
+        typer.Option(
+            "--max-num-requests",
+            "--max-num-seqs",
+            min=1,
+            metavar="N",
+            help="Requests that run together at most.",
+            rich_help_panel=ENGINE,
+        ),
+    ] = 16
     max_model_len: Annotated[
-        int | None, typer.Option(min=2, help="Prompt and output at most. Default: the pair's own limit.")
+        int | None,
+        typer.Option(
+            "--max-model-len",
+            min=2,
+            metavar="N",
+            help="Tokens of prompt and answer at most. Default: what the pair allows.",
+            rich_help_panel=ENGINE,
+        ),
     ] = None
-    max_batched_tokens: Annotated[int, typer.Option(min=1, help="Prompt tokens a step prefills at most.")] = 2048
-    page_size: Annotated[int, typer.Option(min=1, help="Tokens a KV page.")] = 16
+    max_batched_tokens: Annotated[
+        int,
+        typer.Option(
+            "--max-batched-tokens",
+            "--max-num-batched-tokens",
+            min=1,
+            metavar="N",
+            help="Prompt tokens that one step reads at most.",
+            rich_help_panel=ENGINE,
+        ),
+    ] = 2048
+    page_size: Annotated[
+        int, typer.Option("--page-size", min=1, metavar="N", help="Tokens a page of KV.", rich_help_panel=ENGINE)
+    ] = 16
     kv_memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Memory for KV, such as 512M or 20G. Default: what is free.")
+        str | None,
+        typer.Option(
+            "--kv-memory",
+            metavar="SIZE",
+            help="Memory for KV, such as 512M or 20G, in units of 1,024. Default: what is free.",
+            rich_help_panel=ENGINE,
+        ),
     ] = None
-    gpu_memory_utilization: Annotated[float, typer.Option(help="Share of the GPU's memory to use.")] = 0.9
-    prefix_cache: Annotated[bool, typer.Option(help="Reuse KV of prompts that begin alike.")] = True
+    gpu_memory_utilization: Annotated[
+        float,
+        typer.Option(
+            "--gpu-memory-utilization", metavar="X", help="Share of the GPU's memory to use.", rich_help_panel=ENGINE
+        ),
+    ] = 0.9
+    prefix_cache: Annotated[
+        bool,
+        typer.Option(
+            "--prefix-cache/--no-prefix-cache", help="Reuse the KV of prompts that begin alike.", rich_help_panel=ENGINE
+        ),
+    ] = True
     scheduling: Annotated[
-        Literal["async", "sync"], typer.Option(help="Queue steps ahead of their results, or wait for each.")
+        Literal["async", "sync"],
+        typer.Option(
+            "--scheduling", help="Queue steps ahead of their results, or wait for each.", rich_help_panel=ENGINE
+        ),
     ] = "async"
 
     def config(self) -> EngineConfig:
@@ -137,40 +275,8 @@ class EngineOptions:
         )
 
 
-GROUPS = (SamplingOptions, EngineOptions)
-
-
-def flatten(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace each parameter that is a group by the group's fields, for Typer; the command still gets the group."""
-    hints = get_type_hints(command, include_extras=True)
-    parameters: list[inspect.Parameter] = []
-    members: dict[str, tuple[type[Any], list[str]]] = {}
-    for parameter in inspect.signature(command).parameters.values():
-        kind = hints[parameter.name]
-        if kind not in GROUPS:
-            parameters.append(parameter.replace(annotation=kind, kind=inspect.Parameter.KEYWORD_ONLY))
-            continue
-        members[parameter.name] = (kind, [item.name for item in fields(kind)])
-        inner = get_type_hints(kind, include_extras=True)
-        parameters += [
-            inspect.Parameter(
-                item.name, inspect.Parameter.KEYWORD_ONLY, default=item.default, annotation=inner[item.name]
-            )
-            for item in fields(kind)
-        ]
-
-    @functools.wraps(command)
-    def run(**arguments: Any) -> None:
-        groups = {name: kind(**{key: arguments.pop(key) for key in keys}) for name, (kind, keys) in members.items()}
-        command(**arguments, **groups)
-
-    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    return run
-
-
 def parse_size(text: str, option: str) -> int:
-    """Bytes of `512M`, `20G`, `1.5GiB` or a plain number; units are powers of 1024.
+    """Bytes of `512M`, `20GB`, `1.5GiB` or a plain number of bytes; every unit is a power of 1,024.
 
     Raises:
         UsageError: anything else.
@@ -182,5 +288,5 @@ def parse_size(text: str, option: str) -> int:
     except ValueError:
         size = 0.0
     if not 1 <= size < 2**63:
-        raise UsageError(f"{option} {text!r}, expected a size such as 512M or 20G")
+        raise UsageError(f"{option} {text!r}, expected a size such as 512M or 20G, in units of 1,024")
     return int(size)

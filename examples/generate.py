@@ -7,7 +7,7 @@ python examples/generate.py DRAFT TARGET         directories of your own; the ta
 import sys
 
 from dflash_cli.checkpoints.opening import open_draft, open_target
-from dflash_cli.checkpoints.references import Role, resolve
+from dflash_cli.checkpoints.references import Role, fetch_directory
 from dflash_cli.generation.tokenizer import StreamDecoder, Tokenizer
 from dflash_runtime.llm import LLM
 from dflash_runtime.metrics import count_acceptance
@@ -17,12 +17,12 @@ from dflash_runtime.scheduling.request import SamplingParams
 def main() -> None:
     """Complete one prompt and say how well the draft did."""
     draft_name, target_name = sys.argv[1:3] if len(sys.argv) > 2 else ("tiny", "tiny")
-    target = open_target(resolve(target_name, Role.TARGET))
-    draft = open_draft(resolve(draft_name, Role.DRAFT))
+    target = open_target(fetch_directory(target_name, Role.TARGET))
+    draft = open_draft(fetch_directory(draft_name, Role.DRAFT))
     tokenizer = Tokenizer(target.checkpoint.path)
     prompt = tokenizer.encode("import os\n\n\ndef read_lines(path):\n")
     decoder = StreamDecoder(tokenizer)
-    with LLM(target, draft.source) as llm:
+    with LLM(target, draft) as llm:
         for delta in llm.stream([prompt], SamplingParams(max_new_tokens=64)):
             print(decoder.push(delta.token_ids), end="", flush=True)
             if delta.output is not None:

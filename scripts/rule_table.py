@@ -27,22 +27,22 @@ RUN_TESTS = {
 
 HEAD = """# Checks
 
-The rules of `dflash validate`, one decorated function each in `dflash_cli/validation/rules/` and `dflash_cli/engines/`. `dflash explain ID` prints what a
-rule is about, its effect, fix and source. This page is printed by `python scripts/rule_table.py`, and a test holds it to
-the code.
+The rules of `dflash validate`, one decorated function each in `dflash_cli/validation/rules/` and `dflash_cli/engines/`.
+`dflash explain ID` prints what a rule is about, its effect, fix and source. This page is printed by
+`python scripts/rule_table.py`, and a test holds it to the code.
 
 A rule's severity may be milder for a milder form of its fault. A rule with engines is an error only where `--engine`
 names one of them; those among S and P say nothing otherwise. Known engines:
 {engines}.
 
-The last column says by how many cases of `test_rule_fires` in `tests/cli/validation/test_rules.py` a rule is made to fire, or
-names its test in `tests/cli/validation/test_readings.py`. That every rule is silent on sound drafts is held by
+The last column says by how many cases of `test_rule_fires` in `tests/cli/validation/test_rules.py` a rule is made to
+fire, or names its test in `tests/cli/validation/test_readings.py`. That every rule is silent on sound drafts is held by
 `test_silent_on_sound_drafts`, `test_silent_on_the_bundled_drafts` and `test_sound_drafts_pass`.
 
 Levels: {levels}. {total} rules.
 
-| id | severity | level | engines | what must hold | test |
-|---|---|---|---|---|---|
+| id | severity | level | engines | what must hold | file | test |
+|---|---|---|---|---|---|---|
 """
 
 
@@ -62,7 +62,9 @@ def _row(rule: Rule) -> str:
     num_cases = sum(case.rule == rule.id for case in CASES)
     test = f"`{RUN_TESTS[rule.id]}`" if rule.id in RUN_TESTS else f"{num_cases} cases" if num_cases > 1 else "1 case"
     engines = ", ".join(rule.engines)
-    return f"| {rule.id} | {rule.severity} | {rule.level} | {engines} | {rule.title.rstrip('.')} | {test} |\n"
+    file = rule.module.replace(".", "/") + ".py"
+    cells = (rule.id, rule.severity, rule.level, engines, rule.title.rstrip("."), f"`{file}`", test)
+    return f"| {' | '.join(cells)} |\n"
 
 
 if __name__ == "__main__":

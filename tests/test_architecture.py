@@ -75,6 +75,7 @@ def modules_after(arguments: list[str]) -> set[str]:
         ["--help"],
         ["--version"],
         ["generate", "--help"],
+        ["convert", "--help"],
         ["inspect", "tiny"],
         ["inspect", "tiny", "tiny:reduced"],
         ["validate", "tiny", "--target", "tiny"],

@@ -1,18 +1,17 @@
-"""Describe a checkpoint in canonical terms, or the differences between two. Reads JSON and headers, never torch."""
+"""Describe a checkpoint in canonical terms. Reads JSON and headers, never torch."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dflash_cli.checkpoints.opening import open_draft, open_target
+from dflash_cli.checkpoints.opening import open_target, read_draft
 from dflash_cli.checkpoints.references import open_checkpoint
-from dflash_cli.conversion.verify import same_bytes
-from dflash_cli.formats.dialect import detect
+from dflash_cli.formats.dialect import Detection, find_dialect, unknown_format
 from dflash_runtime.checkpoint.files import Checkpoint, TensorInfo
 from dflash_runtime.config import DraftConfig, TargetConfig
-from dflash_runtime.errors import CheckpointError, UnknownFormat
+from dflash_runtime.errors import CheckpointError
 
 if TYPE_CHECKING:
     from dflash_cli.checkpoints.references import Location
@@ -36,6 +35,11 @@ class Description:
     notes: tuple[str, ...] = ()
 
     @property
+    def kind(self) -> str:
+        """`draft` or `target`."""
+        return "draft" if isinstance(self.config, DraftConfig) else "target"
+
+    @property
     def num_parameters(self) -> int:
         return sum(self.checkpoint.tensors[name].num_elements for name in self.owned)
 
@@ -48,13 +52,13 @@ class Description:
         """Element type -> number of tensors, the most frequent first."""
         return dict(Counter(info.dtype for info in self.checkpoint.tensors.values()).most_common())
 
-    def document(self, *, with_tensors: bool = False) -> Json:
+    def to_json(self, *, with_tensors: bool = False) -> Json:
         """As JSON."""
         config = _derived(self.config) | asdict(self.config)
         tensors = {"tensors": [_tensor(info) for info in self.checkpoint.tensors.values()]} if with_tensors else {}
         return {
             "path": str(self.path),
-            "kind": "draft" if isinstance(self.config, DraftConfig) else "target",
+            "kind": self.kind,
             "dialect": self.dialect,
             "evidence": self.evidence,
             "config": config,
@@ -69,23 +73,6 @@ class Description:
         }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
-    """What differs between two checkpoints. Values come in pairs, the first checkpoint's first."""
-
-    fields: dict[str, tuple[Any, Any]]
-    carried: dict[str, tuple[Any, Any]]
-    only_first: tuple[str, ...]
-    only_second: tuple[str, ...]
-    reshaped: dict[str, tuple[str, str]]
-    rewritten: tuple[str, ...]
-    num_equal: int
-
-    @property
-    def is_empty(self) -> bool:
-        return not any((self.fields, self.carried, self.only_first, self.only_second, self.reshaped, self.rewritten))
-
-
 def describe(location: "Location") -> Description:
     """Read a draft, or a target where it is no draft; a repository on the hub by its headers.
 
@@ -93,46 +80,8 @@ def describe(location: "Location") -> Description:
         CheckpointNotFound, CheckpointError, UnsupportedError: see `errors`.
     """
     checkpoint = open_checkpoint(location)
-    try:
-        detect(checkpoint)
-    except UnknownFormat:
-        return _describe_target(checkpoint)
-    draft = open_draft(checkpoint)
-    plan = draft.plan()
-    return Description(
-        path=checkpoint.path,
-        config=draft.config,
-        checkpoint=draft.checkpoint,
-        owned=plan.load,
-        borrowed=plan.skip,
-        dialect=draft.detection.format.name,
-        title=draft.detection.format.title,
-        evidence=draft.detection.evidence,
-        carried=draft.reading.carried,
-        notes=draft.reading.notes,
-    )
-
-
-def compare(first: Description, second: Description) -> Difference:
-    """Canonical fields, carried keys and tensors that differ; tensors of one shape are compared byte for byte."""
-    ours, theirs = first.checkpoint.tensors, second.checkpoint.tensors
-    shared = [name for name in ours if name in theirs]
-    reshaped = {
-        name: (_shape(ours[name]), _shape(theirs[name]))
-        for name in shared
-        if _shape(ours[name]) != _shape(theirs[name])
-    }
-    same_shape = [name for name in shared if name not in reshaped]
-    rewritten = tuple(name for name in same_shape if not same_bytes(ours[name], theirs[name]))
-    return Difference(
-        fields=_pairs(asdict(first.config), asdict(second.config)),
-        carried=_pairs(first.carried, second.carried),
-        only_first=tuple(name for name in ours if name not in theirs),
-        only_second=tuple(name for name in theirs if name not in ours),
-        reshaped=reshaped,
-        rewritten=rewritten,
-        num_equal=len(same_shape) - len(rewritten),
-    )
+    detection = find_dialect(checkpoint.config, frozenset(checkpoint.tensors))
+    return _describe_target(checkpoint) if detection is None else _describe_draft(checkpoint, detection)
 
 
 def describe_layers(config: DraftConfig) -> str:
@@ -152,13 +101,29 @@ def describe_layers(config: DraftConfig) -> str:
     return "; ".join(f"{_range(first, last)}: {kind}" for first, last, kind in runs)
 
 
+def _describe_draft(checkpoint: Checkpoint, detection: Detection) -> Description:
+    draft = read_draft(checkpoint, detection)
+    selection = draft.select_tensors()
+    return Description(
+        path=checkpoint.path,
+        config=draft.config,
+        checkpoint=draft.checkpoint,
+        owned=selection.load,
+        borrowed=selection.skip,
+        dialect=detection.format.name,
+        title=detection.format.title,
+        evidence=detection.evidence,
+        carried=draft.parsed.carried,
+        notes=draft.parsed.notes,
+    )
+
+
 def _describe_target(checkpoint: Checkpoint) -> Description:
     """A target; where the config is no target either, the reason why it is no draft is the better message."""
     try:
         target = open_target(checkpoint)
-    except CheckpointError:
-        detect(checkpoint)
-        raise
+    except CheckpointError as error:
+        raise unknown_format(checkpoint.config, checkpoint.config_path) from error
     return Description(
         path=checkpoint.path, config=target.config, checkpoint=target.checkpoint, owned=tuple(target.checkpoint.tensors)
     )
@@ -176,15 +141,6 @@ def _tensor(info: TensorInfo) -> Json:
         "num_bytes": info.num_bytes,
         "file": info.file.name,
     }
-
-
-def _pairs(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    names: Iterator[str] = iter(dict.fromkeys([*first, *second]))
-    return {name: (first.get(name), second.get(name)) for name in names if first.get(name) != second.get(name)}
-
-
-def _shape(info: TensorInfo) -> str:
-    return f"{info.dtype} {list(info.shape)}"
 
 
 def _range(first: int, last: int) -> str:

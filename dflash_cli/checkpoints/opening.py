@@ -4,14 +4,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from dflash_cli.formats.dialect import Detection, Reading, detect
-from dflash_runtime.checkpoint.canonical_names import CanonicalCheckpoint, find_quantization
+from dflash_cli.formats.dialect import Detection, Format, ParsedConfig, detect
+from dflash_runtime.checkpoint.canonical_names import CanonicalCheckpoint, find_quantization, refuse_packed
 from dflash_runtime.checkpoint.files import Checkpoint
 from dflash_runtime.checkpoint.hf_config import read_target_config
-from dflash_runtime.checkpoint.layout import NOT_OWNED, TensorPlan, plan_tensors
+from dflash_runtime.checkpoint.layout import NOT_OWNED, TensorSelection, owned_shapes, select_tensors
 from dflash_runtime.checkpoint.pair import DraftSource, TargetSource
 from dflash_runtime.config import DraftConfig
-from dflash_runtime.errors import UnsupportedError, located
+from dflash_runtime.errors import UnsupportedError, naming_file
 
 Causality = Literal["causal", "non-causal", "layer-types"]
 """How a draft's blocks attend, whatever its config says; `layer-types`: sliding layers causal, full layers not."""
@@ -26,38 +26,50 @@ class DraftCheckpoint:
 
     checkpoint: Checkpoint
     detection: Detection
-    reading: Reading
+    parsed: ParsedConfig
     quantization: str | None = None
 
     @property
     def config(self) -> DraftConfig:
-        return self.reading.config
+        return self.parsed.config
+
+    @property
+    def format(self) -> Format:
+        """The dialect it is written in."""
+        return self.detection.format
 
     @property
     def source(self) -> DraftSource:
         """What the runtime takes.
 
         Raises:
-            UnsupportedError: the weights are packed.
+            UnsupportedError: see `check_runnable`.
         """
-        if self.quantization is not None:
-            raise UnsupportedError(
-                f"{self.checkpoint.path}: quantised weights ({self.quantization}), which this runtime does not run",
-                hint="dflash convert copies them as they are; run the draft in the engine they were packed for",
-            )
+        self.check_runnable()
         return DraftSource(self.config, self.checkpoint)
 
-    def plan(self) -> TensorPlan:
-        """Which tensors to load and which to skip; raises `TensorMismatch` naming everything that is wrong.
+    def check_runnable(self) -> None:
+        """Refuse what the runtime cannot load.
+
+        Raises:
+            UnsupportedError: the weights are packed.
+        """
+        refuse_packed(self.checkpoint.path, self.quantization)
+
+    def select_tensors(self) -> TensorSelection:
+        """Which tensors a reader loads and which it skips.
 
         Packed weights have names and shapes of their own, so nothing is expected of them.
+
+        Raises:
+            TensorMismatch: naming every missing, unexpected and misshapen tensor.
         """
         tensors = self.checkpoint.tensors
         if self.quantization is not None:
             owned = tuple(name for name in tensors if not NOT_OWNED.match(name))
-            return TensorPlan(load=owned, skip=tuple(name for name in tensors if NOT_OWNED.match(name)))
+            return TensorSelection(load=owned, skip=tuple(name for name in tensors if NOT_OWNED.match(name)))
         shapes = {name: info.shape for name, info in tensors.items()}
-        return plan_tensors(self.config, shapes, path=self.checkpoint.path)
+        return select_tensors(owned_shapes(self.config), shapes, path=self.checkpoint.path)
 
 
 def open_draft(path: str | Path | Checkpoint, *, causality: Causality | None = None) -> DraftCheckpoint:
@@ -67,19 +79,27 @@ def open_draft(path: str | Path | Checkpoint, *, causality: Causality | None = N
         CheckpointNotFound, CheckpointError, UnknownFormat: see `errors`.
     """
     stored = path if isinstance(path, Checkpoint) else Checkpoint(path)
-    detection = detect(stored)
-    with located(stored.config_path):
-        reading = detection.format.read_config(stored.config, stored.config_path)
+    return read_draft(stored, detect(stored), causality=causality)
+
+
+def read_draft(stored: Checkpoint, detection: Detection, *, causality: Causality | None = None) -> DraftCheckpoint:
+    """Read a draft whose dialect is known.
+
+    Raises:
+        CheckpointError, UnsupportedError: its config cannot be read in that dialect.
+    """
+    with naming_file(stored.config_path):
+        parsed = detection.format.read_config(stored.config, stored.config_path)
     if causality is not None:
-        reading = override_causality(reading, causality)
+        parsed = override_causality(parsed, causality)
     quantization = find_quantization(stored)
-    checkpoint = CanonicalCheckpoint(stored, None if quantization is not None else reading.config)
-    return DraftCheckpoint(checkpoint, detection, reading, quantization)
+    checkpoint = CanonicalCheckpoint(stored, None if quantization is not None else parsed.config)
+    return DraftCheckpoint(checkpoint, detection, parsed, quantization)
 
 
-def override_causality(reading: Reading, causality: Causality) -> Reading:
-    """The reading with another causality, whatever the config states."""
-    config = reading.config
+def override_causality(parsed: ParsedConfig, causality: Causality) -> ParsedConfig:
+    """The parsed config with another causality, whatever the file states."""
+    config = parsed.config
     causal = {
         "causal": (True,) * config.num_layers,
         "non-causal": (False,) * config.num_layers,
@@ -87,9 +107,9 @@ def override_causality(reading: Reading, causality: Causality) -> Reading:
     }[causality]
     note = f"attention is read as {causality}, by --causality"
     return replace(
-        reading,
+        parsed,
         config=replace(config, causal=causal),
-        notes=(*(item for item in reading.notes if "causality" not in item), note),
+        notes=(*(item for item in parsed.notes if "causality" not in item), note),
         has_doubtful_causality=False,
     )
 
@@ -104,5 +124,5 @@ def open_target(path: str | Path | Checkpoint) -> TargetSource:
     checkpoint = path if isinstance(path, Checkpoint) else Checkpoint(path)
     if "speculators_model_type" in checkpoint.config or "dflash_config" in checkpoint.config:
         raise UnsupportedError(f"{checkpoint.path}: is a draft, expected a target")
-    with located(checkpoint.config_path):
+    with naming_file(checkpoint.config_path):
         return TargetSource(read_target_config(checkpoint.config, checkpoint.config_path), checkpoint)

@@ -1,6 +1,6 @@
 """Turn what a user typed into a directory: an existing path, `org/repo[@revision]`, or the bundled pair.
 
-tiny            the bundled target, or the bundled draft, as the place asks for
+tiny            the bundled target, or the bundled draft, as its role asks for
 tiny:reduced    the bundled draft with a reduced output vocabulary
 """
 
@@ -28,8 +28,8 @@ Location: TypeAlias = "Path | RemoteRepo"
 """Where a checkpoint is: a directory, or a repository on the hub that was listed."""
 
 HEADER_FILES = ["*.json", "*.jinja", "*.txt", "*.model"]
-COMPANION_FILES = ["LICENSE*", "NOTICE*", "README*", "*.tiktoken"]
-WEIGHT_FILES = [*HEADER_FILES, *COMPANION_FILES, "*.safetensors", "mask_embedding.pt"]
+SIDE_FILES = ["LICENSE*", "NOTICE*", "README*", "*.tiktoken"]
+WEIGHT_FILES = [*HEADER_FILES, *SIDE_FILES, "*.safetensors", "mask_embedding.pt"]
 
 
 class Role(StrEnum):
@@ -39,8 +39,8 @@ class Role(StrEnum):
     TARGET = "target"
 
 
-def resolve(reference: str, role: Role) -> Path:
-    """The directory a reference names, downloading from the hub where it is not local.
+def fetch_directory(reference: str, role: Role) -> Path:
+    """The directory a reference names, downloaded from the hub where it is not local.
 
     Raises:
         CheckpointNotFound: nothing of that name, or the hub says no.
@@ -60,26 +60,27 @@ def resolve(reference: str, role: Role) -> Path:
     return _download(reference)
 
 
-def locate(reference: str, role: Role) -> "Location":
-    """As `resolve`, for what reads only headers: a repository on the hub is listed, not downloaded.
+def find_checkpoint(reference: str, role: Role, *, needs_weights: bool = False) -> "Location":
+    """Where the checkpoint of a reference is.
 
-    Where the hub cannot be reached, what the local cache has is taken.
+    A repository on the hub is downloaded where its weights are needed, and otherwise only listed: its headers are read
+    from the hub. Where the hub cannot be reached, what the local cache has is taken.
 
     Raises:
-        CheckpointNotFound, UsageError: as `resolve`.
+        CheckpointNotFound, UsageError: as `fetch_directory`.
     """
-    if not is_hub_id(reference):
-        return resolve(reference, role)
-    from dflash_cli.checkpoints.remote_headers import open_repo
+    if needs_weights or not is_hub_id(reference):
+        return fetch_directory(reference, role)
+    from dflash_cli.checkpoints.remote_headers import list_repo
 
     try:
-        return open_repo(reference)
+        return list_repo(reference)
     except HubUnreachable:
         return _download(reference, is_local=True)
 
 
 def open_checkpoint(location: "Location") -> Checkpoint:
-    """The checkpoint at a place, with its headers read when they are asked for.
+    """The checkpoint at a location, with its headers read when they are asked for.
 
     Raises:
         CheckpointNotFound, CheckpointError: see `Checkpoint`.

@@ -1,6 +1,6 @@
 """A checkpoint on the hub, read by its JSON and safetensors headers alone, a range of bytes at a time.
 
-One request lists the files and settles the revision to a commit; after that only `*.json` files that are asked for and
+One request lists the files and names the commit of the revision; after that only `*.json` files that are asked for and
 the headers of `*.safetensors` files are fetched. Weights are never downloaded here.
 """
 
@@ -179,8 +179,8 @@ class RemoteCheckpoint(Checkpoint):
         return {key: replace(info, file=self.path / name) for key, info in infos.items()}
 
 
-def open_repo(reference: str) -> RemoteRepo:
-    """List a repository, and settle `org/repo[@revision]` to a commit.
+def list_repo(reference: str) -> RemoteRepo:
+    """List the files of `org/repo[@revision]` at the commit that the revision names.
 
     Raises:
         CheckpointNotFound: gated, missing, a wrong revision, or nobody answers.

@@ -17,10 +17,10 @@ from dflash_runtime.checkpoint.files import DTYPE_BYTES, TensorInfo
 from dflash_runtime.errors import CheckpointError
 
 CHUNK_BYTES = 64 * 1024 * 1024
-"""What one call into the kernel moves, and so how often progress is told."""
+"""Bytes that one system call moves at most; `advance` is called after each."""
 
 BUFFER_BYTES = 8 * 1024 * 1024
-"""What is held in memory where bytes have to pass through this process."""
+"""Bytes held in memory where the system cannot move them from file to file by itself."""
 
 ALIGNMENT = 8
 PREFIX_BYTES = 8
@@ -138,7 +138,7 @@ def copy_bytes(source: int, out: int, extent: Extent, advance: Advance) -> None:
         try:
             moved = moves[0](source, out, position, min(CHUNK_BYTES, extent.end - position))
         except OSError as error:
-            if error.errno not in NOT_HERE or len(moves) == 1:
+            if error.errno not in UNSUPPORTED_MOVES or len(moves) == 1:
                 raise
             moves.pop(0)
             continue
@@ -179,10 +179,10 @@ MOVES: tuple[Move, ...] = (
 )
 """The ways to move bytes, the cheapest first; a file system that lacks one is served by the next."""
 
-NOT_HERE = frozenset(
+UNSUPPORTED_MOVES = frozenset(
     {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF, errno.ENOTSOCK}
 )
-"""What a system answers where it cannot move bytes in this way."""
+"""Error numbers with which a system says that it cannot move bytes in this way."""
 
 
 def _order(info: WrittenTensor) -> tuple[float, str, int]:

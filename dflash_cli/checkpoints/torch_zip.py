@@ -85,7 +85,7 @@ def read_torch_zip(file: Path) -> dict[str, Any]:
                 raise _refusal(file, "holds no dictionary")
             root = pickle.filename.removesuffix("data.pkl")
             return {
-                key: _place(item, key, archive, root, file) if isinstance(item, _Tensor) else item
+                key: _find_bytes(item, key, archive, root, file) if isinstance(item, _Tensor) else item
                 for key, item in value.items()
             }
     except (zipfile.BadZipFile, NotImplementedError, EOFError, struct.error) as error:
@@ -181,8 +181,8 @@ class _Machine:
         if function != _Global(*REBUILD):
             raise _refusal(self._file, "calls something that is no tensor")
         storage, offset, shape, stride = arguments[:4]
-        is_placed = isinstance(storage, _Storage) and isinstance(offset, int) and offset >= 0
-        if not is_placed or not _is_contiguous(shape, stride):
+        has_storage = isinstance(storage, _Storage) and isinstance(offset, int) and offset >= 0
+        if not has_storage or not _is_contiguous(shape, stride):
             raise _refusal(self._file, "holds a tensor that is not contiguous")
         self._stack.append(_Tensor(storage, offset, shape))
 
@@ -243,7 +243,7 @@ def _is_contiguous(shape: Any, stride: Any) -> bool:
     return True
 
 
-def _place(tensor: _Tensor, name: str, archive: zipfile.ZipFile, root: str, file: Path) -> TensorInfo:
+def _find_bytes(tensor: _Tensor, name: str, archive: zipfile.ZipFile, root: str, file: Path) -> TensorInfo:
     """Where a tensor's bytes lie in the file: behind the local header of its storage, which is stored as it is."""
     try:
         member = archive.getinfo(f"{root}data/{tensor.storage.key}")

@@ -1,35 +1,45 @@
-"""`dflash convert`: write a draft in the other dialect, with a manifest of what became of everything."""
+"""`dflash convert`: write a draft in another dialect, with a manifest of what became of everything."""
 
-import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from dflash_cli import console
-from dflash_cli.checkpoints.opening import Causality, open_target
-from dflash_cli.checkpoints.references import TINY, Role, is_bundled, resolve
-from dflash_cli.conversion.execute import (
-    Plan,
-    Verification,
-    Wish,
-    check_destination,
-    convert_draft,
-    describe,
-    plan_conversion,
-)
-from dflash_cli.conversion.write import Observe
-from dflash_cli.options import JsonOption, TargetOption
-from dflash_runtime.errors import UsageError
+from dflash_cli.conversion.request import ConversionRequest, Verification
+from dflash_cli.formats.dialect import get_writable, writable_formats
+from dflash_cli.options import CausalityOption, ForceOption, JsonOption, TargetOption, parse_size
+
+if TYPE_CHECKING:
+    from dflash_cli.conversion.changes import Change
+    from dflash_cli.conversion.plan import ConversionPlan
+    from dflash_cli.conversion.progress import Progress
+
+
+def _check_dialect(name: str) -> str:
+    get_writable(name)
+    return name
+
+
+def _complete_dialect(typed: str) -> list[tuple[str, str]]:
+    return [(item.name, item.title) for item in writable_formats() if item.name.startswith(typed)]
+
 
 SourceArg = Annotated[str, typer.Argument(metavar="SRC", help="Draft: a directory, org/repo[@rev], or tiny.")]
-DestinationArg = Annotated[Path, typer.Argument(metavar="DST", help="Directory to write; it must not exist.")]
+DestinationArg = Annotated[Path, typer.Argument(metavar="DST", help="Directory to write, in a folder that exists.")]
 ToOption = Annotated[
-    Literal["native", "speculators", "sglang", "vllm", "mlx"],
-    typer.Option("--to", help="Dialect to write, or the engine whose reading of the native one counts."),
+    str,
+    typer.Option(
+        "--to",
+        metavar="DIALECT",
+        help=f"Dialect to write: {', '.join(item.name for item in writable_formats())}. One that is named after an "
+        "engine is the native dialect with every field set so that this engine reads the draft as it was trained.",
+        callback=_check_dialect,
+        autocompletion=_complete_dialect,
+    ),
 ]
 VerifierOption = Annotated[
     str | None,
@@ -41,18 +51,17 @@ VerifyOption = Annotated[
 ]
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and write nothing.")]
 LossyOption = Annotated[bool, typer.Option("--allow-lossy", help="Leave out what the other dialect cannot state.")]
-CausalityOption = Annotated[
-    Causality | None,
-    typer.Option("--causality", help="How the draft's blocks attend, where its config is silent or wrong."),
-]
 TapsOption = Annotated[
     bool, typer.Option("--normalise-taps", help="Put taps in ascending order, once each, and fc.weight with them.")
 ]
 ShardOption = Annotated[
     str | None,
-    typer.Option("--max-shard-size", metavar="SIZE", help="Weights a file at most, such as 5GB. Default: as SRC."),
+    typer.Option(
+        "--max-shard-size",
+        metavar="SIZE",
+        help="Weights a file at most, such as 500M or 5G, in units of 1,024. Default: the files of SRC.",
+    ),
 ]
-ForceOption = Annotated[bool, typer.Option("--force", help="Replace a checkpoint at DST.")]
 
 
 def convert(
@@ -71,85 +80,77 @@ def convert(
     as_json: JsonOption = False,
 ) -> None:
     """Write a draft in another dialect, byte for byte, with a manifest of what became of everything."""
-    max_shard_bytes = None if max_shard_size is None else parse_size(max_shard_size)
-    check_destination(destination, Path(source), force=force)
+    from dflash_cli.checkpoints.opening import open_draft, open_target
+    from dflash_cli.checkpoints.references import TINY, Role, fetch_directory, is_bundled
+    from dflash_cli.conversion.execute import convert_draft
+    from dflash_cli.conversion.plan import plan_conversion
+    from dflash_cli.conversion.write import check_destination, protect_inputs
+
+    max_shard_bytes = None if max_shard_size is None else parse_size(max_shard_size, "--max-shard-size")
+    check_destination(destination, force=force)
     if target is None and is_bundled(source):
         target = TINY
-    wish = Wish(
+    request = ConversionRequest(
         to=to,
-        target=None if target is None else open_target(resolve(target, Role.TARGET)),
+        target=None if target is None else open_target(fetch_directory(target, Role.TARGET)),
         target_reference=target,
         verifier=verifier,
         allow_lossy=allow_lossy,
         normalise_taps=normalise_taps,
         max_shard_bytes=max_shard_bytes,
     )
-    plan = plan_conversion(resolve(source, Role.DRAFT), wish, causality=causality)
+    plan = plan_conversion(open_draft(fetch_directory(source, Role.DRAFT), causality=causality), request)
+    protect_inputs(destination, plan)
     for warning in plan.warnings:
         console.warn(warning)
     console.status(_summary(plan))
     if dry_run:
         _show_dry_run(plan, as_json=as_json)
         return
-    with _progress() as observe:
-        manifest = convert_draft(plan, destination, verification=verify, observe=observe)
+    with _bars() as progress:
+        manifest = convert_draft(plan, destination, verification=verify, progress=progress)
     if as_json:
         console.result_json({"destination": str(destination), **manifest})
     else:
         console.result(str(destination))
 
 
-def parse_size(text: str) -> int:
-    """Bytes from a number and a decimal or binary unit: 500MB, 5GB, 1.5GiB, 1000000.
-
-    Raises:
-        UsageError: it is no size.
-    """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B?", text.strip().upper())
-    size = 0
-    if found is not None:
-        number, unit, binary = found.groups()
-        size = int(float(number) * (1024 if binary else 1000) ** " KMGT".index(unit or " "))
-    if size < 1:
-        raise UsageError(f"{text!r} is no size", hint="such as 500MB, 5GB or 4GiB")
-    return size
-
-
-def _show_dry_run(plan: Plan, *, as_json: bool) -> None:
+def _show_dry_run(plan: "ConversionPlan", *, as_json: bool) -> None:
     if as_json:
-        console.result_json({"dry_run": True, **describe(plan)})
+        console.result_json({"dry_run": True, **plan.to_json()})
         return
-    for fate in (*plan.key_fates, *plan.tensor_fates, *plan.file_fates):
-        where = fate.source if fate.result in (None, fate.source) else f"{fate.source or '-'} -> {fate.result}"
-        console.result(f"{fate.fate:8} {where}{f'  ({fate.why})' if fate.why else ''}")
+    for change in (*plan.key_changes, *plan.tensor_changes, *plan.file_changes):
+        is_same = change.result in (None, change.source)
+        names = change.source if is_same else f"{change.source or '-'} -> {change.result}"
+        console.result(f"{change.kind:8} {names}{f'  ({change.why})' if change.why else ''}")
     for name, tensors in plan.files.items():
         console.result(f"{'writes':8} {name}  ({sum(tensor.num_bytes for tensor in tensors)} bytes of weights)")
 
 
-def _summary(plan: Plan) -> str:
-    keys, tensors = _counts(plan.key_fates), _counts(plan.tensor_fates)
+def _summary(plan: "ConversionPlan") -> str:
+    keys, tensors = _counts(plan.key_changes), _counts(plan.tensor_changes)
     return (
-        f"{plan.draft.detection.format.name} -> {plan.format.name}: tensors {tensors}; keys {keys}; "
+        f"{plan.draft.format.name} -> {plan.format.name}: tensors {tensors}; keys {keys}; "
         f"{plan.num_bytes / 1e6:.1f} MB of weights"
     )
 
 
-def _counts(fates: list[Any]) -> str:
-    counts = Counter(fate.fate for fate in fates)
-    return ", ".join(f"{count} {fate}" for fate, count in counts.items()) or "none"
+def _counts(changes: "Sequence[Change]") -> str:
+    counts = Counter(change.kind for change in changes)
+    return ", ".join(f"{count} {kind}" for kind, count in counts.items()) or "none"
 
 
 @contextmanager
-def _progress() -> Iterator[Observe]:
+def _bars() -> "Iterator[Progress]":
     """One bar a stage, in bytes."""
     with console.progress() as display:
         tasks: dict[str, Any] = {}
 
-        def observe(stage: str, count: int, total: int) -> None:
+        def advance(stage: str, count: int, total: int) -> None:
             if stage not in tasks:
                 tasks[stage] = display.add_task(stage, total=total, figures="")
             display.advance(tasks[stage], count)
             done = display.tasks[tasks[stage]].completed
             display.update(tasks[stage], figures=f"{done / 1e6:.0f} of {total / 1e6:.0f} MB")
 
-        yield observe
+        yield advance

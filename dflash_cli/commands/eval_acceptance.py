@@ -1,68 +1,113 @@
 """`dflash eval-acceptance`: how many tokens a step a pair gives, and how sure that is."""
 
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from dflash_cli import console
+from dflash_cli.command_line.parameters import ESSENTIALS, MEASURING, OUTPUT
 from dflash_cli.options import (
     CausalityOption,
     ChatOption,
-    DraftOption,
     EngineOptions,
+    ForceOption,
     JsonOption,
     MaxNewTokensOption,
+    OptionalDraftArg,
     PromptsOption,
     SamplingOptions,
     TargetOption,
     TemplateOption,
-    flatten,
+    ThreadsOption,
 )
 from dflash_runtime.errors import UsageError
 
 if TYPE_CHECKING:
     from dflash_cli.evaluation.acceptance_report import Evaluation
-    from dflash_cli.evaluation.measure import Plan
-    from dflash_cli.generation.loaded_pair import Session
+    from dflash_cli.evaluation.measure import EvaluationRequest
+    from dflash_cli.generation.loaded_pair import PairSession
 
+NumPromptsOption = Annotated[
+    int | None,
+    typer.Option("--num-prompts", min=1, metavar="N", help="Use the first N prompts.", rich_help_panel=ESSENTIALS),
+]
+MinAcceptanceOption = Annotated[
+    float | None,
+    typer.Option(
+        "--min-acceptance", metavar="X", help="Exit 3 when the acceptance length is below X.", rich_help_panel=MEASURING
+    ),
+]
 GateOption = Annotated[
     Literal["point", "lower"],
-    typer.Option("--gate", help="What --min-acceptance is held against: the length, or its lower bound."),
+    typer.Option(
+        "--gate",
+        help="What --min-acceptance is held against: the length, or the lower end of its interval.",
+        rich_help_panel=MEASURING,
+    ),
+]
+ConfidenceOption = Annotated[
+    float, typer.Option("--confidence", metavar="X", help="Level of the interval.", rich_help_panel=MEASURING)
+]
+BootstrapOption = Annotated[
+    int,
+    typer.Option(
+        "--bootstrap",
+        min=0,
+        metavar="N",
+        help="Resamples of the prompts from which the interval is taken; 0 leaves it out.",
+        rich_help_panel=MEASURING,
+    ),
+]
+RowsOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--rows",
+        metavar="FILE",
+        help="Keep each answer's tokens and steps as they come, as JSON Lines.",
+        rich_help_panel=ESSENTIALS,
+    ),
+]
+ResumeOption = Annotated[
+    bool,
+    typer.Option("--resume", help="Go on from --rows: ask only what is not in it yet.", rich_help_panel=ESSENTIALS),
+]
+AllOption = Annotated[
+    bool,
+    typer.Option("--all", help="Show the length by the definition of each other project too.", rich_help_panel=OUTPUT),
+]
+ReportOption = Annotated[
+    Path | None,
+    typer.Option("--report", metavar="FILE", help="Write a Markdown report.", rich_help_panel=MEASURING),
 ]
 
 
-@flatten
 def eval_acceptance(
-    sampling: SamplingOptions,
     engine: EngineOptions,
-    draft: DraftOption = None,
+    sampling: SamplingOptions,
+    draft: OptionalDraftArg = None,
     target: TargetOption = None,
-    causality: CausalityOption = None,
     prompts: PromptsOption = None,
-    num_prompts: Annotated[int | None, typer.Option("--num-prompts", min=1, help="Use the first so many rows.")] = None,
+    num_prompts: NumPromptsOption = None,
     max_new_tokens: MaxNewTokensOption = 128,
     chat: ChatOption = False,
-    chat_template_kwargs: TemplateOption = None,
-    confidence: Annotated[float, typer.Option("--confidence", help="Level of the interval.")] = 0.95,
-    bootstrap: Annotated[int, typer.Option("--bootstrap", min=0, help="Resamples of the prompts; 0 is none.")] = 10_000,
-    min_acceptance: Annotated[
-        float | None, typer.Option("--min-acceptance", metavar="X", help="Exit 3 when acceptance is below.")
-    ] = None,
+    rows_file: RowsOption = None,
+    resume: ResumeOption = False,
+    min_acceptance: MinAcceptanceOption = None,
     gate: GateOption = "point",
-    rows_file: Annotated[
-        Path | None, typer.Option("--rows", metavar="FILE", help="Keep each prompt's tokens and steps, as JSON Lines.")
-    ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Take prompts from --rows that were answered under the same settings.")
-    ] = False,
-    report: Annotated[Path | None, typer.Option("--report", metavar="FILE", help="Write a Markdown report.")] = None,
+    confidence: ConfidenceOption = 0.95,
+    bootstrap: BootstrapOption = 10_000,
+    report: ReportOption = None,
+    chat_template_kwargs: TemplateOption = None,
+    causality: CausalityOption = None,
+    threads: ThreadsOption = None,
+    show_all: AllOption = False,
+    force: ForceOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure acceptance on prompts: length with its interval, by position, by category, in every definition.
+    """Measure the acceptance length of a draft: the tokens that a step commits on average, and how sure that is.
 
-    Without --prompts the bundled held-out prompts are used: dflash eval-acceptance
+    Without --prompts the bundled prompts are used, 64 pieces of Python.
     """
     if not 0 < confidence < 1:
         raise UsageError(f"--confidence {confidence:g}, expected a number between 0 and 1")
@@ -72,13 +117,21 @@ def eval_acceptance(
         raise UsageError("--resume needs --rows FILE to resume from")
     params, config = sampling.params(max_new_tokens), engine.config()
     from dflash_cli.checkpoints.references import tiny_directory
+    from dflash_cli.generation.announcements import announce_loading, suggest_diagnosis
+    from dflash_cli.generation.atomic_file import check_output
     from dflash_cli.generation.prompts import gather_rows
 
+    if report is not None:
+        check_output(report, force=force)
+    if rows_file is not None:
+        hint = "pass --resume to go on from it, or --force to replace it"
+        check_output(rows_file, force=force or resume, hint=hint)
     rows = gather_rows([], prompts, default=tiny_directory() / "prompts.jsonl")[:num_prompts]
-    from dflash_cli.evaluation.measure import Plan, check_gate
+    announce_loading(draft, target, device=config.device)
+    from dflash_cli.evaluation.measure import EvaluationRequest, check_gate
     from dflash_cli.generation.loaded_pair import open_session
 
-    plan = Plan(
+    request = EvaluationRequest(
         rows=rows,
         params=params,
         chat=chat,
@@ -86,37 +139,41 @@ def eval_acceptance(
         num_resamples=bootstrap,
         journal=rows_file,
         resume=resume,
+        force=force,
     )
-    session = open_session(draft, target, config, causality=causality, template_options=chat_template_kwargs)
-    evaluation = _measure(session, plan)
+    session = open_session(
+        draft, target, config, causality=causality, template_options=chat_template_kwargs, threads=threads
+    )
+    evaluation = _measure(session, request)
     if report is not None:
         _write_report(evaluation, report)
     if as_json:
         console.result_json(evaluation.to_json())
     else:
-        _print(evaluation)
+        _print(evaluation, show_all=show_all)
+    suggest_diagnosis(evaluation.total.counts, session.references)
     if min_acceptance is not None:
         check_gate(evaluation, min_acceptance, use_lower_bound=gate == "lower")
 
 
-def _measure(session: "Session", plan: "Plan") -> "Evaluation":
+def _measure(session: "PairSession", request: "EvaluationRequest") -> "Evaluation":
     from dflash_cli.evaluation.measure import measure
+    from dflash_cli.evaluation.progress import AcceptanceProgress
     from dflash_cli.generation.answers import Tally
-    from dflash_cli.generation.outputs import ProgressSink
 
     tally = Tally(session.llm.num_draft_tokens)
-    with ExitStack() as stack:
-        progress = ProgressSink(tally, sum(row.num_turns for row in plan.rows), "measuring", stack)
-        evaluation = measure(session, plan, tally, progress)
+    with AcceptanceProgress(sum(row.num_turns for row in request.rows)) as progress:
+        evaluation = measure(session, request, tally=tally, progress=progress)
     console.status(tally.figures(evaluation.seconds))
     return evaluation
 
 
-def _print(evaluation: "Evaluation") -> None:
-    from dflash_cli.evaluation.acceptance_report import headline, tables
+def _print(evaluation: "Evaluation", *, show_all: bool) -> None:
+    from dflash_cli.evaluation.acceptance_report import headline, legend, tables
 
     console.result(headline(evaluation))
-    for title, (columns, rows) in tables(evaluation).items():
+    console.result(legend(evaluation))
+    for title, (columns, rows) in tables(evaluation, with_definitions=show_all).items():
         console.result("")
         console.table(columns, rows, title=title)
 

@@ -2,34 +2,52 @@
 
 import difflib
 import textwrap
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from dflash_cli import console
+from dflash_cli.engines.serving_engine import known_engines, parse_engines
 from dflash_cli.options import JsonOption
-from dflash_cli.validation.rule import Rule, all_rules
+from dflash_cli.validation.rule import GENERIC_WORDS, Rule, Severity, all_rules, fill
 from dflash_runtime.errors import UsageError
 
 WIDTH = 78
 RuleArg = Annotated[str | None, typer.Argument(metavar="[ID]", help="A rule, such as C20. Without it, all are listed.")]
+EngineOption = Annotated[
+    str | None,
+    typer.Option("--engine", "-e", metavar="NAME,...", help=f"List the rules about an engine: {known_engines()}."),
+]
+SeverityOption = Annotated[
+    Severity | None, typer.Option("--severity", help="List the rules of one severity.", show_default=False)
+]
 
 
-def explain(rule: RuleArg = None, as_json: JsonOption = False) -> None:
-    """Explain a rule of `dflash validate`, or list them all."""
+def explain(
+    rule: RuleArg = None, engine: EngineOption = None, severity: SeverityOption = None, as_json: JsonOption = False
+) -> None:
+    """Explain a rule of `dflash validate`, or list them by theme."""
     if rule is None:
-        _list(as_json=as_json)
+        names = {item.name for item in parse_engines(engine)}
+        chosen = [
+            item
+            for item in all_rules()
+            if (not names or names & set(item.engines)) and severity in (None, item.severity)
+        ]
+        _list(chosen, as_json=as_json)
         return
+    if engine is not None or severity is not None:
+        raise UsageError("--engine and --severity choose from the list, which an ID leaves no room for")
     found = _find(rule)
     if as_json:
-        console.result_json(document(found))
+        console.result_json(found.to_json())
         return
     console.result(f"{found.id}  {found.title}\n")
     for label, text in (
         ("severity", severity_text(found)),
         ("level", found.level),
         ("effect", found.effect),
-        ("fix", found.fix),
+        ("fix", fill(found.fix, GENERIC_WORDS)),
         ("source", found.source),
     ):
         console.result(textwrap.fill(text, WIDTH, initial_indent=f"{label:10}", subsequent_indent=" " * 10))
@@ -37,24 +55,12 @@ def explain(rule: RuleArg = None, as_json: JsonOption = False) -> None:
         console.result("\n" + "\n".join(textwrap.fill(part, WIDTH) for part in found.text.split("\n\n")))
 
 
-def document(rule: Rule) -> dict[str, Any]:
-    """A rule as JSON."""
-    return {
-        "id": rule.id,
-        "title": rule.title,
-        "severity": rule.severity,
-        "engines": list(rule.engines),
-        "level": rule.level,
-        "effect": rule.effect,
-        "fix": rule.fix,
-        "source": rule.source,
-        "text": rule.text,
-    }
-
-
 def severity_text(rule: Rule) -> str:
-    """`error, where vllm is named` for a rule about engines."""
-    return f"{rule.severity}, where {' or '.join(rule.engines)} is named" if rule.engines else rule.severity
+    """`error, where vllm is named; otherwise warning` for a rule about engines."""
+    if not rule.engines:
+        return rule.severity
+    otherwise = f"; otherwise {rule.unnamed}" if rule.unnamed is not None else ""
+    return f"{rule.severity}, where {' or '.join(rule.engines)} is named{otherwise}"
 
 
 def _find(name: str) -> Rule:
@@ -66,9 +72,13 @@ def _find(name: str) -> Rule:
     raise UsageError(f"no rule {name!r}{guess}", hint="dflash explain lists every rule")
 
 
-def _list(*, as_json: bool) -> None:
+def _list(rules: list[Rule], *, as_json: bool) -> None:
+    """The rules under their themes, in order of id."""
     if as_json:
-        console.result_json({"rules": [document(rule) for rule in all_rules()]})
+        console.result_json({"rules": [rule.to_json() for rule in rules]})
         return
-    for rule in all_rules():
-        console.result(f"{rule.id}  {rule.severity:7}  {rule.title}")
+    for theme in dict.fromkeys(rule.theme for rule in rules):
+        console.result(theme)
+        for rule in rules:
+            if rule.theme == theme:
+                console.result(f"  {rule.id}  {rule.severity:7}  {rule.title}")

@@ -2,23 +2,26 @@
 
 import time
 from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from dflash_cli import console
+from dflash_cli.command_line.parameters import ESSENTIALS, OUTPUT
 from dflash_cli.options import (
     CausalityOption,
     ChatOption,
     DraftOption,
     EngineOptions,
+    ForceOption,
     JsonOption,
     MaxNewTokensOption,
     PromptsOption,
     SamplingOptions,
     TargetOption,
     TemplateOption,
-    flatten,
+    ThreadsOption,
 )
 from dflash_runtime.errors import GateFailed, UsageError
 
@@ -30,55 +33,80 @@ if TYPE_CHECKING:
     from dflash_runtime.lossless import Lossless
 
 PromptArg = Annotated[
-    list[str] | None, typer.Argument(metavar="[PROMPT]...", help="Text to complete; - reads it from stdin.")
+    list[str] | None, typer.Argument(metavar="PROMPT", help="Text to complete; - reads it from stdin.")
 ]
 OutputOption = Annotated[
     str | None,
-    typer.Option("--output", "-o", metavar="FILE", help="Write a JSON row a request; - writes them to stdout."),
+    typer.Option(
+        "--output",
+        "-o",
+        metavar="FILE",
+        help="Write an answer a line, as JSON; - writes them to stdout.",
+        rich_help_panel=ESSENTIALS,
+    ),
 ]
 TraceOption = Annotated[
-    bool, typer.Option("--trace", help="Show what was drafted, accepted and replaced; in rows and JSON as well.")
+    bool,
+    typer.Option(
+        "--trace",
+        help="Show what was drafted, accepted and replaced, step by step; in --output and --json as well.",
+        rich_help_panel=OUTPUT,
+    ),
 ]
 LosslessOption = Annotated[
     bool,
-    typer.Option("--check-lossless", help="Judge each token against plain decoding; exit 3 where one is no near-tie."),
+    typer.Option(
+        "--check-lossless",
+        help="Hold each token against plain decoding; exit 3 where one differs by more than rounding.",
+        rich_help_panel=OUTPUT,
+    ),
 ]
 
 
-@flatten
 def generate(
-    sampling: SamplingOptions,
     engine: EngineOptions,
+    sampling: SamplingOptions,
     prompt: PromptArg = None,
     draft: DraftOption = None,
     target: TargetOption = None,
-    causality: CausalityOption = None,
     prompts: PromptsOption = None,
     output: OutputOption = None,
     max_new_tokens: MaxNewTokensOption = 256,
     chat: ChatOption = False,
     chat_template_kwargs: TemplateOption = None,
+    causality: CausalityOption = None,
     trace: TraceOption = False,
     check_lossless: LosslessOption = False,
+    threads: ThreadsOption = None,
+    force: ForceOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Complete prompts: text to stdout as it is committed, one line of statistics to stderr.
 
-    Without --draft and --target the bundled pair runs: dflash generate "def fibonacci(n):"
+    Without --draft and --target the bundled pair runs.
     """
     if as_json and output == "-":
         raise UsageError("--json and --output - both write to stdout")
     if check_lossless and sampling.temperature > 0:
         raise UsageError("--check-lossless judges greedy output; a sampled token has no one right choice")
     params, config = sampling.params(max_new_tokens), engine.config()
+    from dflash_cli.generation.announcements import announce_loading, suggest_diagnosis
+    from dflash_cli.generation.atomic_file import check_output
     from dflash_cli.generation.prompts import gather_rows
 
+    if output not in (None, "-"):
+        check_output(Path(output), force=force)
+    if draft is None:
+        _note_draft_among_prompts(prompt or [])
     rows = gather_rows(prompt or [], prompts)
+    announce_loading(draft, target, plain=engine.num_speculative_tokens == 0, device=config.device)
     from dflash_cli.generation.answers import Tally, answer_rows
     from dflash_cli.generation.loaded_pair import open_session
     from dflash_cli.generation.outputs import ProgressSink, Sink, TextSink, TraceSink, open_row_sink
 
-    session = open_session(draft, target, config, causality=causality, template_options=chat_template_kwargs)
+    session = open_session(
+        draft, target, config, causality=causality, template_options=chat_template_kwargs, threads=threads
+    )
     params = params.with_stops(session.stop_token_ids)
     tally = Tally(session.llm.num_draft_tokens)
     started = time.perf_counter()
@@ -87,7 +115,7 @@ def generate(
         if output is not None:
             sinks.append(open_row_sink(rows, output, stack, with_trace=trace))
         if output is not None or as_json:
-            sinks.append(ProgressSink(tally, sum(row.num_turns for row in rows), "generating", stack))
+            sinks.append(ProgressSink(sum(row.num_turns for row in rows), stack))
         else:
             sinks.append(TraceSink(rows, session.tokenizer) if trace else TextSink(rows))
         interrupted = _drain(answer_rows(session, rows, lambda row: params, chat=chat), sinks)
@@ -96,6 +124,7 @@ def generate(
     if as_json:
         console.result_json(tally.to_json(session, seconds, with_trace=trace, lossless=lossless))
     console.status(tally.figures(seconds))
+    suggest_diagnosis(tally.counts, session.references)
     _finish(tally, interrupted, lossless)
 
 
@@ -107,10 +136,15 @@ def _drain(events: "Iterator[Event]", sinks: "Sequence[Sink]") -> bool:
                 sink(event)
     except KeyboardInterrupt:
         return True
-    finally:
-        for sink in sinks:
-            getattr(sink, "close", lambda: None)()
     return False
+
+
+def _note_draft_among_prompts(prompts: "Sequence[str]") -> None:
+    """Where the only prompt is the name of a checkpoint, it was probably meant as the draft."""
+    from dflash_cli.checkpoints.references import is_bundled
+
+    if len(prompts) == 1 and (is_bundled(prompts[0]) or (Path(prompts[0]) / "config.json").is_file()):
+        console.note(f"{prompts[0]} is taken as the prompt; to run it as the draft, add --draft {prompts[0]}")
 
 
 def _finish(tally: "Tally", interrupted: bool, lossless: "Lossless | None") -> None:

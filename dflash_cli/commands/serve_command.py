@@ -1,23 +1,31 @@
-"""`dflash launch`: the line that starts an engine with a pair. It prints and never runs anything."""
+"""`dflash serve-command`: the command that starts an engine with a pair. It prints and never runs anything."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from dflash_cli import console
-from dflash_cli.checkpoints.opening import open_draft, open_target
-from dflash_cli.checkpoints.references import TINY, Role, is_bundled, locate, open_checkpoint
-from dflash_cli.engines.serve_command import Pair, make_line, notices
-from dflash_cli.engines.serving_engine import parse_engines
+from dflash_cli.checkpoints.pair_references import complete_pair, served_name
+from dflash_cli.checkpoints.references import find_checkpoint
+from dflash_cli.engines.serving_engine import (
+    ServeCommand,
+    ServedPair,
+    ServingEngine,
+    known_engines,
+    parse_engines,
+)
 from dflash_cli.options import DraftArg, JsonOption, TargetOption
+from dflash_cli.validation.report import Report
 from dflash_cli.validation.rule import Finding
-from dflash_cli.validation.validator import Question, Report, validate_draft
+from dflash_cli.validation.subject import Subject
+from dflash_cli.validation.validator import ValidationRequest, open_requested, validate_subject
+from dflash_cli.validation.verdict import Verdict
 from dflash_runtime.errors import CheckpointError, UnsupportedError, UsageError
 
 EngineOption = Annotated[
     str,
-    typer.Option("--engine", "-e", metavar="NAME[@RELEASE]", help="vllm, sglang, transformers or llama.cpp."),
+    typer.Option("--engine", "-e", metavar="NAME[@RELEASE],...", help=f"Engines to start: {known_engines()}."),
 ]
 TokensOption = Annotated[
     int | None,
@@ -25,89 +33,96 @@ TokensOption = Annotated[
 ]
 
 
-def launch(
-    draft: DraftArg,
+def serve_command(
     engine: EngineOption,
+    draft: DraftArg,
     target: TargetOption = None,
     num_speculative_tokens: TokensOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Print the command that serves a pair, with the K that the engine counts in."""
     engines = parse_engines(engine)
-    if len(engines) != 1:
-        raise UsageError(f"--engine {engine!r}, expected one engine")
-    target = _target(draft, target)
-    place, target_place = locate(draft, Role.DRAFT), locate(target, Role.TARGET)
-    report = validate_draft(
-        Question(
-            draft=place,
-            reference=str(place) if is_bundled(draft) else draft,
-            target=target_place,
-            target_reference=target,
-            engines=engines,
-            num_speculative_tokens=num_speculative_tokens,
-        )
+    if not engines:
+        raise UsageError(f"--engine {engine!r}, expected an engine (known: {known_engines()})")
+    pair = complete_pair(draft, target, find=find_checkpoint)
+    location, target_location = pair.draft_location, pair.find_target(find_checkpoint)
+    assert location is not None
+    assert pair.target is not None
+    if pair.note is not None:
+        console.note(pair.note)
+    request = ValidationRequest(
+        draft=location,
+        draft_reference=draft,
+        target=target_location,
+        target_reference=pair.target,
+        engines=engines,
+        num_speculative_tokens=num_speculative_tokens,
     )
-    _refuse(report)
-    config = open_draft(open_checkpoint(place)).config
-    asked = config.num_draft_tokens if num_speculative_tokens is None else num_speculative_tokens
-    if asked > config.num_draft_tokens:
-        raise UsageError(f"{asked} speculative tokens, expected at most {config.num_draft_tokens}: the trained block")
-    line = make_line(
-        engines[0].name,
-        Pair(
-            draft=str(place) if is_bundled(draft) else draft,
-            target=str(target_place) if is_bundled(target) else target,
-            config=config,
-            target_config=open_target(open_checkpoint(target_place)).config,
-            num_draft_tokens=asked,
-            notices=notices(report.findings),
-        ),
-    )
-    for item in (place, target_place):
+    subject = open_requested(request)
+    report = validate_subject(subject, request)
+    refusals = {verdict.engine.name: _refusal(verdict, report) for verdict in report.verdicts}
+    first = next((error for error in refusals.values() if error is not None), None)
+    if first is not None and None not in refusals.values():
+        raise first
+    served = _served_pair(subject, report, served_name(pair.target, target_location))
+    for item in (location, target_location):
         if not isinstance(item, Path):
             console.status(f"{item.path}: {item.traffic.text}")
     for finding in report.findings:
         if finding.severity != "info":
-            console.warn(f"{finding.id} {finding.place}: {finding.message}; {finding.effect}")
-    if as_json:
-        console.result_json(
-            {
-                "engine": str(engines[0]),
-                "commands": list(line.commands),
-                "env": dict(line.env),
-                "num_draft_tokens": line.num_draft_tokens,
-                "verdict": report.verdicts[0].document(),
-            }
-        )
-    else:
-        console.result(line.text)
+            console.warn(f"{finding.id} {finding.location}: {finding.message}; {finding.effect}")
+    commands = {item: item.serve_command(served) for item in engines if refusals[item.name] is None}
+    _print(commands, report, as_json=as_json)
+    if first is not None:
+        raise first
 
 
-def _target(draft: str, target: str | None) -> str:
-    """The target that is given, or the one the draft names."""
-    if target is not None:
-        return target
-    if is_bundled(draft):
-        return TINY
-    verifier = open_draft(open_checkpoint(locate(draft, Role.DRAFT))).config.verifier
-    if verifier is None or not verifier.name_or_path:
-        raise UsageError(f"{draft} names no target of its own", hint="add --target REF")
-    return verifier.name_or_path
-
-
-def _refuse(report: Report) -> None:
-    """Stop where the engine would not serve the pair.
+def _served_pair(subject: Subject, report: Report, target: str) -> ServedPair:
+    """The pair as the engines are told of it.
 
     Raises:
-        UnsupportedError: the draft is sound, but not for this engine.
-        CheckpointError: the draft is not sound, or not for this target.
+        UsageError: more speculative tokens than the trained block has.
     """
-    stopping = [item for item in report.findings if item.severity == "error" and item.outcome == "stops"]
-    if not stopping:
+    assert subject.parsed is not None
+    assert subject.target is not None
+    config, asked = subject.parsed.config, subject.num_speculative_tokens
+    most = config.num_draft_tokens
+    if asked is not None and asked > most:
+        raise UsageError(f"{asked} speculative tokens, expected at most {most}: the trained block")
+    return ServedPair(
+        draft=subject.served_name,
+        target=target,
+        config=config,
+        target_config=subject.target,
+        num_draft_tokens=most if asked is None else asked,
+        flags=frozenset(item.serve_flag for item in report.findings if item.serve_flag is not None),
+    )
+
+
+def _print(commands: dict[ServingEngine, ServeCommand], report: Report, *, as_json: bool) -> None:
+    """The commands; under the engine's name, as a comment of the shell, where there are several."""
+    verdicts = {verdict.engine.name: verdict for verdict in report.verdicts}
+    if as_json:
+        found = [_document(engine, command, verdicts[engine.name]) for engine, command in commands.items()]
+        console.result_json({"serve_commands": found})
         return
-    about_engine = [item for item in stopping if item.engines or item.id == "C01"]
+    for engine, command in commands.items():
+        label = f"# {engine}\n" if len(verdicts) > 1 else ""
+        console.result(label + command.text)
+
+
+def _document(engine: ServingEngine, command: ServeCommand, verdict: Verdict) -> dict[str, Any]:
+    return {"engine": str(engine), **command.to_json(), "verdict": verdict.to_json()}
+
+
+def _refusal(verdict: Verdict, report: Report) -> UnsupportedError | CheckpointError | None:
+    """Why the engine would not serve the pair: it is not for this engine, or not sound, or not for this target."""
+    errors = [item for item in report.findings if item.severity == "error" and item.concerns(verdict.engine.name)]
+    stopping = [item for item in errors if item.outcome == "stops"]
+    if not stopping:
+        return None
+    about_engine = [item for item in stopping if item.engines or item.stage == "identity"]
     first: Finding = (about_engine or stopping)[0]
-    text = f"{report.verdicts[0].engine} cannot serve it: {first.id} {first.place}: {first.message}"
+    text = f"{verdict.engine} cannot serve it: {first.id} {first.location}: {first.message}"
     kind = UnsupportedError if about_engine and len(about_engine) == len(stopping) else CheckpointError
-    raise kind(text, hint=first.fix)
+    return kind(text, hint=first.fix)

@@ -4,30 +4,42 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from dflash_cli import console
-from dflash_cli.checkpoints.references import TINY, Location, Role, is_bundled, locate, resolve
-from dflash_cli.engines.serving_engine import parse_engines
-from dflash_cli.options import DraftArg, JsonOption, PromptsOption, TargetOption
-from dflash_cli.validation.rule import Finding, Level
-from dflash_cli.validation.validator import Question, Report, RunPlan, known_ids, validate_draft
-from dflash_runtime.errors import UsageError
+from dflash_cli.checkpoints.opening import open_target
+from dflash_cli.checkpoints.pair_references import PairReferences, complete_pair
+from dflash_cli.checkpoints.references import Location, find_checkpoint, open_checkpoint
+from dflash_cli.engines.serving_engine import known_engines, parse_engines
+from dflash_cli.options import (
+    DraftArg,
+    ForceOption,
+    JsonOption,
+    PromptsOption,
+    TargetOption,
+    ThreadsOption,
+)
+from dflash_cli.validation.report import Report
+from dflash_cli.validation.rule import Finding, Level, known_ids
+from dflash_cli.validation.run_settings import run_settings
+from dflash_cli.validation.validator import ValidationRequest, validate_draft
+from dflash_runtime.errors import CheckpointError, CheckpointNotFound, UnsupportedError, UsageError
 
 FAILED = 3
 INDENT = "    "
 WIDEST = 100
-
 EngineOption = Annotated[
     str | None,
     typer.Option(
         "--engine",
         "-e",
         metavar="NAME[@RELEASE],...",
-        help="Engines that must serve it: vllm, sglang, transformers, llama.cpp.",
+        help=f"Engines that must serve it: {known_engines()}.",
     ),
 ]
 LevelOption = Annotated[
@@ -58,48 +70,54 @@ def validate(
     strict: StrictOption = False,
     ignore: IgnoreOption = None,
     fix_out: FixOption = None,
+    force: ForceOption = False,
     num_speculative_tokens: TokensOption = None,
     prompts: PromptsOption = None,
     num_prompts: NumPromptsOption = 32,
     max_new_tokens: MaxNewOption = 96,
     device: DeviceOption = "auto",
+    threads: ThreadsOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Check a draft, alone or against its target; exit 3 when something is wrong."""
     engines = parse_engines(engine)
     if prompts is not None and level != "run":
         raise UsageError("--prompts is for --level run")
-    if target is None and is_bundled(draft):
-        target = TINY
-    needs_weights = level != "headers" or fix_out is not None
-    find = resolve if needs_weights else locate
-    places: list[Location] = [find(draft, Role.DRAFT)]
-    if target is not None:
-        places.append(find(target, Role.TARGET))
-    question = Question(
-        draft=places[0],
-        reference=str(places[0]) if is_bundled(draft) else draft,
-        target=places[1] if target is not None else None,
-        target_reference=target,
+    ignored = _ignored(ignore or [])
+    find = partial(find_checkpoint, needs_weights=level != "headers" or fix_out is not None)
+    pair: PairReferences[Location] = complete_pair(draft, target, find=find)
+    location = pair.draft_location
+    assert location is not None
+    if pair.is_named_by_draft and level != "run":
+        target_location, note = _find_named_target(pair)
+    else:
+        target_location, note = (pair.find_target(find) if pair.target is not None else None), pair.note
+    if note is not None:
+        console.note(note)
+    request = ValidationRequest(
+        draft=location,
+        draft_reference=draft,
+        target=target_location,
+        target_reference=pair.target if target_location is not None else None,
         engines=engines,
         level=level,
-        ignored=_ignored(ignore or []),
+        ignored=ignored,
         num_speculative_tokens=num_speculative_tokens,
-        run=_plan(target_place=places[-1], prompts=prompts, sizes=(num_prompts, max_new_tokens), device=device)
-        if level == "run"
-        else None,
     )
-    report = validate_draft(question)
-    _tell_traffic(places)
+    if level == "run":
+        report = _run(request, prompts, (num_prompts, max_new_tokens), device, threads)
+    else:
+        report = validate_draft(request)
+    _tell_traffic(location, target_location)
     fails = report.fails(strict=strict)
-    document = {**report.document(), "passed": not fails}
+    document = {**report.to_json(), "passed": not fails}
     if not as_json:
-        _print(report)
+        _print(report, is_target_missing=pair.target is None)
     if fix_out is not None:
-        from dflash_cli.validation.repair import repair_draft
+        from dflash_cli.conversion.repair import repair_draft
 
-        repaired = repair_draft(question, report, fix_out)
-        document["repaired"] = repaired.document()
+        repaired = repair_draft(request, report, fix_out, force=force)
+        document["repaired"] = repaired.to_json()
         fails = repaired.after.fails(strict=strict)
         if not as_json:
             _print_repaired(repaired.destination, repaired.dialect, repaired.fixed, repaired.after)
@@ -109,27 +127,38 @@ def validate(
         raise typer.Exit(FAILED)
 
 
-def _plan(*, target_place: Location, prompts: str | None, sizes: tuple[int, int], device: str) -> RunPlan:
-    """The run level's settings; prompts are read, and the tokenizer loaded, only when the search starts."""
-    from dflash_cli.validation.readings import Effort
-    from dflash_runtime.config import EngineConfig
+def _run(
+    request: ValidationRequest, prompts: str | None, sizes: tuple[int, int], device: str, threads: int | None
+) -> Report:
+    """The report of the run level, with progress; `sizes` are prompts to make and tokens to generate for each."""
+    from dflash_cli.generation.announcements import announce_loading
+    from dflash_cli.generation.threads import use_threads
+    from dflash_cli.validation.progress import ReadingProgress
 
-    def read_prompts() -> Sequence[Sequence[int]] | None:
-        if prompts is None:
-            return None
-        from dflash_cli.generation.prompts import Conversation, gather_rows
-        from dflash_cli.generation.tokenizer import find_tokenizer
+    if not isinstance(request.target, Path):
+        raise UsageError("--level run needs a target", hint="add --target TARGET")
+    announce_loading(request.draft_reference, request.target_reference, device=device)
+    use_threads(threads, device, [open_checkpoint(request.target), open_checkpoint(request.draft)])
+    with ReadingProgress() as progress:
+        run = run_settings(
+            request.target,
+            prompts=prompts,
+            num_prompts=sizes[0],
+            max_new_tokens=sizes[1],
+            device=device,
+            observe=progress,
+        )
+        return validate_draft(replace(request, run=run))
 
-        assert isinstance(target_place, Path)
-        rows = gather_rows([], prompts)
-        tokenizer = find_tokenizer(target_place, None) if any(row.kind != "prompt_token_ids" for row in rows) else None
-        return [Conversation(row).next_prompt(tokenizer, chat=False) for row in rows]
 
-    def observe(name: str, index: int, total: int) -> None:
-        console.status(f"reading {index + 1} of {total}: {name}")
-
-    effort = Effort(num_prompts=sizes[0], max_new_tokens=sizes[1])
-    return RunPlan(EngineConfig(device=device, max_num_requests=32), effort, observe, read_prompts)
+def _find_named_target(pair: PairReferences[Location]) -> "tuple[Location | None, str | None]":
+    """The target that the draft names, where its headers can be read, and what to tell the user of it."""
+    try:
+        location = pair.find_target(find_checkpoint)
+        open_target(open_checkpoint(location))
+    except (CheckpointNotFound, CheckpointError, UnsupportedError, UsageError) as error:
+        return None, f"nothing was checked against the target that the draft names: {error.message}"
+    return location, pair.note
 
 
 def _ignored(given: list[str]) -> set[str]:
@@ -140,13 +169,13 @@ def _ignored(given: list[str]) -> set[str]:
     return ids
 
 
-def _tell_traffic(places: Sequence[Location]) -> None:
-    for place in places:
-        if not isinstance(place, Path):
-            console.status(f"{place.path}: {place.traffic.text}")
+def _tell_traffic(*locations: "Location | None") -> None:
+    for location in locations:
+        if location is not None and not isinstance(location, Path):
+            console.status(f"{location.path}: {location.traffic.text}")
 
 
-def _print(report: Report) -> None:
+def _print(report: Report, *, is_target_missing: bool) -> None:
     for finding in report.findings:
         print_finding(finding)
     if report.search is not None:
@@ -161,17 +190,17 @@ def _print(report: Report) -> None:
     )
     for note in report.notes:
         console.warn(note)
-    if report.target is None:
+    if is_target_missing:
         console.note("no --target given: nothing was checked against it")
 
 
 def print_finding(finding: Finding) -> None:
-    """A line that names id, severity, place and fault, then effect and fix below it.
+    """A line that names id, severity, location and fault, then effect and fix below it.
 
     Wrapped on a terminal; in a pipe each of them is one line, for grep.
     """
     named = f" [{', '.join(finding.engines)}]" if finding.engines else ""
-    _say(f"{finding.id} {finding.severity:7} {finding.place}: {finding.message}{named}", "")
+    _say(f"{finding.id} {finding.severity:7} {finding.location}: {finding.message}{named}", "")
     if finding.effect:
         _say(f"effect: {finding.effect}", INDENT)
     if finding.fix:
@@ -195,10 +224,10 @@ def _print_search(report: Report) -> None:
     search = report.search
     assert search is not None
     rows = [("as configured", f"{search.acceptance_len:.2f}", "", "")]
-    for item in search.outcomes:
+    for item in search.results:
         interval = item.interval
         span = f"{interval.low:+.2f} to {interval.high:+.2f}" if interval is not None else "too few prompts"
-        rows.append((item.trial.name, f"{item.acceptance_len:.2f}", f"{item.difference:+.2f}", span))
+        rows.append((item.reading.name, f"{item.acceptance_len:.2f}", f"{item.difference:+.2f}", span))
     console.table(("reading", "tokens a step", "difference", "95% interval"), rows)
 
 
@@ -206,7 +235,7 @@ def _print_repaired(destination: Path, dialect: str, fixed: Sequence[str], after
     done = ", ".join(fixed) if fixed else "nothing"
     console.result(f"{destination}: written as {dialect}; fixed: {done}")
     for finding in after.findings:
-        console.result(f"{INDENT}not fixed: {finding.id} {finding.severity} {finding.place}: {finding.message}")
+        console.result(f"{INDENT}not fixed: {finding.id} {finding.severity} {finding.location}: {finding.message}")
         console.result(f"{INDENT}{INDENT}fix: {finding.fix}")
 
 

@@ -1,1 +1,1 @@
-"""Steps of a conversion: `plan` decides, `proof` compares with the target, `write` copies, `verify` reads back."""
+"""Steps of a conversion: a request becomes a plan, and a plan is written, read back and renamed into its directory."""

@@ -1,20 +1,19 @@
 """What became of every config key and tensor: the body of `conversion.json`."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from dflash_cli.formats.dialect import Format
 
-Fated = Literal["kept", "moved", "renamed", "split", "derived", "dropped"]
+ChangeKind = Literal["kept", "moved", "renamed", "split", "derived", "dropped"]
 
-CONTAINERS = ("dflash_config", "transformer_layer_config", "speculators_config")
 WHY_DERIVED = {
-    "target_layer_ids": "the dialects number layers from 0 (native) and from 1 (speculators)",
+    "target_layer_ids": "the dialects number layers differently, from 0 or from 1",
     "causal": "the dialects state causality in different keys",
     "windows": "windows are stated by layer_types, sliding_window and use_sliding_window together",
     "rope": "rope is stated in every spelling that readers look for",
-    "block_size": "speculators also states the drafted tokens, one less than the block",
+    "block_size": "also stated as the drafted tokens, one less than the block",
     "num_target_layers": "taken from the target",
     "verifier": "the name the target is known by",
     "draft_vocab_size": "the target's whole vocabulary",
@@ -34,63 +33,64 @@ WHY_DROPPED = {
 
 
 @dataclass(frozen=True, slots=True)
-class Fate:
+class Change:
     """One key, tensor or file. `source` is None for what only the result has, `result` for what only the source had."""
 
     source: str | None
     result: str | None
-    fate: Fated
+    kind: ChangeKind
     why: str = ""
 
-    def document(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """As JSON, under the manifest's names."""
-        entry = asdict(self)
-        return {"from": entry["source"], "to": entry["result"], "fate": entry["fate"], "why": entry["why"]}
+        return {"from": self.source, "to": self.result, "change": self.kind, "why": self.why}
 
 
-def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted keys of a config; only the dialects' own containers are opened."""
+def flatten(config: Mapping[str, Any], containers: Collection[str], prefix: str = "") -> dict[str, Any]:
+    """Dotted keys of a config; only the dialect's own containers are opened."""
     flat: dict[str, Any] = {}
     for key, value in config.items():
-        if key in CONTAINERS and isinstance(value, dict):
-            flat |= flatten(value, f"{prefix}{key}.")
+        if key in containers and isinstance(value, dict):
+            flat |= flatten(value, containers, f"{prefix}{key}.")
         else:
             flat[prefix + key] = value
     return flat
 
 
-def key_fates(
+def key_changes(
     source: Mapping[str, Any], source_format: Format, result: Mapping[str, Any], result_format: Format
-) -> list[Fate]:
-    """The fate of every key of the source, and the origin of every key that is new in the result."""
-    before, after = flatten(source), flatten(result)
+) -> list[Change]:
+    """What became of every key of the source, and the origin of every key that is new in the result."""
+    before, after = flatten(source, source_format.containers), flatten(result, result_format.containers)
     fields = {key: field for field, keys in source_format.homes.items() for key in keys}
-    fates = [_fate(key, value, fields.get(key), after, result_format) for key, value in before.items()]
-    reached = {fate.result for fate in fates}
-    return [*fates, *_new_keys(after, reached, result_format)]
+    changes = [_change(key, value, fields.get(key), after, result_format) for key, value in before.items()]
+    reached = {change.result for change in changes}
+    return [*changes, *_new_keys(after, reached, result_format)]
 
 
-def _fate(key: str, value: Any, field: str | None, after: Mapping[str, Any], result_format: Format) -> Fate:
+def _change(key: str, value: Any, field: str | None, after: Mapping[str, Any], result_format: Format) -> Change:
     leaf = _leaf(key)
     homes = [home for home in result_format.homes.get(field or "", ()) if home in after]
     candidates = [key, *homes, *(other for other in after if _leaf(other) == leaf)]
     for candidate in candidates:
         if candidate in after and _is_same(after[candidate], value):
             if candidate == key:
-                return Fate(key, key, "kept")
-            return Fate(key, candidate, "moved" if _leaf(candidate) == leaf else "renamed")
+                return Change(key, key, "kept")
+            return Change(key, candidate, "moved" if _leaf(candidate) == leaf else "renamed")
     if homes:
-        return Fate(key, homes[0], "derived", WHY_DERIVED.get(field or "", "written in this dialect's form"))
+        return Change(key, homes[0], "derived", WHY_DERIVED.get(field or "", "written in this dialect's form"))
     if key in after:
-        return Fate(key, key, "derived", "stated anew by the writer")
-    return Fate(key, None, "dropped", WHY_DROPPED.get(leaf, f"{result_format.title} has no key for it"))
+        return Change(key, key, "derived", "stated anew by the writer")
+    return Change(key, None, "dropped", WHY_DROPPED.get(leaf, f"{result_format.title} has no key for it"))
 
 
-def _new_keys(after: Mapping[str, Any], reached: set[str | None], result_format: Format) -> Iterator[Fate]:
+def _new_keys(after: Mapping[str, Any], reached: set[str | None], result_format: Format) -> Iterator[Change]:
     fields = {key: field for field, keys in result_format.homes.items() for key in keys}
     for key in after:
         if key not in reached:
-            yield Fate(None, key, "derived", WHY_DERIVED.get(fields.get(key, ""), "stated for readers that look here"))
+            yield Change(
+                None, key, "derived", WHY_DERIVED.get(fields.get(key, ""), "stated for readers that look here")
+            )
 
 
 def _is_same(one: Any, other: Any) -> bool:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dflash_cli.checkpoints.opening import DraftCheckpoint
-from dflash_cli.conversion.target_copies import target_tensor
+from dflash_cli.checkpoints.target_copies import target_tensor
 from dflash_runtime.checkpoint.layout import EMBEDDING, HEAD
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.config import DraftConfig
@@ -23,7 +23,6 @@ TOLERANCE = 1e-5
 """Of the largest logit. Equal files differ only where a head of another height is multiplied in another order."""
 
 MIN_CONTEXT_LEN = 64
-PAGE_SIZE = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,19 +77,18 @@ def draft_logits(
     from dflash_kernels.suite import REFERENCE
     from dflash_runtime.device.kv import KVCache, PagedAttention
     from dflash_runtime.drafts.draft import load_draft
+    from dflash_runtime.models.placement import Placement
 
-    config, device, dtype = draft.config, torch.device("cpu"), torch.float32
-    context_len = len(features)
-    num_rows = context_len + config.block_size
-    model = load_draft(draft.source, borrowed, num_positions=num_rows, kernels=REFERENCE, device=device, dtype=dtype)
-    num_pages = -(-num_rows // PAGE_SIZE)
-    cache = KVCache(config, num_pages, PAGE_SIZE, device, dtype)
+    config, context_len = draft.config, len(features)
+    num_positions = context_len + config.block_size
+    placement = Placement(torch.device("cpu"), torch.float32, REFERENCE, num_positions)
+    model = load_draft(draft.source, borrowed, placement)
+    cache = KVCache(config, 1, context_len, placement)
     model.write_context(features, torch.arange(context_len), cache, torch.arange(context_len))
     block = torch.full((1, config.block_size), config.mask_token_id)
     block[0, 0] = anchor_id
-    table = torch.arange(num_pages)[None]
-    attend = PagedAttention(REFERENCE, cache, table, torch.tensor([context_len]), config.causal, config.windows)
-    logits = model.logits(block, torch.arange(context_len, num_rows)[None], attend)[0]
+    attend = PagedAttention.in_order(REFERENCE, cache, context_len, config.causal, config.windows)
+    logits = model.logits(block, torch.arange(context_len, num_positions)[None], attend)[0]
     ids = torch.arange(config.vocab_size) if model.target_ids is None else model.target_ids
     return logits, ids
 

@@ -2,41 +2,25 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
+from dflash_cli import __version__
 from dflash_cli.checkpoints.opening import DraftCheckpoint
-from dflash_cli.checkpoints.references import TINY, TINY_TARGET_NAME, is_hub_id
 from dflash_cli.checkpoints.safetensors_writer import WrittenTensor
-from dflash_cli.conversion.changes import Fate, key_fates
-from dflash_cli.conversion.engine_fit import check_serving, serving_warnings, suit_carried, suit_engine
-from dflash_cli.conversion.side_files import Companion, find_companions, find_mask, left_behind
-from dflash_cli.conversion.tap_order import PROJECTION, is_normal, normalise_taps
-from dflash_cli.conversion.tensor_selection import assign_files, dropped_tensors, tensor_fates
-from dflash_cli.formats.dialect import Format, Json, get_format, named_architectures
-from dflash_runtime.checkpoint.files import TensorInfo
-from dflash_runtime.checkpoint.layout import HEAD
-from dflash_runtime.checkpoint.layout import PACKED_DTYPES as PACKED
+from dflash_cli.conversion.changes import Change, key_changes
+from dflash_cli.conversion.request import ConversionRequest
+from dflash_cli.conversion.result_config import result_config
+from dflash_cli.conversion.side_files import SideFile, choose_side_files, left_behind
+from dflash_cli.conversion.tap_order import normalise_taps
+from dflash_cli.conversion.tensor_selection import assign_files, drop_tensors, keep_tensors, tensor_changes
+from dflash_cli.formats.dialect import Format, Json, get_writable, taps_ascend, writable_formats
 from dflash_runtime.checkpoint.pair import DraftSource, TargetSource, check_pair
-from dflash_runtime.config import DraftConfig, Verifier
-from dflash_runtime.errors import LossyConversion, UnsupportedError, located
-
-SCALES_OFF = {"input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": None}
+from dflash_runtime.config import DraftConfig
+from dflash_runtime.errors import LossyConversion, UnsupportedError, naming_file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
-    """What the user asked for. `target_reference` is the target as it was typed."""
-
-    to: str
-    target: TargetSource | None = None
-    target_reference: str | None = None
-    verifier: str | None = None
-    allow_lossy: bool = False
-    normalise_taps: bool = False
-    max_shard_bytes: int | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class ConversionPlan:
     """Everything that will be written, and why. `files` are the weights by file name."""
 
     draft: DraftCheckpoint
@@ -45,8 +29,8 @@ class Plan:
     config: DraftConfig
     config_json: Json
     files: Mapping[str, tuple[WrittenTensor, ...]]
-    dropped: tuple[Fate, ...]
-    companions: tuple[Companion, ...]
+    dropped: tuple[Change, ...]
+    side_files: tuple[SideFile, ...]
     warnings: tuple[str, ...]
 
     @property
@@ -60,150 +44,95 @@ class Plan:
         return sum(info.num_bytes for info in self.kept)
 
     @property
-    def key_fates(self) -> list[Fate]:
-        source = self.draft
-        return key_fates(source.checkpoint.config, source.detection.format, self.config_json, self.format)
+    def key_changes(self) -> list[Change]:
+        """What becomes of every key of the source's config."""
+        return key_changes(self.draft.checkpoint.config, self.draft.format, self.config_json, self.format)
 
     @property
-    def tensor_fates(self) -> list[Fate]:
-        """The fate of every tensor of the source, by its stored name."""
-        place = self.draft.checkpoint.place
-        dropped = [replace(fate, source=place(fate.source).stored) for fate in self.dropped if fate.source is not None]
-        return [*tensor_fates(self.draft, self.kept), *dropped]
+    def tensor_changes(self) -> list[Change]:
+        """What becomes of every tensor of the source, by its stored name."""
+        stored = self.draft.checkpoint.stored_rows
+        dropped = [replace(item, source=stored(item.source).stored) for item in self.dropped if item.source is not None]
+        return [*tensor_changes(self.draft, self.kept), *dropped]
 
     @property
-    def file_fates(self) -> list[Fate]:
-        """The fate of every file that is neither config nor weights."""
-        return [*(item.fate for item in self.companions), *left_behind(self.draft, self.companions)]
+    def file_changes(self) -> list[Change]:
+        """What becomes of every file that is neither config nor weights."""
+        return [*(item.change for item in self.side_files), *left_behind(self.draft, self.side_files)]
+
+    def to_json(self) -> dict[str, Any]:
+        """The part of the manifest that is known before anything is written."""
+        return {
+            "tool": "dflash",
+            "version": __version__,
+            "source": str(self.draft.checkpoint.path),
+            "source_dialect": self.draft.format.name,
+            "destination_dialect": self.format.name,
+            "num_bytes": self.num_bytes,
+            "warnings": list(self.warnings),
+            "config": [change.to_json() for change in self.key_changes],
+            "tensors": [change.to_json() for change in self.tensor_changes],
+            "files": [change.to_json() for change in self.file_changes],
+        }
 
 
-def make_plan(draft: DraftCheckpoint, wish: Wish) -> Plan:
-    """Plan a conversion, or refuse it.
+def plan_conversion(draft: DraftCheckpoint, request: ConversionRequest) -> ConversionPlan:
+    """Plan a conversion, or refuse it. Writes nothing.
 
     Raises:
         TensorMismatch, PairMismatch: the source is malformed, or was not made for the target.
         LossyConversion, UnsupportedError: something would be lost.
-        UsageError: the target has to be named.
+        UsageError: no such dialect, or the target has to be named.
     """
-    result = get_format(wish.to)
-    draft.plan()
+    result = get_writable(request.to)
+    selection = draft.select_tensors()
     _refuse_doubt(draft, result)
-    if wish.target is not None:
-        check_pair(DraftSource(draft.config, draft.checkpoint), wish.target)
-    warnings: list[str] = [*draft.reading.notes]
-    companions = (
-        *find_companions(draft),
-        *find_mask(draft, result, warnings, allow_lossy=wish.allow_lossy),
+    if request.target is not None:
+        check_pair(DraftSource(draft.config, draft.checkpoint), request.target)
+    side_files, file_warnings = choose_side_files(draft, result, allow_lossy=request.allow_lossy)
+    dropped, tensor_warnings = drop_tensors(
+        draft, selection.skip, result, request.target, allow_lossy=request.allow_lossy
     )
-    dropped = tuple(dropped_tensors(draft, result, wish.target, warnings, allow_lossy=wish.allow_lossy))
-    names = {fate.source for fate in dropped}
-    in_order = sorted(draft.checkpoint.tensors.values(), key=lambda info: (str(info.file), info.begin))
-    kept: list[WrittenTensor] = [info for info in in_order if info.name not in names]
-    config = _result_config(draft, wish, result, names, warnings)
-    if wish.normalise_taps and not is_normal(config):
-        config, kept = _put_taps_in_order(config, kept, wish, warnings)
-    carried = draft.reading.carried
-    with located(draft.checkpoint.config_path):
-        check_serving(config, result)
-        warnings += serving_warnings(config, carried, result)
-        config = suit_engine(config, result)
-        config_json = result.write_config(config, suit_carried(carried, result))
-    return Plan(
+    tensors = keep_tensors(draft, dropped)
+    config, config_warnings = result_config(draft, request, result, dropped)
+    tap_warnings: list[str] = []
+    if request.normalise_taps and not taps_ascend(config):
+        config, tensors, tap_warnings = normalise_taps(config, tensors, allow_rounding=request.allow_lossy)
+    with naming_file(draft.checkpoint.config_path):
+        config, config_json, reader_warnings = _state(config, draft.parsed.carried, result)
+    warnings = [*file_warnings, *tensor_warnings, *config_warnings, *tap_warnings, *reader_warnings]
+    return ConversionPlan(
         draft=draft,
-        target=wish.target,
+        target=request.target,
         format=result,
         config=config,
         config_json=config_json,
-        files=assign_files(kept, wish.max_shard_bytes),
-        dropped=dropped,
-        companions=companions,
-        warnings=tuple(warnings),
+        files=assign_files(tensors, request.max_shard_bytes),
+        dropped=tuple(dropped),
+        side_files=side_files,
+        warnings=(*draft.parsed.notes, *warnings),
     )
+
+
+def _state(config: DraftConfig, carried: Mapping[str, Any], result: Format) -> tuple[DraftConfig, Json, list[str]]:
+    """The draft as the dialect states it: canonical, as JSON, and what a user should know of its readers."""
+    result.refuse_misread(config)
+    warnings = list(result.warnings(config, carried))
+    config, carried = result.adapt(config, carried)
+    return config, result.write_config(config, carried), warnings
 
 
 def _refuse_doubt(draft: DraftCheckpoint, result: Format) -> None:
     """Refuse to write one of two contradicting values, or packed weights where no reader looks for them."""
     path = draft.checkpoint.config_path
-    if draft.reading.has_doubtful_causality:
+    if draft.parsed.has_doubtful_causality:
         raise UnsupportedError(
             f"{path}: is_causal and dflash_config.causal contradict each other, and the result can state one",
             hint="--causality causal is what NeMo Automodel's JetSpec recipe trains; otherwise --causality non-causal",
         )
-    if draft.quantization is not None and result.name == "speculators" and draft.detection.format.name != result.name:
+    if draft.quantization is not None and not result.allows_packed and draft.format.name != result.name:
+        allowing = ", ".join(item.name for item in writable_formats() if item.allows_packed)
         raise LossyConversion(
-            f"{path}: quantised weights ({draft.quantization}): speculators' readers have no place for their settings",
-            hint="--to native, vllm and sglang copy them as they are",
+            f"{path}: quantised weights ({draft.quantization}), whose settings have no key in {result.title}",
+            hint=f"--to {allowing} copy them as they are",
         )
-
-
-def _put_taps_in_order(
-    config: DraftConfig, kept: list[WrittenTensor], wish: Wish, warnings: list[str]
-) -> tuple[DraftConfig, list[WrittenTensor]]:
-    at = next((at for at, info in enumerate(kept) if info.name == PROJECTION), None)
-    projection = kept[at] if at is not None else None
-    shape = (config.hidden_size, config.num_taps * config.feature_size)
-    if at is None or not isinstance(projection, TensorInfo) or projection.shape != shape or projection.dtype in PACKED:
-        raise UnsupportedError(f"{PROJECTION}: packed weights cannot be put in the order of the taps")
-    normal = normalise_taps(config, projection, allow_rounding=wish.allow_lossy)
-    warnings += [normal.warning] if normal.warning is not None else []
-    return normal.config, [*kept[:at], normal.projection, *kept[at + 1 :]]
-
-
-def _result_config(
-    draft: DraftCheckpoint, wish: Wish, result: Format, dropped: set[str | None], warnings: list[str]
-) -> DraftConfig:
-    config = draft.config
-    if wish.target is not None and config.num_target_layers is None:
-        config = replace(config, num_target_layers=wish.target.config.num_layers)
-    if HEAD in dropped:
-        config = replace(config, draft_vocab_size=config.vocab_size)
-    if "verifier" in result.unstated:
-        config = replace(config, verifier=None)
-    else:
-        config = replace(config, verifier=_verifier(config, wish, warnings))
-        _warn_of_mixed_layers(config, warnings)
-    if "target_hidden_size" in result.unstated and config.feature_size == config.hidden_size:
-        config = replace(config, target_hidden_size=None)
-    if wish.allow_lossy:
-        config = _without_scales(config, result, warnings)
-    return config
-
-
-def _verifier(config: DraftConfig, wish: Wish, warnings: list[str]) -> Verifier | None:
-    """--verifier, else the name the source carries, else the hub id, else a local directory's name with a warning."""
-    target = wish.target
-    architectures = tuple(named_architectures(target.checkpoint.config)) if target is not None else ()
-    carried = config.verifier
-    if wish.verifier is not None:
-        if not architectures and carried is not None:
-            architectures = carried.architectures
-        return Verifier(name_or_path=wish.verifier, architectures=architectures)
-    if carried is not None:
-        return Verifier(name_or_path=carried.name_or_path, architectures=architectures or carried.architectures)
-    if target is None or wish.target_reference is None:
-        return None
-    reference = wish.target_reference
-    if reference == TINY:
-        return Verifier(name_or_path=TINY_TARGET_NAME, architectures=architectures)
-    if is_hub_id(reference):
-        return Verifier(name_or_path=reference.partition("@")[0], architectures=architectures)
-    name = target.checkpoint.path.resolve().name
-    warnings.append(f"the target is stored as {name!r}, its directory's name: vLLM wants ORG/REPO, see --verifier")
-    return Verifier(name_or_path=name, architectures=architectures)
-
-
-def _warn_of_mixed_layers(config: DraftConfig, warnings: list[str]) -> None:
-    if config.is_causal is None:
-        warnings.append(
-            "sliding layers are causal and full layers are not: speculators reads the result so, vLLM 0.33 would make "
-            "every layer causal; serve the native form there"
-        )
-
-
-def _without_scales(config: DraftConfig, result: Format, warnings: list[str]) -> DraftConfig:
-    off = {key: value for key, value in SCALES_OFF.items() if key in result.unstated}
-    lost = [key for key, value in off.items() if getattr(config, key) != value]
-    if lost:
-        warnings.append(f"scales are dropped ({', '.join(lost)}): the result embeds or weighs tokens differently")
-    changes: Json = dict(off)
-    return replace(config, **changes)

@@ -11,7 +11,7 @@ from typing import Literal
 from dflash_cli import __version__
 from dflash_cli.checkpoints.opening import DraftCheckpoint
 from dflash_cli.checkpoints.torch_zip import read_torch_zip
-from dflash_cli.conversion.changes import Fate
+from dflash_cli.conversion.changes import Change
 from dflash_cli.formats.dialect import Format
 from dflash_runtime.checkpoint.canonical_names import QUANTIZATION_FILE
 from dflash_runtime.checkpoint.files import MASK_FILE, PICKLE_SUFFIXES, TensorInfo, read_header, refuse_escape
@@ -30,15 +30,11 @@ TOKENIZER = (
 )  # fmt: skip
 SETTINGS = ("generation_config.json", QUANTIZATION_FILE)
 
-MASK_READERS = {"vllm": "pickle", "sglang": "pickle", "native": "safetensors", "mlx": "safetensors"}
-"""In which form a dialect's readers find the mask embedding. Sources: vLLM 0.33.0 models/qwen3_dflash.py
-_read_mask_embedding and SGLang 0.5.23 models/dflash.py, which read the pickle only."""
-
 How = Literal["copy", "card", "tensor"]
 
 
 @dataclass(frozen=True, slots=True)
-class Companion:
+class SideFile:
     """A file of the result: a copy, the card with a section more, or a tensor of its own."""
 
     source: Path
@@ -47,13 +43,32 @@ class Companion:
     tensor: TensorInfo | None = None
 
     @property
-    def fate(self) -> Fate:
+    def change(self) -> Change:
         """For the manifest."""
         why = {"copy": "", "card": "with a section on this conversion", "tensor": "read without unpickling"}[self.how]
-        return Fate(self.source.name, self.name, "kept" if self.source.name == self.name else "derived", why)
+        return Change(self.source.name, self.name, "kept" if self.source.name == self.name else "derived", why)
 
 
-def find_companions(draft: DraftCheckpoint) -> Iterator[Companion]:
+def choose_side_files(
+    draft: DraftCheckpoint, result: Format, *, allow_lossy: bool
+) -> tuple[tuple[SideFile, ...], list[str]]:
+    """The files that travel beside config and weights, and what a user should know of them.
+
+    Raises:
+        UnsupportedError: a learned mask embedding that the result's readers would not find.
+        CheckpointError: one that belongs to another draft.
+    """
+    files = tuple(_copied_files(draft))
+    try:
+        mask, warnings = _find_mask(draft, result)
+    except UnsupportedError as error:
+        if not allow_lossy:
+            raise UnsupportedError(error.message, hint=ALLOW_HINT) from error
+        mask, warnings = None, ["the learned mask embedding is left behind: the result embeds its mask differently"]
+    return (files if mask is None else (*files, mask)), warnings
+
+
+def _copied_files(draft: DraftCheckpoint) -> Iterator[SideFile]:
     """The papers, tokenizer files and settings of a source."""
     path = draft.checkpoint.path
     patterns = (*PAPERS, *TOKENIZER, *SETTINGS)
@@ -61,42 +76,31 @@ def find_companions(draft: DraftCheckpoint) -> Iterator[Companion]:
     for item in sorted(found):
         refuse_escape(path, item)
         if item.suffix not in (*PICKLE_SUFFIXES, ".py"):
-            yield Companion(item, item.name, "card" if item.name == CARD else "copy")
+            yield SideFile(item, item.name, "card" if item.name == CARD else "copy")
 
 
-def find_mask(draft: DraftCheckpoint, result: Format, warnings: list[str], *, allow_lossy: bool) -> Iterator[Companion]:
-    """The learned mask embedding in the form that the result's readers look for.
-
-    Raises:
-        UnsupportedError: it has no such form, or its file holds anything but a tensor.
-        CheckpointError: it belongs to another mask or another width.
-    """
+def _find_mask(draft: DraftCheckpoint, result: Format) -> tuple[SideFile | None, list[str]]:
+    """The learned mask embedding in the form that the result's readers look for."""
     path = draft.checkpoint.path
-    wanted = MASK_READERS.get(result.name)
     pickle, plain = path / MASK_PICKLE, path / MASK_FILE
-    try:
-        if pickle.exists():
-            refuse_escape(path, pickle)
-            tensor = read_mask(pickle, draft)
-            if wanted == "pickle":
-                yield Companion(pickle, MASK_PICKLE)
-            elif wanted == "safetensors":
-                yield Companion(pickle, MASK_FILE, "tensor", tensor)
-                warnings.append(f"{MASK_PICKLE} becomes {MASK_FILE}: vLLM and SGLang read the former only, see --to")
-            else:
-                raise UnsupportedError(f"{pickle}: a learned mask embedding, which {result.title} has no place for")
-        elif plain.exists():
-            refuse_escape(path, plain)
-            _check_mask(read_header(plain).get(MASK_TENSOR), plain, draft)
-            if wanted != "safetensors":
-                raise UnsupportedError(
-                    f"{plain}: a learned mask embedding, which {result.title} reads from {MASK_PICKLE} or not at all"
-                )
-            yield Companion(plain, MASK_FILE)
-    except UnsupportedError as error:
-        if not allow_lossy:
-            raise UnsupportedError(error.message, hint=ALLOW_HINT) from error
-        warnings.append("the learned mask embedding is left behind: the result embeds its mask differently")
+    if pickle.exists():
+        refuse_escape(path, pickle)
+        tensor = read_mask(pickle, draft)
+        if result.mask_file == "pickle":
+            return SideFile(pickle, MASK_PICKLE), []
+        if result.mask_file == "safetensors":
+            warning = f"{MASK_PICKLE} becomes {MASK_FILE}: vLLM and SGLang read the former only, see --to"
+            return SideFile(pickle, MASK_FILE, "tensor", tensor), [warning]
+        raise UnsupportedError(f"{pickle}: a learned mask embedding, which {result.title} has no place for")
+    if plain.exists():
+        refuse_escape(path, plain)
+        _check_mask(read_header(plain).get(MASK_TENSOR), plain, draft)
+        if result.mask_file == "safetensors":
+            return SideFile(plain, MASK_FILE), []
+        raise UnsupportedError(
+            f"{plain}: a learned mask embedding, which {result.title} reads from {MASK_PICKLE} or not at all"
+        )
+    return None, []
 
 
 def read_mask(file: Path, draft: DraftCheckpoint) -> TensorInfo:
@@ -113,16 +117,16 @@ def read_mask(file: Path, draft: DraftCheckpoint) -> TensorInfo:
     return _check_mask(values.get(MASK_TENSOR), file, draft)
 
 
-def left_behind(draft: DraftCheckpoint, companions: tuple[Companion, ...]) -> Iterator[Fate]:
+def left_behind(draft: DraftCheckpoint, side_files: tuple[SideFile, ...]) -> Iterator[Change]:
     """The files of the source that do not go along."""
     checkpoint = draft.checkpoint
-    taken = {item.source.name for item in companions} | {item.name for item in checkpoint.weight_files}
+    taken = {item.source.name for item in side_files} | {item.name for item in checkpoint.weight_files}
     for item in sorted(checkpoint.path.iterdir()):
         if item.name in taken or item.name.startswith(".") or item.name == "config.json":
             continue
         if item.name.endswith(".safetensors.index.json"):
             continue
-        yield Fate(item.name, None, "dropped", _why(item))
+        yield Change(item.name, None, "dropped", _why(item))
 
 
 def provenance(draft: DraftCheckpoint, result: Format) -> str:

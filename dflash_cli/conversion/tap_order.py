@@ -7,12 +7,13 @@ and leave `fc.weight` as it is. Source: vLLM 0.33.0 model_executor/models/interf
 `fc.weight` is [H, T * F] with T taps of F features; it is read and made in groups of rows.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from dflash_cli.checkpoints.safetensors_writer import MadeTensor
+from dflash_cli.checkpoints.safetensors_writer import MadeTensor, WrittenTensor
 from dflash_runtime.checkpoint.files import TensorInfo
+from dflash_runtime.checkpoint.layout import PACKED_DTYPES
 from dflash_runtime.config import DraftConfig
 from dflash_runtime.errors import CheckpointError, LossyConversion, UnsupportedError
 
@@ -23,26 +24,24 @@ PROJECTION = "fc.weight"
 PIECE_BYTES = 8 * 1024 * 1024
 
 
-def is_normal(config: DraftConfig) -> bool:
-    """Whether the taps ascend, each named once."""
-    return all(one < other for one, other in zip(config.target_layer_ids, config.target_layer_ids[1:], strict=False))
-
-
-def normalise_taps(config: DraftConfig, projection: TensorInfo, *, allow_rounding: bool) -> "NormalTaps":
-    """The draft with its taps in order, and the projection that belongs to them.
+def normalise_taps(
+    config: DraftConfig, tensors: Sequence[WrittenTensor], *, allow_rounding: bool
+) -> tuple[DraftConfig, list[WrittenTensor], list[str]]:
+    """The draft with its taps in order, its tensors with the projection that belongs to them, and warnings.
 
     Raises:
         LossyConversion: a repeated tap whose blocks do not add up exactly in the file's element type.
-        UnsupportedError: repeated taps in an element type that cannot be added.
+        UnsupportedError: packed weights, or repeated taps in an element type that cannot be added.
     """
     order = tuple(sorted(set(config.target_layer_ids)))
     groups = tuple(tuple(at for at, tap in enumerate(config.target_layer_ids) if tap == layer) for layer in order)
+    projection = _plain_projection(config, tensors)
     blocks = _Blocks(projection, groups, config.num_taps)
-    warning = None
+    warnings: list[str] = []
     if any(len(group) > 1 for group in groups):
         if projection.dtype not in ("F64", "F32", "BF16", "F16"):
             raise UnsupportedError(f"{PROJECTION} is {projection.dtype}: blocks of repeated taps cannot be added")
-        warning = _check_rounding(blocks, allow_rounding=allow_rounding)
+        warnings = _check_rounding(blocks, allow_rounding=allow_rounding)
     made = MadeTensor(
         PROJECTION,
         projection.dtype,
@@ -50,16 +49,17 @@ def normalise_taps(config: DraftConfig, projection: TensorInfo, *, allow_roundin
         projection.file,
         blocks.pieces,
     )
-    return NormalTaps(replace(config, target_layer_ids=order), made, warning)
+    replaced = [made if tensor is projection else tensor for tensor in tensors]
+    return replace(config, target_layer_ids=order), replaced, warnings
 
 
-@dataclass(frozen=True, slots=True)
-class NormalTaps:
-    """A draft's config and projection after `normalise_taps`."""
-
-    config: DraftConfig
-    projection: MadeTensor
-    warning: str | None
+def _plain_projection(config: DraftConfig, tensors: Sequence[WrittenTensor]) -> TensorInfo:
+    """The stored projection, whose blocks can be told apart."""
+    shape = (config.hidden_size, config.num_taps * config.feature_size)
+    found = next((tensor for tensor in tensors if tensor.name == PROJECTION), None)
+    if not isinstance(found, TensorInfo) or found.shape != shape or found.dtype in PACKED_DTYPES:
+        raise UnsupportedError(f"{PROJECTION}: packed weights cannot be put in the order of the taps")
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,14 +117,14 @@ class _Blocks:
         return max((self._add(rows)[1] for rows in self.rows()), default=0.0)
 
 
-def _check_rounding(blocks: _Blocks, *, allow_rounding: bool) -> str | None:
+def _check_rounding(blocks: _Blocks, *, allow_rounding: bool) -> list[str]:
     largest = blocks.largest_rounding()
     if largest == 0:
-        return None
+        return []
     message = f"{PROJECTION}: the blocks of repeated taps add up to numbers that {blocks.info.dtype} rounds"
     if not allow_rounding:
         raise LossyConversion(f"{message}, by up to {largest:g}", hint="--allow-lossy rounds them")
-    return f"{message}, by up to {largest:g}"
+    return [f"{message}, by up to {largest:g}"]
 
 
 def _torch_dtype(name: str) -> "torch.dtype":

@@ -4,9 +4,9 @@ from collections.abc import Iterator, Sequence
 
 from dflash_cli.checkpoints.opening import DraftCheckpoint
 from dflash_cli.checkpoints.safetensors_writer import MadeTensor, WrittenTensor
-from dflash_cli.conversion.changes import Fate
-from dflash_cli.conversion.target_copies import find_difference, is_identity_map
-from dflash_cli.formats.dialect import Format
+from dflash_cli.checkpoints.target_copies import find_difference, is_identity_map
+from dflash_cli.conversion.changes import Change
+from dflash_cli.formats.dialect import Format, writable_formats
 from dflash_runtime.checkpoint.files import SINGLE_FILE
 from dflash_runtime.checkpoint.layout import DRAFT_TO_TARGET, EMBEDDING, HEAD, TARGET_TO_DRAFT
 from dflash_runtime.checkpoint.pair import TargetSource
@@ -15,39 +15,60 @@ from dflash_runtime.errors import LossyConversion, UnsupportedError
 ALLOW_HINT = "--allow-lossy converts without it"
 
 
-def dropped_tensors(
-    draft: DraftCheckpoint, result: Format, target: TargetSource | None, warnings: list[str], *, allow_lossy: bool
-) -> Iterator[Fate]:
-    """The tensors that do not go along, each with the reason that makes it safe."""
+def drop_tensors(
+    draft: DraftCheckpoint, skipped: Sequence[str], result: Format, target: TargetSource | None, *, allow_lossy: bool
+) -> tuple[list[Change], list[str]]:
+    """The tensors that do not go along, each with the reason that makes it safe, and what a user should know of it.
+
+    `skipped` names the tensors that readers skip.
+
+    Raises:
+        LossyConversion: a head or an embedding that the result has no place for and that is not the target's.
+        UnsupportedError: an id map that contradicts the config.
+    """
     names = draft.checkpoint.tensors
     is_full = not draft.config.has_reduced_vocab
-    for name in names:
-        if name.startswith("verifier_") or name.endswith("rotary_emb.inv_freq"):
-            yield Fate(name, None, "dropped", "not the draft's: readers make it from the target or the config")
+    changes = [
+        Change(name, None, "dropped", "not the draft's: readers make it from the target or the config")
+        for name in skipped
+        if name.startswith("verifier_") or name.endswith("rotary_emb.inv_freq")
+    ]
     maps = [name for name in (DRAFT_TO_TARGET, TARGET_TO_DRAFT) if name in names]
-    if is_full and maps:
-        yield from _drop_identity_maps(draft, maps)
+    if is_full:
+        changes += [_drop_identity_map(draft, name) for name in maps]
     if result.keeps_head:
-        return
+        return changes, []
+    warnings: list[str] = []
+    if HEAD in names or not is_full:
+        changes.append(_drop_copy(draft, result, target, HEAD))
     if not is_full:
-        yield from _drop_reduced_head(draft, target, warnings, maps)
-    elif HEAD in names:
-        yield _drop_copy(draft, target, HEAD)
+        changes += [Change(name, None, "dropped", "there is no reduced vocabulary any more") for name in maps]
+        warnings.append(_reduced_head_warning(draft))
     if EMBEDDING in names:
-        yield _drop_embedding(draft, target, warnings, allow_lossy=allow_lossy)
+        change, warned = _drop_embedding(draft, result, target, allow_lossy=allow_lossy)
+        changes.append(change)
+        warnings += warned
+    return changes, warnings
 
 
-def tensor_fates(draft: DraftCheckpoint, kept: Sequence[WrittenTensor]) -> Iterator[Fate]:
+def keep_tensors(draft: DraftCheckpoint, dropped: Sequence[Change]) -> list[WrittenTensor]:
+    """The tensors that go along, in the order of the source's files."""
+    names = {change.source for change in dropped}
+    in_order = sorted(draft.checkpoint.tensors.values(), key=lambda info: (str(info.file), info.begin))
+    return [info for info in in_order if info.name not in names]
+
+
+def tensor_changes(draft: DraftCheckpoint, kept: Sequence[WrittenTensor]) -> Iterator[Change]:
     """What became of each stored tensor that goes along."""
     for tensor in kept:
-        place = draft.checkpoint.place(tensor.name)
+        stored = draft.checkpoint.stored_rows(tensor.name)
         if isinstance(tensor, MadeTensor):
-            yield Fate(place.stored, tensor.name, "derived", "its blocks are put in the order of the taps")
-        elif place.rows is not None:
-            begin, end = place.rows
-            yield Fate(place.stored, tensor.name, "split", f"rows {begin} to {end - 1} of a fused projection")
+            yield Change(stored.stored, tensor.name, "derived", "its blocks are put in the order of the taps")
+        elif stored.rows is not None:
+            begin, end = stored.rows
+            yield Change(stored.stored, tensor.name, "split", f"rows {begin} to {end - 1} of a fused projection")
         else:
-            yield Fate(place.stored, tensor.name, "kept" if place.stored == tensor.name else "renamed")
+            yield Change(stored.stored, tensor.name, "kept" if stored.stored == tensor.name else "renamed")
 
 
 def assign_files(tensors: Sequence[WrittenTensor], max_bytes: int | None) -> dict[str, tuple[WrittenTensor, ...]]:
@@ -75,29 +96,23 @@ def assign_files(tensors: Sequence[WrittenTensor], max_bytes: int | None) -> dic
     return {f"model-{at:05d}-of-{count:05d}.safetensors": tuple(group) for at, group in enumerate(groups, start=1)}
 
 
-def _drop_identity_maps(draft: DraftCheckpoint, maps: list[str]) -> Iterator[Fate]:
-    for name in maps:
-        if not is_identity_map(draft.checkpoint, name):
-            raise UnsupportedError(
-                f"{draft.checkpoint.path}: {name} reorders ids although draft_vocab_size is the whole vocabulary"
-            )
-        yield Fate(name, None, "dropped", "maps every id to itself")
+def _drop_identity_map(draft: DraftCheckpoint, name: str) -> Change:
+    if not is_identity_map(draft.checkpoint, name):
+        raise UnsupportedError(
+            f"{draft.checkpoint.path}: {name} reorders ids although draft_vocab_size is the whole vocabulary"
+        )
+    return Change(name, None, "dropped", "maps every id to itself")
 
 
-def _drop_reduced_head(
-    draft: DraftCheckpoint, target: TargetSource | None, warnings: list[str], maps: list[str]
-) -> Iterator[Fate]:
-    yield _drop_copy(draft, target, HEAD)
-    for name in maps:
-        yield Fate(name, None, "dropped", "there is no reduced vocabulary any more")
+def _reduced_head_warning(draft: DraftCheckpoint) -> str:
     config = draft.config
-    warnings.append(
+    return (
         f"the reduced head ({config.draft_vocab_size} of {config.vocab_size} ids) equals the target's rows and is "
         f"dropped: the result proposes over the whole vocabulary, so what is drafted changes"
     )
 
 
-def _drop_copy(draft: DraftCheckpoint, target: TargetSource | None, name: str) -> Fate:
+def _drop_copy(draft: DraftCheckpoint, result: Format, target: TargetSource | None, name: str) -> Change:
     path = draft.checkpoint.path
     if target is None:
         raise LossyConversion(
@@ -106,20 +121,21 @@ def _drop_copy(draft: DraftCheckpoint, target: TargetSource | None, name: str) -
         )
     difference = find_difference(draft, name, target)
     if difference is not None:
+        keepers = " or ".join(item.name for item in writable_formats() if item.keeps_head)
         raise LossyConversion(
             f"{path}: {name} cannot be dropped: {difference}",
-            hint="a head of its own has no place in the native dialect; keep the speculators form, or --to vllm",
+            hint=f"{result.title} has no place for it; --to {keepers} keeps it",
         )
-    return Fate(name, None, "dropped", "equals the target's rows bit for bit")
+    return Change(name, None, "dropped", "equals the target's rows bit for bit")
 
 
 def _drop_embedding(
-    draft: DraftCheckpoint, target: TargetSource | None, warnings: list[str], *, allow_lossy: bool
-) -> Fate:
-    if not allow_lossy:
-        try:
-            return _drop_copy(draft, target, EMBEDDING)
-        except LossyConversion as error:
-            raise LossyConversion(error.message, hint=f"{error.hint}; {ALLOW_HINT}") from error
-    warnings.append(f"{EMBEDDING} is dropped: readers take the target's, and nothing compared the two")
-    return Fate(EMBEDDING, None, "dropped", "readers take the target's (--allow-lossy)")
+    draft: DraftCheckpoint, result: Format, target: TargetSource | None, *, allow_lossy: bool
+) -> tuple[Change, list[str]]:
+    if allow_lossy:
+        warning = f"{EMBEDDING} is dropped: readers take the target's, and nothing compared the two"
+        return Change(EMBEDDING, None, "dropped", "readers take the target's (--allow-lossy)"), [warning]
+    try:
+        return _drop_copy(draft, result, target, EMBEDDING), []
+    except LossyConversion as error:
+        raise LossyConversion(error.message, hint=f"{error.hint}; {ALLOW_HINT}") from error

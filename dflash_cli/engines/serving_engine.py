@@ -1,39 +1,118 @@
-"""Engines that `--engine` knows, by name and release."""
+"""What is known of a serving engine, the registry that finds them, and the command that starts one.
+
+An engine is one file in this package with a class decorated `@ENGINES.register(name)`, the rules that are about it
+alone, and the dialect that is written for it. Everything that names engines elsewhere asks the registry.
+"""
 
 import difflib
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, ClassVar
 
+from dflash_cli.validation.subject import Subject
+from dflash_runtime.checkpoint.hf_config import SLIDING
+from dflash_runtime.config import DraftConfig, TargetConfig
 from dflash_runtime.errors import UsageError
+from dflash_runtime.registry import Registry
 
 Release = tuple[int, ...]
 
-RELEASES: Mapping[str, tuple[Release, ...]] = {
-    "vllm": tuple((0, minor) for minor in range(24, 34)),
-    "sglang": ((0, 5, 23),),
-    "transformers": ((5, 23),),
-    "llama.cpp": (),
-}
-"""Engine -> the releases the rules speak of, oldest first; the last is assumed where none is given.
 
-llama.cpp numbers its builds, and the rules follow its converter and loader as of August 2026. `transformers` is
-z-lab's own code (PyPI dflash 0.1.0) on that release.
-"""
+@dataclass(frozen=True, slots=True)
+class ServeCommand:
+    """What to type: `commands` in order, and `env` that the last of them needs."""
+
+    commands: tuple[str, ...]
+    num_draft_tokens: int
+    env: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def text(self) -> str:
+        """The commands as a shell takes them."""
+        prefix = "".join(f"{key}={shlex.quote(value)} " for key, value in self.env.items())
+        return "\n".join([*self.commands[:-1], prefix + self.commands[-1]])
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "commands": list(self.commands),
+            "env": dict(self.env),
+            "num_draft_tokens": self.num_draft_tokens,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedPair:
+    """What a serve command is made of: names as an engine takes them, and the `serve_flag` of each finding."""
+
+    draft: str
+    target: str
+    config: DraftConfig
+    target_config: TargetConfig
+    num_draft_tokens: int
+    flags: frozenset[str]
+
+    @property
+    def context_limit(self) -> int | None:
+        """The draft's positions, where the target has more."""
+        limit = self.config.max_position_embeddings
+        return limit if limit < self.target_config.max_position_embeddings else None
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
-    """One engine. `release` compares as a tuple and is empty where the engine has none."""
+class ServingEngine:
+    """A serving engine at one release, which compares as a tuple and is empty where the engine has none.
 
-    name: str
+    releases               those the rules speak of, oldest first; the last is assumed where none is given
+    dialect                the dialect a draft is written in for it
+    serves_as_is           dialects it serves without being rewritten
+    strictness             of several engines, the one that reads least decides which dialect suits them all
+    follows_reference      it reads drafts as z-lab's code does: the native dialect, and the target's head
+    finds_by_architecture  it looks its model up under a name in `architectures`
+    takes_other_widths     it serves a draft of another width than its target
+    """
+
+    name: ClassVar[str]
+    releases: ClassVar[tuple[Release, ...]] = ()
+    dialect: ClassVar[str] = "native"
+    serves_as_is: ClassVar[frozenset[str]] = frozenset()
+    strictness: ClassVar[int] = 1
+    follows_reference: ClassVar[bool] = False
+    finds_by_architecture: ClassVar[bool] = False
+    takes_other_widths: ClassVar[bool] = True
+
     release: Release = ()
 
     def __str__(self) -> str:
-        return f"{self.name} {'.'.join(map(str, self.release))}".rstrip()
+        return f"{self.name} {release_text(self.release)}".rstrip()
+
+    def served_causality(self, subject: Subject) -> tuple[bool, ...] | None:
+        """Causality of each layer as the engine serves it; None where that is not known for the release."""
+        return None
+
+    def serve_command(self, pair: ServedPair) -> ServeCommand:
+        """The command that starts the engine with a pair, with the K that it counts in."""
+        raise NotImplementedError
 
 
-def parse_engines(text: str | None) -> tuple[Engine, ...]:
+ENGINES: Registry[type[ServingEngine]] = Registry("engine")
+
+
+@cache
+def all_engines() -> tuple[type[ServingEngine], ...]:
+    """Every engine, by name."""
+    ENGINES.discover("dflash_cli.engines")
+    return tuple(sorted(ENGINES.values(), key=lambda engine: engine.name))
+
+
+def engines_where(holds: Callable[[type[ServingEngine]], bool]) -> Callable[[], tuple[str, ...]]:
+    """For rules about what several engines have in common: their names, asked for when they are needed."""
+    return lambda: tuple(engine.name for engine in all_engines() if holds(engine))
+
+
+def parse_engines(text: str | None) -> tuple[ServingEngine, ...]:
     """Read `vllm@0.33,sglang`; an engine may be named once.
 
     Raises:
@@ -48,29 +127,45 @@ def parse_engines(text: str | None) -> tuple[Engine, ...]:
 
 
 def known_engines() -> str:
-    """Every engine with its releases, for messages."""
-    return ", ".join(f"{name}{_span(releases)}" for name, releases in RELEASES.items())
+    """Every engine with its releases, for help and messages."""
+    return ", ".join(f"{engine.name}{_span(engine.releases)}" for engine in all_engines())
 
 
-def _parse(text: str) -> Engine:
+def release_text(release: Release) -> str:
+    """`0.33` of (0, 33)."""
+    return ".".join(map(str, release))
+
+
+def causality_by_kind(subject: Subject) -> tuple[bool, ...]:
+    """Sliding layers causal, full layers not: what readers take where a native draft states nothing."""
+    return tuple(kind == SLIDING for kind in subject.layer_types)
+
+
+def stated_once(stated: object, subject: Subject) -> tuple[bool, ...]:
+    """One stated causality for every layer, or that of the layers' kinds where none is stated."""
+    return (stated,) * len(subject.layer_types) if isinstance(stated, bool) else causality_by_kind(subject)
+
+
+def _parse(text: str) -> ServingEngine:
     name, _, release = text.partition("@")
-    if name not in RELEASES:
-        close = difflib.get_close_matches(name, RELEASES, n=1)
+    known = {engine.name: engine for engine in all_engines()}
+    if name not in known:
+        close = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
         guess = f"; did you mean {close[0]!r}?" if close else ""
         raise UsageError(f"--engine: unknown engine {name!r}{guess} (known: {known_engines()})")
-    known = RELEASES[name]
+    engine = known[name]
     if not release:
-        return Engine(name, known[-1] if known else ())
+        return engine(engine.releases[-1] if engine.releases else ())
     if not re.fullmatch(r"\d{1,6}(\.\d{1,6}){0,3}", release):
         raise UsageError(f"--engine: {release!r} is no release of {name} (known: {known_engines()})")
     numbers = tuple(int(part) for part in release.split("."))
-    if not any(numbers[: len(item)] == item for item in known):
+    if not any(numbers[: len(item)] == item for item in engine.releases):
         raise UsageError(f"--engine: nothing is known of {name} {release} (known: {known_engines()})")
-    return Engine(name, numbers)
+    return engine(numbers)
 
 
 def _span(releases: tuple[Release, ...]) -> str:
     if not releases:
         return ""
-    ends = [".".join(map(str, item)) for item in (releases[0], releases[-1])]
+    ends = [release_text(item) for item in (releases[0], releases[-1])]
     return f"@{ends[0]}" if len(releases) == 1 else f"@{ends[0]}..{ends[1]}"

@@ -1,13 +1,35 @@
-"""Rules on serving with SGLang; silent unless it is named."""
+"""SGLang: its releases, how it attends, its serve command, its rules, and the dialect that is written for it."""
 
+import shlex
 from collections.abc import Iterator
+from typing import ClassVar
 
-from dflash_cli.validation.rule import CONFIG_FILE, FIX_OUT, TO_NATIVE, Problem, Subject, check
-from dflash_cli.validation.rules.vocabulary import sizes
+from dflash_cli.engines.serving_engine import (
+    ENGINES,
+    Release,
+    ServeCommand,
+    ServedPair,
+    ServingEngine,
+    causality_by_kind,
+    release_text,
+    stated_once,
+)
+from dflash_cli.engines.several_engines import FIX_VLLM
+from dflash_cli.formats.dialect import FORMATS
+from dflash_cli.formats.engine_native import EngineNative
+from dflash_cli.validation.rule import BFLOAT16, FIX_COPY, FIX_TO_NATIVE, Problem, check
+from dflash_cli.validation.subject import CONFIG_FILE, Subject
+from dflash_runtime.config import DraftConfig
+from dflash_runtime.errors import LossyConversion
 
-SGLANG = ("sglang",)
-LAUNCH = "dflash launch DRAFT --target TARGET --engine sglang"
+NAME = "sglang"
+ENGINE = (NAME,)
+RELEASES: tuple[Release, ...] = ((0, 5, 23),)
+NEWEST = f"SGLang {release_text(RELEASES[-1])}"
 CODE = "SGLang 0.5.23 models/dflash.py"
+FIX_SERVE = "dflash serve-command {draft} --target {target} --engine sglang"
+PLAIN_DRAFT = "plain-draft"
+"""A serve flag: the target is packed, and the draft must not be packed like it."""
 
 SERVED = frozenset(
     {
@@ -23,92 +45,134 @@ NO_LAST_LAYER = frozenset({"qwen2", "qwen3", "llama", "qwen3_moe", "qwen3_5", "q
 """Those that never capture the last layer's output."""
 
 
-@check("S08", "warning", effect="SGLang drafts another block than was trained", fix=LAUNCH, source=CODE, engines=SGLANG)
+@ENGINES.register(NAME)
+class SglangEngine(ServingEngine):
+    """SGLang, which reads the native dialect only."""
+
+    name: ClassVar[str] = NAME
+    releases: ClassVar[tuple[Release, ...]] = RELEASES
+    dialect: ClassVar[str] = NAME
+    strictness: ClassVar[int] = 2
+    finds_by_architecture: ClassVar[bool] = True
+    takes_other_widths: ClassVar[bool] = False
+
+    def served_causality(self, subject: Subject) -> tuple[bool, ...] | None:
+        """The top-level is_causal, else the layers' kinds. Source: SGLang 0.5.23 models/dflash.py."""
+        return None if subject.is_speculators else stated_once(subject.config.get("is_causal"), subject)
+
+    def serve_command(self, pair: ServedPair) -> ServeCommand:
+        """--speculative-num-draft-tokens is block_size, the anchor included."""
+        draft, _, revision = pair.draft.partition("@")
+        target, _, target_revision = pair.target.partition("@")
+        words = ["python3", "-m", "sglang.launch_server", "--model-path", target]
+        if target_revision:
+            words += ["--revision", target_revision]
+        words += ["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", draft]
+        if revision:
+            words += ["--speculative-draft-model-revision", revision]
+        words += ["--speculative-num-draft-tokens", str(pair.num_draft_tokens + 1)]
+        if pair.context_limit is not None:
+            words += ["--context-length", str(pair.context_limit)]
+        if BFLOAT16 in pair.flags:
+            words += ["--dtype", "bfloat16"]
+        if PLAIN_DRAFT in pair.flags:
+            words += ["--speculative-draft-model-quantization", "unquant"]
+        return ServeCommand((shlex.join(words),), pair.num_draft_tokens)
+
+
+@check(
+    "S08",
+    "warning",
+    effect="SGLang drafts another block than was trained",
+    fix=FIX_SERVE,
+    source=CODE,
+    engines=ENGINE,
+)
 def block_is_the_trained_one(subject: Subject) -> Iterator[Problem]:
     """--speculative-num-draft-tokens is block_size on SGLang, which counts the anchor."""
     asked, block = subject.num_speculative_tokens, subject.block_size
-    if subject.engine("sglang") is not None and None not in (asked, block) and asked != block - 1:  # type: ignore[operator]
-        yield Problem(subject.place("block_size"), f"{block}; {asked} drafts make a block of {(asked or 0) + 1}")
+    if asked is not None and block is not None and asked != block - 1:
+        yield Problem(subject.location("block_size"), f"{block}; {asked} drafts make a block of {asked + 1}")
 
 
 @check(
     "S09",
     effect="SGLang finds no num_hidden_layers at the top level and stops",
-    fix=TO_NATIVE,
+    fix=FIX_TO_NATIVE,
     source="SGLang 0.5.23 speculative/dflash_utils.py",
-    engines=SGLANG,
+    engines=ENGINE,
 )
 def sglang_reads_the_dialect(subject: Subject) -> Iterator[Problem]:
     """The draft is in the native dialect, the only one SGLang reads."""
-    if subject.is_speculators and subject.engine("sglang") is not None:
-        yield Problem(subject.place("speculators_config"), "speculators dialect")
+    if subject.is_speculators:
+        yield Problem(subject.location("speculators_config"), "speculators dialect")
 
 
 @check(
     "S10",
     effect="SGLang ignores the draft's head and map and proposes over the whole vocabulary",
-    fix="serve it with vLLM: dflash launch DRAFT --target TARGET --engine vllm",
+    fix=FIX_VLLM,
     source=CODE,
     outcome="drops",
-    engines=SGLANG,
+    engines=ENGINE,
 )
 def sglang_has_no_reduced_head(subject: Subject) -> Iterator[Problem]:
     """The draft proposes over the target's whole vocabulary."""
-    found = sizes(subject)
-    if found is not None and found[0] < found[1] and subject.engine("sglang") is not None:
-        yield Problem(subject.place("draft_vocab_size"), f"{found[0]} of {found[1]}")
+    found = subject.vocabulary_sizes
+    if found is not None and found[0] < found[1]:
+        yield Problem(subject.location("draft_vocab_size"), f"{found[0]} of {found[1]}")
 
 
 @check(
     "S11",
     effect="SGLang does not read it: full attention, and causality by the layers' kind",
-    fix=FIX_OUT,
+    fix=FIX_COPY,
     source=CODE,
     outcome="drops",
-    engines=SGLANG,
+    engines=ENGINE,
 )
 def sglang_reads_top_level_keys(subject: Subject) -> Iterator[Problem]:
     """Windows and causality are stated where SGLang looks: layer_types and the top-level is_causal."""
-    if subject.engine("sglang") is None:
-        return
     if subject.nested.get("use_swa"):
-        yield Problem(subject.place("dflash_config.use_swa"), "true")
+        yield Problem(subject.location("dflash_config.use_swa"), "true")
     nested = subject.nested.get("causal")
-    by_kind = {kind == "sliding_attention" for kind in subject.layer_types}
+    by_kind = set(causality_by_kind(subject))
     if isinstance(nested, bool) and subject.config.get("is_causal") is None and by_kind != {nested}:
         yield Problem(
-            subject.place("dflash_config.causal"), f"{nested}, and no is_causal".lower(), repair={"is_causal": nested}
+            subject.location("dflash_config.causal"),
+            f"{nested}, and no is_causal".lower(),
+            repair={"is_causal": nested},
         )
 
 
 @check(
     "S12",
     effect="the last layer is never captured, so that fc gets fewer features than it reads",
-    fix="serve it with vLLM: dflash launch DRAFT --target TARGET --engine vllm",
+    fix=FIX_VLLM,
     source="SGLang 0.5.23 models/qwen3.py, llama.py; sgl-project/sglang#32204",
-    engines=SGLANG,
+    engines=ENGINE,
 )
 def sglang_captures_every_tap(subject: Subject) -> Iterator[Problem]:
     """The last layer is not tapped where SGLang's model for the target cannot hand it out."""
     depth = subject.num_target_layers
     kind = subject.target.model_type if subject.target is not None else None
     is_last = depth is not None and depth - 1 in (subject.taps or ())
-    if subject.engine("sglang") is not None and is_last and kind in NO_LAST_LAYER:
-        yield Problem(subject.tap_place, f"taps the last of {depth} layers of a {kind} target")
+    if is_last and kind in NO_LAST_LAYER:
+        yield Problem(subject.tap_location, f"taps the last of {depth} layers of a {kind} target")
 
 
 @check(
     "S21",
     effect="SGLang ignores it: the draft embeds its block at another scale",
-    fix="dflash generate --draft DRAFT --target TARGET applies it; SGLang 0.5.23 cannot",
+    fix=f"dflash generate --draft {{draft}} --target {{target}} applies it; {NEWEST} cannot",
     source=CODE,
     outcome="drops",
-    engines=SGLANG,
+    engines=ENGINE,
 )
 def sglang_scales_no_embedding(subject: Subject) -> Iterator[Problem]:
     """The embedding is not scaled; SGLang applies the other two scales only."""
     value = subject.stated("input_embedding_scale")
-    if subject.engine("sglang") is not None and value not in (None, 1):
+    if value not in (None, 1):
         yield Problem(next(iter(subject.homes("input_embedding_scale"))), f"{value}")
 
 
@@ -116,27 +180,28 @@ def sglang_scales_no_embedding(subject: Subject) -> Iterator[Problem]:
     "S23",
     "warning",
     effect="SGLang packs the draft like its target unless it is told not to",
-    fix="dflash launch DRAFT --target TARGET --engine sglang adds --speculative-draft-model-quantization unquant",
+    fix=f"{FIX_SERVE} adds --speculative-draft-model-quantization unquant",
     source="sgl-project/sglang#28196, #34622, #35629",
-    engines=SGLANG,
+    engines=ENGINE,
+    serve_flag=PLAIN_DRAFT,
 )
 def target_packing_is_not_inherited(subject: Subject) -> Iterator[Problem]:
     """A packed target does not pass its packing on to a plain draft."""
-    if subject.engine("sglang") is not None and subject.target_json.get("quantization_config"):
+    if subject.target_json.get("quantization_config"):
         yield Problem(f"target {CONFIG_FILE}:quantization_config", "the target is packed, the draft is not")
 
 
 @check(
     "P07",
     effect="SGLang cannot tap this target's layers and stops",
-    fix="serve it with vLLM: dflash launch DRAFT --target TARGET --engine vllm",
+    fix=FIX_VLLM,
     source="SGLang 0.5.23 set_dflash_layers_to_capture",
-    engines=SGLANG,
+    engines=ENGINE,
 )
 def target_can_be_tapped(subject: Subject) -> Iterator[Problem]:
     """SGLang's model of the target can hand out its layers."""
     kind = subject.target.model_type if subject.target is not None else None
-    if subject.engine("sglang") is None or kind is None or kind in SERVED:
+    if kind is None or kind in SERVED:
         return
     yield Problem(
         f"target {CONFIG_FILE}:model_type",
@@ -144,3 +209,27 @@ def target_can_be_tapped(subject: Subject) -> Iterator[Problem]:
         severity="error" if kind == "qwen2" else "warning",
         outcome="stops" if kind == "qwen2" else "serves",
     )
+
+
+# The dialect that is written for SGLang
+
+
+@FORMATS.register(NAME)
+class Sglang(EngineNative):
+    """The native dialect as SGLang reads it as trained.
+
+    Written only; the file is a native one. SGLang takes causality from the top level alone, has no reduced head, takes
+    the draft's width for the target's, and knows two of the three scales.
+    Source: SGLang 0.5.23 speculative/dflash_utils.py::parse_dflash_draft_config, models/dflash.py.
+    """
+
+    name: ClassVar[str] = NAME
+    title: ClassVar[str] = f"DFlash, native dialect for {NEWEST}"
+    priority: ClassVar[int] = 201
+    engine: ClassVar[str] = NAME
+    unstated: ClassVar[frozenset[str]] = frozenset({"verifier", "target_hidden_size", "input_embedding_scale"})
+
+    def refuse_to_write(self, config: DraftConfig) -> None:
+        super().refuse_to_write(config)
+        if config.input_embedding_scale != 1.0:
+            raise LossyConversion(f"input_embedding_scale: {NEWEST} has no key for it")

@@ -1,30 +1,204 @@
-"""Rules on serving with vLLM; silent unless it is named."""
+"""vLLM: its releases, how it attends, its serve command, its rules, and the dialect that is written for it."""
 
-from collections.abc import Iterator
+import json
+import shlex
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
 
-from dflash_cli.formats.native_fields import SCALES
-from dflash_cli.validation.rule import CONFIG_FILE, TO_NATIVE, Problem, Subject, as_object, check
-from dflash_cli.validation.rules.attention import FLAG, KINDS
+from dflash_cli.engines.serving_engine import (
+    ENGINES,
+    Release,
+    ServeCommand,
+    ServedPair,
+    ServingEngine,
+    release_text,
+    stated_once,
+)
+from dflash_cli.formats.decoder_body import LAYER_KINDS
+from dflash_cli.formats.dialect import FORMATS, Json
+from dflash_cli.formats.engine_native import EngineNative
+from dflash_cli.formats.native import refuse_common
+from dflash_cli.formats.native_fields import SCALES, write_scales
+from dflash_cli.formats.speculators_updaters import NON_CAUSAL_FLAG
+from dflash_cli.validation.rule import BFLOAT16, FIX_COPY, FIX_TO_NATIVE, Problem, Severity, check
 from dflash_cli.validation.rules.drafting import NEUTRAL
 from dflash_cli.validation.rules.tensors import WEIGHTS
-from dflash_cli.validation.verdict import served_causality, trained_causality
+from dflash_cli.validation.subject import CONFIG_FILE, Subject
+from dflash_runtime.checkpoint.hf_config import SLIDING
+from dflash_runtime.checkpoint.layout import DRAFT_TO_TARGET
+from dflash_runtime.config import DraftConfig
+from dflash_runtime.errors import LossyConversion
+from dflash_runtime.json_values import as_object
 
-VLLM = ("vllm",)
-LAUNCH = "dflash launch DRAFT --target TARGET --engine vllm"
+NAME = "vllm"
+ENGINE = (NAME,)
+RELEASES: tuple[Release, ...] = tuple((0, minor) for minor in range(24, 34))
+NEWEST = f"vLLM {release_text(RELEASES[-1])}"
+WITHOUT_CAUSALITY: Release = (0, 24)
+"""Reads neither windows nor causality (its qwen3_dflash.py): every layer is full and non-causal."""
+WIDENS_FLAG: Release = (0, 33)
+"""The first release in which the speculators flag was seen to be taken for every layer (vllm-project/vllm#47745)."""
+FIX_SERVE = "dflash serve-command {draft} --target {target} --engine vllm"
+V2_RUNNER = "v2-runner"
+"""A serve flag: only the V2 model runner serves the draft."""
+PLAIN_KV_CACHE = "plain-kv-cache"
+"""A serve flag: the target asks for a quantised KV cache, which the draft may find no attention for."""
+
+
+@ENGINES.register(NAME)
+class VllmEngine(ServingEngine):
+    """vLLM, which reads native and speculators drafts."""
+
+    name: ClassVar[str] = NAME
+    releases: ClassVar[tuple[Release, ...]] = RELEASES
+    dialect: ClassVar[str] = NAME
+    serves_as_is: ClassVar[frozenset[str]] = frozenset({"speculators"})
+    strictness: ClassVar[int] = 0
+    finds_by_architecture: ClassVar[bool] = True
+
+    def served_causality(self, subject: Subject) -> tuple[bool, ...] | None:
+        """The top-level is_causal, else dflash_config.causal, else the layers' kinds."""
+        if self.release[:2] == WITHOUT_CAUSALITY:
+            return (False,) * len(subject.layer_types)
+        if subject.is_speculators:
+            return self._speculators_causality(subject)
+        top, nested = subject.config.get("is_causal"), subject.nested.get("causal")
+        if self.release < WIDENS_FLAG and top != nested and SLIDING in subject.layer_types:
+            return None
+        return stated_once(top if isinstance(top, bool) else nested, subject)
+
+    def _speculators_causality(self, subject: Subject) -> tuple[bool, ...] | None:
+        """Source: vLLM 0.33.0 algos.py (`causal = not flag`, absent false) and qwen3_dflash.py (is_causal first)."""
+        count = len(subject.layer_types)
+        flag, stated = subject.config.get(NON_CAUSAL_FLAG), subject.body.get("is_causal")
+        if isinstance(stated, bool):
+            return (stated,) * count
+        if flag is False and self.release < WIDENS_FLAG:
+            return None
+        return (flag is False,) * count
+
+    def serve_command(self, pair: ServedPair) -> ServeCommand:
+        """num_speculative_tokens is block_size - 1."""
+        model, _, revision = pair.draft.partition("@")
+        speculative = {"method": "dflash", "model": model, "num_speculative_tokens": pair.num_draft_tokens}
+        if revision:
+            speculative["revision"] = revision
+        target, _, target_revision = pair.target.partition("@")
+        words = ["vllm", "serve", target, "--speculative-config", json.dumps(speculative)]
+        if target_revision:
+            words += ["--revision", target_revision]
+        if pair.context_limit is not None:
+            words += ["--max-model-len", str(pair.context_limit)]
+        if BFLOAT16 in pair.flags:
+            words += ["--dtype", "bfloat16"]
+        if PLAIN_KV_CACHE in pair.flags:
+            words += ["--kv-cache-dtype", "bfloat16"]
+        env = {"VLLM_USE_V2_MODEL_RUNNER": "1"} if V2_RUNNER in pair.flags else {}
+        return ServeCommand((shlex.join(words),), pair.num_draft_tokens, env)
+
+
+@check(
+    "C20",
+    effect=f"{NEWEST} makes every layer causal; this draft was trained non-causal",
+    fix=FIX_COPY,
+    source="vllm-project/vllm#56692, open in 0.33.0; #47745 brought it",
+    outcome="drops",
+    engines=ENGINE,
+    unnamed="warning",
+)
+def full_layers_stay_non_causal(subject: Subject) -> Iterator[Problem]:
+    """sliding_window_non_causal is not false where no layer slides.
+
+    In speculators the flag concerns sliding layers only, so both values mean the same for a draft of full layers.
+    vLLM takes it for every layer since #47745; 0.24 does not look at it. Stating true is right for both.
+    """
+    if not subject.is_speculators or SLIDING in subject.layer_types or subject.config.get(NON_CAUSAL_FLAG) is not False:
+        return
+    severity = _flag_severity(subject)
+    if severity is not None and subject.body.get("is_causal") is not False:
+        yield Problem(
+            subject.location(NON_CAUSAL_FLAG),
+            f"false, and all {len(subject.layer_types)} layers are full attention",
+            severity=severity,
+            repair={NON_CAUSAL_FLAG: True},
+        )
+
+
+@check(
+    "C21",
+    effect=f"{NEWEST} makes the full layers causal too",
+    fix=FIX_TO_NATIVE,
+    source="vLLM 0.33.0 transformers_utils/configs/speculators/algos.py",
+    outcome="drops",
+    engines=ENGINE,
+    unnamed="warning",
+)
+def layers_agree_for_vllm(subject: Subject) -> Iterator[Problem]:
+    """One causality for all layers, which is all that vLLM takes from the speculators dialect."""
+    if not subject.is_speculators or subject.config.get(NON_CAUSAL_FLAG) is not False:
+        return
+    severity = _flag_severity(subject)
+    if severity is not None and set(subject.layer_types) == set(LAYER_KINDS):
+        yield Problem(
+            subject.location(NON_CAUSAL_FLAG),
+            "false with both sliding and full layers: sliding ones are causal, full ones are not",
+            severity=severity,
+        )
+
+
+@check(
+    "C34",
+    effect="vLLM cannot serve the draft by its own name; naming the target with --model works",
+    fix="dflash convert {draft} {out} --to speculators --verifier ORG/REPO",
+    source="vLLM 0.33.0 transformers_utils/config.py refuses a path",
+    engines=ENGINE,
+    unnamed="warning",
+)
+def names_a_hub_verifier(subject: Subject) -> Iterator[Problem]:
+    """The verifier is named by its hub repository."""
+    if not subject.is_speculators:
+        return
+    name = as_object(as_object(subject.config.get("speculators_config")).get("verifier")).get("name_or_path")
+    is_repository = isinstance(name, str) and name.count("/") == 1 and not name.startswith((".", "/", "~"))
+    if not is_repository:
+        yield Problem(
+            subject.location("speculators_config.verifier.name_or_path"),
+            f"{name!r} is not a hub repository",
+        )
+
+
+@check(
+    "M02",
+    effect="vLLM has nowhere to load it and stops",
+    fix=FIX_COPY,
+    source="vLLM 0.33.0 models/utils.py",
+    engines=ENGINE,
+    unnamed="warning",
+)
+def full_vocabulary_has_no_map(subject: Subject) -> Iterator[Problem]:
+    """A full vocabulary has no d2t."""
+    found = subject.vocabulary_sizes
+    if found is None or subject.tensors is None or found[0] != found[1]:
+        return
+    if DRAFT_TO_TARGET in subject.tensors:
+        yield Problem(
+            f"{WEIGHTS}:{DRAFT_TO_TARGET}",
+            f"present, though draft_vocab_size is the whole vocabulary of {found[1]}",
+        )
 
 
 @check(
     "S01",
     "info",
     effect="vLLM tells the method by the name; without it, method must be given",
-    fix=LAUNCH,
+    fix=FIX_SERVE,
     source="vLLM 0.33.0 config/speculative.py",
-    engines=VLLM,
+    engines=ENGINE,
 )
 def name_says_dflash(subject: Subject) -> Iterator[Problem]:
     """The draft's name has dflash in it, and not eagle- or eagle3, which vLLM looks for first."""
-    name = (subject.reference or str(subject.path)).lower()
-    if subject.engine("vllm") is None or subject.is_speculators:
+    name = subject.served_name.lower()
+    if subject.is_speculators:
         return
     if "dflash" not in name:
         yield Problem(CONFIG_FILE, "the draft's name does not say dflash")
@@ -35,10 +209,10 @@ def name_says_dflash(subject: Subject) -> Iterator[Problem]:
 @check(
     "S02",
     effect="masks past the trained block are positions the draft has never seen; vLLM does not check",
-    fix=LAUNCH,
+    fix=FIX_SERVE,
     source="vllm-project/vllm#41834; vLLM 0.33.0 config/speculative.py",
     outcome="drops",
-    engines=VLLM,
+    engines=ENGINE,
 )
 def k_is_the_trained_one(subject: Subject) -> Iterator[Problem]:
     """--num-speculative-tokens is block_size - 1 on vLLM.
@@ -47,15 +221,15 @@ def k_is_the_trained_one(subject: Subject) -> Iterator[Problem]:
     how many follow.
     """
     asked, block = subject.num_speculative_tokens, subject.block_size
-    if subject.engine("vllm") is None or asked is None or block is None or asked == block - 1:
+    if asked is None or block is None or asked == block - 1:
         return
-    place = subject.place("block_size")
+    location = subject.location("block_size")
     if asked > block - 1:
-        yield Problem(place, f"{block}, which drafts {block - 1}; {asked} are asked for")
+        yield Problem(location, f"{block}, which drafts {block - 1}; {asked} are asked for")
     else:
         effect = "vLLM shortens the block to it, which the draft was not trained for"
         yield Problem(
-            place, f"{block}, which drafts {block - 1}; {asked} are asked for", effect, severity="warning",
+            location, f"{block}, which drafts {block - 1}; {asked} are asked for", effect, severity="warning",
             outcome="serves",
         )  # fmt: skip
 
@@ -64,26 +238,27 @@ def k_is_the_trained_one(subject: Subject) -> Iterator[Problem]:
     "S03",
     "warning",
     effect="only the V2 model runner serves sliding and full layers together",
-    fix=LAUNCH,
+    fix=FIX_SERVE,
     source="vLLM 0.33.0 qwen3_dflash.py",
-    engines=VLLM,
+    engines=ENGINE,
+    serve_flag=V2_RUNNER,
 )
 def layers_are_of_one_kind(subject: Subject) -> Iterator[Problem]:
     """All layers are sliding or all are full."""
-    if subject.engine("vllm") is not None and set(subject.layer_types) >= set(KINDS):
-        yield Problem(subject.body_place("layer_types"), "both sliding and full layers")
+    if set(subject.layer_types) >= set(LAYER_KINDS):
+        yield Problem(subject.body_location("layer_types"), "both sliding and full layers")
 
 
 @check(
     "S04",
     effect="vLLM stops with an assertion",
-    fix="take the tensor out where the draft was trained, then dflash validate OUT --engine vllm",
+    fix="take the tensor out where the draft was trained, then dflash validate {draft} --engine vllm",
     source="vLLM 0.33.0 qwen3_dflash.py load_weights",
-    engines=VLLM,
+    engines=ENGINE,
 )
 def no_mask_hidden(subject: Subject) -> Iterator[Problem]:
     """No tensor's name contains mask_hidden."""
-    for name in subject.tensors or () if subject.engine("vllm") is not None else ():
+    for name in subject.tensors or ():
         if "mask_hidden" in name:
             yield Problem(f"{WEIGHTS}:{name}", "a name that vLLM asserts against")
 
@@ -91,17 +266,17 @@ def no_mask_hidden(subject: Subject) -> Iterator[Problem]:
 @check(
     "S05",
     effect="vLLM ignores it for DFlash; only its DFlash 2 model reads it",
-    fix="serve it with SGLang: dflash launch DRAFT --target TARGET --engine sglang",
+    fix="serve it with SGLang: dflash serve-command {draft} --target {target} --engine sglang",
     source="vLLM 0.33.0 qwen3_dflash2.py",
     outcome="drops",
-    engines=VLLM,
+    engines=ENGINE,
 )
 def vllm_applies_no_scale(subject: Subject) -> Iterator[Problem]:
     """No scale is stated, since vLLM's DFlash has none.
 
     An embedding scale that is left out ruins the drafts; a multiplier or a soft cap only changes sampled ones.
     """
-    for key in SCALES if subject.engine("vllm") is not None else ():
+    for key in SCALES:
         value = subject.stated(key)
         if value is not None and value not in NEUTRAL[key]:
             yield Problem(next(iter(subject.homes(key))), f"{value}")
@@ -110,10 +285,10 @@ def vllm_applies_no_scale(subject: Subject) -> Iterator[Problem]:
 @check(
     "S07",
     effect="masked positions see, or do not see, those after them, other than in training",
-    fix=TO_NATIVE,
+    fix=FIX_TO_NATIVE,
     source="vLLM 0.33.0 qwen3_dflash.py, algos.py; vllm-project/vllm#47453 before #47745",
     outcome="drops",
-    engines=VLLM,
+    engines=ENGINE,
 )
 def vllm_serves_the_trained_causality(subject: Subject) -> Iterator[Problem]:
     """vLLM serves every layer with the causality the config states for its dialect.
@@ -121,15 +296,14 @@ def vllm_serves_the_trained_causality(subject: Subject) -> Iterator[Problem]:
     C20 and C21 report the flag that vLLM 0.33 widens to full layers; this rule reports every other difference, such as
     vLLM 0.24, which serves causal sliding layers of the speculators dialect non-causally.
     """
-    engine = subject.engine("vllm")
-    served = served_causality(subject, engine) if engine is not None else None
-    trained = trained_causality(subject)
+    engine, trained = subject.engine(NAME), subject.trained_causality
+    served = engine.served_causality(subject) if engine is not None else None
     if engine is None or served is None or trained is None or served == trained:
         return
-    is_told = subject.is_speculators and subject.config.get(FLAG) is False and all(served)
+    is_told = subject.is_speculators and subject.config.get(NON_CAUSAL_FLAG) is False and all(served)
     if not is_told or subject.body.get("is_causal") is not None:
         yield Problem(
-            subject.body_place("is_causal") if not subject.is_speculators else subject.place(FLAG),
+            subject.body_location("is_causal") if not subject.is_speculators else subject.location(NON_CAUSAL_FLAG),
             f"{engine} serves {sum(served)} of {len(served)} layers causally, the draft has {sum(trained)}",
         )
 
@@ -138,30 +312,84 @@ def vllm_serves_the_trained_causality(subject: Subject) -> Iterator[Problem]:
     "S22",
     "warning",
     effect="backends that read a quantised KV cache may have no non-causal attention",
-    fix="dflash launch DRAFT --target TARGET --engine vllm adds --kv-cache-dtype bfloat16",
+    fix=f"{FIX_SERVE} adds --kv-cache-dtype bfloat16",
     source="vllm-project/vllm#41559, #53979",
-    engines=VLLM,
+    engines=ENGINE,
+    serve_flag=PLAIN_KV_CACHE,
 )
 def kv_cache_is_plain(subject: Subject) -> Iterator[Problem]:
     """The target does not ask for a quantised KV cache while the draft is non-causal."""
     packing = as_object(subject.target_json.get("quantization_config"))
     wanted = packing.get("kv_cache_scheme") or packing.get("kv_cache_quant_algo")
-    trained = trained_causality(subject)
-    if subject.engine("vllm") is not None and wanted and trained is not None and not all(trained):
+    trained = subject.trained_causality
+    if wanted and trained is not None and not all(trained):
         yield Problem(f"target {CONFIG_FILE}:quantization_config", "asks for a quantised KV cache")
 
 
 @check(
     "S28",
     effect="vLLM 0.24 attends to the whole context on every layer",
-    fix="serve it with vLLM 0.33 or later: dflash validate DRAFT --engine vllm@0.33",
+    fix=f"serve it with {NEWEST} or later: dflash validate {{draft}} --engine {NAME}@{release_text(RELEASES[-1])}",
     source="vLLM 0.24.0 model_executor/models/qwen3_dflash.py; vllm-project/vllm#46104",
     outcome="drops",
-    engines=VLLM,
+    engines=ENGINE,
 )
 def vllm_knows_windows(subject: Subject) -> Iterator[Problem]:
     """The release of vLLM serves sliding layers."""
-    engine = subject.engine("vllm")
+    engine = subject.engine(NAME)
     has_windows = "sliding_attention" in subject.layer_types or bool(subject.nested.get("use_swa"))
-    if engine is not None and engine.release[:2] == (0, 24) and has_windows:
-        yield Problem(subject.body_place("layer_types"), f"sliding layers, which {engine} serves as full ones")
+    if engine is not None and engine.release[:2] == WITHOUT_CAUSALITY and has_windows:
+        yield Problem(subject.body_location("layer_types"), f"sliding layers, which {engine} serves as full ones")
+
+
+def _flag_severity(subject: Subject) -> Severity | None:
+    """Error for a vLLM that has the change (#47745), nothing for one that has not."""
+    engine = subject.engine(NAME)
+    if engine is None:
+        return "warning"
+    if engine.release[:2] == WITHOUT_CAUSALITY:
+        return None
+    return "error" if engine.release >= WIDENS_FLAG else "warning"
+
+
+# The dialect that is written for vLLM
+
+
+@FORMATS.register(NAME)
+class Vllm(EngineNative):
+    """The native dialect as vLLM reads it as trained. Source: vLLM 0.33.0 model_executor/models/qwen3_dflash.py.
+
+    Written only; the file is a native one. vLLM reads more from it than other engines do: a reduced head with its id
+    map, and a target of another width. It reads scales for DFlash 2 only.
+    """
+
+    name: ClassVar[str] = NAME
+    title: ClassVar[str] = f"DFlash, native dialect for {NEWEST}"
+    priority: ClassVar[int] = 200
+    engine: ClassVar[str] = NAME
+    keeps_head: ClassVar[bool] = True
+    unstated: ClassVar[frozenset[str]] = frozenset({"verifier", *SCALES})
+
+    def write_config(self, config: DraftConfig, carried: Mapping[str, Any]) -> Json:
+        """Write the native keys, and those that only vLLM reads."""
+        return {
+            **super().write_config(config, carried),
+            **({"draft_vocab_size": config.draft_vocab_size} if config.has_reduced_vocab else {}),
+            **({} if config.target_hidden_size is None else {"target_hidden_size": config.target_hidden_size}),
+        }
+
+    def refuse_to_write(self, config: DraftConfig) -> None:
+        refuse_common(config)
+        lost = list(write_scales(config))
+        if lost:
+            raise LossyConversion(f"{', '.join(lost)}: {NEWEST} reads scales for DFlash 2 only")
+
+    def warnings(self, config: DraftConfig, carried: Mapping[str, Any]) -> Iterator[str]:
+        yield from super().warnings(config, carried)
+        if any(window is not None for window in config.windows) or any(config.causal):
+            yield (
+                f"vLLM {release_text(WITHOUT_CAUSALITY)} reads neither windows nor causality, and would run every "
+                f"layer full and non-causal; use {release_text(RELEASES[-1])}"
+            )
+        if len(set(config.windows)) > 1:
+            yield f"layers with and without a window: {NEWEST} needs VLLM_USE_V2_MODEL_RUNNER=1"

@@ -35,20 +35,32 @@ def headline(evaluation: Evaluation) -> str:
     return f"acceptance length {_length(total)} of {block}"
 
 
-def tables(evaluation: Evaluation) -> dict[str, Table]:
+def legend(evaluation: Evaluation) -> str:
+    """What the headline counts, and what the most would be."""
+    block = evaluation.total.counts.num_speculative_tokens + 1
+    interval = evaluation.total.interval
+    lines = [
+        "tokens a verify step gives on average, the target's own included: vLLM's definition",
+        f"{block} is the most a step can give",
+    ]
+    if interval is not None:
+        lines[1] += f"; in brackets the {100 * interval.confidence:g}% interval over prompts"
+    return "\n".join(lines)
+
+
+def tables(evaluation: Evaluation, *, with_definitions: bool = True) -> dict[str, Table]:
     """Title -> columns and rows."""
-    found = {
-        "by position": _position_table(evaluation.total),
-        "in other words": _definition_table(evaluation.total),
-    }
+    found = {"by position": _position_table(evaluation.total)}
     if evaluation.categories:
         found["by category"] = _category_table(evaluation)
+    if with_definitions:
+        found["by each project's own definition"] = _definition_table(evaluation.total)
     return found
 
 
 def to_markdown(evaluation: Evaluation) -> str:
     """A report to keep beside a checkpoint."""
-    lines = ["# Acceptance", "", f"**{headline(evaluation)}**", ""]
+    lines = ["# Acceptance", "", f"**{headline(evaluation)}**", "", legend(evaluation), ""]
     lines += [f"- {name}: `{value}`" for name, value in evaluation.settings.items() if value is not None]
     for title, (columns, rows) in tables(evaluation).items():
         lines += ["", f"## {title.capitalize()}", "", _markdown_row(columns), _markdown_row(["---"] * len(columns))]
@@ -64,7 +76,7 @@ def _position_table(total: Summary) -> Table:
             zip(counts.per_pos_accepted, counts.per_pos_acceptance_rates, total.conditional_rates, strict=False)
         )
     ]
-    return ("position", "accepted", "rate", "given the one before", ""), rows
+    return ("position", "accepted", "rate", "if the one before was", ""), rows
 
 
 def _definition_table(total: Summary) -> Table:

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any, TextIO
 
 from dflash_cli.generation.answers import Answer
-from dflash_cli.generation.atomic_file import json_line
+from dflash_cli.generation.atomic_file import is_stream, json_line
 from dflash_cli.generation.prompts import PromptRow
 from dflash_runtime.errors import UsageError
 from dflash_runtime.scheduling.request import FinishReason, RequestOutput
@@ -21,21 +21,30 @@ class Journal:
     """Answers of a run, in memory, and on disk where a path is given.
 
     Raises:
-        UsageError: the file is there and `resume` was not asked for, or it was made under other settings.
+        UsageError: the file exists and neither `resume` nor `force` was asked for, or it was made under other settings.
     """
 
     def __init__(
-        self, path: Path | None, settings: Mapping[str, Any], rows: Sequence[PromptRow], *, resume: bool
+        self,
+        path: Path | None,
+        settings: Mapping[str, Any],
+        rows: Sequence[PromptRow],
+        *,
+        resume: bool,
+        force: bool = False,
     ) -> None:
         self._path = path
         self._settings = json.loads(json.dumps(dict(settings)))
         self._rows = rows
         self._stream: TextIO | None = None
         self._answers: dict[tuple[int, int], Answer] = {}
-        if path is not None and path.exists():
-            if not resume:
-                raise UsageError(f"{path}: is there already", hint="add --resume to go on from it, or name another")
-            self._read(path)
+        if path is not None and path.exists() and not is_stream(path):
+            if resume:
+                self._read(path)
+            elif not force:
+                raise UsageError(
+                    f"{path}: exists already", hint="pass --resume to go on from it, or --force to replace it"
+                )
 
     @property
     def pending(self) -> list[PromptRow]:
@@ -110,7 +119,7 @@ def _to_json(answer: Answer) -> dict[str, Any]:
         "turn": answer.turn,
         "digest": answer.row.digest,
         "category": answer.row.category,
-        "kept_lengths": list(answer.output.kept_lengths),
+        "committed_lengths": list(answer.output.committed_lengths),
     }
 
 
@@ -121,7 +130,7 @@ def _from_json(record: Mapping[str, Any], row: PromptRow) -> Answer:
         token_ids=tuple(record["token_ids"]),
         finish_reason=FinishReason(record["finish_reason"]),
         acceptance_lengths=tuple(record["acceptance_lengths"]),
-        kept_lengths=tuple(record["kept_lengths"]),
+        committed_lengths=tuple(record["committed_lengths"]),
     )
     return Answer(row, record["turn"], output, record["text"])
 

@@ -7,9 +7,10 @@ from pathlib import Path
 
 from dflash_cli.evaluation.acceptance_report import Evaluation
 from dflash_cli.evaluation.journal import Journal
+from dflash_cli.evaluation.progress import AcceptanceProgress
 from dflash_cli.evaluation.statistics import Summary, summarise
 from dflash_cli.generation.answers import Answer, Tally, answer_rows
-from dflash_cli.generation.loaded_pair import Session
+from dflash_cli.generation.loaded_pair import PairSession
 from dflash_cli.generation.outputs import Sink
 from dflash_cli.generation.prompts import PromptRow, digest_rows
 from dflash_runtime.errors import GateFailed
@@ -17,10 +18,11 @@ from dflash_runtime.scheduling.request import SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class EvaluationRequest:
     """What to ask, and how sure to be.
 
-    `journal` keeps answers as they come; with `resume` those already in it are not asked again.
+    `journal` keeps answers as they come; with `resume` those already in it are not asked again, with `force` alone
+    they are replaced.
     """
 
     rows: Sequence[PromptRow]
@@ -30,23 +32,34 @@ class Plan:
     num_resamples: int = 10_000
     journal: Path | None = None
     resume: bool = False
+    force: bool = False
 
 
-def measure(session: Session, plan: Plan, tally: Tally, show: Sink) -> Evaluation:
-    """Answer the plan's rows and pool their verify steps, all together and by category."""
-    params = plan.params.with_stops(session.stop_token_ids)
-    settings = session.describe(params, chat=plan.chat)
+def measure(
+    session: PairSession,
+    request: EvaluationRequest,
+    *,
+    tally: Tally | None = None,
+    progress: AcceptanceProgress | None = None,
+) -> Evaluation:
+    """Answer the request's rows and pool their verify steps, all together and by category."""
+    params = request.params.with_stops(session.stop_token_ids)
+    settings = session.run_settings(params, chat=request.chat)
+    sinks: list[Sink] = [] if tally is None else [tally.add]
     started = time.perf_counter()
-    with Journal(plan.journal, settings, plan.rows, resume=plan.resume) as journal:
-        for event in answer_rows(session, journal.pending, lambda row: params, chat=plan.chat):
-            tally.add(event)
-            show(event)
+    with Journal(request.journal, settings, request.rows, resume=request.resume, force=request.force) as journal:
+        if progress is not None:
+            progress.resume(journal.answers)
+            sinks.append(progress)
+        for event in answer_rows(session, journal.pending, lambda row: params, chat=request.chat):
+            for sink in sinks:
+                sink(event)
             if event.answer is not None:
                 journal.add(event.answer)
     return Evaluation(
-        total=_pool(journal.answers, session, plan),
-        categories={name: _pool(answers, session, plan) for name, answers in _by_category(journal.answers).items()},
-        settings=settings | {"num_prompts": len(plan.rows), "prompts_digest": digest_rows(plan.rows)},
+        total=_pool(journal.answers, session, request),
+        categories={name: _pool(answers, session, request) for name, answers in _by_category(journal.answers).items()},
+        settings=settings | {"num_prompts": len(request.rows), "prompts_digest": digest_rows(request.rows)},
         seconds=time.perf_counter() - started,
     )
 
@@ -67,12 +80,12 @@ def check_gate(evaluation: Evaluation, minimum: float, *, use_lower_bound: bool)
         raise GateFailed(f"{name} {value:.3f}, expected at least {minimum:g}")
 
 
-def _pool(answers: Sequence[Answer], session: Session, plan: Plan) -> Summary:
+def _pool(answers: Sequence[Answer], session: PairSession, request: EvaluationRequest) -> Summary:
     return summarise(
         [answer.output for answer in answers],
         session.llm.num_draft_tokens,
-        confidence=plan.confidence,
-        num_resamples=plan.num_resamples,
+        confidence=request.confidence,
+        num_resamples=request.num_resamples,
     )
 
 

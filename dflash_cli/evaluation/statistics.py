@@ -6,12 +6,15 @@ chapter 13; clusters as in Cameron, Gelbach and Miller 2008.
 """
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
 from dflash_runtime.metrics import AcceptanceCounts, count_acceptance
 from dflash_runtime.scheduling.request import RequestOutput
+
+StepCounts = Sequence[tuple[int, int]]
+"""For each request: tokens its verify steps committed, and how many steps there were."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +66,7 @@ DEFINITIONS = {
     "zlab": "mean over prompts of each prompt's mean step, cut at stops and limits (z-lab dflash 0.1.0)",
     "zlab_untruncated": "mean over prompts of each prompt's mean step, whole blocks (z-lab, before 0.1.0)",
     "sglang": "mean over prompts of tokens / steps, the prefill's token included (SGLang, per request)",
-    "kept": "tokens kept a step, pooled over steps, cut at stops and limits",
+    "committed": "tokens committed a step, pooled over steps, cut at stops and limits",
     "mlx_ratio": "accepted drafts / tokens generated (dflash-mlx; a ratio, no length)",
 }
 """What each project calls acceptance, by our key for it."""
@@ -97,17 +100,54 @@ def bootstrap_interval(
     outputs: Sequence[RequestOutput], *, confidence: float, num_resamples: int, seed: int
 ) -> Interval | None:
     """Interval of the pooled acceptance length over resampled requests; None for fewer than two with steps."""
-    steps = [len(output.acceptance_lengths) for output in outputs if output.acceptance_lengths]
-    lengths = [sum(output.acceptance_lengths) for output in outputs if output.acceptance_lengths]
-    if len(steps) < 2 or num_resamples < 1:
+    sample = [counts for counts in count_steps(outputs) if counts[1]]
+    if len(sample) < 2 or num_resamples < 1:
         return None
+    return _bootstrap(
+        lambda drawn: pooled_acceptance_len([sample[index] for index in drawn]),
+        len(sample),
+        confidence=confidence,
+        num_resamples=num_resamples,
+        seed=seed,
+    )
+
+
+def paired_interval(
+    base: StepCounts, other: StepCounts, *, confidence: float, num_resamples: int, seed: int
+) -> Interval | None:
+    """Interval of how much longer the pooled acceptance length of `other` is, on the same requests as `base`.
+
+    Each resample draws the same requests on both sides. None for fewer than two that have steps on both.
+    """
+    pairs = [pair for pair in zip(base, other, strict=True) if pair[0][1] and pair[1][1]]
+    if len(pairs) < 2 or num_resamples < 1:
+        return None
+
+    def difference(drawn: Sequence[int]) -> float:
+        chosen = [pairs[index] for index in drawn]
+        return pooled_acceptance_len([pair[1] for pair in chosen]) - pooled_acceptance_len([pair[0] for pair in chosen])
+
+    return _bootstrap(difference, len(pairs), confidence=confidence, num_resamples=num_resamples, seed=seed)
+
+
+def count_steps(outputs: Sequence[RequestOutput]) -> StepCounts:
+    """For each request: tokens its verify steps committed, and how many steps there were."""
+    return [(sum(output.acceptance_lengths), len(output.acceptance_lengths)) for output in outputs]
+
+
+def pooled_acceptance_len(counts: StepCounts) -> float:
+    """Tokens a step over these requests; 1, which is none accepted, where there was no step."""
+    num_steps = sum(steps for _, steps in counts)
+    return sum(tokens for tokens, _ in counts) / num_steps if num_steps else 1.0
+
+
+def _bootstrap(
+    estimate: Callable[[Sequence[int]], float], num_requests: int, *, confidence: float, num_resamples: int, seed: int
+) -> Interval:
+    """Percentile interval of an estimate over resampled indices of requests."""
     generator = random.Random(seed)
-    places = range(len(steps))
-    estimates = []
-    for _ in range(num_resamples):
-        drawn = generator.choices(places, k=len(steps))
-        estimates.append(sum(lengths[place] for place in drawn) / sum(steps[place] for place in drawn))
-    estimates.sort()
+    indices = range(num_requests)
+    estimates = sorted(estimate(generator.choices(indices, k=num_requests)) for _ in range(num_resamples))
     tail = (1 - confidence) / 2
     return Interval(_quantile(estimates, tail), _quantile(estimates, 1 - tail), confidence)
 
@@ -120,17 +160,17 @@ def _definitions(outputs: Sequence[RequestOutput], counts: AcceptanceCounts) -> 
     num_tokens = sum(len(output.token_ids) for output in outputs)
     return {
         "vllm": counts.acceptance_len,
-        "zlab": fmean(fmean(output.kept_lengths) for output in stepped),
+        "zlab": fmean(fmean(output.committed_lengths) for output in stepped),
         "zlab_untruncated": fmean(fmean(output.acceptance_lengths) for output in stepped),
         "sglang": fmean(len(output.token_ids) / len(output.acceptance_lengths) for output in stepped),
-        "kept": sum(sum(output.kept_lengths) for output in stepped) / counts.num_drafts,
+        "committed": sum(sum(output.committed_lengths) for output in stepped) / counts.num_drafts,
         "mlx_ratio": counts.num_accepted_tokens / num_tokens,
     }
 
 
 def _quantile(ordered: Sequence[float], share: float) -> float:
     """Linear interpolation between order statistics (Hyndman and Fan 1996, type 7)."""
-    place = share * (len(ordered) - 1)
-    below = int(place)
+    position = share * (len(ordered) - 1)
+    below = int(position)
     above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (place - below) * (ordered[above] - ordered[below])
+    return ordered[below] + (position - below) * (ordered[above] - ordered[below])

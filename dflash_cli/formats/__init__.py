@@ -1,1 +1,1 @@
-"""Checkpoint dialects, one file each. `base` holds the protocol and the registry."""
+"""Checkpoint dialects, one file each. `dialect` holds the protocol and the registry."""

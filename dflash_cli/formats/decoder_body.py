@@ -4,10 +4,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from dflash_cli.formats.dialect import Homes, Json
+from dflash_cli.formats.dialect import Homes, Json, all_formats
 from dflash_runtime.checkpoint.hf_config import FULL, SLIDING
 from dflash_runtime.config import DraftConfig, RopeConfig
 from dflash_runtime.errors import InvalidConfig, LossyConversion, UnsupportedError
+from dflash_runtime.json_values import is_int
 
 BODY_HOMES: Homes = {
     "hidden_size": ("hidden_size",),
@@ -34,9 +35,13 @@ NEVER_CARRIED = frozenset({"auto_map", "_name_or_path", "architectures", "is_cau
 """Keys that say where a file came from, name code that is not copied, or are stated anew by the writer."""
 
 NESTED = "dflash_config."
-TOP = "speculators."
-CONTAINERS = (NESTED, TOP)
-"""Prefixes of carried keys: the native `dflash_config` object, and the top level of a speculators config."""
+"""Prefix of carried keys that were found in the native `dflash_config` object."""
+
+LAYER_KINDS = (FULL, SLIDING)
+ROPE_KEYS = ("rope_parameters", "rope_scaling")
+"""The objects in which a config states its rope; Hugging Face's newer spelling first."""
+
+ROPE_KINDS = frozenset({"default", "linear", "dynamic", "yarn", "longrope", "llama3", "ntk", "proportional", "mrope"})
 
 
 def write_body(config: DraftConfig) -> Json:
@@ -89,7 +94,8 @@ def carried_keys(config: Mapping[str, Any], consumed: Iterable[str], prefix: str
 
 def plain_keys(carried: Mapping[str, Any]) -> Json:
     """The carried keys that belong to the decoder body."""
-    return {key: value for key, value in carried.items() if not key.startswith(CONTAINERS)}
+    prefixes = tuple(item.own_prefix for item in all_formats() if item.own_prefix)
+    return {key: value for key, value in carried.items() if not key.startswith(prefixes)}
 
 
 def prefixed_keys(carried: Mapping[str, Any], prefix: str) -> Json:
@@ -106,7 +112,7 @@ def require_object(value: Any, key: str, path: Path) -> Mapping[str, Any]:
 
 def layer_list(value: Any, key: str, path: Path) -> tuple[int, ...]:
     """A list of layer numbers."""
-    if not isinstance(value, list) or not all(isinstance(item, int) and not isinstance(item, bool) for item in value):
+    if not isinstance(value, list) or not all(is_int(item) for item in value):
         raise InvalidConfig(key, value, "a list of integers", path=path)
     return tuple(value)
 

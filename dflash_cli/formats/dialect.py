@@ -2,35 +2,39 @@
 
 A dialect is one file in this package with one class decorated `@FORMATS.register(name)`. It reads its own config into
 the canonical `DraftConfig` and writes that back; the convention by which a dialect numbers layers, places causality or
-spells rope is known in that file and nowhere else.
+spells rope is known in that file and nowhere else. Whatever a command wants to know of a dialect is an attribute or a
+method of its class.
 
 Detection asks every dialect in ascending `priority` and takes the first that recognises the checkpoint; relatives of
 DFlash come before DFlash itself, since several of them carry its architecture string.
 """
 
-from collections.abc import Mapping
+import difflib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Literal
 
 from dflash_runtime.checkpoint.files import Checkpoint
 from dflash_runtime.checkpoint.layout import canonical_name
 from dflash_runtime.config import DraftConfig
-from dflash_runtime.errors import UnknownFormat
+from dflash_runtime.errors import LossyConversion, UnknownFormat, UsageError
 from dflash_runtime.registry import Registry
 
 Json = dict[str, Any]
 Homes = Mapping[str, tuple[str, ...]]
+MaskFile = Literal["pickle", "safetensors"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
+class ParsedConfig:
     """A config read into canonical form.
 
     `carried` holds keys with no home in the canonical form; they are reported by a conversion and kept where the
     other dialect has room for them. Keys of the decoder body are plain, others are prefixed with the container they
-    were found in (`dflash_config.`, `speculators.`). `notes` are sentences a user should see.
+    were found in (`Format.own_prefix`). `notes` are sentences a user should see.
     """
 
     config: DraftConfig
@@ -39,33 +43,86 @@ class Reading:
     has_doubtful_causality: bool = False
 
 
-class Format(Protocol):
-    """One dialect.
+class Format(ABC):
+    """One dialect: facts as class attributes, and methods where data is not enough.
 
-    `writable` says whether `write_config` exists for it. `homes` maps a canonical field to the dotted keys that state
-    it here, and `unstated` lists the fields that have none. `keeps_head` says whether its readers use a head, an
-    embedding and an id map from the file; `sorts_taps` whether they put taps in ascending order, once each, whatever
-    the file says. `evidence` returns the sentence that says by what the checkpoint was recognised, or None where it is
-    another dialect.
+    name                the word after `--to`
+    title               its name in messages
+    priority            its turn in detection, ascending
+    writable            whether `write_config` exists for it
+    homes               canonical field -> the dotted keys that state it here
+    unstated            canonical fields that no key states
+    containers          keys that hold an object of this dialect's own keys
+    own_prefix          what the carried keys that only this dialect has begin with, or nothing
+    keeps_head          whether its readers use a head, an embedding and an id map from the file
+    sorts_taps          whether its readers put taps in ascending order, once each, whatever the file says
+    mask_file           the form in which its readers find a learned mask embedding, None where they do not
+    allows_packed       whether packed weights of another dialect can be written in it
+    engine              the serving engine it is written for, None where it is written for all
+    family              the draft family of the runtime that runs it
     """
 
     name: ClassVar[str]
     title: ClassVar[str]
     priority: ClassVar[int]
-    writable: ClassVar[bool]
-    homes: ClassVar[Homes]
-    unstated: ClassVar[frozenset[str]]
-    keeps_head: ClassVar[bool]
-    sorts_taps: ClassVar[bool]
+    writable: ClassVar[bool] = False
+    homes: ClassVar[Homes] = {}
+    unstated: ClassVar[frozenset[str]] = frozenset()
+    containers: ClassVar[tuple[str, ...]] = ()
+    own_prefix: ClassVar[str] = ""
+    keeps_head: ClassVar[bool] = False
+    sorts_taps: ClassVar[bool] = False
+    mask_file: ClassVar[MaskFile | None] = None
+    allows_packed: ClassVar[bool] = True
+    engine: ClassVar[str | None] = None
+    family: ClassVar[str] = "dflash"
 
-    def evidence(self, config: Mapping[str, Any], tensor_names: frozenset[str]) -> str | None: ...
+    @abstractmethod
+    def evidence(self, config: Mapping[str, Any], tensor_names: frozenset[str]) -> str | None:
+        """The sentence that says by what a checkpoint was recognised, None where it is another dialect."""
 
-    def read_config(self, config: Mapping[str, Any], path: Path) -> Reading: ...
+    @abstractmethod
+    def read_config(self, config: Mapping[str, Any], path: Path) -> ParsedConfig:
+        """The canonical form of a config of this dialect."""
 
-    def write_config(self, config: DraftConfig, carried: Mapping[str, Any]) -> Json: ...
+    @abstractmethod
+    def write_config(self, config: DraftConfig, carried: Mapping[str, Any]) -> Json:
+        """A config of this dialect; what it cannot state is refused."""
+
+    def adapt(self, config: DraftConfig, carried: Mapping[str, Any]) -> tuple[DraftConfig, Json]:
+        """The draft and its carried keys without the settings that only this dialect's readers would apply."""
+        return config, dict(carried)
+
+    def refuse_misread(self, config: DraftConfig) -> None:
+        """Refuse what every reader of this dialect would misread.
+
+        Raises:
+            LossyConversion: taps that its readers sort.
+        """
+        if self.sorts_taps and not taps_ascend(config):
+            raise LossyConversion(
+                f"target_layer_ids {list(config.target_layer_ids)}: readers of {self.title} take the taps in ascending "
+                f"order, once each, and would mix up the columns of fc.weight",
+                hint="--normalise-taps puts them in order without changing the draft",
+            )
+
+    def warnings(self, config: DraftConfig, carried: Mapping[str, Any]) -> Iterator[str]:
+        """What a user should know before serving a draft that was written in this dialect."""
+        if config.num_target_layers is not None and config.num_target_layers - 1 in config.target_layer_ids:
+            yield (
+                f"layer {config.num_target_layers - 1} is the target's last: it is kept; transformers gives its output "
+                f"after the final norm, vLLM before it, and SGLang 0.5.23 not at all for Qwen2, Qwen3 and Llama targets"
+            )
+        if not self.sorts_taps and not taps_ascend(config):
+            yield (
+                f"target_layer_ids {list(config.target_layer_ids)} are not in ascending order, once each: engines "
+                f"would mix up the columns of fc.weight; --normalise-taps puts them in order"
+            )
 
 
 FORMATS: Registry[type[Format]] = Registry("format")
+PACKAGES = ("dflash_cli.formats", "dflash_cli.engines")
+"""Whose modules register dialects: an engine's file brings the dialect that is written for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,12 +144,25 @@ def detect(checkpoint: Checkpoint) -> Detection:
 
 def detect_from(config: Mapping[str, Any], tensor_names: frozenset[str], path: Path) -> Detection:
     """`detect`, from what it looks at; `tensor_names` may be empty where headers cannot be read."""
+    found = find_dialect(config, tensor_names)
+    if found is None:
+        raise unknown_format(config, path)
+    return found
+
+
+def find_dialect(config: Mapping[str, Any], tensor_names: frozenset[str]) -> Detection | None:
+    """The first dialect that recognises a config and its tensors, None where none does."""
     names = frozenset(map(canonical_name, tensor_names))
     for candidate in all_formats():
         evidence = candidate.evidence(config, names)
         if evidence is not None:
             return Detection(candidate, evidence)
-    raise UnknownFormat(
+    return None
+
+
+def unknown_format(config: Mapping[str, Any], path: Path) -> UnknownFormat:
+    """The error that says by what a draft would have been recognised."""
+    return UnknownFormat(
         f"{path}: not a DFlash draft (architectures {config.get('architectures')!r}, no dflash_config, no "
         f"speculators_model_type)",
         hint="a draft's config.json has dflash_config or speculators_model_type; did you pass the target?",
@@ -101,10 +171,9 @@ def detect_from(config: Mapping[str, Any], tensor_names: frozenset[str], path: P
 
 @cache
 def all_formats() -> tuple[Format, ...]:
-    """Every registered dialect in order of priority; importing this package's modules registers them."""
-    import dflash_cli.formats as package
-
-    FORMATS.discover(package)
+    """Every registered dialect in order of priority: those of exporters, and those that serving engines want."""
+    for package in PACKAGES:
+        FORMATS.discover(package)
     return tuple(sorted((item() for item in FORMATS.values()), key=lambda item: item.priority))
 
 
@@ -116,6 +185,33 @@ def get_format(name: str) -> Format:
     """
     all_formats()
     return FORMATS[name]()
+
+
+def writable_formats() -> tuple[Format, ...]:
+    """The dialects that a conversion can write, in order of their names."""
+    return tuple(sorted((item for item in all_formats() if item.writable), key=lambda item: item.name))
+
+
+def get_writable(name: str) -> Format:
+    """The dialect of that name, if a conversion can write it.
+
+    Raises:
+        UsageError: there is none, or it is only read.
+    """
+    found = {item.name: item for item in writable_formats()}
+    if name in found:
+        return found[name]
+    known = ", ".join(found)
+    if name in FORMATS:
+        raise UsageError(f"dialect {name!r} is only read, never written (written: {known})")
+    close = difflib.get_close_matches(name, found, n=1)
+    guess = f"; did you mean {close[0]!r}?" if close else ""
+    raise UsageError(f"unknown dialect {name!r}{guess} (known: {known})")
+
+
+def taps_ascend(config: DraftConfig) -> bool:
+    """Whether the taps ascend, each named once."""
+    return all(one < other for one, other in zip(config.target_layer_ids, config.target_layer_ids[1:], strict=False))
 
 
 def named_architectures(config: Mapping[str, Any]) -> list[str]:

@@ -4,7 +4,7 @@ Its keys stand at the top level, and its reader has no defaults for several of t
 homes and rope in both spellings, so that z-lab's MLX loader and the others read the same file.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from dflash_cli.formats.dialect import FORMATS, Json
@@ -41,3 +41,8 @@ class Mlx(Native):
             "target_layer_ids": list(config.target_layer_ids),
             "mask_token_id": config.mask_token_id,
         }
+
+    def warnings(self, config: DraftConfig, carried: Mapping[str, Any]) -> Iterator[str]:
+        yield from super().warnings(config, carried)
+        if any(window is not None for window in config.windows):
+            yield "bstnxbt/dflash-mlx ignores windows; z-lab's own MLX loader reads them"

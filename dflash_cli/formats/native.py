@@ -4,7 +4,7 @@ Sources: z-lab/dflash model.py (April 2026 and 0.1.0), sgl-project/SpecForge exp
 
 Layers are numbered from 0 and a tap is the layer's output, which is the canonical convention. A key may stand at the
 top level, inside `dflash_config`, or in both places with one value. Exporters that write this dialect with habits of
-their own (`automodel`, `mlx`, `model_optimizer`, `specforge`) and engines that read it (`sglang`, `vllm`) are
+their own (`automodel`, `mlx`, `model_optimizer`, `specforge`) and engines that read it (in `engines/`) are
 subclasses, one file each.
 """
 
@@ -23,10 +23,10 @@ from dflash_cli.formats.decoder_body import (
     require_object,
     write_body,
 )
-from dflash_cli.formats.dialect import FORMATS, Homes, Json, Reading, named_architectures
+from dflash_cli.formats.dialect import FORMATS, Format, Homes, Json, MaskFile, ParsedConfig, named_architectures
 from dflash_cli.formats.native_fields import (
     SCALES,
-    Source,
+    NativeConfig,
     guess_taps,
     read_causality,
     read_scales,
@@ -49,15 +49,16 @@ MODE_KEYS = ("attention_mode", "attention_modes")
 
 
 @FORMATS.register("native")
-class Native:
+class Native(Format):
     """Native checkpoints: flat tensor names, no embedding, no head."""
 
     name: ClassVar[str] = "native"
     title: ClassVar[str] = "DFlash, native dialect"
     priority: ClassVar[int] = 100
     writable: ClassVar[bool] = True
-    keeps_head: ClassVar[bool] = False
-    sorts_taps: ClassVar[bool] = False
+    containers: ClassVar[tuple[str, ...]] = ("dflash_config",)
+    own_prefix: ClassVar[str] = NESTED
+    mask_file: ClassVar[MaskFile | None] = "safetensors"
     homes: ClassVar[Homes] = {
         **BODY_HOMES,
         **{key: (f"{NESTED}{key}", key) for key in TWO_HOMES},
@@ -77,14 +78,14 @@ class Native:
             return f"architectures names {ARCHITECTURE}"
         return "config.json has dflash_config" if isinstance(config.get("dflash_config"), dict) else None
 
-    def read_config(self, config: Mapping[str, Any], path: Path) -> Reading:
+    def read_config(self, config: Mapping[str, Any], path: Path) -> ParsedConfig:
         """Read either spelling of every key.
 
         Raises:
             InvalidConfig: a key that is missing, wrong, or contradicts its other home.
             UnsupportedError: anchor sampling, attention sinks, latent attention.
         """
-        source = Source(config, require_object(config.get("dflash_config", {}), "dflash_config", path), path)
+        source = NativeConfig(config, require_object(config.get("dflash_config", {}), "dflash_config", path), path)
         _refuse(source)
         body = read_body(config, path)
         vocab_size = require_int(config, "vocab_size", path)
@@ -109,7 +110,7 @@ class Native:
             **read_scales(source),
         )
         is_doubtful = len(set(stated_causality(config, source.nested).values())) > 1
-        return Reading(
+        return ParsedConfig(
             config=canonical, carried=_carried(source), notes=tuple(notes), has_doubtful_causality=is_doubtful
         )
 
@@ -170,7 +171,7 @@ def refuse_common(config: DraftConfig) -> None:
         )
 
 
-def _refuse(source: Source) -> None:
+def _refuse(source: NativeConfig) -> None:
     refuse_unserved(source.top)
     if source.nested.get("sample_from_anchor") or source.top.get("sample_from_anchor"):
         raise UnsupportedError(
@@ -187,7 +188,7 @@ def _refuse(source: Source) -> None:
             raise UnsupportedError(f"dflash_config.{key} {mode!r}: latent attention is not served by any engine yet")
 
 
-def _carried(source: Source) -> Json:
+def _carried(source: NativeConfig) -> Json:
     top = carried_keys(source.top, {*BODY_KEYS, *TWO_HOMES, "dflash_config", "draft_vocab_size", "target_hidden_size"})
     consumed = {*TWO_HOMES, *WINDOW_KEYS, "causal", "sample_from_anchor", *MODE_KEYS}
     nested = carried_keys(source.nested, consumed, NESTED)

@@ -13,13 +13,20 @@ from dflash_cli.formats.dialect import Json
 from dflash_runtime.checkpoint.hf_config import FULL, SLIDING, read_layer_types, read_windows, require_int
 from dflash_runtime.config import DraftConfig
 from dflash_runtime.errors import MISSING, InvalidConfig, LossyConversion
+from dflash_runtime.json_values import is_number
 
-SCALES = ("input_embedding_scale", "output_multiplier", "final_logit_softcapping")
+SCALES: Mapping[str, float | None] = {
+    "input_embedding_scale": 1.0,
+    "output_multiplier": 1.0,
+    "final_logit_softcapping": None,
+}
+"""Scale -> the value that does nothing."""
+
 AUX_KEY = "eagle_aux_hidden_state_layer_ids"
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class NativeConfig:
     """A native config being read: its two levels and where it lies."""
 
     top: Mapping[str, Any]
@@ -48,7 +55,7 @@ def guess_taps(num_target_layers: int, num_layers: int) -> list[int]:
     return [round(1 + index * (num_target_layers - 4) / (num_layers - 1)) for index in range(num_layers)]
 
 
-def read_taps(source: Source, num_layers: int) -> tuple[int, ...]:
+def read_taps(source: NativeConfig, num_layers: int) -> tuple[int, ...]:
     """The tapped layers, which no reader may guess."""
     value = source.stated("target_layer_ids")
     if value is MISSING or value is None:
@@ -68,7 +75,7 @@ def read_taps(source: Source, num_layers: int) -> tuple[int, ...]:
     return taps
 
 
-def read_swa_windows(source: Source, num_layers: int) -> tuple[int | None, ...]:
+def read_swa_windows(source: NativeConfig, num_layers: int) -> tuple[int | None, ...]:
     """Windows from `layer_types`, or from `use_swa`, which puts one on every layer of an all-full config.
 
     Source: vLLM 0.33.0 qwen3_dflash.py::_resolve_layer_attention; NVIDIA/Model-Optimizer hf_spec_export.py.
@@ -129,14 +136,14 @@ def stated_causality(config: Mapping[str, Any], nested: Mapping[str, Any]) -> di
     return {key: value for key, value in pairs if value is not None}
 
 
-def read_scales(source: Source) -> Json:
+def read_scales(source: NativeConfig) -> Json:
     """The scales that are stated."""
     scales: Json = {}
     for key in SCALES:
         value = source.stated(key)
         if value in (MISSING, None):
             continue
-        if not isinstance(value, int | float) or isinstance(value, bool):
+        if not is_number(value):
             raise InvalidConfig(key, value, "a number", path=source.path)
         is_off = key == "final_logit_softcapping" and value <= 0
         scales[key] = None if is_off else float(value)
@@ -161,11 +168,4 @@ def write_causality(config: DraftConfig) -> bool | None:
 
 def write_scales(config: DraftConfig) -> Json:
     """The scales that do something."""
-    scales: Json = {}
-    if config.input_embedding_scale != 1.0:
-        scales["input_embedding_scale"] = config.input_embedding_scale
-    if config.output_multiplier != 1.0:
-        scales["output_multiplier"] = config.output_multiplier
-    if config.final_logit_softcapping is not None:
-        scales["final_logit_softcapping"] = config.final_logit_softcapping
-    return scales
+    return {name: getattr(config, name) for name, off in SCALES.items() if getattr(config, name) != off}

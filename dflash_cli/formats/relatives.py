@@ -11,22 +11,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from dflash_cli.formats.dialect import FORMATS, Homes, Json, Reading, named_architectures
+from dflash_cli.formats.dialect import FORMATS, Format, Json, ParsedConfig, named_architectures
 from dflash_runtime.config import DraftConfig
 from dflash_runtime.errors import UnknownFormat, UnsupportedError
 
 
-class Relative:
+class Relative(Format):
     """A kind of draft that is not DFlash 1. Subclasses are data: how it is told apart and what it adds."""
 
-    name: ClassVar[str]
-    title: ClassVar[str]
     priority: ClassVar[int] = 10
-    writable: ClassVar[bool] = False
-    homes: ClassVar[Homes] = {}
-    unstated: ClassVar[frozenset[str]] = frozenset()
-    keeps_head: ClassVar[bool] = False
-    sorts_taps: ClassVar[bool] = False
 
     types: ClassVar[frozenset[str]] = frozenset()
     """Its values of `speculators_model_type`."""
@@ -62,7 +55,7 @@ class Relative:
             return f"model_type is {model_type!r}"
         return self._architecture(config) or self._tensor(tensor_names)
 
-    def read_config(self, config: Mapping[str, Any], path: Path) -> Reading:
+    def read_config(self, config: Mapping[str, Any], path: Path) -> ParsedConfig:
         raise UnknownFormat(
             f"{path}: {self.title} ({self.evidence(config, frozenset()) or 'by its tensors'}), not DFlash: "
             f"{self.difference}",

@@ -5,7 +5,7 @@ may carry a reduced head with its id map or copies of the target's embedding and
 """
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,7 +13,6 @@ from dflash_cli.formats.decoder_body import (
     BODY_HOMES,
     BODY_KEYS,
     NESTED,
-    TOP,
     carried_keys,
     plain_keys,
     prefixed_keys,
@@ -21,8 +20,10 @@ from dflash_cli.formats.decoder_body import (
     require_object,
     write_body,
 )
-from dflash_cli.formats.dialect import FORMATS, Homes, Json, Reading, named_architectures
+from dflash_cli.formats.dialect import FORMATS, Format, Homes, Json, ParsedConfig, named_architectures
+from dflash_cli.formats.native_fields import SCALES, write_scales
 from dflash_cli.formats.speculators_updaters import (
+    NON_CAUSAL_FLAG,
     SPECULATORS,
     find_updater,
     layer_causality,
@@ -36,6 +37,9 @@ from dflash_runtime.errors import MISSING, InvalidConfig, LossyConversion, Unsup
 __all__ = ["SPECULATORS", "SpeculatorsFormat", "register_speculator", "update_dflash"]
 
 BODY = "transformer_layer_config."
+TOP = "speculators."
+"""Prefix of carried keys that were found at the top level of a speculators config."""
+
 WRITTEN_VERSION = "0.9.0"
 """The release whose layout `write_config` follows."""
 
@@ -43,22 +47,25 @@ TOP_KEYS = frozenset(
     {
         "speculators_model_type", "speculators_version", "speculators_config", "transformer_layer_config",
         "draft_vocab_size", "block_size", "target_hidden_size", "aux_hidden_state_layer_ids", "mask_token_id",
-        "sliding_window_non_causal", "sample_from_anchor", "num_target_layers", "tie_word_embeddings", "dtype",
+        NON_CAUSAL_FLAG, "sample_from_anchor", "num_target_layers", "tie_word_embeddings", "dtype",
         "torch_dtype", "model_type",
     }
 )  # fmt: skip
 
 
 @FORMATS.register("speculators")
-class SpeculatorsFormat:
+class SpeculatorsFormat(Format):
     """speculators checkpoints."""
 
     name: ClassVar[str] = "speculators"
     title: ClassVar[str] = "DFlash, speculators dialect"
     priority: ClassVar[int] = 50
     writable: ClassVar[bool] = True
+    containers: ClassVar[tuple[str, ...]] = ("transformer_layer_config", "dflash_config", "speculators_config")
+    own_prefix: ClassVar[str] = TOP
     keeps_head: ClassVar[bool] = True
     sorts_taps: ClassVar[bool] = True
+    allows_packed: ClassVar[bool] = False
     homes: ClassVar[Homes] = {
         **{field: tuple(BODY + key for key in keys) for field, keys in BODY_HOMES.items()},
         "dtype": (BODY + "dtype", BODY + "torch_dtype", "dtype", "torch_dtype"),
@@ -68,20 +75,18 @@ class SpeculatorsFormat:
         "draft_vocab_size": ("draft_vocab_size",),
         "target_hidden_size": ("target_hidden_size",),
         "num_target_layers": ("num_target_layers",),
-        "causal": ("sliding_window_non_causal",),
+        "causal": (NON_CAUSAL_FLAG,),
         "sample_from_anchor": ("sample_from_anchor",),
         "verifier": ("speculators_config.verifier",),
     }
-    unstated: ClassVar[frozenset[str]] = frozenset(
-        {"input_embedding_scale", "output_multiplier", "final_logit_softcapping"}
-    )
+    unstated: ClassVar[frozenset[str]] = frozenset(SCALES)
 
     def evidence(self, config: Mapping[str, Any], tensor_names: frozenset[str]) -> str | None:
         if "speculators_model_type" in config:
             return f"speculators_model_type is {config['speculators_model_type']!r}"
         return "config.json has speculators_config" if "speculators_config" in config else None
 
-    def read_config(self, config: Mapping[str, Any], path: Path) -> Reading:
+    def read_config(self, config: Mapping[str, Any], path: Path) -> ParsedConfig:
         """Read through the type's updater, so that this tool and an engine see the same draft.
 
         Raises:
@@ -103,7 +108,7 @@ class SpeculatorsFormat:
                 "proposes from the masked positions only"
             )
         canonical = _canonical(config, body, seen, path)
-        return Reading(config=canonical, carried=_carried(config, body), notes=_notes(config, body, canonical))
+        return ParsedConfig(config=canonical, carried=_carried(config, body), notes=_notes(config, body, canonical))
 
     def write_config(self, config: DraftConfig, carried: Mapping[str, Any]) -> Json:
         """Write the layout of speculators 0.9, complete and with every default spelled out.
@@ -133,12 +138,20 @@ class SpeculatorsFormat:
             "target_hidden_size": config.target_hidden_size,
             "aux_hidden_state_layer_ids": [layer + 1 for layer in config.target_layer_ids],
             "mask_token_id": config.mask_token_id,
-            "sliding_window_non_causal": _write_causality(config),
+            NON_CAUSAL_FLAG: _write_causality(config),
             "sample_from_anchor": config.sample_from_anchor,
             "tie_word_embeddings": False,
             **({} if config.num_target_layers is None else {"num_target_layers": config.num_target_layers}),
             **({} if config.dtype is None else {"dtype": config.dtype}),
         }
+
+    def warnings(self, config: DraftConfig, carried: Mapping[str, Any]) -> Iterator[str]:
+        yield from super().warnings(config, carried)
+        if config.is_causal is None:
+            yield (
+                "sliding layers are causal and full layers are not: speculators reads the result so, vLLM 0.33 would "
+                "make every layer causal; serve the native form there"
+            )
 
 
 def _canonical(config: Mapping[str, Any], body: Mapping[str, Any], seen: Mapping[str, Any], path: Path) -> DraftConfig:
@@ -186,7 +199,7 @@ def _notes(config: Mapping[str, Any], body: Mapping[str, Any], canonical: DraftC
         notes.append(
             f"transformer_layer_config.is_causal {stated} is ignored: sliding_window_non_causal decides in this dialect"
         )
-    if "sliding_window_non_causal" not in config and any(window is not None for window in canonical.windows):
+    if NON_CAUSAL_FLAG not in config and any(window is not None for window in canonical.windows):
         notes.append("sliding_window_non_causal is not stated: every layer is read as non-causal")
     return tuple(notes)
 
@@ -221,11 +234,6 @@ def _write_proposal(config: DraftConfig) -> Json:
 
 
 def _refuse_scales(config: DraftConfig) -> None:
-    stated = {
-        "input_embedding_scale": config.input_embedding_scale != 1.0,
-        "output_multiplier": config.output_multiplier != 1.0,
-        "final_logit_softcapping": config.final_logit_softcapping is not None,
-    }
-    lost = [key for key, is_set in stated.items() if is_set]
+    lost = list(write_scales(config))
     if lost:
         raise LossyConversion(f"{', '.join(lost)}: the speculators dialect has no key for it")

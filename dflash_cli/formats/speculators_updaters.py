@@ -8,9 +8,13 @@ from typing import Any
 
 from dflash_runtime.checkpoint.hf_config import FULL, SLIDING
 from dflash_runtime.errors import MISSING, InvalidConfig, UnknownFormat, UnsupportedError
+from dflash_runtime.json_values import is_int
 from dflash_runtime.registry import Registry
 
 Updater = Callable[[Mapping[str, Any], MutableMapping[str, Any]], None]
+
+NON_CAUSAL_FLAG = "sliding_window_non_causal"
+"""The key by which the dialect states how sliding layers attend."""
 
 SPECULATORS: Registry[Updater] = Registry("speculators_model_type")
 
@@ -68,7 +72,7 @@ def layer_causality(config_dict: Mapping[str, Any], layer_types: Sequence[str]) 
     Source: vllm-project/speculators 0.9.0 models/dflash/attention.py; before 0.6.0 the key did not exist and every
     layer was non-causal.
     """
-    is_causal = config_dict.get("sliding_window_non_causal") is False
+    is_causal = config_dict.get(NON_CAUSAL_FLAG) is False
     return tuple(is_causal and kind == SLIDING for kind in layer_types)
 
 
@@ -82,7 +86,7 @@ def _common_causality(config_dict: Mapping[str, Any], body: Mapping[str, Any]) -
 def _aux_ids(config_dict: Mapping[str, Any]) -> list[int]:
     key = "aux_hidden_state_layer_ids"
     value = config_dict.get(key, MISSING)
-    if not isinstance(value, list) or not all(isinstance(item, int) and not isinstance(item, bool) for item in value):
+    if not isinstance(value, list) or not all(is_int(item) for item in value):
         raise InvalidConfig(key, value, "a list of integers")
     if any(item < 0 for item in value):
         raise InvalidConfig(key, value, "layers numbered from 1")
@@ -95,6 +99,6 @@ def _aux_ids(config_dict: Mapping[str, Any]) -> list[int]:
 
 def _mask_token_id(config_dict: Mapping[str, Any]) -> int:
     value = config_dict.get("mask_token_id", MISSING)
-    if not isinstance(value, int) or isinstance(value, bool):
+    if not is_int(value):
         raise InvalidConfig("mask_token_id", value, "an integer")
     return value

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dflash_cli.generation.loaded_pair import Session
+from dflash_cli.generation.loaded_pair import PairSession
 from dflash_cli.generation.prompts import Conversation, PromptRow
 from dflash_cli.generation.tokenizer import StreamDecoder, Tokenizer
 from dflash_runtime.lossless import Lossless
@@ -44,7 +44,7 @@ class Answer:
 
 def split_step(step: DraftStep, token_ids: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
     """A step's accepted drafts that were kept, its bonus where it was, and the draft that the bonus replaced."""
-    kept = tuple(token_ids[step.start : step.start + step.num_kept])
+    kept = tuple(token_ids[step.start : step.start + step.num_committed])
     accepted, bonus = kept[: step.num_accepted], kept[step.num_accepted :]
     return accepted, bonus, step.draft_ids[step.num_accepted : step.num_accepted + 1] if bonus else ()
 
@@ -61,7 +61,11 @@ def _step_json(step: DraftStep, token_ids: Sequence[int]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """What one step did for one row: its tokens, which text is now certain, and the answer if it was its last."""
+    """Tokens that one step committed for one row.
+
+    `text` is what can be shown of them by now: a character whose bytes are not all there yet comes with a later event.
+    It is None without a tokenizer. `answer` is set with the last event of a turn.
+    """
 
     row: PromptRow
     token_ids: tuple[int, ...]
@@ -91,17 +95,17 @@ class Tally:
         return count_acceptance(self.outputs, self.num_speculative_tokens)
 
     def figures(self, seconds: float) -> str:
-        """`128 tokens, 41 steps, acceptance length 3.12, 95.2 tokens/s`."""
+        """`128 tokens, 41 steps, acceptance length 3.12, 95.2 tokens/s (prompts included, loading not)`."""
         counts = self.counts
-        parts = [f"{self.num_tokens} tokens"]
+        parts = [plural(self.num_tokens, "token")]
         if counts.acceptance_len is not None:
-            parts += [f"{counts.num_drafts} steps", f"acceptance length {counts.acceptance_len:.2f}"]
-        if seconds > 0:
-            parts.append(f"{self.num_tokens / seconds:.1f} tokens/s")
+            parts += [plural(counts.num_drafts, "step"), f"acceptance length {counts.acceptance_len:.2f}"]
+        if seconds > 0 and self.num_tokens:
+            parts.append(f"{self.num_tokens / seconds:.1f} tokens/s (prompts included, loading not)")
         return ", ".join(parts)
 
     def to_json(
-        self, session: Session, seconds: float, *, with_trace: bool = False, lossless: Lossless | None = None
+        self, session: PairSession, seconds: float, *, with_trace: bool = False, lossless: Lossless | None = None
     ) -> dict[str, Any]:
         """The document of `dflash generate --json`."""
         answers = sorted(self.answers, key=lambda item: (item.row.index, item.turn))
@@ -117,8 +121,17 @@ class Tally:
         }
 
 
+def plural(count: int, noun: str) -> str:
+    """`1 token`, `2 tokens`."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def answer_rows(
-    session: Session, rows: Sequence[PromptRow], params: Callable[[PromptRow], SamplingParams], *, chat: bool = False
+    session: PairSession,
+    rows: Sequence[PromptRow],
+    params: Callable[[PromptRow], SamplingParams],
+    *,
+    chat: bool = False,
 ) -> Iterator[Event]:
     """Answer every row. All rows take their first turn together, then their second, and so on.
 

@@ -1,23 +1,27 @@
 """Open a pair for running: resolve references, load the models, find the tokenizer and the stop tokens."""
 
+import logging
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from dflash_cli import __version__, console
 from dflash_cli.checkpoints.opening import Causality, DraftCheckpoint, open_draft, open_target
-from dflash_cli.checkpoints.references import TINY, Role, is_bundled, resolve
+from dflash_cli.checkpoints.pair_references import complete_pair
+from dflash_cli.checkpoints.references import fetch_directory
+from dflash_cli.generation.threads import use_threads
 from dflash_cli.generation.tokenizer import Tokenizer, find_tokenizer
 from dflash_runtime.checkpoint.hf_config import read_token_ids
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.config import EngineConfig
-from dflash_runtime.errors import UsageError
 from dflash_runtime.llm import LLM
 from dflash_runtime.scheduling.request import SamplingParams
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
-class Session:
-    """A loaded pair. `draft` is None when decoding plainly."""
+class PairSession:
+    """A pair that is loaded and can answer prompts. `draft` is None when decoding plainly."""
 
     llm: LLM
     target: TargetSource
@@ -28,7 +32,7 @@ class Session:
     causality: Causality | None = None
     template_options: str | None = None
 
-    def describe(self, params: SamplingParams, *, chat: bool) -> dict[str, Any]:
+    def run_settings(self, params: SamplingParams, *, chat: bool) -> dict[str, Any]:
         """Everything that decides what a run produces, for results and for resuming."""
         import torch
 
@@ -55,57 +59,43 @@ def open_session(
     *,
     causality: Causality | None = None,
     template_options: str | None = None,
-) -> Session:
-    """Load a pair.
+    threads: int | None = None,
+) -> PairSession:
+    """Load a pair. Without `threads` its size decides how many the CPU uses.
 
     Neither reference: the bundled pair. A draft alone: the target it names. A target alone: only with K = 0.
 
     Raises:
         UsageError: a combination that names no pair; and whatever opening and loading raise.
     """
-    draft_reference, target_reference = _complete(draft, target, config)
+    pair = complete_pair(draft, target, find=fetch_directory, needs_draft=config.num_draft_tokens != 0)
     draft_checkpoint = None
-    if draft_reference is not None:
-        draft_checkpoint = open_draft(resolve(draft_reference, Role.DRAFT), causality=causality)
-    if target_reference is None:
-        target_reference = _verifier(draft_checkpoint, draft_reference)
-    target_source = open_target(resolve(target_reference, Role.TARGET))
+    if pair.draft_location is not None:
+        draft_checkpoint = open_draft(pair.draft_location, causality=causality)
+    if pair.note is not None:
+        console.note(pair.note)
+    target_source = open_target(pair.find_target(fetch_directory))
     if draft_checkpoint is not None:
-        for text in draft_checkpoint.reading.notes:
+        for text in draft_checkpoint.parsed.notes:
             console.note(text)
-    llm = LLM(target_source, draft_checkpoint.source if draft_checkpoint else None, config)
+    checkpoints = [target_source.checkpoint, *([draft_checkpoint.checkpoint] if draft_checkpoint is not None else [])]
+    logger.info("running on %d CPU threads", use_threads(threads, config.device, checkpoints))
+    with console.working("loading weights"):
+        llm = LLM(target_source, draft_checkpoint, config)
+    logger.info("loaded onto %s as %s, K %d", llm.device, llm.dtype, llm.num_draft_tokens)
     for text in llm.warnings:
         console.warn(text)
     tokenizer = find_tokenizer(target_source.checkpoint.path, template_options)
-    return Session(
+    return PairSession(
         llm=llm,
         target=target_source,
         draft=draft_checkpoint,
         tokenizer=tokenizer,
         stop_token_ids=_stop_token_ids(target_source, tokenizer),
-        references={"draft": draft_reference, "target": target_reference},
+        references={"draft": pair.draft, "target": pair.target},
         causality=causality,
         template_options=template_options,
     )
-
-
-def _complete(draft: str | None, target: str | None, config: EngineConfig) -> tuple[str | None, str | None]:
-    if draft is None and target is None:
-        return (None if config.num_draft_tokens == 0 else TINY), TINY
-    if draft is None and config.num_draft_tokens != 0:
-        raise UsageError("a target is given without a draft", hint="add --draft REF, or -k 0 to decode plainly")
-    if draft is not None and target is None and is_bundled(draft):
-        return draft, TINY
-    return draft, target
-
-
-def _verifier(draft: DraftCheckpoint | None, reference: str | None) -> str:
-    """The target a draft names for itself."""
-    verifier = draft.config.verifier if draft is not None else None
-    if verifier is None or not verifier.name_or_path:
-        raise UsageError(f"{reference} names no target of its own", hint="add --target REF")
-    console.note(f"target {verifier.name_or_path}, as the draft names it")
-    return verifier.name_or_path
 
 
 def _stop_token_ids(target: TargetSource, tokenizer: Tokenizer | None) -> tuple[int, ...]:

@@ -1,17 +1,34 @@
 """Where the events of a run go: text to stdout, rows to a file, figures to a progress line."""
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 from dflash_cli import console
-from dflash_cli.generation.answers import Answer, Event, Tally, split_step
+from dflash_cli.generation.answers import Answer, Event, split_step
 from dflash_cli.generation.atomic_file import atomic_text, json_line
 from dflash_cli.generation.prompts import PromptRow
 from dflash_cli.generation.tokenizer import Tokenizer
 
 Sink = Callable[[Event], None]
+"""Takes the events of a run. One that must be closed is closed by the stack it was opened on."""
+
+
+class Headings:
+    """A line before each answer, where several follow each other on a terminal; elsewhere answers stand alone."""
+
+    def __init__(self, rows: Sequence[PromptRow]) -> None:
+        self._num_rows = len(rows)
+        self._is_shown = sum(row.num_turns for row in rows) > 1 and console.is_terminal()
+
+    def before(self, row: PromptRow, turn: int) -> str:
+        """`--- prompt 2 of 3 ---`, or nothing."""
+        if not self._is_shown:
+            return ""
+        which = f"prompt {row.index + 1} of {self._num_rows}"
+        if row.num_turns > 1:
+            which += f", turn {turn + 1} of {row.num_turns}"
+        return console.dim(f"--- {which} ---") + "\n"
 
 
 class TextSink:
@@ -19,7 +36,8 @@ class TextSink:
 
     def __init__(self, rows: Sequence[PromptRow]) -> None:
         self._pending = {row.index: row.num_turns for row in rows}
-        self._held: dict[int, list[str]] = {row.index: [] for row in rows}
+        self._headings = Headings(rows)
+        self._held: dict[int, list[str]] = {row.index: [self._headings.before(row, 0)] for row in rows}
 
     def __call__(self, event: Event) -> None:
         index = event.row.index
@@ -28,6 +46,8 @@ class TextSink:
         if event.answer is not None:
             self._held[index].append("\n")
             self._pending[index] -= 1
+            if self._pending[index]:
+                self._held[index].append(self._headings.before(event.row, event.row.num_turns - self._pending[index]))
         self._release()
 
     def _release(self) -> None:
@@ -48,15 +68,14 @@ class TraceSink:
 
     def __init__(self, rows: Sequence[PromptRow], tokenizer: Tokenizer | None) -> None:
         self._in_order = InOrder(rows)
+        self._headings = Headings(rows)
         self._tokenizer = tokenizer
 
     def __call__(self, event: Event) -> None:
         for answer in self._in_order.push(event):
+            console.result(self._headings.before(answer.row, answer.turn), end="")
             for line in trace_lines(answer, self._tokenizer):
                 console.spans(line)
-
-    def close(self) -> None:
-        """Nothing to close."""
 
 
 class RowSink:
@@ -100,25 +119,33 @@ class InOrder:
 
 
 class ProgressSink:
-    """A bar over answers on stderr, with tokens a second and acceptance so far."""
+    """How many answers there are, with the acceptance length so far."""
 
-    def __init__(self, tally: Tally, num_answers: int, label: str, stack: ExitStack) -> None:
-        self._tally = tally
-        self._progress = stack.enter_context(console.progress())
-        self._task = self._progress.add_task(label, total=num_answers, figures="")
-        self._started = time.perf_counter()
+    def __init__(self, num_answers: int, stack: ExitStack) -> None:
+        self._meter = stack.enter_context(console.Meter(num_answers, "prompts"))
+        self._num_answers = self._num_tokens = self._num_steps = 0
 
     def __call__(self, event: Event) -> None:
-        if event.answer is not None:
-            figures = self._tally.figures(time.perf_counter() - self._started)
-            self._progress.update(self._task, advance=1, figures=figures)
+        if event.answer is None:
+            return
+        self._num_answers += 1
+        self._num_tokens += sum(event.answer.output.acceptance_lengths)
+        self._num_steps += len(event.answer.output.acceptance_lengths)
+        length = f"{self._num_tokens / self._num_steps:.2f}" if self._num_steps else ""
+        self._meter.update(self._num_answers, length)
 
 
 def open_row_sink(rows: Sequence[PromptRow], output: str, stack: ExitStack, *, with_trace: bool = False) -> RowSink:
-    """A sink that writes rows to stdout (`-`) or to a file that appears when the run is complete."""
+    """A sink that writes rows to stdout (`-`) or to a file that appears when the run is complete.
+
+    It is closed by `stack`, before the file is.
+    """
     if output == "-":
-        return RowSink(rows, lambda line: console.result(line, end=""), with_trace=with_trace)
-    return RowSink(rows, stack.enter_context(atomic_text(Path(output))).write, with_trace=with_trace)
+        sink = RowSink(rows, lambda line: console.result(line, end=""), with_trace=with_trace)
+    else:
+        sink = RowSink(rows, stack.enter_context(atomic_text(Path(output))).write, with_trace=with_trace)
+    stack.callback(sink.close)
+    return sink
 
 
 def trace_lines(answer: Answer, tokenizer: Tokenizer | None) -> list[list[tuple[str, str]]]:

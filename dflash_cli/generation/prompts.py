@@ -21,6 +21,7 @@ from typing import Any
 from dflash_cli.generation.tokenizer import Tokenizer
 from dflash_runtime.checkpoint.files import parse_json
 from dflash_runtime.errors import CheckpointError, CheckpointNotFound, RequestError, UsageError
+from dflash_runtime.json_values import is_int
 
 KINDS = ("prompt", "messages", "turns", "prompt_token_ids")
 
@@ -164,17 +165,13 @@ def _problem(kind: str, value: Any) -> str | None:
     if kind == "prompt":
         return None if isinstance(value, str) else "a string"
     if kind == "prompt_token_ids":
-        is_ids = isinstance(value, list) and value and all(_is_id(item) for item in value)
+        is_ids = isinstance(value, list) and value and all(is_int(item) for item in value)
         return None if is_ids else "a list of one or more ids"
     if kind == "turns":
         is_turns = isinstance(value, list) and value and all(isinstance(item, str) for item in value)
         return None if is_turns else "a list of one or more strings"
     is_messages = isinstance(value, list) and value and all(_is_message(item) for item in value)
     return None if is_messages else "a list of objects with role and content"
-
-
-def _is_id(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _is_message(value: Any) -> bool:

@@ -1,24 +1,29 @@
-"""The interpretation search: run a draft as its config reads, and again with one factor changed at a time.
+"""Alternative readings: run a draft as its config reads, and again with one factor changed at a time.
 
 A wrong tap offset, causality, mask or rope base loads without a word and only accepts less. If another reading accepts
 more, surely, the config is wrong. Greedy text does not depend on the draft, so every reading is judged on the same
 steps of the same text, prompt by prompt.
 """
 
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from dflash_cli.checkpoints.opening import DraftCheckpoint
-from dflash_cli.evaluation.statistics import Interval
+from dflash_cli.evaluation.statistics import (
+    Interval,
+    StepCounts,
+    count_steps,
+    paired_interval,
+    pooled_acceptance_len,
+)
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.config import DraftConfig, EngineConfig
 from dflash_runtime.errors import UsageError
+from dflash_runtime.json_values import is_int
 
 if TYPE_CHECKING:
-    from dflash_runtime.drafts.draft import Draft
-    from dflash_runtime.scheduling.request import RequestOutput
+    pass
 
 THETAS = (10_000.0, 1_000_000.0)
 MAX_MASKS = 6
@@ -29,7 +34,7 @@ Observe = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Effort:
+class SearchBudget:
     """How much to run. Without prompts, random ids are continued by the target for `lead_len` tokens first.
 
     `factors` limits the search to some of them; None tries all.
@@ -45,8 +50,8 @@ class Effort:
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
-    """One other reading. `factor` is what it changes, `name` says how."""
+class AlternativeReading:
+    """Another way to read a draft's config. `factor` is what it changes, `name` says how."""
 
     factor: str
     name: str
@@ -55,10 +60,10 @@ class Trial:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """How a trial accepted, beside the config's reading on the same prompts."""
+class ReadingResult:
+    """How a draft accepted under another reading, beside the config's own reading on the same prompts."""
 
-    trial: Trial
+    reading: AlternativeReading
     acceptance_len: float
     difference: float
     interval: Interval | None
@@ -68,11 +73,10 @@ class Outcome:
         """Whether the paired interval excludes zero from above."""
         return self.interval is not None and self.interval.low > 0
 
-    def document(self) -> dict[str, Any]:
-        """As JSON."""
+    def to_json(self) -> dict[str, Any]:
         return {
-            "factor": self.trial.factor,
-            "reading": self.trial.name,
+            "factor": self.reading.factor,
+            "reading": self.reading.name,
             "acceptance_len": self.acceptance_len,
             "difference": self.difference,
             "interval": self.interval.to_json() if self.interval is not None else None,
@@ -81,37 +85,38 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Search:
-    """The config's reading and all trials, on the same prompts."""
+class ReadingSearch:
+    """The config's own reading and every alternative, on the same prompts."""
 
     num_prompts: int
     num_tokens: int
     acceptance_len: float
-    outcomes: tuple[Outcome, ...]
+    results: tuple[ReadingResult, ...]
 
-    def document(self) -> dict[str, Any]:
-        """As JSON."""
+    def to_json(self) -> dict[str, Any]:
         return {
             "num_prompts": self.num_prompts,
             "num_tokens": self.num_tokens,
             "acceptance_len": self.acceptance_len,
-            "trials": [item.document() for item in self.outcomes],
+            "readings": [item.to_json() for item in self.results],
         }
 
 
-def make_trials(config: DraftConfig, target: TargetSource, specials: Mapping[int, str]) -> tuple[Trial, ...]:
-    """Every reading to try; `specials` are ids that might be the mask, with their names."""
+def alternative_readings(
+    config: DraftConfig, target: TargetSource, specials: Mapping[int, str]
+) -> tuple[AlternativeReading, ...]:
+    """Every reading to run; `specials` are ids that might be the mask, with their names."""
     return (
-        *_tap_trials(config, target.config.num_layers),
-        *_causality_trials(config),
-        *_anchor_trials(config),
+        *_tap_readings(config, target.config.num_layers),
+        *_causality_readings(config),
+        *_anchor_readings(config),
         *(
-            Trial("rope", f"rope base {theta:g}", replace(config, rope=replace(config.rope, theta=theta)))
+            AlternativeReading("rope", f"rope base {theta:g}", replace(config, rope=replace(config.rope, theta=theta)))
             for theta in dict.fromkeys((target.config.rope.theta, *THETAS))
             if theta != config.rope.theta
         ),
         *(
-            Trial("mask", f"mask {name} ({token})", replace(config, mask_token_id=token))
+            AlternativeReading("mask", f"mask {name} ({token})", replace(config, mask_token_id=token))
             for token, name in list(specials.items())[:MAX_MASKS]
             if token != config.mask_token_id and 0 <= token < config.vocab_size
         ),
@@ -128,93 +133,73 @@ def find_specials(target: TargetSource) -> dict[int, str]:
     for key in ("eos_token_id", "pad_token_id", "bos_token_id"):
         value = config.get(key)
         for token in value if isinstance(value, list) else [value]:
-            if isinstance(token, int) and not isinstance(token, bool):
+            if is_int(token):
                 found.setdefault(token, key.removesuffix("_token_id"))
     return found
 
 
-def run_search(
+def search_readings(
     draft: DraftCheckpoint,
     target: TargetSource,
     prompts: Sequence[Sequence[int]] | None,
     *,
     config: EngineConfig,
-    effort: Effort,
+    budget: SearchBudget,
     observe: Observe,
-) -> Search:
+) -> ReadingSearch:
     """Load both models once, make or take the prompts, and run every reading on them.
 
     Raises:
         UsageError: too few prompts; and whatever loading and the engine raise.
     """
-    from dflash_cli.validation.reading_runner import TrialEngine
+    from dflash_cli.validation.reading_runner import ReadingRunner
 
     if prompts is not None and len(prompts) < MIN_PROMPTS:
         raise UsageError(f"{len(prompts)} prompts, expected at least {MIN_PROMPTS} for an interval over prompts")
-    trials = [
-        trial
-        for trial in make_trials(draft.config, target, find_specials(target))
-        if effort.factors is None or trial.factor in effort.factors
+    readings = [
+        reading
+        for reading in alternative_readings(draft.config, target, find_specials(target))
+        if budget.factors is None or reading.factor in budget.factors
     ]
-    engine = TrialEngine(draft, target, config, effort, longest=max(map(len, prompts)) if prompts else None)
-    total = len(trials) + 1
+    runner = ReadingRunner(draft, target, config, budget, longest=max(map(len, prompts)) if prompts else None)
+    total = len(readings) + 1
     if prompts is None:
         observe("prompts", 0, total)
-        prompts = engine.make_prompts()
+        prompts = runner.make_prompts()
     observe("as configured", 0, total)
-    base = _sample(engine.run(engine.build(draft.config), prompts))
-    outcomes = []
-    for index, trial in enumerate(trials, start=1):
-        observe(trial.name, index, total)
-        model: Draft = engine.build(trial.config, is_anchor_first=trial.is_anchor_first)
-        outcomes.append(_judge(trial, base, _sample(engine.run(model, prompts)), effort))
-    tokens = effort.max_new_tokens * len(base)
-    return Search(len(base), tokens, _pooled(base, range(len(base))), tuple(outcomes))
+    base = count_steps(runner.run(runner.build(draft.config), prompts))
+    results = []
+    for index, reading in enumerate(readings, start=1):
+        observe(reading.name, index, total)
+        pair = runner.build(reading.config, is_anchor_first=reading.is_anchor_first)
+        results.append(_compare(reading, base, count_steps(runner.run(pair, prompts)), budget))
+    return ReadingSearch(len(base), budget.max_new_tokens * len(base), pooled_acceptance_len(base), tuple(results))
 
 
-Sample = list[tuple[int, int]]
-"""For each prompt: tokens its verify steps committed, and how many steps there were."""
+def _compare(reading: AlternativeReading, base: StepCounts, other: StepCounts, budget: SearchBudget) -> ReadingResult:
+    """A reading beside the config's own, over the prompts on which both took steps."""
+    shared = [pair for pair in zip(base, other, strict=True) if pair[0][1] and pair[1][1]]
+    own, alternative = [pair[0] for pair in shared], [pair[1] for pair in shared]
+    accepted = pooled_acceptance_len(alternative)
+    interval = None
+    if len(shared) >= MIN_PROMPTS:
+        interval = paired_interval(
+            own, alternative, confidence=0.95, num_resamples=budget.num_resamples, seed=budget.seed
+        )
+    return ReadingResult(reading, accepted, accepted - pooled_acceptance_len(own), interval)
 
 
-def _sample(outputs: "Sequence[RequestOutput]") -> Sample:
-    return [(sum(output.acceptance_lengths), len(output.acceptance_lengths)) for output in outputs]
-
-
-def _judge(trial: Trial, base: Sample, other: Sample, effort: Effort) -> Outcome:
-    places = [place for place in range(len(base)) if base[place][1] and other[place][1]]
-    difference = _pooled(other, places) - _pooled(base, places)
-    return Outcome(trial, _pooled(other, places), difference, _interval(base, other, places, effort))
-
-
-def _interval(base: Sample, other: Sample, places: Sequence[int], effort: Effort) -> Interval | None:
-    """Percentile bootstrap of the difference, drawing whole prompts, the same ones for both readings."""
-    if len(places) < MIN_PROMPTS:
-        return None
-    generator = random.Random(effort.seed)
-    differences = []
-    for _ in range(effort.num_resamples):
-        drawn = generator.choices(places, k=len(places))
-        differences.append(_pooled(other, drawn) - _pooled(base, drawn))
-    differences.sort()
-    tail = round(0.025 * (len(differences) - 1))
-    return Interval(differences[tail], differences[-1 - tail], 0.95)
-
-
-def _pooled(sample: Sample, places: Sequence[int]) -> float:
-    """Acceptance length over these prompts; 1, which is none accepted, where there was no step."""
-    steps = sum(sample[place][1] for place in places)
-    return sum(sample[place][0] for place in places) / steps if steps else 1.0
-
-
-def _tap_trials(config: DraftConfig, depth: int) -> Iterator[Trial]:
+def _tap_readings(config: DraftConfig, depth: int) -> Iterator[AlternativeReading]:
     """Taps one layer earlier and later; those at an end stay, unless two would fall together."""
     for offset, name in ((-1, "earlier"), (1, "later")):
         taps = tuple(min(max(tap + offset, 0), depth - 1) for tap in config.target_layer_ids)
         if len(set(taps)) == len(set(config.target_layer_ids)) and taps != config.target_layer_ids:
-            yield Trial("taps", f"taps one layer {name} {list(taps)}", replace(config, target_layer_ids=taps))
+            yield AlternativeReading(
+                "taps", f"taps one layer {name} {list(taps)}", replace(config, target_layer_ids=taps)
+            )
 
 
-def _causality_trials(config: DraftConfig) -> Iterator[Trial]:
+def _causality_readings(config: DraftConfig) -> Iterator[AlternativeReading]:
     readings = {
         "all layers causal": (True,) * config.num_layers,
         "no layer causal": (False,) * config.num_layers,
@@ -224,13 +209,13 @@ def _causality_trials(config: DraftConfig) -> Iterator[Trial]:
     for name, causal in readings.items():
         if causal not in tried:
             tried.add(causal)
-            yield Trial("causality", name, replace(config, causal=causal))
+            yield AlternativeReading("causality", name, replace(config, causal=causal))
 
 
-def _anchor_trials(config: DraftConfig) -> Iterator[Trial]:
+def _anchor_readings(config: DraftConfig) -> Iterator[AlternativeReading]:
     """Predictions from the anchor on, where the runtime can be made to read them: non-causal, without windows."""
     if not any(config.causal) and set(config.windows) == {None}:
-        yield Trial("anchor", "predictions from the anchor on", config, is_anchor_first=True)
+        yield AlternativeReading("anchor", "predictions from the anchor on", config, is_anchor_first=True)
 
 
 def _added_tokens(entries: Any, target: TargetSource) -> Iterator[tuple[int, str]]:

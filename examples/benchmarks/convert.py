@@ -31,9 +31,12 @@ BAR_SPEED, BAR_MEGABYTES = 0.8, 256
 MEASURED = r"""
 import json, re, sys
 from pathlib import Path
-from dflash_cli.conversion.execute import Wish, convert_draft, plan_conversion
+from dflash_cli.checkpoints.opening import open_draft
+from dflash_cli.conversion.execute import convert_draft
+from dflash_cli.conversion.plan import plan_conversion
+from dflash_cli.conversion.request import ConversionRequest
 source, out, to, verification = sys.argv[1:]
-plan = plan_conversion(Path(source), Wish(to=to, verifier="acme/target"))
+plan = plan_conversion(open_draft(Path(source)), ConversionRequest(to=to, verifier="acme/target"))
 manifest = convert_draft(plan, Path(out), verification=verification)
 peak = int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1])
 print(json.dumps({**manifest["timings"], "peak_megabytes": peak / 1024}))
@@ -125,7 +128,7 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=10.0)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--directory", type=Path, default=None, help="where to write; default: the system's place")
-    parser.add_argument("--to", default="speculators", choices=["native", "speculators", "vllm", "sglang"])
+    parser.add_argument("--to", default="speculators", help="as for dflash convert")
     arguments = parser.parse_args()
     config = draft_of(arguments.gigabytes)
     with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:

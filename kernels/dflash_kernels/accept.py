@@ -1,4 +1,4 @@
-"""How many drafted tokens the target agrees with, and how many tokens of the step are kept.
+"""How many drafted tokens the target agrees with, and how many tokens of the step are committed.
 
 Axis letters: R requests, N block rows, K drafted tokens (N - 1), S stop ids.
 """
@@ -16,84 +16,87 @@ class Acceptance(NamedTuple):
 
     num_accepted: Tensor
     """[R] int64, drafted tokens the target agrees with; the bonus is not counted."""
-    num_kept: Tensor
+    num_committed: Tensor
     """[R] int64, tokens of the step that are committed, after stops and limits."""
     last_ids: Tensor
-    """[R] int64, the last kept token, -1 where none is."""
+    """[R] int64, the last committed token, -1 where there is none."""
     is_stopped: Tensor
     """[R] bool, whether that token is a stop id."""
 
 
 def accept_block_ref(
-    draft_ids: Tensor, target_ids: Tensor, max_accepted: Tensor, stop_ids: Tensor, rooms: Tensor
+    draft_ids: Tensor, target_ids: Tensor, max_accepted: Tensor, stop_ids: Tensor, remaining: Tensor
 ) -> Acceptance:
-    """Accept drafted tokens, add the bonus, then cut the step at its first stop id and at the room that is left.
+    """Accept drafted tokens, add the bonus, then cut the step at its first stop id and at the number of tokens
+    that remain.
 
     draft_ids     [R, K] int64   negative where nothing was drafted; such an id is never accepted
     target_ids    [R, N] int64   row i is the target's choice for the token after row i; the step's tokens are the first
                                  `num_accepted + 1` of them
     max_accepted  [R] int64      drafts that may count, for rows that drafted less than the batch
     stop_ids      [R, S] int64   padded with -1
-    rooms         [R] int64      tokens the request may still take; 0 keeps none
+    remaining     [R] int64      tokens the request may still take; 0 commits none
     """
     is_match = (draft_ids == target_ids[:, :-1]) & (draft_ids >= 0)
     num_accepted = is_match.to(torch.int64).cumprod(dim=1).sum(dim=1)
     num_accepted = torch.minimum(num_accepted, max_accepted.clamp(min=0))
-    place = torch.arange(target_ids.shape[1], device=target_ids.device)
+    position = torch.arange(target_ids.shape[1], device=target_ids.device)
     is_stop = ((target_ids[:, :, None] == stop_ids[:, None, :]) & (stop_ids >= 0)[:, None, :]).any(2)
-    past_stop = torch.where(is_stop, place + 1, target_ids.shape[1]).amin(1)
-    num_kept = torch.minimum(torch.minimum(num_accepted + 1, rooms.clamp(min=0)), past_stop)
-    last = (num_kept - 1).clamp(min=0)[:, None]
-    is_some = num_kept > 0
+    past_stop = torch.where(is_stop, position + 1, target_ids.shape[1]).amin(1)
+    num_committed = torch.minimum(torch.minimum(num_accepted + 1, remaining.clamp(min=0)), past_stop)
+    last = (num_committed - 1).clamp(min=0)[:, None]
+    is_some = num_committed > 0
     last_ids = torch.where(is_some, target_ids.gather(1, last)[:, 0], -1)
-    return Acceptance(num_accepted, num_kept, last_ids, is_some & is_stop.gather(1, last)[:, 0])
+    return Acceptance(num_accepted, num_committed, last_ids, is_some & is_stop.gather(1, last)[:, 0])
 
 
 @jit
 def _accept_block_kernel(
-    draft_ids, target_ids, max_accepted, stop_ids, rooms, num_accepted, num_kept, last_ids, is_stopped,
+    draft_ids, target_ids, max_accepted, stop_ids, remaining, num_accepted, num_committed, last_ids, is_stopped,
     draft_stride, target_stride, stop_stride, num_drafts, num_stops,
     TILE_N: tl.constexpr, TILE_S: tl.constexpr,
 ):  # fmt: skip
     request = tl.program_id(0).to(tl.int64)
-    place = tl.arange(0, TILE_N)
-    drafted = tl.load(draft_ids + request * draft_stride + place, mask=place < num_drafts, other=-1)
-    chosen = tl.load(target_ids + request * target_stride + place, mask=place <= num_drafts, other=-1)
+    position = tl.arange(0, TILE_N)
+    drafted = tl.load(draft_ids + request * draft_stride + position, mask=position < num_drafts, other=-1)
+    chosen = tl.load(target_ids + request * target_stride + position, mask=position <= num_drafts, other=-1)
     is_match = (drafted == chosen) & (drafted >= 0)
-    # The first place that does not match; there is one, since TILE_N exceeds the number of drafts.
-    accepted = tl.min(tl.where(is_match, TILE_N, place), 0).to(tl.int64)
+    # The first position that does not match; there is one, since TILE_N exceeds the number of drafts.
+    accepted = tl.min(tl.where(is_match, TILE_N, position), 0).to(tl.int64)
     accepted = tl.minimum(accepted, tl.maximum(tl.load(max_accepted + request), 0))
-    stop_place = tl.arange(0, TILE_S)
-    stops = tl.load(stop_ids + request * stop_stride + stop_place, mask=stop_place < num_stops, other=-1)
+    stop = tl.arange(0, TILE_S)
+    stops = tl.load(stop_ids + request * stop_stride + stop, mask=stop < num_stops, other=-1)
     hits = (chosen[:, None] == stops[None, :]) & (stops >= 0)[None, :]
     is_stop = tl.max(hits.to(tl.int32), 1) > 0
-    past_stop = tl.min(tl.where(is_stop, place + 1, TILE_N), 0)
-    kept = tl.minimum(tl.minimum(accepted + 1, tl.maximum(tl.load(rooms + request), 0)), past_stop)
-    is_last = place == kept - 1
+    past_stop = tl.min(tl.where(is_stop, position + 1, TILE_N), 0)
+    committed = tl.minimum(tl.minimum(accepted + 1, tl.maximum(tl.load(remaining + request), 0)), past_stop)
+    is_last = position == committed - 1
     tl.store(num_accepted + request, accepted)
-    tl.store(num_kept + request, kept)
+    tl.store(num_committed + request, committed)
     tl.store(last_ids + request, tl.max(tl.where(is_last, chosen, -1), 0))
     tl.store(is_stopped + request, tl.max((is_last & is_stop).to(tl.int32), 0) > 0)
 
 
 def accept_block(
-    draft_ids: Tensor, target_ids: Tensor, max_accepted: Tensor, stop_ids: Tensor, rooms: Tensor
+    draft_ids: Tensor, target_ids: Tensor, max_accepted: Tensor, stop_ids: Tensor, remaining: Tensor
 ) -> Acceptance:
     """`accept_block_ref` in one launch, a program a request."""
-    check_tensors(draft_ids, target_ids, max_accepted, stop_ids, rooms)
+    check_tensors(draft_ids, target_ids, max_accepted, stop_ids, remaining)
     num_requests, num_drafts = draft_ids.shape
     require(target_ids.shape == (num_requests, num_drafts + 1), "one target id more than drafted ids")
-    require(len(stop_ids) == num_requests == rooms.numel() == max_accepted.numel(), "limits and stops for each request")
+    require(
+        len(stop_ids) == num_requests == remaining.numel() == max_accepted.numel(), "limits and stops for each request"
+    )
     rows = [tensor.contiguous() for tensor in (draft_ids, target_ids, stop_ids)]
-    num_accepted, num_kept, last_ids = (
+    num_accepted, num_committed, last_ids = (
         torch.empty(num_requests, dtype=torch.int64, device=target_ids.device) for _ in range(3)
     )
     is_stopped = torch.empty(num_requests, dtype=torch.bool, device=target_ids.device)
     if num_requests:
         _accept_block_kernel[(num_requests,)](
-            rows[0], rows[1], max_accepted.contiguous(), rows[2], rooms.contiguous(),
-            num_accepted, num_kept, last_ids, is_stopped,
+            rows[0], rows[1], max_accepted.contiguous(), rows[2], remaining.contiguous(),
+            num_accepted, num_committed, last_ids, is_stopped,
             num_drafts, num_drafts + 1, stop_ids.shape[1], num_drafts, stop_ids.shape[1],
             TILE_N=power_of_2(num_drafts + 1), TILE_S=power_of_2(stop_ids.shape[1]), num_warps=1,
         )  # fmt: skip
-    return Acceptance(num_accepted, num_kept, last_ids, is_stopped)
+    return Acceptance(num_accepted, num_committed, last_ids, is_stopped)

@@ -8,16 +8,16 @@ from dflash_kernels.launch_config import jit, tl
 
 
 @jit
-def _attend(queries, keys, values, is_visible, total, top, weight_sum, scale):
-    """Add one tile of keys to a running softmax, in base 2. Rows that see nothing yet keep `top` at -inf."""
+def _attend(queries, keys, values, is_visible, acc, row_max, weight_sum, scale):
+    """Add one tile of keys to a running softmax, in base 2. Rows that see nothing yet keep `row_max` at -inf."""
     scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
     scores = tl.where(is_visible, scores, float("-inf"))
-    new_top = tl.maximum(top, tl.max(scores, 1))
-    shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+    new_max = tl.maximum(row_max, tl.max(scores, 1))
+    shift = tl.where(new_max == float("-inf"), 0.0, new_max)
     weights = tl.exp2(scores - shift[:, None])
-    fade = tl.exp2(top - shift)
-    total = tl.dot(weights.to(values.dtype), values, total * fade[:, None], input_precision="ieee")
-    return total, new_top, weight_sum * fade + tl.sum(weights, 1)
+    rescale = tl.exp2(row_max - shift)
+    acc = tl.dot(weights.to(values.dtype), values, acc * rescale[:, None], input_precision="ieee")
+    return acc, new_max, weight_sum * rescale + tl.sum(weights, 1)
 
 
 @jit
@@ -51,10 +51,10 @@ def share_of_tiles(
 
 
 @jit
-def _context_slots(page_table, place, readable_len, PAGE_SIZE: tl.constexpr):
-    """Slots of places in a request's context, through its row of the page table; anything past its end."""
-    page = tl.load(page_table + place // PAGE_SIZE, mask=place < readable_len, other=0)
-    return page.to(tl.int64) * PAGE_SIZE + place % PAGE_SIZE
+def _context_slots(page_table, position, readable_len, PAGE_SIZE: tl.constexpr):
+    """Slots of positions in a request's context, through its row of the page table; past its end, any."""
+    page = tl.load(page_table + position // PAGE_SIZE, mask=position < readable_len, other=0)
+    return page.to(tl.int64) * PAGE_SIZE + position % PAGE_SIZE
 
 
 @jit
@@ -68,40 +68,40 @@ def _load_keys(source, row, row_stride, dim, is_key, HEAD_DIM: tl.constexpr):
 @jit
 def walk_context(
     queries, row, dim, keys, values, keys_row, values_row, page_table, context_len, readable_len, begin, end,
-    total, top, weight_sum, scale,
+    acc, row_max, weight_sum, scale,
     HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, TILE_N: tl.constexpr,
 ):  # fmt: skip
     slot = _context_slots(page_table, begin * TILE_N + tl.arange(0, TILE_N), readable_len, PAGE_SIZE)
     for step in range(begin, end):
-        place = step * TILE_N + tl.arange(0, TILE_N)
-        is_key = place < readable_len
+        position = step * TILE_N + tl.arange(0, TILE_N)
+        is_key = position < readable_len
         # Slots are looked up a tile ahead: keys whose address waits for a load would not be fetched ahead of their use.
-        next_slot = _context_slots(page_table, place + TILE_N, readable_len, PAGE_SIZE)
+        next_slot = _context_slots(page_table, position + TILE_N, readable_len, PAGE_SIZE)
         key_tile = _load_keys(keys, slot, keys_row, dim, is_key, HEAD_DIM)
         value_tile = _load_keys(values, slot, values_row, dim, is_key, HEAD_DIM)
         slot = next_slot
         is_visible = is_key[None, :]
         if WINDOW:
-            is_visible = is_visible & (context_len + row[:, None] - place[None, :] < WINDOW)
-        total, top, weight_sum = _attend(queries, key_tile, value_tile, is_visible, total, top, weight_sum, scale)
-    return total, top, weight_sum
+            is_visible = is_visible & (context_len + row[:, None] - position[None, :] < WINDOW)
+        acc, row_max, weight_sum = _attend(queries, key_tile, value_tile, is_visible, acc, row_max, weight_sum, scale)
+    return acc, row_max, weight_sum
 
 
 @jit
 def walk_block(
-    queries, row, dim, keys, values, keys_row, values_row, num_rows, begin, end, total, top, weight_sum, scale,
+    queries, row, dim, keys, values, keys_row, values_row, num_rows, begin, end, acc, row_max, weight_sum, scale,
     HEAD_DIM: tl.constexpr, IS_CAUSAL: tl.constexpr, WINDOW: tl.constexpr, TILE_N: tl.constexpr,
 ):  # fmt: skip
     for step in range(begin, end):
-        place = step * TILE_N + tl.arange(0, TILE_N)
-        is_key = place < num_rows
-        key_tile = _load_keys(keys, place.to(tl.int64), keys_row, dim, is_key, HEAD_DIM)
-        value_tile = _load_keys(values, place.to(tl.int64), values_row, dim, is_key, HEAD_DIM)
+        position = step * TILE_N + tl.arange(0, TILE_N)
+        is_key = position < num_rows
+        key_tile = _load_keys(keys, position.to(tl.int64), keys_row, dim, is_key, HEAD_DIM)
+        value_tile = _load_keys(values, position.to(tl.int64), values_row, dim, is_key, HEAD_DIM)
         is_visible = is_key[None, :]
         if IS_CAUSAL:
-            is_visible = is_visible & (place[None, :] <= row[:, None])
+            is_visible = is_visible & (position[None, :] <= row[:, None])
         if WINDOW:
-            distance = row[:, None] - place[None, :]
+            distance = row[:, None] - position[None, :]
             is_visible = is_visible & (distance < WINDOW) & (distance > -WINDOW)
-        total, top, weight_sum = _attend(queries, key_tile, value_tile, is_visible, total, top, weight_sum, scale)
-    return total, top, weight_sum
+        acc, row_max, weight_sum = _attend(queries, key_tile, value_tile, is_visible, acc, row_max, weight_sum, scale)
+    return acc, row_max, weight_sum

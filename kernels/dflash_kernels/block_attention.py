@@ -94,7 +94,7 @@ def _visible(positions: Tensor, key_positions: Tensor, is_causal: bool, window: 
 
 @jit
 def _block_attention_kernel(
-    query, block_keys, block_values, key_cache, value_cache, page_table, context_lens, out, part_tops,
+    query, block_keys, block_values, key_cache, value_cache, page_table, context_lens, out, part_lses,
     query_row, query_head, keys_row, keys_head, values_row, values_head,
     key_cache_row, key_cache_head, value_cache_row, value_cache_head, table_stride,
     num_rows, num_pages, num_out, scale,
@@ -128,30 +128,30 @@ def _block_attention_kernel(
         target += split * num_out
         if (context_begin == context_end) & (block_begin == block_end):
             # An empty part says so and leaves its means unwritten; the sum of parts does not read them.
-            tl.store(part_tops + target, tl.full((TILE_M,), float("-inf"), tl.float32), mask=row < num_rows)
+            tl.store(part_lses + target, tl.full((TILE_M,), float("-inf"), tl.float32), mask=row < num_rows)
             return
-    total, top, weight_sum = walk_context(
+    acc, row_max, weight_sum = walk_context(
         queries, row, dim, key_cache + kv_head * key_cache_head, value_cache + kv_head * value_cache_head,
         key_cache_row, value_cache_row, page_table + request * table_stride, context_len, readable_len,
         context_begin, context_end,
         tl.zeros((TILE_M, TILE_D), tl.float32), tl.full((TILE_M,), float("-inf"), tl.float32),
         tl.zeros((TILE_M,), tl.float32), scale, HEAD_DIM, PAGE_SIZE, WINDOW, TILE_N,
     )  # fmt: skip
-    total, top, weight_sum = walk_block(
+    acc, row_max, weight_sum = walk_block(
         queries, row, dim, block_keys + request * num_rows * keys_row + kv_head * keys_head,
         block_values + request * num_rows * values_row + kv_head * values_head, keys_row, values_row, num_rows,
-        block_begin, block_end, total, top, weight_sum, scale, HEAD_DIM, IS_CAUSAL, WINDOW, TILE_N,
+        block_begin, block_end, acc, row_max, weight_sum, scale, HEAD_DIM, IS_CAUSAL, WINDOW, TILE_N,
     )  # fmt: skip
     # A row that sees nothing in this part has the weight 2**-inf in the sum of parts.
-    mean = total / tl.where(weight_sum > 0, weight_sum, 1.0)[:, None]
+    mean = acc / tl.where(weight_sum > 0, weight_sum, 1.0)[:, None]
     if NUM_SPLITS > 1:
-        tl.store(part_tops + target, top + tl.log2(tl.where(weight_sum > 0, weight_sum, 1.0)), mask=row < num_rows)
+        tl.store(part_lses + target, row_max + tl.log2(tl.where(weight_sum > 0, weight_sum, 1.0)), mask=row < num_rows)
     tl.store(out + target[:, None] * HEAD_DIM + dim[None, :], mean.to(out.dtype.element_ty), mask=is_query)
 
 
 @jit
 def _combine_kernel(
-    parts, part_tops, out, num_out,
+    parts, part_lses, out, num_out,
     HEAD_DIM: tl.constexpr, NUM_SPLITS: tl.constexpr,
     TILE_R: tl.constexpr, TILE_S: tl.constexpr, TILE_D: tl.constexpr,
 ):  # fmt: skip
@@ -160,18 +160,18 @@ def _combine_kernel(
     dim = tl.arange(0, TILE_D)
     is_row = row < num_out
     is_part = is_row[:, None] & (split < NUM_SPLITS)[None, :]
-    tops = tl.load(part_tops + split[None, :] * num_out + row[:, None], mask=is_part, other=float("-inf"))
-    top = tl.where(is_row, tl.max(tops, 1), 0.0)
+    lses = tl.load(part_lses + split[None, :] * num_out + row[:, None], mask=is_part, other=float("-inf"))
+    max_lse = tl.where(is_row, tl.max(lses, 1), 0.0)
     is_element = is_row[:, None] & (dim < HEAD_DIM)[None, :]
-    total = tl.zeros((TILE_R, TILE_D), tl.float32)
+    acc = tl.zeros((TILE_R, TILE_D), tl.float32)
     weight_sum = tl.zeros((TILE_R,), tl.float32)
     for part in tl.static_range(NUM_SPLITS):
-        weight = tl.exp2(tl.load(part_tops + part * num_out + row, mask=is_row, other=0.0) - top)
+        weight = tl.exp2(tl.load(part_lses + part * num_out + row, mask=is_row, other=0.0) - max_lse)
         mean = tl.load(parts + (part * num_out + row)[:, None] * HEAD_DIM + dim[None, :], mask=is_element, other=0.0)
         # Empty parts are read too, so that no load waits for another, and then left out: they may hold anything.
-        total += tl.where((weight > 0)[:, None], mean, 0.0) * weight[:, None]
+        acc += tl.where((weight > 0)[:, None], mean, 0.0) * weight[:, None]
         weight_sum += weight
-    combined = total / weight_sum[:, None]
+    combined = acc / weight_sum[:, None]
     tl.store(out + row[:, None] * HEAD_DIM + dim[None, :], combined.to(out.dtype.element_ty), mask=is_element)
 
 
@@ -214,12 +214,12 @@ def block_attention(
     max_tiles = ceil_div(page_table.shape[1] * page_size, shape.keys) + ceil_div(num_rows, shape.keys)
     num_splits = min(shape.num_splits, max_tiles)
     tile_dim = max(power_of_2(head_dim), MIN_DOT)
-    parts, part_tops = out, out
+    parts, part_lses = out, out
     if num_splits > 1:
         parts = torch.empty((num_splits, num_out, head_dim), dtype=torch.float32, device=query.device)
-        part_tops = torch.empty((num_splits, num_out), dtype=torch.float32, device=query.device)
+        part_lses = torch.empty((num_splits, num_out), dtype=torch.float32, device=query.device)
     _block_attention_kernel[(num_row_tiles, num_splits, num_requests * num_kv)](
-        *flat, page_table, context_lens.contiguous(), parts, part_tops,
+        *flat, page_table, context_lens.contiguous(), parts, part_lses,
         *(stride for tensor in flat for stride in tensor.stride()[:2]), page_table.stride(0),
         num_rows, page_table.shape[1], num_out, math.log2(math.e) / math.sqrt(head_dim),
         NUM_KV=num_kv, GROUP=group, HEAD_DIM=head_dim, PAGE_SIZE=page_size,
@@ -229,7 +229,7 @@ def block_attention(
     )  # fmt: skip
     if num_splits > 1:
         _combine_kernel[(ceil_div(num_out, COMBINE_TILE),)](
-            parts, part_tops, out, num_out, HEAD_DIM=head_dim, NUM_SPLITS=num_splits,
+            parts, part_lses, out, num_out, HEAD_DIM=head_dim, NUM_SPLITS=num_splits,
             TILE_R=COMBINE_TILE, TILE_S=power_of_2(num_splits), TILE_D=tile_dim, num_warps=COMBINE_TILE,
         )  # fmt: skip
     return out

@@ -1,9 +1,10 @@
 """Cut distributions to their top-k and top-p tokens.
 
-The reference sorts each row. The kernels find the value below which nothing is kept, two bits of it in each pass over
-all rows and tiles of the vocabulary, and skip tiles whose highest logit is lower than what is in question: once for
-top-k, by number, and once for top-p, by probability. What is kept is the same, ties included; sums, which are made in a
-fixed order, may differ from the reference's in their last bit.
+The reference sorts each row. The kernels search for each row's threshold, the lowest logit that is kept, by refining a
+key of its leading bits: each pass over all rows and tiles of the vocabulary fixes two more bits, and skips the tiles
+whose highest logit lies below every candidate. top-k counts the tokens above a candidate, top-p adds up their
+probabilities, one search after the other. The tokens kept are the reference's, ties included; sums are made in a fixed
+order and may differ from the reference's in their last bit.
 
 Axis letters: T rows, V vocabulary.
 """
@@ -57,24 +58,24 @@ def _load_keys(logits, token, vocab_size, NUM_BITS: tl.constexpr):
 
 
 @jit
-def _narrowed(keys, amounts, row, level, num_tiles, shift, TILE_T: tl.constexpr):
-    """The key after a pass: two more bits of it, those of the highest candidate that still has `level` above it."""
+def _refined_key(keys, tile_sums, row, level, num_tiles, shift, TILE_T: tl.constexpr):
+    """The key after a pass: two more bits, those of the highest candidate at or above which the sums reach `level`."""
     key = tl.load(keys + row)
     tiles = tl.arange(0, TILE_T)
     for candidate in tl.static_range(3):
-        place = amounts + (row * 3 + candidate) * num_tiles + tiles
-        amount = tl.sum(tl.load(place, mask=tiles < num_tiles, other=0.0), 0)
-        key += (amount >= level).to(tl.int64) << shift
+        cell = tile_sums + (row * 3 + candidate) * num_tiles + tiles
+        row_sum = tl.sum(tl.load(cell, mask=tiles < num_tiles, other=0.0), 0)
+        key += (row_sum >= level).to(tl.int64) << shift
     return key
 
 
 @jit
-def _narrow_kernel(
-    logits, probs, tile_tops, levels, keys, amounts, new_keys, new_amounts,
+def _refine_threshold_kernel(
+    logits, probs, tile_maxes, levels, keys, tile_sums, new_keys, new_tile_sums,
     vocab_size, row_stride, num_tiles, shift,
     IS_FIRST: tl.constexpr, BY_MASS: tl.constexpr, NUM_BITS: tl.constexpr, TILE_V: tl.constexpr, TILE_T: tl.constexpr,
 ):  # fmt: skip
-    """One pass: what a tile has at or above each of three candidate keys, as probability or as a number."""
+    """One pass: how many tokens, or how much probability, a tile has at or above each of three candidate keys."""
     tile = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     level = tl.load(levels + row)
@@ -82,14 +83,14 @@ def _narrow_kernel(
         return
     key = tl.zeros((), tl.int64)
     if not IS_FIRST:
-        key = _narrowed(keys, amounts, row, level, num_tiles, shift + 2, TILE_T)
+        key = _refined_key(keys, tile_sums, row, level, num_tiles, shift + 2, TILE_T)
     if tile == 0:
         tl.store(new_keys + row, key)
     token = tile * TILE_V + tl.arange(0, TILE_V)
-    place = new_amounts + row * 3 * num_tiles + tile
+    cell = new_tile_sums + row * 3 * num_tiles + tile
     one = tl.full((), 1, tl.int64) << shift
     # Most tiles of most rows have nothing as high as the keys in question.
-    if _keys(tl.load(tile_tops + row * num_tiles + tile), NUM_BITS) >= key + one:
+    if _keys(tl.load(tile_maxes + row * num_tiles + tile), NUM_BITS) >= key + one:
         token_keys = _load_keys(logits + row * row_stride, token, vocab_size, NUM_BITS)
         weights = tl.where(token < vocab_size, 1.0, 0.0).to(tl.float64)
         if BY_MASS:
@@ -97,24 +98,24 @@ def _narrow_kernel(
             weights = tl.load(probs + row * vocab_size + token, mask=is_above, other=0.0)
         for candidate in tl.static_range(3):
             is_above = token_keys >= key + one * (candidate + 1)
-            tl.store(place + candidate * num_tiles, tl.sum(tl.where(is_above, weights, 0.0), 0))
+            tl.store(cell + candidate * num_tiles, tl.sum(tl.where(is_above, weights, 0.0), 0))
     else:
         for candidate in tl.static_range(3):
-            tl.store(place + candidate * num_tiles, 0.0)
+            tl.store(cell + candidate * num_tiles, 0.0)
 
 
 @jit
-def _edge_kernel(
-    logits, probs, levels, low_keys, keys, amounts, new_keys, edges, vocab_size, row_stride, num_tiles,
+def _tie_stats_kernel(
+    logits, probs, levels, low_keys, keys, tile_sums, new_keys, tie_stats, vocab_size, row_stride, num_tiles,
     NUM_BITS: tl.constexpr, TILE_V: tl.constexpr, TILE_T: tl.constexpr,
 ):  # fmt: skip
-    """At the key the passes end with: a tile's number and probability above it, and the same of those equal to it."""
+    """At the threshold: a tile's number and probability above it, the number equal to it, and one's probability."""
     tile = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     level = tl.load(levels + row)
     if level == 0:
         return
-    key = _narrowed(keys, amounts, row, level, num_tiles, 0, TILE_T)
+    key = _refined_key(keys, tile_sums, row, level, num_tiles, 0, TILE_T)
     key = tl.maximum(key, tl.load(low_keys + row))
     if tile == 0:
         tl.store(new_keys + row, key)
@@ -123,37 +124,37 @@ def _edge_kernel(
     is_token = token < vocab_size
     above, equal = is_token & (token_keys > key), is_token & (token_keys == key)
     weights = tl.load(probs + row * vocab_size + token, mask=above | equal, other=0.0)
-    place = edges + row * 4 * num_tiles + tile
-    tl.store(place, tl.sum(above.to(tl.int32), 0).to(tl.float64))
-    tl.store(place + num_tiles, tl.sum(tl.where(above, weights, 0.0), 0))
-    tl.store(place + 2 * num_tiles, tl.sum(equal.to(tl.int32), 0).to(tl.float64))
-    tl.store(place + 3 * num_tiles, tl.max(tl.where(equal, weights, 0.0), 0))
+    cell = tie_stats + row * 4 * num_tiles + tile
+    tl.store(cell, tl.sum(above.to(tl.int32), 0).to(tl.float64))
+    tl.store(cell + num_tiles, tl.sum(tl.where(above, weights, 0.0), 0))
+    tl.store(cell + 2 * num_tiles, tl.sum(equal.to(tl.int32), 0).to(tl.float64))
+    tl.store(cell + 3 * num_tiles, tl.max(tl.where(equal, weights, 0.0), 0))
 
 
 @jit
-def _settle_kernel(
-    logits, temperatures, top_ks, top_ps, levels, edges, edge_keys, keys, last_ids, masses, lefts,
+def _resolve_ties_kernel(
+    logits, temperatures, top_ks, top_ps, levels, tie_stats, tie_keys, keys, last_ids, masses, num_ties_kept,
     vocab_size, row_stride, num_tiles,
     BY_MASS: tl.constexpr, NUM_BITS: tl.constexpr, TILE_V: tl.constexpr, TILE_T: tl.constexpr,
 ):  # fmt: skip
-    """Decide how many of a row's equal tokens are kept, and find the last. After top-k, set the level of top-p."""
+    """Decide how many tokens equal to the threshold are kept, and find the last. After top-k, set top-p's level."""
     row = tl.program_id(0).to(tl.int64)
     level, mass = tl.load(levels + row), tl.load(masses + row)
     if level > 0:
         tiles = tl.arange(0, TILE_T)
         is_tile = tiles < num_tiles
-        place = edges + row * 4 * num_tiles + tiles
-        above_mass = tl.sum(tl.load(place + num_tiles, mask=is_tile, other=0.0), 0)
-        ties = tl.load(place + 2 * num_tiles, mask=is_tile, other=0.0)
-        weight = tl.max(tl.load(place + 3 * num_tiles, mask=is_tile, other=0.0), 0)
-        key = tl.load(edge_keys + row)
+        cell = tie_stats + row * 4 * num_tiles + tiles
+        above_mass = tl.sum(tl.load(cell + num_tiles, mask=is_tile, other=0.0), 0)
+        ties = tl.load(cell + 2 * num_tiles, mask=is_tile, other=0.0)
+        weight = tl.max(tl.load(cell + 3 * num_tiles, mask=is_tile, other=0.0), 0)
+        key = tl.load(tie_keys + row)
         if BY_MASS:
             # Those are kept before which the level is not reached, and no more than top-k left of them.
             needed = tl.ceil((level - above_mass) / tl.where(weight > 0, weight, 1.0))
-            left = tl.where(key == tl.load(keys + row), tl.load(lefts + row), vocab_size).to(tl.float64)
-            needed = tl.minimum(tl.maximum(needed, 1.0), left)
+            max_ties = tl.where(key == tl.load(keys + row), tl.load(num_ties_kept + row), vocab_size).to(tl.float64)
+            needed = tl.minimum(tl.maximum(needed, 1.0), max_ties)
         else:
-            needed = level - tl.sum(tl.load(place, mask=is_tile, other=0.0), 0)
+            needed = level - tl.sum(tl.load(cell, mask=is_tile, other=0.0), 0)
         needed = tl.minimum(needed, tl.sum(ties, 0))
         rank = tl.cumsum(ties, 0)
         tile = tl.min(tl.where(rank >= needed, tiles, TILE_T - 1), 0)
@@ -165,7 +166,7 @@ def _settle_kernel(
         mass = above_mass + needed * weight
         tl.store(masses + row, mass)
         tl.store(keys + row, key)
-        tl.store(lefts + row, needed.to(tl.int64))
+        tl.store(num_ties_kept + row, needed.to(tl.int64))
     if not BY_MASS:
         top_p = tl.load(top_ps + row)
         is_cut = (tl.load(temperatures + row) > 0) & (top_p < 1)
@@ -188,39 +189,39 @@ def _cut_kernel(
 
 
 def launch_cut(
-    logits: Tensor, probs: Tensor, tile_tops: Tensor, temperatures: Tensor, top_ks: Tensor, top_ps: Tensor, tile: int
+    logits: Tensor, probs: Tensor, tile_maxes: Tensor, temperatures: Tensor, top_ks: Tensor, top_ps: Tensor, tile: int
 ) -> None:
     """`cut_ref` in place; rows of temperature 0 stay as they are. A launch for every two bits of a logit, twice.
 
-    tile_tops  [T, tiles] float32   the highest logit of each tile of `tile` tokens
+    tile_maxes  [T, tiles] float32   the highest logit of each tile of `tile` tokens
     """
     num_rows, vocab_size = logits.shape
-    num_tiles, num_bits = tile_tops.shape[1], _KEY_BITS[logits.dtype]
+    num_tiles, num_bits = tile_maxes.shape[1], _KEY_BITS[logits.dtype]
     sizes = vocab_size, logits.stride(0), num_tiles
     tiling = {"NUM_BITS": num_bits, "TILE_V": tile, "TILE_T": power_of_2(num_tiles)}
     # Until a filter says otherwise: keep every key, and divide by exactly 1.
     keys = torch.zeros(num_rows, dtype=torch.int64, device=logits.device)
-    last_ids, lefts = (torch.full_like(keys, vocab_size) for _ in range(2))
+    last_ids, num_ties_kept = (torch.full_like(keys, vocab_size) for _ in range(2))
     masses = torch.ones(num_rows, dtype=torch.float64, device=logits.device)
-    edges = torch.empty((num_rows, 4, num_tiles), dtype=torch.float64, device=logits.device)
+    tie_stats = torch.empty((num_rows, 4, num_tiles), dtype=torch.float64, device=logits.device)
     levels = torch.where((temperatures > 0) & (top_ks < vocab_size), top_ks, 0).double()
     for by_mass in (False, True):
-        passed, amounts = keys, edges
+        pass_keys, tile_sums = keys, tie_stats
         for shift in range(num_bits - 2, -1, -2):
-            new_passed = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
-            new_amounts = torch.empty((num_rows, 3, num_tiles), dtype=torch.float64, device=logits.device)
-            _narrow_kernel[(num_tiles, num_rows)](
-                logits, probs, tile_tops, levels, passed, amounts, new_passed, new_amounts, *sizes, shift,
+            new_pass_keys = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+            new_tile_sums = torch.empty((num_rows, 3, num_tiles), dtype=torch.float64, device=logits.device)
+            _refine_threshold_kernel[(num_tiles, num_rows)](
+                logits, probs, tile_maxes, levels, pass_keys, tile_sums, new_pass_keys, new_tile_sums, *sizes, shift,
                 IS_FIRST=shift == num_bits - 2, BY_MASS=by_mass, **tiling,
             )  # fmt: skip
-            passed, amounts = new_passed, new_amounts
-        edge_keys = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
-        _edge_kernel[(num_tiles, num_rows)](
-            logits, probs, levels, keys, passed, amounts, edge_keys, edges, *sizes, **tiling
+            pass_keys, tile_sums = new_pass_keys, new_tile_sums
+        tie_keys = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+        _tie_stats_kernel[(num_tiles, num_rows)](
+            logits, probs, levels, keys, pass_keys, tile_sums, tie_keys, tie_stats, *sizes, **tiling
         )
-        _settle_kernel[(num_rows,)](
-            logits, temperatures, top_ks, top_ps, levels, edges, edge_keys, keys, last_ids, masses, lefts, *sizes,
-            BY_MASS=by_mass, **tiling,
+        _resolve_ties_kernel[(num_rows,)](
+            logits, temperatures, top_ks, top_ps, levels, tie_stats, tie_keys, keys, last_ids, masses, num_ties_kept,
+            *sizes, BY_MASS=by_mass, **tiling,
         )  # fmt: skip
     _cut_kernel[(num_tiles, num_rows)](
         logits, probs, keys, last_ids, masses, vocab_size, logits.stride(0), NUM_BITS=num_bits, TILE_V=tile

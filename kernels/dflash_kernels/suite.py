@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -12,10 +12,10 @@ from torch import Tensor
 from dflash_kernels.accept import Acceptance, accept_block, accept_block_ref
 from dflash_kernels.activation import silu_mul, silu_mul_ref
 from dflash_kernels.block_attention import block_attention, block_attention_ref
+from dflash_kernels.categorical import sample_probs, sample_probs_ref
 from dflash_kernels.context_kv import context_kv_store, context_kv_store_ref
-from dflash_kernels.draw import draw_at, draw_at_ref
 from dflash_kernels.kv_store import kv_store, kv_store_ref
-from dflash_kernels.launch_config import HAS_TRITON, IS_INTERPRETED, NOT_INSTALLED
+from dflash_kernels.launch_config import FLOATS, HAS_TRITON, IS_INTERPRETED, NOT_INSTALLED
 from dflash_kernels.rejection import reject, reject_ref
 from dflash_kernels.rope_norm import (
     add_rms_norm,
@@ -27,7 +27,6 @@ from dflash_kernels.rope_norm import (
 )
 from dflash_kernels.sampling import filtered_probs, filtered_probs_ref, sample, sample_ref
 from dflash_kernels.slot_mapping import slot_mapping, slot_mapping_ref
-from dflash_kernels.uniform import uniform, uniform_ref
 
 KernelChoice = Literal["auto", "triton", "reference"]
 
@@ -46,8 +45,7 @@ class Kernels:
     context_kv_store: Callable[[Tensor, Tensor, float, Tensor, Tensor, Tensor, Tensor, Tensor], None]
     block_attention: Callable[..., Tensor]
     accept_block: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Acceptance]
-    uniform: Callable[[Tensor, Tensor, int], Tensor]
-    draw_at: Callable[..., Tensor]
+    sample_probs: Callable[..., Tensor]
     filtered_probs: Callable[..., Tensor]
     sample: Callable[..., Tensor]
     reject: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -64,8 +62,7 @@ REFERENCE = Kernels(
     context_kv_store=context_kv_store_ref,
     block_attention=block_attention_ref,
     accept_block=accept_block_ref,
-    uniform=uniform_ref,
-    draw_at=draw_at_ref,
+    sample_probs=sample_probs_ref,
     filtered_probs=filtered_probs_ref,
     sample=sample_ref,
     reject=reject_ref,
@@ -82,8 +79,7 @@ _TRITON = Kernels(
     context_kv_store=context_kv_store,
     block_attention=block_attention,
     accept_block=accept_block,
-    uniform=uniform,
-    draw_at=draw_at,
+    sample_probs=sample_probs,
     filtered_probs=filtered_probs,
     sample=sample,
     reject=reject,
@@ -97,14 +93,24 @@ def triton_kernels() -> Kernels:
     return _TRITON
 
 
-def pick_kernels(name: KernelChoice, device: torch.device | str) -> Kernels:
-    """The implementation for a device: `auto` is Triton on CUDA and the references elsewhere."""
+def pick_kernels(name: KernelChoice, device: torch.device | str, dtype: torch.dtype | None = None) -> Kernels:
+    """The implementation for a device and, where it is given, the dtype of a run.
+
+    `auto` is Triton on a GPU, where it is installed and takes the dtype, and the references elsewhere.
+
+    Raises:
+        ValueError: an unknown name, or Triton where it cannot run.
+    """
+    if name not in get_args(KernelChoice):
+        raise ValueError(f"no kernels are called {name!r}: {', '.join(get_args(KernelChoice))}")
     is_cuda = torch.device(device).type == "cuda"
-    if name == "reference" or (name == "auto" and not is_cuda):
+    if name == "auto":
+        name = "triton" if is_cuda and HAS_TRITON and dtype in (None, *FLOATS) else "reference"
+    if name == "reference":
         return REFERENCE
-    if name not in ("auto", "triton"):
-        raise ValueError(f"no kernels are called {name!r}: auto, triton or reference")
-    if not is_cuda and HAS_TRITON and not IS_INTERPRETED:
+    if not HAS_TRITON:
+        raise ValueError(NOT_INSTALLED)
+    if not is_cuda and not IS_INTERPRETED:
         raise ValueError(
             f"Triton kernels cannot run on {device}: choose the reference kernels, "
             "or set TRITON_INTERPRET=1 before Triton is imported"

@@ -1,19 +1,18 @@
-"""Random numbers keyed by place: a hash of (seed, position, purpose) instead of a generator with a state.
+"""Random numbers keyed by position: a hash of (seed, position, purpose) instead of a generator with a state.
 
-A request's draws therefore depend neither on its batch mates nor on how many tokens a step happens to verify, and a
-captured graph draws afresh whenever positions move on.
+A request's samples therefore depend neither on its batch mates nor on how many tokens a step happens to verify, and a
+captured graph samples afresh whenever positions move on.
 
 Axis letters: T rows.
 """
 
-import torch
 from torch import Tensor
 
-from dflash_kernels.launch_config import ELEMENT_TILE, ceil_div, check_tensors, constexpr, jit, require, tl
+from dflash_kernels.launch_config import constexpr, jit, tl
 
 TARGET, DRAFT, ACCEPT, RESIDUAL = 1, 2, 3, 4
-"""Purposes, one for each use of randomness: the target's own draws, the draft's, the coin of acceptance, the draw after
-a rejection. No two share numbers; sharing them biases what is drawn (vllm-project/vllm#47386)."""
+"""Purposes, one for each use of randomness: the target's own samples, the draft's, the coin of acceptance, the sample
+after a rejection. No two share numbers; sharing them biases what is sampled (vllm-project/vllm#47386)."""
 
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
 _MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
@@ -60,25 +59,3 @@ def uniform_tile(seeds, positions, salt):
     state = _mix_tile(seeds + salt)
     bits = _mix_tile(state + (positions + 1) * _TL_GOLDEN)
     return ((bits >> 11) & 0x1FFFFFFFFFFFFF).to(tl.float64) * 1.1102230246251565e-16
-
-
-@jit
-def _uniform_kernel(seeds, positions, out, salt, num_rows, TILE: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    is_row = row < num_rows
-    seed = tl.load(seeds + row, mask=is_row, other=0)
-    position = tl.load(positions + row, mask=is_row, other=0)
-    tl.store(out + row, uniform_tile(seed, position, salt), mask=is_row)
-
-
-def uniform(seeds: Tensor, positions: Tensor, purpose: int) -> Tensor:
-    """`uniform_ref` in one launch."""
-    check_tensors(seeds, positions)
-    require(seeds.shape == positions.shape and seeds.dim() == 1, "as many seeds as positions")
-    require(seeds.dtype == positions.dtype == torch.int64, "int64 seeds and positions")
-    out = torch.empty(seeds.shape, dtype=torch.float64, device=seeds.device)
-    if len(out):
-        _uniform_kernel[(ceil_div(len(out), ELEMENT_TILE),)](
-            seeds.contiguous(), positions.contiguous(), out, stream(purpose), len(out), TILE=ELEMENT_TILE
-        )
-    return out

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dflash_runtime.errors import InvalidConfig, UsageError
+from dflash_runtime.json_values import is_int, is_number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +25,7 @@ class RopeConfig:
     params: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not _is_number(self.theta) or self.theta <= 0:
+        if not is_number(self.theta) or not self.theta > 0:
             raise InvalidConfig("rope_theta", self.theta, "a positive number")
 
     def to_parameters(self) -> dict[str, Any]:
@@ -42,7 +43,7 @@ class Verifier:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftConfig:
-    """A DFlash draft, whatever dialect it was read from."""
+    """A DFlash draft, whatever dialect it was read from. `family` names the file in `drafts/` that runs it."""
 
     hidden_size: int
     intermediate_size: int
@@ -71,6 +72,7 @@ class DraftConfig:
     sample_from_anchor: bool = False
     dtype: str | None = None
     model_type: str = "qwen3"
+    family: str = "dflash"
 
     def __post_init__(self) -> None:
         self._check_sizes()
@@ -90,7 +92,7 @@ class DraftConfig:
             raise InvalidConfig("num_attention_heads", self.num_heads, f"a multiple of {self.num_kv_heads} kv heads")
         if self.draft_vocab_size > self.vocab_size:
             raise InvalidConfig("draft_vocab_size", self.draft_vocab_size, f"at most vocab_size {self.vocab_size}")
-        if not _is_number(self.rms_norm_eps) or self.rms_norm_eps <= 0:
+        if not is_number(self.rms_norm_eps) or not self.rms_norm_eps > 0:
             raise InvalidConfig("rms_norm_eps", self.rms_norm_eps, "a positive number")
 
     def _check_layers(self) -> None:
@@ -106,10 +108,10 @@ class DraftConfig:
             raise InvalidConfig("target_layer_ids", list(self.target_layer_ids), "at least one layer")
         depth = self.num_target_layers
         for layer_id in self.target_layer_ids:
-            if not _is_int(layer_id) or layer_id < 0 or (depth is not None and layer_id >= depth):
+            if not is_int(layer_id) or layer_id < 0 or (depth is not None and layer_id >= depth):
                 limit = f"0..{depth - 1}" if depth is not None else "0 or more"
                 raise InvalidConfig("target_layer_ids", list(self.target_layer_ids), f"layers in {limit}")
-        if not _is_int(self.mask_token_id) or not 0 <= self.mask_token_id < self.vocab_size:
+        if not is_int(self.mask_token_id) or not 0 <= self.mask_token_id < self.vocab_size:
             raise InvalidConfig("mask_token_id", self.mask_token_id, f"an id in [0, {self.vocab_size})")
 
     @property
@@ -222,14 +224,6 @@ CHOICES = {
 """What each engine setting that is a word may be."""
 
 
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value == value
-
-
 def _require_count(name: str, value: object, minimum: int = 1) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+    if not is_int(value) or value < minimum:
         raise InvalidConfig(name, value, f"an integer of at least {minimum}")

@@ -1,15 +1,16 @@
-"""The step loop: schedule, launch, and commit what has come back.
+"""The step loop: schedule a batch, queue it on the device, commit results that have come back.
 
 Synchronous, a step's results are read before the next is scheduled. Asynchronous, `max_in_flight` steps are queued
-before the oldest is read, so the device never waits for the host; what the host decides meanwhile holds whatever the
-counts turn out to be.
+before the oldest one's results are read, so the device never waits for the host. The scheduler then does not know how
+many drafts those steps accept, and plans for every count they can give: pages are reserved as if all were accepted, a
+request that the queued steps end in any case is left out, and nothing is preempted while a step is in flight.
 """
 
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from dflash_runtime.device.results import Launch
+from dflash_runtime.device.results import PendingStep
 from dflash_runtime.device.runner import Runner
 from dflash_runtime.scheduling.batch import Batch
 from dflash_runtime.scheduling.request import Request
@@ -31,23 +32,23 @@ class Engine:
         self.scheduler = scheduler
         self.runner = runner
         self.max_in_flight = max_in_flight
-        self._in_flight: deque[Launch] = deque()
+        self._in_flight: deque[PendingStep] = deque()
 
     def add(self, request: Request) -> None:
         """Queue a request; see `Scheduler.add` for what is refused."""
         self.scheduler.add(request)
 
     def step(self) -> list[Committed]:
-        """Launch a step and commit the results that are due."""
+        """Queue a step and commit the results that are due; with nothing to queue, commit the oldest."""
         batch = self._schedule()
-        launch = self.runner.launch(batch) if not batch.is_empty else None
-        if launch is not None:
-            self._in_flight.append(launch)
+        if batch.is_empty:
+            return self._commit_oldest()
+        pending = self.runner.submit(batch)
+        if pending is not None:
+            self._in_flight.append(pending)
         committed: list[Committed] = []
-        while self._in_flight and (batch.is_empty or len(self._in_flight) > self.max_in_flight):
-            committed += self._commit(self._in_flight.popleft())
-            if batch.is_empty:
-                break
+        while len(self._in_flight) > self.max_in_flight:
+            committed += self._commit_oldest()
         return committed
 
     def run(self) -> Iterator[Committed]:
@@ -63,9 +64,12 @@ class Engine:
         self.scheduler.abort()
         self._in_flight.clear()
 
-    def _commit(self, launch: Launch) -> list[Committed]:
+    def _commit_oldest(self) -> list[Committed]:
+        """Wait for the results of the oldest step in flight, if there is one, and make its tokens final."""
+        if not self._in_flight:
+            return []
         committed = []
-        for request, output in launch.read():
+        for request, output in self._in_flight.popleft().read():
             token_ids = self.scheduler.commit(request, output)
             if token_ids:
                 committed.append(Committed(request, token_ids))
@@ -75,4 +79,4 @@ class Engine:
         try:
             return self.scheduler.schedule(is_drained=not self._in_flight)
         except OutOfPages:
-            return Batch()  # the step then waits for the oldest results, which may free pages
+            return Batch()  # nothing to queue: the oldest results are committed instead, which may free pages

@@ -134,8 +134,8 @@ MISSING: Any = _Missing()
 
 
 @contextmanager
-def located(path: object) -> Iterator[None]:
-    """Name the file in errors that were raised where only its content was known."""
+def naming_file(path: object) -> Iterator[None]:
+    """Add the file's path to errors raised by code that knows only its content."""
     try:
         yield
     except InvalidConfig as error:

@@ -1,30 +1,29 @@
-"""Offline generation: `LLM(target, draft).generate(prompts, params)`. Knows token ids, no text."""
+"""Offline generation: `LLM(target, draft).generate(prompts, params)`. Knows token ids, no text.
 
-import logging
+From a call to the target's forward it is six calls, and a test counts them:
+
+    LLM.generate -> LLM.stream -> Engine.run -> Engine.step -> Runner.submit -> Runner._decode -> Target
+"""
+
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
+from typing import overload
 
 import torch
 
-from dflash_kernels.suite import KernelChoice, pick_kernels
-from dflash_runtime.checkpoint.pair import DraftSource, TargetSource, check_pair
+from dflash_runtime.checkpoint.pair import DraftLike, TargetSource
 from dflash_runtime.config import EngineConfig
-from dflash_runtime.device.attention import check_capability
-from dflash_runtime.device.exclusions import Setting, settle
+from dflash_runtime.device.loading import LoadedPair, load_pair
 from dflash_runtime.device.runner import Runner
-from dflash_runtime.device.settings import fit_num_pages, resolve_device, resolve_dtype, resolve_kernels, resolve_limits
-from dflash_runtime.drafts.draft import Draft, load_draft
+from dflash_runtime.device.settings import fit_num_pages
 from dflash_runtime.engine import Engine
 from dflash_runtime.errors import DFlashError, UsageError
 from dflash_runtime.lossless import Lossless, check_lossless
-from dflash_runtime.models.target import Target, load_target
 from dflash_runtime.scheduling.limits import Limits
 from dflash_runtime.scheduling.pages import PagePool
 from dflash_runtime.scheduling.prefix_cache import PrefixCache
 from dflash_runtime.scheduling.request import Request, RequestOutput, SamplingParams
 from dflash_runtime.scheduling.scheduler import Scheduler
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,80 +36,48 @@ class Delta:
 
 
 class LLM:
-    """A target, and a draft to speculate with, ready to generate. Also a context manager that closes it.
+    """A pair ready to generate: one that is loaded, or a target and a draft to load. A context manager that closes it.
 
     Raises:
-        PairMismatch: the draft was not made for the target.
-        UsageError: more tokens to draft than the draft was trained for.
-        UnsupportedError, CapacityError, TensorMismatch: see `errors`.
+        CapacityError: the memory left after loading holds no request.
+        PairMismatch, UsageError, UnsupportedError, TensorMismatch: see `load_pair`.
     """
 
-    def __init__(self, target: TargetSource, draft: DraftSource | None, config: EngineConfig | None = None) -> None:
-        config = config or EngineConfig()
-        if draft is not None:
-            check_pair(draft, target)
-        device = resolve_device(config.device)
-        dtype = resolve_dtype(config.dtype, device)
-        limits = resolve_limits(config, target.config, draft.config if draft is not None else None)
-        if limits.num_draft_tokens == 0:
-            draft = None
-        backend = resolve_kernels(config.kernels, device, dtype)
-        check_capability(backend, target.config, draft.config if draft is not None else None, _name(dtype))
-        num_positions = limits.max_model_len + limits.num_lookahead_tokens
-        kernels = pick_kernels(backend, device)
-        placing = {"num_positions": num_positions, "kernels": kernels, "device": device, "dtype": dtype}
-        target_model = load_target(target, **placing)  # type: ignore[arg-type]
-        draft_model = load_draft(draft, target_model, **placing) if draft is not None else None  # type: ignore[arg-type]
-        self._build(target_model, draft_model, limits, config, backend, device, dtype)
+    @overload
+    def __init__(self, target: LoadedPair) -> None: ...
 
-    @classmethod
-    def from_models(
-        cls,
-        target: Target,
-        draft: Draft | None,
-        limits: Limits,
-        *,
-        config: EngineConfig | None = None,
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> "LLM":
-        """An LLM from models that are already loaded, such as a draft of your own."""
-        config = config or EngineConfig()
-        llm = cls.__new__(cls)
-        llm._build(target, draft, limits, config, resolve_kernels(config.kernels, device, dtype), device, dtype)
-        return llm
+    @overload
+    def __init__(self, target: TargetSource, draft: DraftLike | None, config: EngineConfig | None = None) -> None: ...
 
-    def _build(
-        self,
-        target: Target,
-        draft: Draft | None,
-        limits: Limits,
-        config: EngineConfig,
-        backend: KernelChoice,
-        device: torch.device,
-        dtype: torch.dtype,
+    def __init__(
+        self, target: LoadedPair | TargetSource, draft: DraftLike | None = None, config: EngineConfig | None = None
     ) -> None:
-        config, warnings = settle(Setting(config, device.type, backend, limits.num_draft_tokens))
-        for text in warnings:
-            logger.warning(text)
-        self.config, self.limits, self.device, self.dtype, self.warnings = config, limits, device, dtype, warnings
-        draft_config = draft.config if draft is not None else None
-        num_pages = fit_num_pages(config, target.config, draft_config, limits, device, dtype)
-        runner = Runner(
-            target,
-            draft,
-            limits,
-            kernels=pick_kernels(backend, device),
-            num_pages=num_pages,
-            page_size=config.page_size,
-            samples_drafts=config.draft_sampling == "probabilistic",
-            device=device,
-            dtype=dtype,
-        )
-        pages = PagePool(num_pages, config.page_size)
-        cache = PrefixCache(pages, is_enabled=config.prefix_cache)
-        max_in_flight = config.max_in_flight if config.is_async else 0
-        self.engine = Engine(Scheduler(limits, pages, cache), runner, max_in_flight=max_in_flight)
+        self.pair = pair = target if isinstance(target, LoadedPair) else load_pair(target, draft, config)
+        draft_config = pair.draft.config if pair.draft is not None else None
+        num_pages = fit_num_pages(pair.config, pair.target.config, draft_config, pair.limits, pair.placement)
+        pages = PagePool(num_pages, pair.config.page_size)
+        cache = PrefixCache(pages, is_enabled=pair.config.prefix_cache)
+        max_in_flight = pair.config.max_in_flight if pair.config.is_async else 0
+        scheduler = Scheduler(pair.limits, pages, cache)
+        self.engine = Engine(scheduler, Runner(pair, num_pages), max_in_flight=max_in_flight)
+
+    @property
+    def limits(self) -> Limits:
+        """The engine's fixed numbers."""
+        return self.pair.limits
+
+    @property
+    def device(self) -> torch.device:
+        return self.pair.placement.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.pair.placement.dtype
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Which features were switched off, and because of which others."""
+        return self.pair.warnings
 
     @property
     def num_draft_tokens(self) -> int:
@@ -124,7 +91,10 @@ class LLM:
 
         A prompt that cannot be served has an output with `finish_reason` ERROR; the others are not touched by it.
         """
-        finished = [delta.output for delta in self.stream(prompts, params) if delta.output is not None]
+        finished = []
+        for delta in self.stream(prompts, params):
+            if delta.output is not None:
+                finished.append(delta.output)
         return sorted(finished, key=lambda output: output.index)
 
     def stream(
@@ -168,7 +138,3 @@ def _requests(
         Request(index=index, prompt_token_ids=tuple(prompt), params=item)
         for index, (prompt, item) in enumerate(zip(prompts, params, strict=True))
     ]
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -1,7 +1,7 @@
 """Whether greedy output is what plain decoding would have said, judged token by token.
 
 The target reads prompt and output in one forward (teacher forcing) and each token is held against its best choice at
-that place. Batch shape changes rounding, so the best choice may differ by a near-tie: the regret, how many nats the
+that position. Batch shape changes rounding, so the best choice may differ by a near-tie: the regret, how many nats the
 token is behind, tells that from a bug. Source of the idea: pegainfer-project/pegainfer#507.
 """
 

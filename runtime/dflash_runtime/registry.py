@@ -4,7 +4,6 @@ import difflib
 import importlib
 import pkgutil
 from collections.abc import Callable, Iterator
-from types import ModuleType
 from typing import Generic, TypeVar
 
 from dflash_runtime.errors import UnsupportedError
@@ -30,9 +29,10 @@ class Registry(Generic[T]):
 
         return decorate
 
-    def discover(self, package: ModuleType) -> None:
-        """Import every module directly inside `package`, so that its decorators run."""
-        for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
+    def discover(self, package: str) -> None:
+        """Import every module directly inside the package of that dotted name, so that its decorators run."""
+        folder = importlib.import_module(package)
+        for module in pkgutil.iter_modules(folder.__path__, f"{package}."):
             importlib.import_module(module.name)
 
     def __getitem__(self, name: str) -> T:

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from dflash_runtime.device.results import Launch
 from dflash_runtime.scheduling.request import FinishReason, Request, SamplingParams
 from dflash_testing.pairs import ScriptedDraft, always_right, bundled_draft_model, bundled_llm, bundled_prompts
 
@@ -108,7 +107,7 @@ def test_drafting_switched_off_and_on_again_keeps_its_context() -> None:
             break
     plain = bundled_llm(None, 0, dtype=torch.float64).generate([item.prompt_token_ids], item.params)[0]
     assert tuple(item.output_token_ids) == plain.token_ids
-    assert sum(step.num_kept for step in item.steps) == 50 - 1 - 3
+    assert sum(step.num_committed for step in item.steps) == 50 - 1 - 3
     whole = item.prompt_token_ids + tuple(item.output_token_ids)
     for step in item.steps:
         fresh = bundled_llm(draft, 7, dtype=torch.float64)
@@ -149,13 +148,11 @@ def test_leaving_early_frees_everything_and_the_engine_goes_on() -> None:
 def test_results_carry_their_generation() -> None:
     llm = bundled_llm(bundled_draft_model(), 7, scheduling="async")
     seen = []
-    send = Launch.read
-
     for index in range(3):
         llm.engine.add(request(index, max_new_tokens=5))
     while llm.engine.scheduler.has_work:
-        for launch in list(llm.engine._in_flight)[:1]:
-            seen += [output.generation for _, output in send(launch)]
+        for pending in list(llm.engine._in_flight)[:1]:
+            seen += [output.generation for _, output in pending.read()]
         llm.engine.step()
     assert set(seen) == {1, 2, 3}
 

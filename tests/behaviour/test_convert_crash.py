@@ -12,7 +12,9 @@ import pytest
 
 from dflash_cli.checkpoints import safetensors_writer
 from dflash_cli.checkpoints.opening import open_draft
-from dflash_cli.conversion.execute import Wish, convert_draft, plan_conversion
+from dflash_cli.conversion.execute import convert_draft
+from dflash_cli.conversion.plan import plan_conversion
+from dflash_cli.conversion.request import ConversionRequest
 from dflash_runtime.errors import CapacityError, CheckpointError, DFlashError
 from dflash_testing import checkpoints as support
 from dflash_testing.paths import ROOT
@@ -71,12 +73,12 @@ def test_a_killed_run_leaves_the_old_or_the_new_one_whole(step: int, tmp_path: P
         "            os.kill(os.getpid(), signal.SIGKILL)\n"
         "        return call(*args, **kwargs)\n"
         "    return wrapped\n"
-        "take = write._take_place\n"
+        "take = write._rename_to_destination\n"
         "def patched(*args):\n"
         "    Path.rename = dying(Path.rename)\n"
         "    write.shutil.rmtree = dying(write.shutil.rmtree)\n"
         "    take(*args)\n"
-        "write._take_place = patched"
+        "write._rename_to_destination = patched"
     )
     with run(script(source, tmp_path / "out", die)) as process:
         process.communicate(timeout=30)
@@ -85,7 +87,7 @@ def test_a_killed_run_leaves_the_old_or_the_new_one_whole(step: int, tmp_path: P
     for path in tmp_path.iterdir():
         try:
             draft = open_draft(path)
-            assert draft.plan()
+            assert draft.select_tensors()
             whole.append((path.name.split("-")[0], draft.config.vocab_size))
         except DFlashError:
             pass
@@ -113,7 +115,7 @@ class TestFullDisk:
 
         monkeypatch.setattr(safetensors_writer, "MOVES", (full,))
         with pytest.raises(CapacityError, match="the disk is full; nothing was left behind") as caught:
-            convert_draft(plan_conversion(source, Wish(to="native")), tmp_path / "out")
+            convert_draft(plan_conversion(open_draft(source), ConversionRequest(to="native")), tmp_path / "out")
         assert caught.value.exit_code == 6
         assert sorted(item.name for item in tmp_path.iterdir()) == (["out", "source"] if exists else ["source"])
 
@@ -135,7 +137,7 @@ class TestMoves:
         support.convert(source, tmp_path / "out", "native")
         support.assert_same_tensors(source, tmp_path / "out")
 
-    @pytest.mark.parametrize("number", sorted(safetensors_writer.NOT_HERE))
+    @pytest.mark.parametrize("number", sorted(safetensors_writer.UNSUPPORTED_MOVES))
     @pytest.mark.parametrize("after", [0, 100])
     def test_falls_back(self, number: int, after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Also where the first way fails in the middle of a file."""
@@ -156,7 +158,7 @@ class TestMoves:
 
     def test_a_source_that_shrinks(self, tmp_path: Path) -> None:
         source = support.make_native(tmp_path / "source")
-        plan = plan_conversion(source, Wish(to="native"))
+        plan = plan_conversion(open_draft(source), ConversionRequest(to="native"))
         with (source / "model.safetensors").open("r+b") as stream:
             stream.truncate(5000)
         with pytest.raises(CheckpointError, match="ended at byte 5000"):
@@ -164,12 +166,12 @@ class TestMoves:
         assert [item.name for item in tmp_path.iterdir()] == ["source"]
 
     def test_progress_counts_every_byte(self, tmp_path: Path) -> None:
-        plan = plan_conversion(support.make_native(tmp_path / "source"), Wish(to="native"))
+        plan = plan_conversion(open_draft(support.make_native(tmp_path / "source")), ConversionRequest(to="native"))
         counts: dict[str, int] = {}
 
-        def observe(stage: str, count: int, total: int) -> None:
+        def progress(stage: str, count: int, total: int) -> None:
             counts[stage] = counts.get(stage, 0) + count
 
-        convert_draft(plan, tmp_path / "out", observe=observe)
+        convert_draft(plan, tmp_path / "out", progress=progress)
         assert counts["copy"] == counts["verify"] == plan.num_bytes
         assert counts["hash"] > 2 * plan.num_bytes

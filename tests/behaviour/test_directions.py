@@ -1,7 +1,7 @@
 """Every direction: dialect -> canonical -> dialect and dialect -> native -> dialect, on random drafts.
 
-The sources are written by `support`, without the code under test; what a dialect can state is said here once more, as
-predicates, so that a refusal too many fails as surely as a loss. A new writable dialect needs an entry in `CAN_STATE`.
+The sources are written by `support`, without the code under test. What a dialect can state follows from the facts on
+its class and from `LAYERS`, so that a refusal too many fails as surely as a loss.
 """
 
 import json
@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from dflash_cli.checkpoints.opening import open_draft
 from dflash_cli.conversion.verify import differing_fields
-from dflash_cli.formats.dialect import all_formats, get_format
+from dflash_cli.formats.dialect import Format, all_formats, get_format
 from dflash_runtime.checkpoint.layout import owned_shapes
 from dflash_runtime.config import DraftConfig
 from dflash_runtime.errors import LossyConversion, UnsupportedError
@@ -49,11 +49,6 @@ def scales(config: DraftConfig) -> set[str]:
     return {name for name, off in SCALES.items() if getattr(config, name) != off}
 
 
-def is_plain(config: DraftConfig) -> bool:
-    """As wide as its target, and over its whole vocabulary."""
-    return config.draft_vocab_size == config.vocab_size and config.target_hidden_size in (None, config.hidden_size)
-
-
 def full_layers_see_ahead(config: DraftConfig) -> bool:
     """No causal full layer, and one causality for all sliding ones."""
     sliding = {causal for causal, window in zip(config.causal, config.windows, strict=True) if window is not None}
@@ -61,14 +56,24 @@ def full_layers_see_ahead(config: DraftConfig) -> bool:
     return True not in full and len(sliding) < 2
 
 
-CAN_STATE: dict[str, Callable[[DraftConfig], bool]] = {
-    "native": lambda config: is_plain(config) and states_causality(config),
-    "mlx": lambda config: is_plain(config) and states_causality(config) and not config.attention_bias,
-    "speculators": lambda config: full_layers_see_ahead(config) and not scales(config) and is_ascending(config),
-    "vllm": lambda config: states_causality(config) and not scales(config) and is_ascending(config),
-    "sglang": lambda config: is_plain(config) and states_causality(config) and is_ascending(config)
-    and "input_embedding_scale" not in scales(config),
-}  # fmt: skip
+LAYERS: dict[str, Callable[[DraftConfig], bool]] = {
+    "speculators": full_layers_see_ahead,
+    "mlx": lambda config: states_causality(config) and not config.attention_bias,
+}
+"""What a dialect can state of a draft's layers, where that is not what the native one can."""
+
+
+def can_state(dialect: Format, config: DraftConfig) -> bool:
+    """Whether nothing of a draft is lost in a dialect, by the facts on its class and the table above."""
+    is_full = config.draft_vocab_size == config.vocab_size
+    is_as_wide = config.target_hidden_size in (None, config.hidden_size)
+    return (
+        LAYERS.get(dialect.name, states_causality)(config)
+        and not scales(config) & dialect.unstated
+        and (is_full or dialect.keeps_head)
+        and (is_as_wide or "target_hidden_size" not in dialect.unstated)
+        and (is_ascending(config) or not dialect.sorts_taps)
+    )
 
 
 @st.composite
@@ -125,19 +130,19 @@ def test_dialect_to_canonical_to_dialect(name: str, source: dict[str, Any]) -> N
         config = dialects.with_verifier(config)
     if not is_ascending(config):  # a matter of the tensors, which the test below has
         return
-    if not CAN_STATE[name](config):
+    if not can_state(dialect, config):
         with pytest.raises(LossyConversion):
             dialect.write_config(config, {})
         return
     written = json.loads(json.dumps(dialect.write_config(config, {})))
-    reading = dialect.read_config(written, Path("config.json"))
-    assert differing_fields(config, reading.config, ignored=lost_by(name, config)) == []
-    assert json.loads(json.dumps(dialect.write_config(reading.config, reading.carried))) == written
+    parsed = dialect.read_config(written, Path("config.json"))
+    assert differing_fields(config, parsed.config, ignored=lost_by(name)) == []
+    assert json.loads(json.dumps(dialect.write_config(parsed.config, parsed.carried))) == written
 
 
-def lost_by(name: str, config: DraftConfig) -> frozenset[str]:
+def lost_by(name: str) -> frozenset[str]:
     """A width that equals the draft's own is what leaving it out means."""
-    return frozenset() if name in ("vllm", "speculators") else frozenset({"target_hidden_size"})
+    return get_format(name).unstated & {"target_hidden_size"}
 
 
 @pytest.mark.parametrize("name", WRITABLE)
@@ -152,17 +157,17 @@ def test_dialect_to_native_to_dialect(name: str, source: dict[str, Any]) -> None
 def go_there_and_back(name: str, source: dict[str, Any], work: Path) -> None:
     config = get_format("native").read_config(source, Path("config.json")).config
     support.write_checkpoint(work / "source", source, arrays_for(config))
-    if not CAN_STATE[name](config):
+    if not can_state(get_format(name), config):
         with pytest.raises((LossyConversion, UnsupportedError)):
             support.convert(work / "source", work / "there", name, verifier="acme/target")
         assert not (work / "there").exists()
         return
-    middle = next(middle for middle in ("native", "vllm", "speculators") if CAN_STATE[middle](config))
+    middle = next(middle for middle in ("native", "vllm", "speculators") if can_state(get_format(middle), config))
     support.convert(work / "source", work / "there", name, verifier="acme/target")
     support.convert(work / "there", work / "back", middle, verifier="acme/target")
     support.convert(work / "back", work / "again", name, verifier="acme/target")
     there = open_draft(work / "there")
-    ignored = frozenset({"verifier"}) | lost_by(name, config)
+    ignored = frozenset({"verifier"}) | lost_by(name)
     assert differing_fields(config, there.config, ignored=ignored) == []
     assert differing_fields(config, open_draft(work / "back").config, ignored=ignored | {"target_hidden_size"}) == []
     first, second = (json.loads((work / name / "config.json").read_text()) for name in ("there", "again"))

@@ -1,4 +1,4 @@
-"""The law of sampled text, against enumeration on a vocabulary of six.
+"""The distribution of sampled text, against enumeration on a vocabulary of six.
 
 All three first tokens are counted jointly: the first comes from the prefill, the others from verify steps, so noise
 shared between draft, acceptance, residual and bonus would show as dependence (vllm#54282).
@@ -30,13 +30,13 @@ def target() -> Qwen3Target:
     return random_target(torch.float64, vocab_size=V, num_layers=3, scale=0.15)
 
 
-class LawDraft(ScriptedDraft):
-    """Proposes by one fixed law, which is near the target's on average, so that drafts are accepted and refused."""
+class FixedDraft(ScriptedDraft):
+    """Proposes by one distribution, near the target's on average, so that drafts are accepted and refused."""
 
     def __init__(self) -> None:
         draft = random_draft(target(), torch.float64, block_size=4, target_layer_ids=(0, 1))
         super().__init__(draft, lambda place: 0)
-        self._logits = law("T 1").sum((0, 2)).log() + torch.linspace(-0.5, 0.5, V, dtype=torch.float64)
+        self._logits = distribution("T 1").sum((0, 2)).log() + torch.linspace(-0.5, 0.5, V, dtype=torch.float64)
 
     def logits(self, block_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
         return self._logits.expand(len(positions), positions.shape[1] - 1, V)
@@ -45,7 +45,13 @@ class LawDraft(ScriptedDraft):
 def observe(draft_sampling: str, sampling: dict[str, Any], num_samples: int) -> tuple[torch.Tensor, float]:
     """Counts [V, V, V] of the first three tokens, and the share of drafts that were accepted."""
     llm = random_llm(
-        target(), LawDraft(), 3, max_num_requests=500, num_pages=4000, draft_sampling=draft_sampling, prefix_cache=False
+        target(),
+        FixedDraft(),
+        3,
+        max_num_requests=500,
+        num_pages=4000,
+        draft_sampling=draft_sampling,
+        prefix_cache=False,
     )
     counts = torch.zeros(V, V, V, dtype=torch.float64)
     params = [SamplingParams(max_new_tokens=3, seed=seed, **sampling) for seed in range(num_samples)]
@@ -58,18 +64,18 @@ def observe(draft_sampling: str, sampling: dict[str, Any], num_samples: int) -> 
 
 
 @cache
-def law(name: str) -> torch.Tensor:
+def distribution(name: str) -> torch.Tensor:
     """[V, V, V] by enumeration."""
-    first = next_law(PROMPT, name)
+    first = next_distribution(PROMPT, name)
     joint = torch.zeros(V, V, V, dtype=torch.float64)
     for a in range(V):
-        second = next_law([*PROMPT, a], name)
+        second = next_distribution([*PROMPT, a], name)
         for b in range(V):
-            joint[a, b] = first[a] * second[b] * next_law([*PROMPT, a, b], name)
+            joint[a, b] = first[a] * second[b] * next_distribution([*PROMPT, a, b], name)
     return joint
 
 
-def next_law(tokens: list[int], name: str) -> torch.Tensor:
+def next_distribution(tokens: list[int], name: str) -> torch.Tensor:
     sampling = SAMPLINGS[name]
     return filtered_probs_ref(
         target_logits(target(), tokens)[-1:],
@@ -82,8 +88,8 @@ def next_law(tokens: list[int], name: str) -> torch.Tensor:
 def check(draft_sampling: str, name: str, num_samples: int) -> str:
     counts, acceptance = observe(draft_sampling, SAMPLINGS[name], num_samples)
     assert counts.sum() == num_samples
-    assert acceptance > 0.05  # acceptance takes part in the law
-    expected = law(name) * num_samples
+    assert acceptance > 0.05  # acceptance takes part in the distribution
+    expected = distribution(name) * num_samples
     assert counts[expected == 0].sum() == 0
     lines = []
     for label, seen, wanted in (
@@ -102,7 +108,7 @@ def check(draft_sampling: str, name: str, num_samples: int) -> str:
 
 @pytest.mark.parametrize("name", SAMPLINGS)
 @pytest.mark.parametrize("draft_sampling", ["greedy", "probabilistic"])
-def test_law(draft_sampling: str, name: str) -> None:
+def test_distribution_of_three_tokens(draft_sampling: str, name: str) -> None:
     """At 2,000 samples: noise that is shared between two draws, and a token a third too frequent, are seen."""
     check(draft_sampling, name, 2_000)
 
@@ -110,14 +116,14 @@ def test_law(draft_sampling: str, name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SAMPLINGS)
 @pytest.mark.parametrize("draft_sampling", ["greedy", "probabilistic"])
-def test_law_over_200_000_samples(draft_sampling: str, name: str) -> None:
+def test_distribution_over_200_000_samples(draft_sampling: str, name: str) -> None:
     print(check(draft_sampling, name, 200_000))
 
 
 @pytest.mark.parametrize(("num_samples", "factor"), [(2_000, 1.33), (200_000, 1.03)])
 def test_a_biased_sampler_would_be_caught(num_samples: int, factor: float) -> None:
     """The statistic has teeth: this much more of one token is seen at this many samples."""
-    expected = law("T 1").sum((0, 2)) * num_samples
+    expected = distribution("T 1").sum((0, 2)) * num_samples
     moved = expected.clone()
     moved[expected.argmax()] *= factor
     statistic, degrees = chi_square(moved * (num_samples / moved.sum()), expected)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dflash_cli.checkpoints.opening import open_draft, override_causality
-from dflash_cli.formats.dialect import Detection, Reading, detect_from
+from dflash_cli.formats.dialect import Detection, ParsedConfig, detect_from
 from dflash_runtime.errors import LossyConversion, UnsupportedError
 from dflash_testing import checkpoints as support
 from dflash_testing.dialects import MIXED, automodel, mlx, model_optimizer, specforge, zlab, zlab_010
@@ -17,7 +17,7 @@ from dflash_testing.dialects import MIXED, automodel, mlx, model_optimizer, spec
 PATH = Path("config.json")
 
 
-def read(config: dict[str, Any]) -> tuple[Detection, Reading]:
+def read(config: dict[str, Any]) -> tuple[Detection, ParsedConfig]:
     found = detect_from(config, frozenset({"fc.weight"}), PATH)
     return found, found.format.read_config(config, PATH)
 
@@ -51,14 +51,14 @@ def test_the_verdict_says_what_decided(config: dict[str, Any], name: str, eviden
     ids=["z-lab April", "z-lab 0.1.0", "SpecForge", "Model-Optimizer", "Automodel", "MLX"],
 )
 def test_each_is_read_as_it_was_trained(config: dict[str, Any], windows: Any, causal: Any) -> None:
-    _, reading = read(config)
-    found = reading.config
+    _, parsed = read(config)
+    found = parsed.config
     assert (found.windows, found.causal) == (windows, causal)
     assert (found.block_size, found.mask_token_id, found.target_layer_ids) == (4, 31, (0, 2))
 
 
 def published(layers: int, depth: int, taps: list[int], mask: int, **changes: Any) -> dict[str, Any]:
-    """The keys of a published config that decide its reading."""
+    """The keys of a published config that decide how it is read."""
     config = support.native_config(
         auto_map={"AutoModel": "dflash.DFlashDraftModel"}, num_hidden_layers=layers, num_target_layers=depth,
         block_size=16, vocab_size=248320, is_causal=support.REMOVED, layer_types=["full_attention"] * layers,
@@ -93,24 +93,24 @@ PUBLISHED: dict[str, tuple[dict[str, Any], tuple[int | None, ...], tuple[bool, .
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_configs(name: str) -> None:
     config, windows, causal = PUBLISHED[name]
-    found, reading = read(config)
+    found, parsed = read(config)
     assert found.format.name == "native"
-    assert (reading.config.windows, reading.config.causal) == (windows, causal)
-    assert list(reading.config.target_layer_ids) == config["dflash_config"]["target_layer_ids"]
-    assert reading.config.num_draft_tokens == 15
+    assert (parsed.config.windows, parsed.config.causal) == (windows, causal)
+    assert list(parsed.config.target_layer_ids) == config["dflash_config"]["target_layer_ids"]
+    assert parsed.config.num_draft_tokens == 15
 
 
 def test_an_exporters_default_is_said() -> None:
-    _, reading = read(specforge())
-    assert any("as this exporter trains them" in note for note in reading.notes)
+    _, parsed = read(specforge())
+    assert any("as this exporter trains them" in note for note in parsed.notes)
 
 
 def test_an_unmarked_specforge_export_is_read_as_native_with_a_note() -> None:
     config = specforge()
     del config["dflash_config"]["attention_mode"]
-    found, reading = read(config)
-    assert (found.format.name, reading.config.causal) == ("native", (True, False))
-    assert any("--causality non-causal" in note for note in reading.notes)
+    found, parsed = read(config)
+    assert (found.format.name, parsed.config.causal) == ("native", (True, False))
+    assert any("--causality non-causal" in note for note in parsed.notes)
 
 
 @pytest.mark.parametrize(("key", "value"), [("attention_mode", "mla"), ("attention_modes", ["gqa", "mla"])])
@@ -130,13 +130,13 @@ class TestJetSpec:
     def test_is_read_as_engines_do_with_a_note(self, tmp_path: Path) -> None:
         draft = open_draft(self.source(tmp_path))
         assert draft.config.causal == (False, False)
-        assert any("contradict each other" in note for note in draft.reading.notes)
+        assert any("contradict each other" in note for note in draft.parsed.notes)
 
     def test_one_that_agrees_with_itself_is_named_in_a_note(self, tmp_path: Path) -> None:
         path = support.make_native(tmp_path / "draft", is_causal=True)
-        assert any("as JetSpec trains them" in note for note in open_draft(path).reading.notes)
+        assert any("as JetSpec trains them" in note for note in open_draft(path).parsed.notes)
         sliding = support.make_native(tmp_path / "sliding", support.Shape(windows=(16, 16)), is_causal=True)
-        assert open_draft(sliding).reading.notes == ()
+        assert open_draft(sliding).parsed.notes == ()
 
     def test_is_not_converted_until_the_user_decides(self, tmp_path: Path) -> None:
         outcome = support.invoke("convert", self.source(tmp_path), tmp_path / "out", "--to", "native")
@@ -152,7 +152,7 @@ class TestJetSpec:
         written = open_draft(tmp_path / "out")
         assert written.config.causal == (is_causal, is_causal)
         assert written.checkpoint.config["is_causal"] is written.checkpoint.config["dflash_config"]["causal"]
-        assert not written.reading.has_doubtful_causality
+        assert not written.parsed.has_doubtful_causality
 
 
 class TestOverride:
@@ -161,15 +161,15 @@ class TestOverride:
         [("causal", (True, True)), ("non-causal", (False, False)), ("layer-types", (True, False))],
     )
     def test_every_choice(self, choice: Any, expected: Any) -> None:
-        _, reading = read(specforge())
-        assert override_causality(reading, choice).config.causal == expected
+        _, parsed = read(specforge())
+        assert override_causality(parsed, choice).config.causal == expected
 
     def test_opening_takes_it(self, tmp_path: Path) -> None:
         path = support.make_native(tmp_path / "draft", MIXED, is_causal=support.REMOVED)
         assert open_draft(path).config.causal == (True, False)
         draft = open_draft(path, causality="non-causal")
         assert draft.config.causal == (False, False)
-        assert draft.reading.notes == ("attention is read as non-causal, by --causality",)
+        assert draft.parsed.notes == ("attention is read as non-causal, by --causality",)
 
     def test_no_key_of_the_exporter_overrules_the_choice(self, tmp_path: Path) -> None:
         """Mixed layers leave causality unstated, so the result must not pass for SpecForge's any more."""

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from dflash_cli.checkpoints.opening import open_target
+from dflash_cli.checkpoints.opening import open_draft, open_target
 from dflash_cli.checkpoints.references import tiny_directory
 from dflash_runtime.checkpoint.layout import HEAD
 from dflash_runtime.checkpoint.pair import DraftSource
@@ -23,6 +23,7 @@ from dflash_testing.pairs import (
     bundled_llm,
     bundled_prompts,
     bundled_target_model,
+    placement,
     random_draft,
     random_draft_config,
     random_llm,
@@ -86,17 +87,11 @@ def test_a_learned_mask_embedding_is_not_ignored(tmp_path: Any, name: str) -> No
     """vllm#46104: served without it, acceptance was low; this runtime refuses what it does not apply."""
     import shutil
 
-    from dflash_cli.checkpoints.opening import open_draft
-    from dflash_kernels.suite import REFERENCE
-
     copy = tmp_path / "draft"
     shutil.copytree(tiny_directory() / "draft", copy)
     (copy / name).write_bytes(b"never read")
     with pytest.raises(UnsupportedError, match=name):
-        load_draft(
-            open_draft(copy).source, bundled_target_model(), num_positions=64, kernels=REFERENCE,
-            device=torch.device("cpu"), dtype=torch.float32,
-        )  # fmt: skip
+        load_draft(open_draft(copy), bundled_target_model(), placement())
 
 
 def test_judging_leaves_every_page_as_it_is() -> None:
@@ -115,13 +110,15 @@ def test_a_tap_on_the_last_layer_is_its_output_before_the_final_norm() -> None:
     """sglang#32204: an IndexError there, another feature elsewhere."""
     target = random_target()
     taken: list[torch.Tensor] = []
-    norm = target._norm
+    kernels = target._decoder.norms[-1].kernels
 
-    def watched(hidden: torch.Tensor) -> torch.Tensor:
-        taken.append(hidden)
-        return norm(hidden)
+    def watched(
+        hidden: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        taken.append(hidden + residual)
+        return kernels.add_rms_norm(hidden, residual, weight, eps)
 
-    target._norm = watched  # type: ignore[assignment]
+    target._decoder.norms[-1] = replace(target._decoder.norms[-1], kernels=replace(kernels, add_rms_norm=watched))
     draft = random_draft(target, target_layer_ids=(0, 3))
     features: list[torch.Tensor] = []
     write = draft.write_context
@@ -141,9 +138,8 @@ def test_identical_prompts_in_one_step_share_pages_soundly() -> None:
         llm.engine.add(Request(index=index, prompt_token_ids=prompt, params=params))
     llm.engine.step()
     llm.engine.scheduler.check_integrity()
-    shared = llm.engine.scheduler.running[0].pages[:3]
-    assert all(llm.engine.scheduler.pages.references(page) == 4 for page in shared)
-    requests = llm.engine.scheduler.running
+    requests = list(llm.engine.scheduler._running)
+    assert all(llm.engine.scheduler.pages._references[page] == 4 for page in requests[0].pages[:3])
     while llm.engine.scheduler.has_work:
         llm.engine.step()
         llm.engine.scheduler.check_integrity()
@@ -153,7 +149,7 @@ def test_identical_prompts_in_one_step_share_pages_soundly() -> None:
 def test_context_kv_of_a_hit_stands_where_a_full_prefill_puts_it() -> None:
     """Avarok atlas#693: captured features were shifted by the length of the cached prefix."""
     prompt = max(bundled_prompts(), key=len)[:60]
-    kept = {}
+    found = {}
     for name, runs in (("hit", 2), ("full", 1)):
         llm = bundled_llm(bundled_draft_model(dtype=torch.float64), 7, dtype=torch.float64)
         for _ in range(runs):
@@ -165,11 +161,11 @@ def test_context_kv_of_a_hit_stands_where_a_full_prefill_puts_it() -> None:
             assert runner.draft_kv is not None
             positions = torch.arange(item.kv_len)
             slots = torch.tensor(item.pages)[positions // 16] * 16 + positions % 16
-            kept[name] = (item.num_cached, runner.draft_kv.keys[:, slots].clone())
+            found[name] = (item.num_cached, runner.draft_kv.keys[:, slots].clone())
             while llm.engine.scheduler.has_work:
                 llm.engine.step()
-    assert kept["hit"][0] == 48
-    assert (kept["hit"][1] - kept["full"][1]).abs().max() < 1e-9
+    assert found["hit"][0] == 48
+    assert (found["hit"][1] - found["full"][1]).abs().max() < 1e-9
 
 
 def test_a_draft_with_fewer_positions_limits_the_pair_and_says_so() -> None:
@@ -185,12 +181,12 @@ def test_a_draft_with_fewer_positions_limits_the_pair_and_says_so() -> None:
 def test_the_rope_table_reaches_a_block_past_the_limit() -> None:
     """vllm#57964: the last request of all drafts up to the model's last position."""
     config = EngineConfig(device="cpu", num_pages=40, max_model_len=64, max_num_requests=1)
-    llm = LLM(open_target(tiny_directory() / "target"), bundled_draft().source, config)
+    llm = LLM(open_target(tiny_directory() / "target"), bundled_draft(), config)
     output = llm.generate([bundled_prompts()[0][:20]], SamplingParams(max_new_tokens=100))[0]
     assert len(output.token_ids) == 64 - 20
     draft = llm.engine.runner.draft
     assert isinstance(draft, DFlashDraft)
-    assert len(draft._rope.cos) == 64 + 8
+    assert len(draft._decoder.rope.cos) == 64 + 8
 
 
 def test_four_runs_of_one_request_in_one_process_draft_alike() -> None:
@@ -206,12 +202,7 @@ def test_taps_are_read_in_the_configs_order() -> None:
     swapped = DraftSource(
         replace(source.config, target_layer_ids=source.config.target_layer_ids[::-1]), source.checkpoint
     )
-    from dflash_kernels.suite import REFERENCE
-
-    draft = load_draft(
-        swapped, bundled_target_model(), num_positions=4096, kernels=REFERENCE, device=torch.device("cpu"),
-        dtype=torch.float32,
-    )  # fmt: skip
+    draft = load_draft(swapped, bundled_target_model(), placement())
     prompts = bundled_prompts()[:6]
     params = SamplingParams(max_new_tokens=40)
     wrong = bundled_llm(draft, 7).generate(prompts, params)

@@ -25,7 +25,7 @@ REGRET = 0.2
 def gpu_llm(name: str | None, dtype: str, **engine: Any) -> LLM:
     settings: dict[str, Any] = {"device": "cuda", "dtype": dtype, "num_pages": 3000} | engine
     config = EngineConfig(**settings)
-    draft = bundled_draft(name).source if name is not None else None
+    draft = bundled_draft(name) if name is not None else None
     return LLM(open_target(tiny_directory() / "target"), draft, config)
 
 
@@ -128,14 +128,14 @@ def test_64_concurrent_requests_with_shared_prefixes_accept_as_one_by_one() -> N
 
 
 def test_sampled_text_is_the_same_with_and_without_speculation() -> None:
-    """Draws are keyed by place, in float32 exactly so."""
+    """Samples are keyed by position, in float32 exactly so."""
     prompts = bundled_prompts()[:8]
     params = [SamplingParams(max_new_tokens=40, temperature=0.9, top_p=0.95, seed=seed) for seed in range(8)]
     speculative = gpu_llm("tiny", "float32", max_num_requests=1).generate(prompts, params)
     plain = gpu_llm(None, "float32", max_num_requests=1).generate(prompts, params)
     same = sum(a.token_ids == b.token_ids for a, b in zip(speculative, plain, strict=True))
     print(f"{same} of 8 sampled texts equal")
-    assert same >= 7  # a draw that falls within rounding of a boundary between two tokens may go either way
+    assert same >= 7  # a sample that falls within rounding of a boundary between two tokens may go either way
 
 
 def test_poisoned_pages_change_nothing() -> None:

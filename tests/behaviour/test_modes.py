@@ -99,8 +99,8 @@ def check(combo: dict[str, Any], max_new_tokens: int) -> None:
 def preempt_youngest(llm: LLM) -> None:
     """What the scheduler does when pages run out: let everything in flight come in, then take the youngest out."""
     while llm.engine._in_flight:
-        llm.engine._commit(llm.engine._in_flight.popleft())
-    running = llm.engine.scheduler.running
+        llm.engine._commit_oldest()
+    running = llm.engine.scheduler._running
     if running and running[-1].num_preemptions < 3:  # a request that is always taken out never ends
         llm.engine.scheduler._preempt(running[-1])
 

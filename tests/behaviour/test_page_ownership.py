@@ -1,4 +1,4 @@
-"""Every slot a launch writes belongs to the request it is written for, alone."""
+"""Every slot a step writes belongs to the request it is written for, alone."""
 
 from dataclasses import replace
 from typing import Any
@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dflash_runtime.device.results import Launch
+from dflash_runtime.device.results import PendingStep
 from dflash_runtime.llm import LLM
 from dflash_runtime.scheduling.batch import Batch
 from dflash_runtime.scheduling.request import Request, SamplingParams
@@ -25,7 +25,7 @@ from dflash_testing.pairs import ScriptedDraft, bundled_draft_model, bundled_llm
 @pytest.mark.parametrize("num_draft_tokens", [1, 3, 7])
 def test_written_slots_are_owned_unshared_and_unpublished(num_draft_tokens: int, engine: dict[str, Any]) -> None:
     llm = bundled_llm(bundled_draft_model(), num_draft_tokens, **engine)
-    checked = check_every_launch(llm)
+    checked = check_every_step(llm)
     prompt = max(bundled_prompts(), key=len)
     for index in range(8):
         tokens = prompt[: 14 + 3 * index] + bundled_prompts()[index][:5]
@@ -35,14 +35,14 @@ def test_written_slots_are_owned_unshared_and_unpublished(num_draft_tokens: int,
     assert len(checked) > 300
 
 
-def check_every_launch(llm: LLM) -> list[int]:
-    """Hold each launch's slots against the books as they stand when it is launched; returns the slots checked.
+def check_every_step(llm: LLM) -> list[int]:
+    """Hold each step's slots against the books as they stand when it is queued; returns the slots checked.
 
     A page may be published in the very step that fills it, since whoever reads it runs later; one that was published
     in an earlier step is never written.
     """
     runner, scheduler = llm.engine.runner, llm.engine.scheduler
-    store, launch, schedule = runner.kernels.kv_store, runner.launch, scheduler.schedule
+    store, submit, schedule = runner.kernels.kv_store, runner.submit, scheduler.schedule
     written: list[int] = []
     checked: list[int] = []
     published: dict[int, bytes] = {}
@@ -56,23 +56,23 @@ def check_every_launch(llm: LLM) -> list[int]:
         published.update(scheduler.cache._digests)
         return schedule(is_drained=is_drained)
 
-    def watched_launch(batch: Batch) -> Launch | None:
+    def watched_submit(batch: Batch) -> PendingStep | None:
         written.clear()
         now = scheduler.cache._digests
         final = {page for page, digest in published.items() if now.get(page) == digest}
         held = {
             page for request in [*batch.decode, *(chunk.request for chunk in batch.chunks)] for page in request.pages
         }
-        result = launch(batch)
+        result = submit(batch)
         pages = {slot // runner.page_size for slot in written}
         assert pages <= held, "written outside the pages of the requests that run"
         assert not pages & final, "written into a page published before"
-        assert all(scheduler.pages.references(page) == 1 for page in pages - set(now)), "written into a shared page"
+        assert all(scheduler.pages._references[page] == 1 for page in pages - set(now)), "written into a shared page"
         checked.extend(written)
         return result
 
     runner.kernels = replace(runner.kernels, kv_store=watched_store)
-    runner.launch = watched_launch  # type: ignore[method-assign]
+    runner.submit = watched_submit  # type: ignore[method-assign]
     scheduler.schedule = watched_schedule  # type: ignore[method-assign]
     return checked
 

@@ -1,4 +1,4 @@
-"""Sampled output: the same text with and without speculation, and the right law."""
+"""Sampled output: the same text with and without speculation, and the right distribution."""
 
 import math
 
@@ -46,8 +46,8 @@ def test_seeds_give_different_texts() -> None:
     assert len(texts) == 4
 
 
-def test_joint_law_of_the_first_two_tokens() -> None:
-    """2,000 speculative samples against the law by enumeration, on a vocabulary of 8, with a draft that is a model.
+def test_joint_distribution_of_the_first_two_tokens() -> None:
+    """2,000 speculative samples against enumeration, on a vocabulary of 8, with a draft that is a model.
 
     Chi-square stays below its 0.999 quantile. `test_distribution.py` has the statistic's power, and 200,000 samples.
     """

@@ -32,7 +32,7 @@ def soak(num_requests: int, seed: int) -> dict[str, int]:
                 llm.engine.add(arrivals.pop(0))
         llm.engine.step()
         llm.engine.scheduler.check_integrity()
-        seen["shared"] += any(llm.engine.scheduler.pages.references(page) > 1 for page in range(19))
+        seen["shared"] += any(llm.engine.scheduler.pages._references[page] > 1 for page in range(19))
         seen["steps"] += 1
         if seen["steps"] % 10 == 0:
             check_published(llm, publications, checksums)

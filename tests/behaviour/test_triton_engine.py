@@ -9,9 +9,12 @@ from dflash_kernels.launch_config import HAS_TRITON
 from dflash_kernels.suite import REFERENCE, triton_kernels
 from dflash_runtime.checkpoint.layout import DRAFT_TO_TARGET, owned_shapes
 from dflash_runtime.config import DraftConfig, EngineConfig
+from dflash_runtime.device.loading import LoadedPair
 from dflash_runtime.drafts.dflash import DFlashDraft
 from dflash_runtime.llm import LLM
-from dflash_runtime.models.qwen3 import Qwen3Target, expected_shapes
+from dflash_runtime.models.placement import Placement
+from dflash_runtime.models.qwen3 import Qwen3Target
+from dflash_runtime.models.weights import stack_projections
 from dflash_runtime.scheduling.limits import Limits
 from dflash_runtime.scheduling.request import RequestOutput, SamplingParams
 from dflash_testing.pairs import bundled_prompts, random_draft_config, random_target, random_weights
@@ -36,18 +39,22 @@ def generate(kernels: str, case: Case, lengths: tuple[int, ...], max_new_tokens:
     """A small pair from seeds, on one set of kernels."""
     draft_changes, engine, sampling = case
     suite = triton_kernels() if kernels == "triton" else REFERENCE
-    placing: dict[str, Any] = {"num_positions": 128, "kernels": suite, "device": CPU, "dtype": torch.float32}
+    placement = Placement(CPU, torch.float32, suite, num_positions=128)
     config = random_target(num_layers=3, max_position_embeddings=64).config
-    target = Qwen3Target(config, random_weights(expected_shapes(config), torch.float32, 0, 0.15), **placing)
+    target_weights = random_weights(Qwen3Target.expected_shapes(config), torch.float32, 0, 0.15)
+    target = Qwen3Target(config, stack_projections(target_weights.items()), placement)
     draft = random_draft_config(config, block_size=4, target_layer_ids=(0, 1), **draft_changes)
     weights = random_weights(owned_shapes(draft), torch.float32, 1, 0.15)
     add_map(draft, weights)
     limits = Limits(num_draft_tokens=3, max_model_len=64, max_num_requests=2, vocab_size=97, max_batched_tokens=9)
-    llm = LLM.from_models(
-        target, DFlashDraft(draft, weights, target, **placing), limits,
+    pair = LoadedPair(
+        target=target,
+        draft=DFlashDraft(draft, stack_projections(weights.items()), target, placement),
+        placement=placement,
+        limits=limits,
         config=EngineConfig(kernels=kernels, num_pages=30, page_size=8, max_num_requests=2, **engine),
-        device=CPU, dtype=torch.float32,
-    )  # fmt: skip
+    )
+    llm = LLM(pair)
     prompts = [
         [token % 97 for token in prompt[:length]] for prompt, length in zip(bundled_prompts(), lengths, strict=False)
     ]

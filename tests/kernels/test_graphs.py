@@ -30,12 +30,13 @@ def inputs(seed: int) -> Inputs:
         "query": normal(R, N, H, D, dtype=BFLOAT, seed=seed), "keys": normal(R, N, KV, D, dtype=BFLOAT, seed=seed + 1),
         "values": normal(R, N, KV, D, dtype=BFLOAT, seed=seed + 2), "key_cache": pages.key_cache,
         "value_cache": pages.value_cache, "table": pages.page_table, "lens": pages.context_lens,
-        "positions": pages.context_lens[:, None] + torch.arange(N, device=DEVICE), "limits": pages.context_lens + 2,
+        "positions": pages.context_lens[:, None] + torch.arange(N, device=DEVICE), "reserved": pages.context_lens + 2,
         "slots": torch.randperm(60, generator=generator)[: R * N].to(DEVICE) - 5,
         "projected": normal(R * N, L, 2, KV, D, dtype=BFLOAT, seed=seed), "weights": normal(L, D, dtype=BFLOAT),
         "cos": angles.cos().to(BFLOAT), "sin": angles.sin().to(BFLOAT),
-        "drafts": draw(0, 2, R, N - 1), "targets": draw(0, 2, R, N), "most": draw(0, N, R), "rooms": draw(0, N + 1, R),
-        "stops": draw(-1, 3, R, 2), "logits": normal(R, V, dtype=BFLOAT, seed=seed) * 3, "p": p, "q": q,
+        "drafts": draw(0, 2, R, N - 1), "targets": draw(0, 2, R, N), "most": draw(0, N, R),
+        "remaining": draw(0, N + 1, R), "stops": draw(-1, 3, R, 2),
+        "logits": normal(R, V, dtype=BFLOAT, seed=seed) * 3, "p": p, "q": q,
         "temperatures": draw(0, 3, R).double(), "top_ks": draw(0, 30, R), "top_ps": draw(1, 11, R).double() / 10,
         "seeds": draw(0, 2**40, R), "places": draw(0, 4000, R),
     }  # fmt: skip
@@ -64,7 +65,7 @@ def sampling_rows(at: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 CALLS: dict[str, Call] = {
-    "slot_mapping": lambda k, at: (k.slot_mapping(at["table"], at["positions"], at["limits"], PAGE),),
+    "slot_mapping": lambda k, at: (k.slot_mapping(at["table"], at["positions"], at["reserved"], PAGE),),
     "kv_store": store,
     "rms_norm": lambda k, at: (k.rms_norm(at["query"], at["weights"][0], 1e-6),),
     "add_rms_norm": lambda k, at: k.add_rms_norm(at["keys"], at["values"], at["weights"][0], 1e-6),
@@ -74,9 +75,8 @@ CALLS: dict[str, Call] = {
     "silu_mul": lambda k, at: (k.silu_mul(at["query"].flatten(0, 1)[:, 0]),),
     "context_kv_store": store_context,
     "block_attention": attend,
-    "accept_block": lambda k, at: k.accept_block(at["drafts"], at["targets"], at["most"], at["stops"], at["rooms"]),
-    "uniform": lambda k, at: (k.uniform(at["seeds"], at["places"], 3),),
-    "draw_at": lambda k, at: (k.draw_at(at["p"][:, 0], at["seeds"], at["places"]),),
+    "accept_block": lambda k, at: k.accept_block(at["drafts"], at["targets"], at["most"], at["stops"], at["remaining"]),
+    "sample_probs": lambda k, at: (k.sample_probs(at["p"][:, 0], at["seeds"], at["places"]),),
     "filtered_probs": lambda k, at: (k.filtered_probs(*sampling_rows(at)),),
     "sample": lambda k, at: (k.sample(*sampling_rows(at), at["seeds"], at["places"]),),
     "sample greedy": lambda k, at: (k.sample(*sampling_rows(at), at["seeds"], at["places"], is_greedy=True),),

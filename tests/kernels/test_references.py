@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dflash_kernels.block_attention import block_attention_ref
-from dflash_kernels.draw import draw_ref
+from dflash_kernels.categorical import categorical_ref
 from dflash_kernels.kv_store import kv_store_ref
 from dflash_kernels.rope_norm import rms_norm_ref, rope_ref
 from dflash_kernels.sampling import filtered_probs_ref, sample_ref
@@ -181,7 +181,7 @@ def test_uniforms_are_the_published_generator() -> None:
 def test_draws_never_pick_the_impossible() -> None:
     probs = torch.tensor([[0.0, 0.5, 0.0, 0.5, 0.0]], dtype=torch.float64).expand(4, -1)
     uniform = torch.tensor([0.0, 0.4999999, 0.5, 1 - 2**-53], dtype=torch.float64)
-    assert draw_ref(probs, uniform).tolist() == [1, 1, 3, 3]
+    assert categorical_ref(probs, uniform).tolist() == [1, 1, 3, 3]
 
 
 def test_greedy_and_sampled_rows_share_a_batch() -> None:

@@ -1,4 +1,4 @@
-"""Rejection sampling: the kernel equals the reference, and the reference has the law it should have."""
+"""Rejection sampling: the kernel equals the reference, and the reference has the distribution it should have."""
 
 from collections.abc import Callable
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dflash_kernels.draw import draw_at_ref
+from dflash_kernels.categorical import sample_probs_ref
 from dflash_kernels.launch_config import VOCAB_TILE
 from dflash_kernels.rejection import reject, reject_ref
 from dflash_kernels.uniform import DRAFT, TARGET
@@ -14,7 +14,7 @@ from dflash_testing.tensors import DEVICE, normal, whole
 
 Reject = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 BOTH = [reject_ref, pytest.param(reject, marks=pytest.mark.gpu)]
-"""The laws take tens of thousands of requests, which the interpreter is too slow for; it is compared with the
+"""The distributions take tens of thousands of requests, which the interpreter is too slow for; it is compared with the
 reference one by one instead."""
 
 P0 = torch.tensor([0.5, 0.2, 0.15, 0.1, 0.05], dtype=torch.float64)
@@ -59,16 +59,16 @@ def step(reject_block: Reject, first: Tensor, second: Tensor, first_q: Tensor, s
          position: int, most: int = 2) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Draft two tokens, the second given the first, and verify them. Conditionals are [R, V] and [R, V given, V]."""
     places = torch.full_like(seeds, position)
-    one = draw_at_ref(first_q, seeds, places, DRAFT)
+    one = sample_probs_ref(first_q, seeds, places, DRAFT)
     request = torch.arange(len(seeds), device=DEVICE)
-    two = draw_at_ref(second_q[request, one], seeds, places + 1, DRAFT)
+    two = sample_probs_ref(second_q[request, one], seeds, places + 1, DRAFT)
     target = torch.stack((first, second[request, one], second[request, two]), 1)
     draft = torch.stack((first_q, second_q[request, one]), 1)
     return reject_block(torch.stack((one, two), 1), target, draft, seeds, places, torch.full_like(seeds, most))
 
 
-def chi_square(counts: Tensor, law: Tensor) -> float:
-    expected = law.flatten() * counts.sum()
+def chi_square(counts: Tensor, probs: Tensor) -> float:
+    expected = probs.flatten() * counts.sum()
     assert bool((counts.flatten()[expected == 0] == 0).all())
     is_possible = expected > 0
     return float(((counts.flatten() - expected)[is_possible] ** 2 / expected[is_possible]).sum())
@@ -76,7 +76,7 @@ def chi_square(counts: Tensor, law: Tensor) -> float:
 
 @pytest.mark.parametrize("reject_block", BOTH)
 @pytest.mark.parametrize("most", [0, 1, 2])
-def test_joint_law_of_two_tokens_is_the_targets(reject_block: Reject, most: int) -> None:
+def test_joint_distribution_of_two_tokens_is_the_targets(reject_block: Reject, most: int) -> None:
     """Whatever was drafted and wherever it was cut off, two committed tokens follow p(x) p(y | x)."""
     num = 40_000
     seeds = torch.arange(num, device=DEVICE) * 7919
@@ -104,7 +104,7 @@ def test_draws_after_a_rejection_follow_the_residual(reject_block: Reject) -> No
     seeds = torch.arange(num, device=DEVICE)
     p0, q0 = (row.to(DEVICE).expand(num, 5) for row in (P0, Q0))
     places = torch.full_like(seeds, 3)
-    drafted = draw_at_ref(q0, seeds, places, DRAFT)
+    drafted = sample_probs_ref(q0, seeds, places, DRAFT)
     num_accepted, ids = reject_block(
         drafted[:, None], p0[:, None].expand(-1, 2, -1), q0[:, None], seeds, places, places
     )
@@ -125,7 +125,7 @@ def test_a_limit_is_no_rejection(reject_block: Reject) -> None:
     seeds = torch.arange(num, device=DEVICE)
     positions = seeds * 3
     target, draft = distributions(num, 3, 9, seed=3), distributions(num, 2, 9, seed=4)
-    plain = draw_at_ref(target[:, 0], seeds, positions, TARGET)
+    plain = sample_probs_ref(target[:, 0], seeds, positions, TARGET)
     ids = torch.zeros((num, 2), dtype=torch.int64, device=DEVICE)
     for drafted, most in ((ids, 0), (ids - 1, 2)):
         num_accepted, out = reject_block(drafted, target, draft, seeds, positions, torch.full_like(seeds, most))
@@ -150,4 +150,4 @@ def test_an_empty_residual_falls_back_to_the_target(reject_block: Reject) -> Non
     seeds = torch.arange(20, device=DEVICE)
     num_accepted, ids = reject_block(seeds[:, None] * 0, p, p[:, :1], seeds, seeds, seeds * 0 + 1)
     assert not num_accepted.any()
-    assert torch.equal(ids[:, 0], draw_at_ref(p[:, 0], seeds, seeds, TARGET))
+    assert torch.equal(ids[:, 0], sample_probs_ref(p[:, 0], seeds, seeds, TARGET))

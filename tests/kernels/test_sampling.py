@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from dflash_kernels.draw import draw_at, draw_at_ref
-from dflash_kernels.launch_config import VOCAB_TILE
+from dflash_kernels.categorical import sample_probs, sample_probs_ref
+from dflash_kernels.launch_config import VOCAB_TILE, jit, tl
 from dflash_kernels.sampling import filtered_probs, filtered_probs_ref, sample, sample_ref
-from dflash_kernels.uniform import ACCEPT, DRAFT, RESIDUAL, TARGET, uniform, uniform_ref
+from dflash_kernels.uniform import ACCEPT, DRAFT, RESIDUAL, TARGET, stream, uniform_ref, uniform_tile
 from dflash_testing.tensors import DEVICE, DTYPES, normal, real, whole
 
 VOCABS = [1, 63, VOCAB_TILE + 1, 2 * VOCAB_TILE + 15]
@@ -30,6 +30,21 @@ def mixed(num_rows: int, seed: int = 0) -> Rows:
         torch.randint(-(2**62), 2**62, (num_rows,), generator=generator).to(DEVICE),
         torch.randint(0, 5000, (num_rows,), generator=generator).to(DEVICE),
     )
+
+
+@jit  # type: ignore[untyped-decorator]
+def uniform_kernel(seeds, positions, out, salt, num_rows, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """`uniform_tile` by itself; the kernels of the package use it inside of others."""
+    row = tl.arange(0, TILE)
+    seed = tl.load(seeds + row, mask=row < num_rows, other=0)
+    position = tl.load(positions + row, mask=row < num_rows, other=0)
+    tl.store(out + row, uniform_tile(seed, position, salt), mask=row < num_rows)
+
+
+def uniform(seeds: Tensor, positions: Tensor, purpose: int) -> Tensor:
+    out = torch.empty(len(seeds), dtype=torch.float64, device=DEVICE)
+    uniform_kernel[(1,)](seeds, positions, out, stream(purpose), len(seeds), TILE=2048)
+    return out
 
 
 def test_numbers_are_the_references() -> None:
@@ -143,8 +158,10 @@ def test_draws_from_distributions_are_the_references(vocab_size: int) -> None:
     *_, seeds, positions = mixed(30)
     probs = normal(30, vocab_size).double().abs().pow(8)
     probs[:, 1::3] = 0
-    assert torch.equal(draw_at(probs, seeds, positions, RESIDUAL), draw_at_ref(probs, seeds, positions, RESIDUAL))
-    assert bool((probs.gather(1, draw_at(probs, seeds, positions)[:, None]) > 0).all())
+    assert torch.equal(
+        sample_probs(probs, seeds, positions, RESIDUAL), sample_probs_ref(probs, seeds, positions, RESIDUAL)
+    )
+    assert bool((probs.gather(1, sample_probs(probs, seeds, positions)[:, None]) > 0).all())
 
 
 def test_logits_in_float64_are_refused() -> None:

@@ -29,10 +29,12 @@ def test_a_kernel_and_its_reference_are_called_alike(name: str) -> None:
     assert reference.__name__ in kernel.__doc__
 
 
-def test_auto_is_triton_on_cuda_only() -> None:
+def test_auto_is_triton_on_cuda_where_it_takes_the_dtype() -> None:
     assert pick_kernels("auto", "cpu") is REFERENCE
     assert pick_kernels("reference", "cuda") is REFERENCE
     assert pick_kernels("auto", torch.device("cuda")).name == "triton"
+    assert pick_kernels("auto", "cuda", torch.bfloat16).name == "triton"
+    assert pick_kernels("auto", "cuda", torch.float64) is REFERENCE
     with pytest.raises(ValueError, match="no kernels are called"):
         pick_kernels("fast", "cuda")  # type: ignore[arg-type]
 
@@ -59,7 +61,7 @@ def test_without_triton_everything_imports_and_nothing_launches() -> None:
         "    except (RuntimeError, ValueError) as error:\n        return str(error)\n"
         "    raise AssertionError(call)\n"
         "assert 'not installed' in fails(pick_kernels, 'triton', 'cpu')\n"
-        "assert 'not installed' in fails(pick_kernels, 'auto', 'cuda')\n"
+        "assert pick_kernels('auto', 'cuda') is REFERENCE\n"
         "assert 'not installed' in fails(_rms_norm_kernel.__getitem__, (1,))\n"
         "assert 'not installed' in fails(rms_norm, torch.ones(2, 8), torch.ones(8), 1e-6)\n"
     )

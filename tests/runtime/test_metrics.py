@@ -11,7 +11,7 @@ def output(*lengths: int) -> RequestOutput:
         token_ids=(1,) * (sum(lengths) + 1),
         finish_reason=FinishReason.LENGTH,
         acceptance_lengths=lengths,
-        kept_lengths=lengths,
+        committed_lengths=lengths,
     )
 
 
@@ -50,9 +50,9 @@ def test_truncated_and_untruncated_differ_only_in_the_last_step() -> None:
     params = SamplingParams(max_new_tokens=29, stop_token_ids=tuple(range(5, 21)))
     differing = 0
     for found in llm.generate([prompt[:20] for prompt in bundled_prompts()[:12]], params):
-        assert found.kept_lengths[:-1] == found.acceptance_lengths[:-1]
-        assert sum(found.kept_lengths) + 1 == len(found.token_ids)
-        differing += found.kept_lengths[-1:] != found.acceptance_lengths[-1:]
+        assert found.committed_lengths[:-1] == found.acceptance_lengths[:-1]
+        assert sum(found.committed_lengths) + 1 == len(found.token_ids)
+        differing += found.committed_lengths[-1:] != found.acceptance_lengths[-1:]
     assert differing > 0
 
 

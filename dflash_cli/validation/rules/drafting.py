@@ -3,18 +3,9 @@
 from collections.abc import Iterator
 
 from dflash_cli.formats.native_fields import SCALES
-from dflash_cli.validation.rule import (
-    AGAIN,
-    FIX_OUT,
-    SPECULATORS_BODY,
-    TRY,
-    Problem,
-    Subject,
-    as_object,
-    check,
-    is_int,
-    is_number,
-)
+from dflash_cli.validation.rule import FIX_COPY, FIX_REEXPORT, FIX_RUN_LEVEL, Problem, check
+from dflash_cli.validation.subject import SPECULATORS_BODY, Subject
+from dflash_runtime.json_values import as_object, is_int, is_number
 
 MASK_EXPECTED = "an integer from 0"
 NEUTRAL = {"input_embedding_scale": (1,), "output_multiplier": (1,), "final_logit_softcapping": (0,)}
@@ -25,7 +16,7 @@ ENGINE_CODE = "vLLM 0.33.0 v1/spec_decode/dflash.py; SGLang 0.5.23 dflash_utils.
 @check(
     "C03",
     effect="readers assume 16 or 8, whatever the draft was trained with",
-    fix="state it at the top level and in dflash_config, then dflash validate DRAFT",
+    fix="state it at the top level and in dflash_config, then dflash validate {draft}",
     source="jundot/omlx#2317; InternLM/lmdeploy#4991",
 )
 def block_size_is_one_number(subject: Subject) -> Iterator[Problem]:
@@ -33,25 +24,25 @@ def block_size_is_one_number(subject: Subject) -> Iterator[Problem]:
 
     It counts the anchor: a block of 16 drafts 15 tokens.
     """
-    homes = {place: value for place, value in subject.homes("block_size").items() if value is not None}
+    homes = {location: value for location, value in subject.homes("block_size").items() if value is not None}
     if not homes:
-        yield Problem(subject.place("block_size"), "missing")
+        yield Problem(subject.location("block_size"), "missing")
     if any(value != next(iter(homes.values())) for value in homes.values()):
-        stated = ", ".join(f"{place.split(':')[1]} {value}" for place, value in homes.items())
+        stated = ", ".join(f"{location.split(':')[1]} {value}" for location, value in homes.items())
         yield Problem(
-            subject.place("block_size"),
+            subject.location("block_size"),
             f"stated twice with different values: {stated}",
             effect="readers differ in which of the two they take",
         )
-    for place, value in homes.items():
+    for location, value in homes.items():
         if not is_int(value) or value < 2:
-            yield Problem(place, f"found {value!r}, expected an integer of at least 2: the anchor and a draft token")
+            yield Problem(location, f"found {value!r}, expected an integer of at least 2: the anchor and a draft token")
 
 
 @check(
     "C04",
     effect="vLLM takes K from here and would draft a block of another length than was trained",
-    fix=FIX_OUT,
+    fix=FIX_COPY,
     source="vllm-project/vllm#39519; vllm-project/speculators#456",
     outcome="drops",
 )
@@ -66,7 +57,7 @@ def drafts_one_less_than_the_block(subject: Subject) -> Iterator[Problem]:
         stated = as_object(method).get("speculative_tokens")
         if stated is not None and stated != expected:
             yield Problem(
-                subject.place(f"speculators_config.proposal_methods[{index}].speculative_tokens"),
+                subject.location(f"speculators_config.proposal_methods[{index}].speculative_tokens"),
                 f"{stated!r}, expected {expected} for a block of {block}",
             )
 
@@ -74,37 +65,37 @@ def drafts_one_less_than_the_block(subject: Subject) -> Iterator[Problem]:
 @check(
     "C12",
     effect="engines stop, or fill in another token",
-    fix="state the id the draft was trained with, then dflash validate DRAFT",
+    fix="state the id the draft was trained with, then dflash validate {draft}",
     source="vLLM 0.33.0 v1/worker/gpu/spec_decode/utils.py; SGLang 0.5.23 dflash_utils.py",
 )
 def mask_token_is_an_id(subject: Subject) -> Iterator[Problem]:
     """mask_token_id is an integer from 0 to the vocabulary's end."""
     homes = subject.homes("mask_token_id")
     value = subject.stated("mask_token_id")
-    place = next(iter(homes), subject.place("mask_token_id"))
+    location = next(iter(homes), subject.location("mask_token_id"))
     vocab_size = subject.body.get("vocab_size")
     if not homes:
-        yield Problem(place, f"missing, expected {MASK_EXPECTED}")
+        yield Problem(location, f"missing, expected {MASK_EXPECTED}")
     elif value is None:
-        yield Problem(place, f"null, expected {MASK_EXPECTED}", effect="vLLM stops with a TypeError")
+        yield Problem(location, f"null, expected {MASK_EXPECTED}", effect="vLLM stops with a TypeError")
     elif not is_int(value) or value < 0:
-        yield Problem(place, f"found {value!r}, expected {MASK_EXPECTED}")
+        yield Problem(location, f"found {value!r}, expected {MASK_EXPECTED}")
     elif is_int(vocab_size) and value >= vocab_size:
-        yield Problem(place, f"{value} is outside the vocabulary of {vocab_size}")
+        yield Problem(location, f"{value} is outside the vocabulary of {vocab_size}")
 
 
 @check(
     "C13",
     effect="readers differ in which of the two they take",
-    fix=TRY,
+    fix=FIX_RUN_LEVEL,
     source=ENGINE_CODE,
     outcome="drops",
 )
 def mask_token_is_stated_once(subject: Subject) -> Iterator[Problem]:
     """mask_token_id is the same in both places."""
-    homes = {place: value for place, value in subject.homes("mask_token_id").items() if value is not None}
+    homes = {location: value for location, value in subject.homes("mask_token_id").items() if value is not None}
     if any(value != next(iter(homes.values())) for value in homes.values()):
-        stated = ", ".join(f"{place.split(':')[1]} {value}" for place, value in homes.items())
+        stated = ", ".join(f"{location.split(':')[1]} {value}" for location, value in homes.items())
         yield Problem(next(iter(homes)), f"stated twice with different values: {stated}")
 
 
@@ -112,7 +103,7 @@ def mask_token_is_stated_once(subject: Subject) -> Iterator[Problem]:
     "C14",
     "warning",
     effect="the draft cannot tell a masked position from the real token",
-    fix=TRY,
+    fix=FIX_RUN_LEVEL,
     source="sgl-project/SpecForge longcat-flash config",
     outcome="serves",
 )
@@ -124,27 +115,27 @@ def mask_token_is_spare(subject: Subject) -> Iterator[Problem]:
     for key in ("eos_token_id", "bos_token_id", "pad_token_id"):
         stated = subject.body.get(key)
         if value in (stated if isinstance(stated, list) else [stated]):
-            yield Problem(subject.place("mask_token_id"), f"{value} is also {key}")
+            yield Problem(subject.location("mask_token_id"), f"{value} is also {key}")
 
 
 @check(
     "C28",
     "info",
     effect="none while loading; a program that saves the draft again may leave out a tensor",
-    fix=FIX_OUT,
+    fix=FIX_COPY,
     source="z-lab/Qwen3-4B-DFlash-b16 config.json",
 )
 def embeddings_are_not_tied(subject: Subject) -> Iterator[Problem]:
     """tie_word_embeddings is false in a draft, which has no embedding."""
     if subject.body.get("tie_word_embeddings") is True:
-        yield Problem(subject.body_place("tie_word_embeddings"), "true in a file without an embedding")
+        yield Problem(subject.body_location("tie_word_embeddings"), "true in a file without an embedding")
 
 
 @check(
     "C29",
     "warning",
     effect="only some engines apply it, and the speculators dialect cannot state it",
-    fix="name the engine to see what it does: dflash validate DRAFT --engine vllm,sglang",
+    fix="name the engine to see what it does: dflash validate {draft} --engine vllm,sglang",
     source="vllm-project/vllm#41703; vLLM 0.33.0 qwen3_dflash2.py",
 )
 def scales_are_neutral(subject: Subject) -> Iterator[Problem]:
@@ -162,45 +153,25 @@ def scales_are_neutral(subject: Subject) -> Iterator[Problem]:
 @check(
     "C35",
     effect="vLLM refuses it for DFlash; served as DFlash every prediction is off by one position",
-    fix="use an engine that serves DSpark; dflash inspect DRAFT",
+    fix="use an engine that serves DSpark; dflash inspect {draft}",
     source="vllm-project/vllm#54154",
 )
 def anchor_is_not_sampled(subject: Subject) -> Iterator[Problem]:
     """The draft does not predict at the anchor."""
     inner = as_object(as_object(subject.config.get(SPECULATORS_BODY)).get("dflash_config"))
-    for place, value in (
+    for location, value in (
         ("sample_from_anchor", subject.config.get("sample_from_anchor")),
         ("dflash_config.sample_from_anchor", subject.nested.get("sample_from_anchor")),
         (f"{SPECULATORS_BODY}.dflash_config.sample_from_anchor", inner.get("sample_from_anchor")),
     ):
         if value is True:
-            yield Problem(subject.place(place), "true: the draft also predicts at the anchor, as DSpark does")
-
-
-@check(
-    "C37",
-    "warning",
-    effect="SGLang, the z-lab reference and speculators itself size fc by hidden_size",
-    fix="serve it with vLLM: dflash launch DRAFT --target TARGET --engine vllm",
-    source="vLLM 0.33.0 qwen3_dflash.py; SGLang 0.5.23 models/dflash.py",
-    engines=("sglang", "transformers", "llama.cpp"),
-)
-def draft_is_as_wide_as_its_target(subject: Subject) -> Iterator[Problem]:
-    """target_hidden_size equals hidden_size; only vLLM serves a draft of another width than its target."""
-    stated, width = subject.config.get("target_hidden_size"), subject.body.get("hidden_size")
-    if stated is not None and stated != width:
-        yield Problem(
-            subject.place("target_hidden_size"),
-            f"{stated!r} beside hidden_size {width!r}",
-            severity=subject.severity_for("sglang", "transformers", "llama.cpp"),
-            outcome="stops",
-        )
+            yield Problem(subject.location(location), "true: the draft also predicts at the anchor, as DSpark does")
 
 
 @check(
     "C43",
     effect="every norm of the draft divides by another number than in training",
-    fix=AGAIN,
+    fix=FIX_REEXPORT,
     source="transformers Qwen3Config.rms_norm_eps",
     outcome="drops",
 )
@@ -210,15 +181,15 @@ def eps_is_small(subject: Subject) -> Iterator[Problem]:
     if value is None:  # C32 reports it
         return
     if not is_number(value) or value <= 0:
-        yield Problem(subject.body_place("rms_norm_eps"), f"found {value!r}, expected a positive number")
+        yield Problem(subject.body_location("rms_norm_eps"), f"found {value!r}, expected a positive number")
     elif value > LARGEST_EPS:
-        yield Problem(subject.body_place("rms_norm_eps"), f"{value}, usual is 1e-6", severity="warning")
+        yield Problem(subject.body_location("rms_norm_eps"), f"{value}, usual is 1e-6", severity="warning")
 
 
 @check(
     "C44",
     effect="scales double what the norms have already done, or halve it",
-    fix=AGAIN,
+    fix=FIX_REEXPORT,
     source="SGLang 0.5.23 models/dflash.py use_gemma_norm",
     outcome="drops",
 )
@@ -227,6 +198,6 @@ def norms_are_plain(subject: Subject) -> Iterator[Problem]:
 
     SGLang takes use_gemma_norm as a wish for the other kind; vLLM, this tool and the z-lab reference do not look.
     """
-    for place, value in subject.homes("use_gemma_norm").items():
+    for location, value in subject.homes("use_gemma_norm").items():
         if value is True:
-            yield Problem(place, "true: read by SGLang only")
+            yield Problem(location, "true: read by SGLang only")

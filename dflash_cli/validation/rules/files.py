@@ -3,21 +3,24 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from dflash_cli.validation.rule import AGAIN, CONFIG_FILE, LOOK, Problem, Subject, as_object, check, is_int
+from dflash_cli.validation.rule import FIX_INSPECT, FIX_REEXPORT, Problem, check
+from dflash_cli.validation.subject import CONFIG_FILE, Subject
 from dflash_runtime.checkpoint.files import INDEX_FILE, SINGLE_FILE
 from dflash_runtime.errors import CheckpointError, DFlashError, TensorMismatch
+from dflash_runtime.json_values import as_object, is_int
 
 LEFTOVERS = ("optimizer", "scheduler", "training_args", "trainer_state", "rng_state", "random_states")
 INDEX_SUFFIX = ".safetensors.index.json"
 FORMAT_SOURCE = "huggingface/safetensors README, Format"
-FETCH = "copy or download the checkpoint again, then dflash inspect DRAFT"
+FETCH = "copy or download the checkpoint again, then dflash inspect {draft}"
 
 
 @check(
     "S18",
     effect="every reader stops, or takes another value of a repeated key than you see",
-    fix="write the file as strict JSON, then dflash validate DRAFT",
+    fix="write the file as strict JSON, then dflash validate {draft}",
     source="RFC 8259; python json accepts NaN and repeated keys",
+    stage="files",
 )
 def config_is_strict_json(subject: Subject) -> Iterator[Problem]:
     """config.json is one strict JSON object.
@@ -34,6 +37,7 @@ def config_is_strict_json(subject: Subject) -> Iterator[Problem]:
     effect="there is nothing to load",
     fix=FETCH,
     source="huggingface/transformers save_pretrained layout",
+    stage="files",
 )
 def files_are_there(subject: Subject) -> Iterator[Problem]:
     """A draft is a directory with config.json and safetensors weights.
@@ -80,23 +84,24 @@ def headers_cover_the_file(subject: Subject) -> Iterator[Problem]:
 @check(
     "C00",
     effect="the draft cannot be read into canonical form, so nothing else here can serve it",
-    fix="dflash explain names the rule for each key; correct the key, then dflash validate DRAFT",
+    fix="dflash explain names the rule for each key; correct the key, then dflash validate {draft}",
     source="dflash_cli/formats",
+    stage="unexplained",
 )
 def config_can_be_read(subject: Subject) -> Iterator[Problem]:
     """The config can be read as the dialect it is written in.
 
     Reported only where no other rule says what is wrong with config.json.
     """
-    if subject.reading_error is not None:
-        yield Problem(CONFIG_FILE, _message(subject.reading_error), fix=subject.reading_error.hint or "")
+    if subject.parse_error is not None:
+        yield Problem(CONFIG_FILE, _message(subject.parse_error), fix=subject.parse_error.hint or "")
 
 
 @check(
     "N20",
     "warning",
     effect="tools that trust the number show or reserve a wrong size",
-    fix="dflash convert DRAFT OUT --to native writes a new index",
+    fix="dflash convert {draft} {out} --to native writes a new index",
     source="huggingface/transformers sharded checkpoints",
 )
 def index_tells_the_size(subject: Subject) -> Iterator[Problem]:
@@ -113,7 +118,7 @@ def index_tells_the_size(subject: Subject) -> Iterator[Problem]:
     "N21",
     "warning",
     effect="readers that take every *.safetensors file load other tensors than those that follow the index",
-    fix="delete the file if it is left over, then dflash inspect DRAFT --tensors",
+    fix="delete the file if it is left over, then dflash inspect {draft} --tensors",
     source="z-lab/dflash model_mlx.py loads every safetensors file",
 )
 def no_weights_beside_the_index(subject: Subject) -> Iterator[Problem]:
@@ -128,7 +133,7 @@ def no_weights_beside_the_index(subject: Subject) -> Iterator[Problem]:
     "S20",
     "warning",
     effect="downloads grow by what no engine reads",
-    fix="leave the file out when publishing, then dflash inspect DRAFT",
+    fix="leave the file out when publishing, then dflash inspect {draft}",
     source="NVIDIA-NeMo/Automodel epoch_*_step_* directories",
 )
 def no_training_state(subject: Subject) -> Iterator[Problem]:
@@ -142,7 +147,7 @@ def no_training_state(subject: Subject) -> Iterator[Problem]:
     "S16",
     "warning",
     effect="readers of GGUF and of safetensors may find two different drafts under one name",
-    fix="publish the GGUF file in a repository of its own, then dflash inspect DRAFT",
+    fix="publish the GGUF file in a repository of its own, then dflash inspect {draft}",
     source="ggml-org/llama.cpp#25116",
 )
 def no_second_format(subject: Subject) -> Iterator[Problem]:
@@ -154,14 +159,14 @@ def no_second_format(subject: Subject) -> Iterator[Problem]:
 @check(
     "N22",
     effect="the layer multiplies by nothing, and no loader says so",
-    fix=AGAIN,
+    fix=FIX_REEXPORT,
     source="ikawrakow/ik_llama.cpp#2043",
 )
 def no_tensor_is_empty(subject: Subject) -> Iterator[Problem]:
     """Every tensor has at least one element."""
     for name, info in (subject.tensors or {}).items():
         if not info.num_elements:
-            yield Problem(f"{info.file.name}:{name}", f"shape {list(info.shape)} has no element", fix=LOOK)
+            yield Problem(f"{info.file.name}:{name}", f"shape {list(info.shape)} has no element", fix=FIX_INSPECT)
 
 
 def _index(subject: Subject) -> "dict[str, object]":
@@ -172,7 +177,7 @@ def _index(subject: Subject) -> "dict[str, object]":
 
 
 def _message(error: DFlashError) -> str:
-    """An error's message without the file in front, which is the finding's place."""
+    """An error's message without the file in front, which is the finding's location."""
     path = getattr(error, "path", None)
     if path is not None:
         return error.message.removeprefix(f"{path}: ")

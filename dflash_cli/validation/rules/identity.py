@@ -2,21 +2,10 @@
 
 from collections.abc import Iterator
 
-from dflash_cli.formats.dialect import detect_from, named_architectures
 from dflash_cli.formats.relatives import Relative
-from dflash_cli.validation.rule import (
-    FIX_OUT,
-    LOOK,
-    REMOVED,
-    SPECULATORS_BODY,
-    TO_NATIVE,
-    Problem,
-    Severity,
-    Subject,
-    as_object,
-    check,
-)
-from dflash_runtime.errors import UnknownFormat
+from dflash_cli.validation.rule import FIX_COPY, FIX_INSPECT, REMOVED, Problem, Severity, check
+from dflash_cli.validation.subject import CONFIG_FILE, SPECULATORS_BODY, Subject
+from dflash_runtime.json_values import as_object
 
 VLLM_CONFIG = "vLLM 0.33.0 transformers_utils/config.py"
 VLLM_BASE = "vLLM 0.33.0 transformers_utils/configs/speculators/base.py, algos.py"
@@ -39,8 +28,9 @@ PLAIN_PROJECTORS = (None, "", "dflash", "default")
 @check(
     "C01",
     effect="read as DFlash it proposes badly or fails",
-    fix="use a tool for this kind; dflash inspect DRAFT names it",
+    fix="use a tool for this kind; dflash inspect {draft} names it",
     source="z-lab/dflash model.py; NVIDIA/Model-Optimizer hf_spec_export.py; vLLM model registry",
+    stage="identity",
 )
 def is_dflash(subject: Subject) -> Iterator[Problem]:
     """The checkpoint is DFlash, not one of its relatives and not a target.
@@ -48,27 +38,28 @@ def is_dflash(subject: Subject) -> Iterator[Problem]:
     Several relatives carry DFlash's architecture string. Taking their extra tensors away would leave a model that was
     never trained.
     """
-    path = subject.path / "config.json"
-    try:
-        detection = detect_from(subject.config, frozenset(subject.tensors or ()), path)
-    except UnknownFormat as error:
-        yield Problem(subject.place("architectures"), error.message.removeprefix(f"{path}: "), fix=error.hint or "")
+    detection = subject.detection
+    if detection is None:
+        error = subject.parse_error
+        assert error is not None
+        message = error.message.removeprefix(f"{subject.path / CONFIG_FILE}: ")
+        yield Problem(subject.location("architectures"), message, fix=error.hint or "")
         return
     if isinstance(detection.format, Relative):
         yield Problem(
-            subject.place("architectures"),
+            subject.location("architectures"),
             f"{detection.format.title}: {detection.evidence}",
             effect=f"read as DFlash it proposes badly or fails: {detection.format.difference}",
         )
     kind = subject.config.get("speculators_model_type")
     if detection.format.name == "speculators" and kind != "dflash":
-        yield Problem(subject.place("speculators_model_type"), f"found {kind!r}, expected 'dflash'")
+        yield Problem(subject.location("speculators_model_type"), f"found {kind!r}, expected 'dflash'")
 
 
 @check(
     "C02",
     effect="a head that the projector belongs to is left out in silence",
-    fix=LOOK,
+    fix=FIX_INSPECT,
     source="NVIDIA/Model-Optimizer hf_spec_export.py keeps DFlashDraftModel for Domino and DSpark",
     outcome="drops",
 )
@@ -85,7 +76,7 @@ def projector_is_plain(subject: Subject) -> Iterator[Problem]:
 @check(
     "C30",
     effect="vLLM does not take the file for a speculators config",
-    fix=FIX_OUT,
+    fix=FIX_COPY,
     source=VLLM_CONFIG,
 )
 def no_top_level_model_type(subject: Subject) -> Iterator[Problem]:
@@ -95,7 +86,7 @@ def no_top_level_model_type(subject: Subject) -> Iterator[Problem]:
     """
     if subject.is_speculators and "model_type" in subject.config:
         yield Problem(
-            subject.place("model_type"),
+            subject.location("model_type"),
             f"{subject.config['model_type']!r} at the top level of a speculators config",
             repair={"model_type": REMOVED},
         )
@@ -113,44 +104,44 @@ def has_speculators_keys(subject: Subject) -> Iterator[Problem]:
         return
     for key in SPECULATORS_REQUIRED:
         if key not in subject.config:
-            yield Problem(subject.place(key), "missing")
+            yield Problem(subject.location(key), "missing")
     outer = as_object(subject.config.get("speculators_config"))
     methods = outer.get("proposal_methods")
     if outer and not (isinstance(methods, list) and methods and "speculative_tokens" in as_object(methods[0])):
         yield Problem(
-            subject.place("speculators_config.proposal_methods"),
+            subject.location("speculators_config.proposal_methods"),
             "states no speculative_tokens in its first entry",
             effect="vLLM cannot tell how many tokens to draft",
         )
     if outer and "name_or_path" not in as_object(outer.get("verifier")):
-        yield Problem(subject.place("speculators_config.verifier"), "has no name_or_path")
+        yield Problem(subject.location("speculators_config.verifier"), "has no name_or_path")
     for key in ("draft_vocab_size", "block_size"):
         if key not in subject.config:
-            yield Problem(subject.place(key), "missing", effect="readers fill in defaults that differ (32000, 8)")
+            yield Problem(subject.location(key), "missing", effect="readers fill in defaults that differ (32000, 8)")
 
 
 @check(
     "C32",
     effect="readers fill in the default of a config class, which is another model's",
-    fix="state the draft's own value, then dflash validate DRAFT",
+    fix="state the draft's own value, then dflash validate {draft}",
     source="transformers PreTrainedConfig subclasses",
 )
 def states_its_sizes(subject: Subject) -> Iterator[Problem]:
     """Every size of the body is stated."""
     if subject.is_speculators and not subject.body:
-        yield Problem(subject.place(SPECULATORS_BODY), "missing or no object, expected the draft's decoder config")
+        yield Problem(subject.location(SPECULATORS_BODY), "missing or no object, expected the draft's decoder config")
         return
     for key in BODY_REQUIRED:
         if subject.body.get(key) is None:
             severity: Severity = "warning" if key in ("head_dim", "model_type") else "error"
-            yield Problem(subject.body_place(key), "missing", severity=severity)
+            yield Problem(subject.body_location(key), "missing", severity=severity)
 
 
 @check(
     "C33",
     "warning",
     effect="vLLM uses the first entry and ignores the rest",
-    fix=FIX_OUT,
+    fix=FIX_COPY,
     source=VLLM_BASE,
 )
 def has_one_proposal_method(subject: Subject) -> Iterator[Problem]:
@@ -159,59 +150,13 @@ def has_one_proposal_method(subject: Subject) -> Iterator[Problem]:
     methods = outer.get("proposal_methods")
     if not isinstance(methods, list):
         return
-    place = subject.place("speculators_config.proposal_methods")
+    location = subject.location("speculators_config.proposal_methods")
     if len(methods) > 1:
-        yield Problem(place, f"{len(methods)} entries")
+        yield Problem(location, f"{len(methods)} entries")
     names = [as_object(method).get("proposal_type") for method in methods]
     if outer.get("default_proposal_method") not in names:
         yield Problem(
-            subject.place("speculators_config.default_proposal_method"),
+            subject.location("speculators_config.default_proposal_method"),
             f"{outer.get('default_proposal_method')!r} is none of {names}",
             effect="speculators refuses the config",
         )
-
-
-@check(
-    "C34",
-    effect="vLLM cannot serve the draft by its own name; naming the target with --model works",
-    fix="dflash convert DRAFT OUT --to speculators --verifier ORG/REPO",
-    source=f"{VLLM_CONFIG} refuses a path",
-    engines=("vllm",),
-)
-def names_a_hub_verifier(subject: Subject) -> Iterator[Problem]:
-    """The verifier is named by its hub repository."""
-    if not subject.is_speculators:
-        return
-    name = as_object(as_object(subject.config.get("speculators_config")).get("verifier")).get("name_or_path")
-    is_repository = isinstance(name, str) and name.count("/") == 1 and not name.startswith((".", "/", "~"))
-    if not is_repository:
-        yield Problem(
-            subject.place("speculators_config.verifier.name_or_path"),
-            f"{name!r} is not a hub repository",
-            severity=subject.severity_for("vllm"),
-        )
-
-
-@check(
-    "C36",
-    effect="vLLM and SGLang have no model registered under the name",
-    fix=TO_NATIVE,
-    source="NVIDIA-NeMo/Automodel serve_vllm.py; vLLM 0.33.0 model registry",
-    engines=("vllm", "sglang"),
-)
-def architecture_is_known(subject: Subject) -> Iterator[Problem]:
-    """architectures names DFlashDraftModel, the one name engines register.
-
-    Automodel writes Qwen3DFlashDraftModel, and a config saved through another class carries that class's name.
-    """
-    named = named_architectures(subject.config)
-    if "DFlashDraftModel" in named or subject.is_speculators:
-        return
-    said = ", ".join(named) or "no architecture"
-    whose = ", which is Automodel's own name" if "Qwen3DFlashDraftModel" in named else ""
-    yield Problem(
-        subject.place("architectures"),
-        f"{said}{whose}; expected DFlashDraftModel",
-        severity=subject.severity_for("vllm", "sglang"),
-        repair={"architectures": ["DFlashDraftModel"]},
-    )

@@ -5,10 +5,13 @@ from typing import Any
 
 from dflash_cli.checkpoints.references import TINY, TINY_TARGET_NAME
 from dflash_cli.formats.dialect import named_architectures
-from dflash_cli.validation.rule import CONFIG_FILE, FIX_OUT, PAIR, TRY, Problem, Subject, as_object, check, is_int
+from dflash_cli.validation.rule import BFLOAT16, FIX_COPY, FIX_OTHER_TARGET, FIX_RUN_LEVEL, Problem, check
+from dflash_cli.validation.subject import CONFIG_FILE, Subject
 from dflash_runtime.checkpoint.files import TensorInfo
 from dflash_runtime.checkpoint.hf_config import read_rope
+from dflash_runtime.checkpoint.pair import TargetExpectations, find_misfits
 from dflash_runtime.errors import CheckpointError, InvalidConfig
+from dflash_runtime.json_values import as_object, is_int
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 EMBEDDINGS = ("model.embed_tokens.weight", "model.language_model.embed_tokens.weight", "embed_tokens.weight")
@@ -26,54 +29,42 @@ PUBLISHED = {
 @check(
     "P01",
     effect="the draft borrows the target's embedding and head, which are of another width",
-    fix=PAIR,
+    fix=FIX_OTHER_TARGET,
     source="vllm-project/vllm#48113",
 )
 def widths_fit(subject: Subject) -> Iterator[Problem]:
     """The draft is as wide as the target."""
-    width = subject.body.get("hidden_size")
-    if subject.target is None or not is_int(width):
-        return
-    target = subject.target.hidden_size
-    stated = subject.config.get("target_hidden_size")
-    if is_int(stated) and stated != target:
-        yield Problem(subject.place("target_hidden_size"), f"{stated}, the target's hidden_size is {target}")
-    elif width != target:
-        yield Problem(subject.body_place("hidden_size"), f"{width}, the target's is {target}")
+    yield from _misfits(subject, "target_hidden_size", subject.location("target_hidden_size"))
+    yield from _misfits(subject, "hidden_size", subject.body_location("hidden_size"))
 
 
 @check(
     "P02",
     effect="vLLM then maps ids through an empty map; nothing accepted has been reported",
-    fix="state the target's vocab_size if only the padding differs, then dflash validate DRAFT --target TARGET",
+    fix="state the target's vocab_size if only the padding differs, then dflash validate {draft} --target {target}",
     source="vllm-project/vllm#46435",
     outcome="drops",
+    stops_runtime=True,
 )
 def vocabularies_fit(subject: Subject) -> Iterator[Problem]:
     """The draft states the target's vocab_size, padding included."""
-    stated = subject.body.get("vocab_size")
-    if subject.target is not None and stated != subject.target.vocab_size:
-        yield Problem(subject.body_place("vocab_size"), f"{stated!r}, the target's is {subject.target.vocab_size}")
+    yield from _misfits(subject, "vocab_size", subject.body_location("vocab_size"))
 
 
 @check(
     "P03",
     effect="SGLang refuses the id, vLLM reads past the embedding",
-    fix=PAIR,
+    fix=FIX_OTHER_TARGET,
     source="NVIDIA/Model-Optimizer#1621; SGLang 0.5.23 dflash_worker_v2.py",
 )
 def mask_has_a_row(subject: Subject) -> Iterator[Problem]:
     """The mask token has a row in the target's embedding."""
-    value = subject.stated("mask_token_id")
-    if subject.target is None or not is_int(value):
-        return
-    if value >= subject.target.vocab_size:
+    location, value = subject.location("mask_token_id"), subject.stated("mask_token_id")
+    yield from _misfits(subject, "mask_token_id", location)
+    target = subject.target
+    if target is not None and is_int(value) and value < target.vocab_size and value in target.eos_token_ids:
         yield Problem(
-            subject.place("mask_token_id"), f"{value} is outside the target's {subject.target.vocab_size} embeddings"
-        )
-    elif value in subject.target.eos_token_ids:
-        yield Problem(
-            subject.place("mask_token_id"),
+            location,
             f"{value} is a stop token of the target",
             effect="the draft cannot tell a masked position from the end of the text",
             severity="warning",
@@ -84,7 +75,7 @@ def mask_has_a_row(subject: Subject) -> Iterator[Problem]:
     "P04",
     "warning",
     effect="SGLang refuses a pair whose tokenizer names another mask token",
-    fix=TRY,
+    fix=FIX_RUN_LEVEL,
     source="SGLang 0.5.23 dflash_worker_v2.py",
 )
 def tokenizer_names_the_mask(subject: Subject) -> Iterator[Problem]:
@@ -98,14 +89,14 @@ def tokenizer_names_the_mask(subject: Subject) -> Iterator[Problem]:
     content = as_object(named).get("content", named)
     ids = [key for key, entry in added.items() if content and as_object(entry).get("content") == content]
     if ids and str(value) not in ids:
-        yield Problem(subject.place("mask_token_id"), f"{value}, the tokenizer's mask token {content!r} is {ids[0]}")
+        yield Problem(subject.location("mask_token_id"), f"{value}, the tokenizer's mask token {content!r} is {ids[0]}")
 
 
 @check(
     "P05",
     "warning",
     effect="right only if the draft was trained with it",
-    fix=TRY,
+    fix=FIX_RUN_LEVEL,
     source="NVIDIA/Model-Optimizer hf_spec_export.py; Luce-Org/lucebox#447",
 )
 def rope_bases_fit(subject: Subject) -> Iterator[Problem]:
@@ -117,14 +108,14 @@ def rope_bases_fit(subject: Subject) -> Iterator[Problem]:
     except InvalidConfig:  # C22 and C23 report it
         return
     if theta != subject.target.rope.theta:
-        yield Problem(subject.body_place("rope_theta"), f"{theta}, the target's is {subject.target.rope.theta}")
+        yield Problem(subject.body_location("rope_theta"), f"{theta}, the target's is {subject.target.rope.theta}")
 
 
 @check(
     "C25",
     "warning",
     effect="longer texts are cut short or drafted badly; vLLM raises it for plain rope only",
-    fix="start the engine with a shorter context, as dflash launch DRAFT --target TARGET --engine vllm does",
+    fix="start the engine with a shorter context, as dflash serve-command {draft} --target {target} --engine vllm does",
     source="vllm-project/vllm#48894, #57941",
 )
 def positions_reach_as_far(subject: Subject) -> Iterator[Problem]:
@@ -132,7 +123,7 @@ def positions_reach_as_far(subject: Subject) -> Iterator[Problem]:
     stated = subject.body.get("max_position_embeddings")
     if subject.target is not None and is_int(stated) and stated < subject.target.max_position_embeddings:
         yield Problem(
-            subject.body_place("max_position_embeddings"),
+            subject.body_location("max_position_embeddings"),
             f"{stated}, the target's is {subject.target.max_position_embeddings}",
         )
 
@@ -140,24 +131,22 @@ def positions_reach_as_far(subject: Subject) -> Iterator[Problem]:
 @check(
     "C11",
     effect="the draft was made for another target; SGLang only warns",
-    fix=PAIR,
+    fix=FIX_OTHER_TARGET,
     source="SGLang 0.5.23 spec_aux_hidden_state.py",
     outcome="drops",
+    stops_runtime=True,
 )
 def target_depth_fits(subject: Subject) -> Iterator[Problem]:
     """num_target_layers is the target's depth."""
+    location = next(iter(subject.homes("num_target_layers")), subject.location("num_target_layers"))
+    yield from _misfits(subject, "num_target_layers", location)
     stated = subject.stated("num_target_layers")
-    if subject.target is not None and stated is not None and stated != subject.target.num_layers:
-        yield Problem(
-            next(iter(subject.homes("num_target_layers"))),
-            f"{stated!r}, the target has {subject.target.num_layers} layers",
-        )
     if stated is None and not subject.is_speculators:
         yield Problem(
-            subject.place("num_target_layers"),
+            subject.location("num_target_layers"),
             "missing",
             effect="the z-lab reference and MLX stop",
-            fix=f"{FIX_OUT} --target TARGET",
+            fix=FIX_COPY + " --target {target}",
             severity="warning",
             outcome="serves",
         )
@@ -166,26 +155,19 @@ def target_depth_fits(subject: Subject) -> Iterator[Problem]:
 @check(
     "P06",
     effect="engines stop, or never capture the layer",
-    fix=PAIR,
+    fix=FIX_OTHER_TARGET,
     source="charlie12345/ROCmFPX#44",
 )
 def taps_exist_in_the_target(subject: Subject) -> Iterator[Problem]:
     """Every tapped layer exists in the target that is given."""
-    if subject.target is None or not subject.taps:
-        return
-    highest = max(subject.taps)
-    if highest >= subject.target.num_layers:
-        yield Problem(
-            subject.tap_place,
-            f"taps layer {highest} (from 0), the target has layers 0..{subject.target.num_layers - 1}",
-        )
+    yield from _misfits(subject, "target_layer_ids", subject.tap_location)
 
 
 @check(
     "P08",
     "warning",
     effect="a draft accepts less with another target, even one of the same shape",
-    fix=TRY,
+    fix=FIX_RUN_LEVEL,
     source="z-lab/dflash#149; AEON-7#6",
 )
 def verifier_is_the_target(subject: Subject) -> Iterator[Problem]:
@@ -197,7 +179,7 @@ def verifier_is_the_target(subject: Subject) -> Iterator[Problem]:
     given = TINY_TARGET_NAME if reference == TINY else reference.partition("@")[0].rstrip("/")
     if given != name and given.rpartition("/")[2] != name.rpartition("/")[2]:
         yield Problem(
-            subject.place("speculators_config.verifier.name_or_path"), f"trained for {name}, given {reference}"
+            subject.location("speculators_config.verifier.name_or_path"), f"trained for {name}, given {reference}"
         )
 
 
@@ -205,7 +187,7 @@ def verifier_is_the_target(subject: Subject) -> Iterator[Problem]:
     "P16",
     "warning",
     effect="the draft was trained on the hidden states of another kind of model",
-    fix=PAIR,
+    fix=FIX_OTHER_TARGET,
     source="speculators 0.9.0 VerifierConfig",
 )
 def verifier_is_of_the_targets_kind(subject: Subject) -> Iterator[Problem]:
@@ -213,7 +195,7 @@ def verifier_is_of_the_targets_kind(subject: Subject) -> Iterator[Problem]:
     stated, given = named_architectures(_verifier(subject)), named_architectures(subject.target_json)
     if stated and given and not set(stated) & set(given):
         yield Problem(
-            subject.place("speculators_config.verifier.architectures"),
+            subject.location("speculators_config.verifier.architectures"),
             f"{', '.join(stated)}, the target is {', '.join(given)}",
         )
 
@@ -222,7 +204,7 @@ def verifier_is_of_the_targets_kind(subject: Subject) -> Iterator[Problem]:
     "P09",
     "warning",
     effect="ids mean other text than in training: nearly nothing is accepted",
-    fix=PAIR,
+    fix=FIX_OTHER_TARGET,
     source="ggml-org/llama.cpp#25733",
 )
 def tokenizers_agree(subject: Subject) -> Iterator[Problem]:
@@ -245,21 +227,21 @@ def tokenizers_agree(subject: Subject) -> Iterator[Problem]:
     "P10",
     "warning",
     effect="the draft is fed the target's raw embedding; the target itself scales or norms it",
-    fix=TRY,
+    fix=FIX_RUN_LEVEL,
     source="vllm-project/vllm#41703; SGLang 0.5.23 models/dflash.py",
 )
 def embedding_scale_is_known(subject: Subject) -> Iterator[Problem]:
     """A draft for a target that scales its embedding says by how much it scales it."""
     kind = subject.target.model_type.lower() if subject.target is not None else ""
     if kind.startswith(SCALED_EMBEDDINGS) and subject.stated("input_embedding_scale") is None:
-        yield Problem(subject.place("dflash_config.input_embedding_scale"), f"missing, with a {kind} target")
+        yield Problem(subject.location("dflash_config.input_embedding_scale"), f"missing, with a {kind} target")
 
 
 @check(
     "P11",
     "warning",
     effect="a draft borrows the head and computes plain products with it",
-    fix="serve a target whose head is left unpacked; dflash inspect TARGET --tensors",
+    fix="serve a target whose head is left unpacked; dflash inspect {target} --tensors",
     source="sgl-project/sglang#39362; sgl-project/SpecForge#473",
     outcome="stops",
 )
@@ -275,7 +257,7 @@ def head_is_plain(subject: Subject) -> Iterator[Problem]:
     "P12",
     "info",
     effect="none by itself; another block or other taps than usual are worth a second look",
-    fix=TRY,
+    fix=FIX_RUN_LEVEL,
     source="configs of published drafts, 2026",
 )
 def settings_are_the_published_ones(subject: Subject) -> Iterator[Problem]:
@@ -287,14 +269,14 @@ def settings_are_the_published_ones(subject: Subject) -> Iterator[Problem]:
     mine = (subject.block_size, tuple(subject.taps))
     if not any(block == mine[0] and taps in (None, mine[1]) for block, taps in known):
         stated = "; ".join(f"block {block}" + (f", taps {list(taps)}" if taps else "") for block, taps in known)
-        yield Problem(subject.tap_place, f"block {mine[0]}, taps {list(mine[1])}; published: {stated}")
+        yield Problem(subject.tap_location, f"block {mine[0]}, taps {list(mine[1])}; published: {stated}")
 
 
 @check(
     "P13",
     "warning",
     effect="engines number layers by loop, so that a tap may mean another pass",
-    fix=TRY,
+    fix=FIX_RUN_LEVEL,
     source="SGLang 0.5.23 spec_aux_hidden_state.py",
 )
 def target_does_not_loop(subject: Subject) -> Iterator[Problem]:
@@ -308,8 +290,9 @@ def target_does_not_loop(subject: Subject) -> Iterator[Problem]:
     "P14",
     "warning",
     effect="engines give the draft the target's type, and DFlash activations overflow float16",
-    fix="start the engine with bfloat16: dflash launch DRAFT --target TARGET --engine vllm",
+    fix="start the engine with bfloat16: dflash serve-command {draft} --target {target} --engine vllm",
     source="vllm-project/vllm#55250, #55294",
+    serve_flag=BFLOAT16,
 )
 def target_is_not_float16(subject: Subject) -> Iterator[Problem]:
     """The target is not served in float16."""
@@ -320,7 +303,7 @@ def target_is_not_float16(subject: Subject) -> Iterator[Problem]:
 @check(
     "P15",
     effect="ids past the embedding's end have no row; the padded size is the one that counts",
-    fix="correct the target's vocab_size, then dflash inspect TARGET --tensors",
+    fix="correct the target's vocab_size, then dflash inspect {target} --tensors",
     source="NVIDIA/Model-Optimizer#1621",
 )
 def target_counts_its_rows(subject: Subject) -> Iterator[Problem]:
@@ -333,6 +316,23 @@ def target_counts_its_rows(subject: Subject) -> Iterator[Problem]:
                 f"target {info.file.name}:{name}",
                 f"{list(info.shape)}, the target's vocab_size is {subject.target.vocab_size}",
             )
+
+
+def _misfits(subject: Subject, field: str, location: str) -> Iterator[Problem]:
+    """Where one field of the draft does not fit the target that is given."""
+    if subject.target is None:
+        return
+    expected = TargetExpectations(
+        hidden_size=subject.body.get("hidden_size"),
+        target_hidden_size=subject.config.get("target_hidden_size"),
+        vocab_size=subject.body.get("vocab_size"),
+        mask_token_id=subject.stated("mask_token_id"),
+        target_layer_ids=tuple(subject.taps or ()),
+        num_target_layers=subject.stated("num_target_layers"),
+    )
+    for misfit in find_misfits(expected, subject.target):
+        if misfit.field == field:
+            yield Problem(location, f"{misfit.found}, {misfit.target}")
 
 
 def _verifier(subject: Subject) -> Mapping[str, Any]:

@@ -3,16 +3,16 @@
 from collections.abc import Iterator
 from typing import Any
 
-from dflash_cli.validation.rule import AGAIN, FIX_OUT, TRY, Problem, Subject, as_object, check, is_number
-
-KINDS = frozenset({"default", "linear", "dynamic", "yarn", "longrope", "llama3", "ntk", "proportional", "mrope"})
-CONTAINERS = ("rope_parameters", "rope_scaling")
+from dflash_cli.formats.decoder_body import ROPE_KEYS, ROPE_KINDS
+from dflash_cli.validation.rule import FIX_COPY, FIX_REEXPORT, FIX_RUN_LEVEL, Problem, check
+from dflash_cli.validation.subject import Subject
+from dflash_runtime.json_values import as_object, is_number
 
 
 @check(
     "C22",
     effect="vLLM takes 1000000, SGLang and transformers 10000",
-    fix="state the base of the training; dflash validate DRAFT --target TARGET --level run finds it",
+    fix="state the base of the training; dflash validate {draft} --target {target} --level run finds it",
     source="vLLM 0.33.0 qwen3_dflash.py; transformers modeling_rope_utils.py",
     outcome="drops",
 )
@@ -20,16 +20,16 @@ def rope_theta_is_stated(subject: Subject) -> Iterator[Problem]:
     """The rope base is stated; defaults are 10,000 or 1,000,000, depending on the reader."""
     thetas = _values(subject, "rope_theta")
     if not thetas:
-        yield Problem(subject.body_place("rope_theta"), "missing")
-    for place, value in thetas.items():
+        yield Problem(subject.body_location("rope_theta"), "missing")
+    for location, value in thetas.items():
         if not is_number(value) or value <= 0:
-            yield Problem(place, f"found {value!r}, expected a positive number")
+            yield Problem(location, f"found {value!r}, expected a positive number")
 
 
 @check(
     "C23",
     effect="vLLM stops, other readers take one of the two",
-    fix=TRY,
+    fix=FIX_RUN_LEVEL,
     source="vLLM 0.33.0 transformers_utils/config.py; Luce-Org/lucebox#447",
 )
 def rope_is_stated_once(subject: Subject) -> Iterator[Problem]:
@@ -38,112 +38,112 @@ def rope_is_stated_once(subject: Subject) -> Iterator[Problem]:
     kinds = {**_values(subject, "rope_type"), **_values(subject, "type")}
     for name, values in (("rope_theta", thetas), ("rope_type", kinds)):
         if any(value != next(iter(values.values())) for value in values.values()):
-            stated = ", ".join(f"{place.split(':')[1]} {value}" for place, value in values.items())
-            yield Problem(subject.body_place(name), f"stated twice with different values: {stated}")
+            stated = ", ".join(f"{location.split(':')[1]} {value}" for location, value in values.items())
+            yield Problem(subject.body_location(name), f"stated twice with different values: {stated}")
 
 
 @check(
     "C24",
     effect="readers stop, or stretch positions by a length they assume",
-    fix="state the field of the training, then dflash validate DRAFT",
+    fix="state the field of the training, then dflash validate {draft}",
     source="Avarok/atlas#78",
 )
 def yarn_is_complete(subject: Subject) -> Iterator[Problem]:
     """YaRN has its factor and its original length."""
-    for key in CONTAINERS:
+    for key in ROPE_KEYS:
         rope = as_object(subject.body.get(key))
         if rope.get("rope_type", rope.get("type")) != "yarn":
             continue
         for field in ("factor", "original_max_position_embeddings"):
             if not is_number(rope.get(field)):
-                yield Problem(subject.body_place(f"{key}.{field}"), "missing for rope type yarn")
+                yield Problem(subject.body_location(f"{key}.{field}"), "missing for rope type yarn")
 
 
 @check(
     "C46",
     "warning",
     effect="positions are stretched where they need not be: drafts get worse everywhere",
-    fix=TRY,
+    fix=FIX_RUN_LEVEL,
     source="transformers modeling_rope_utils.py; Avarok/atlas#78",
 )
 def yarn_stretches(subject: Subject) -> Iterator[Problem]:
     """YaRN's original length is not beyond the positions the draft has."""
     limit = subject.body.get("max_position_embeddings")
-    for place, value in _values(subject, "original_max_position_embeddings").items():
+    for location, value in _values(subject, "original_max_position_embeddings").items():
         if is_number(value) and is_number(limit) and value > limit:
-            yield Problem(place, f"{value}, max_position_embeddings is {limit}")
+            yield Problem(location, f"{value}, max_position_embeddings is {limit}")
 
 
 @check(
     "C26",
     "warning",
     effect="SGLang applies it, the reference does not",
-    fix="remove it unless the draft was trained with it, then dflash validate DRAFT",
+    fix="remove it unless the draft was trained with it, then dflash validate {draft}",
     source="SGLang 0.5.23 models/dflash.py; z-lab/dflash#170",
     outcome="drops",
 )
 def rope_is_whole(subject: Subject) -> Iterator[Problem]:
     """No partial or multimodal rope keys, which only some readers apply."""
     for key in ("partial_rotary_factor", "mrope_section", "mrope_interleaved"):
-        for place, value in _values(subject, key).items():
+        for location, value in _values(subject, key).items():
             if value not in (1, 1.0, False):
-                yield Problem(place, f"{value!r}")
+                yield Problem(location, f"{value!r}")
 
 
 @check(
     "C40",
     effect="readers stop on a kind they do not know, or rotate plainly",
-    fix=AGAIN,
+    fix=FIX_REEXPORT,
     source="transformers modeling_rope_utils.py ROPE_INIT_FUNCTIONS",
 )
 def rope_kind_is_known(subject: Subject) -> Iterator[Problem]:
     """The rope type is one that transformers defines."""
     for key in ("rope_type", "type"):
-        for place, value in _values(subject, key).items():
-            if not isinstance(value, str) or value not in KINDS:
-                yield Problem(place, f"found {value!r}, expected one of {', '.join(sorted(KINDS))}")
+        for location, value in _values(subject, key).items():
+            if not isinstance(value, str) or value not in ROPE_KINDS:
+                yield Problem(location, f"found {value!r}, expected one of {', '.join(sorted(ROPE_KINDS))}")
 
 
 @check(
     "C41",
     effect="vLLM and SGLang rotate neighbours together, this tool and the reference rotate halves",
-    fix=AGAIN,
+    fix=FIX_REEXPORT,
     source="vLLM 0.33.0 qwen3_dflash.py; SGLang 0.5.23 models/dflash.py",
     outcome="drops",
 )
 def rope_rotates_halves(subject: Subject) -> Iterator[Problem]:
     """Rope rotates halves, as in NeoX; a mismatch is silent."""
     for key in ("is_neox_style", "rope_is_neox_style"):
-        for place, value in subject.homes(key).items():
+        for location, value in subject.homes(key).items():
             if value is False:
-                yield Problem(place, "false: the draft rotates interleaved pairs")
+                yield Problem(location, "false: the draft rotates interleaved pairs")
 
 
 @check(
     "S06",
     effect="vLLM refuses layers that differ, speculators takes the sliding layers' rope for all",
-    fix=FIX_OUT,
+    fix=FIX_COPY,
     source="vLLM 0.33.0 qwen3_dflash.py; speculators 0.9.0 models/utils.py",
 )
 def rope_is_one_for_all_layers(subject: Subject) -> Iterator[Problem]:
     """Rope that is stated by layer type is the same for each type."""
-    for key in CONTAINERS:
+    for key in ROPE_KEYS:
         parts = [item for item in as_object(subject.body.get(key)).values() if isinstance(item, dict)]
         if parts and any(item != parts[0] for item in parts):
             yield Problem(
-                subject.body_place(key),
+                subject.body_location(key),
                 f"{len(parts)} layer types with different values",
-                fix="train or export with one rope, then dflash validate DRAFT",
+                fix="train or export with one rope, then dflash validate {draft}",
             )
 
 
 def _values(subject: Subject, key: str) -> dict[str, Any]:
-    """Every place that states a rope key: the body itself and its two rope objects."""
+    """Every location that states a rope key: the body itself and its two rope objects."""
     found = {}
     if subject.body.get(key) is not None and key != "type":
-        found[subject.body_place(key)] = subject.body[key]
-    for container in CONTAINERS:
+        found[subject.body_location(key)] = subject.body[key]
+    for container in ROPE_KEYS:
         rope = as_object(subject.body.get(container))
         if rope.get(key) is not None:
-            found[subject.body_place(f"{container}.{key}")] = rope[key]
+            found[subject.body_location(f"{container}.{key}")] = rope[key]
     return found

@@ -1,14 +1,15 @@
 """Rules on how a draft accepts when it is run, for `--level run`: would another reading of its config accept more?
 
-The work is done once, by `trials`; each rule looks at the readings that change one factor.
+The readings are run once, by `readings`; each rule looks at those that change one factor.
 """
 
 from collections.abc import Iterator
 
-from dflash_cli.validation.rule import CONFIG_FILE, Problem, Subject, check
+from dflash_cli.validation.rule import Problem, check
+from dflash_cli.validation.subject import CONFIG_FILE, Subject
 
-CORRECT = "correct the key if the numbers convince you, then dflash validate DRAFT --target TARGET --level run"
-HOPELESS = 1.05
+CORRECT = "correct the key if the numbers convince you, then dflash validate {draft} --target {target} --level run"
+NOTHING_ACCEPTED = 1.05
 """Acceptance length below which a draft predicts nothing."""
 
 
@@ -22,7 +23,7 @@ HOPELESS = 1.05
 )
 def taps_accept_most(subject: Subject) -> Iterator[Problem]:
     """No shift of the taps by one layer accepts more than the taps as stated."""
-    yield from _better(subject, "taps", subject.tap_place)
+    yield from _better(subject, "taps", subject.tap_location)
 
 
 @check(
@@ -36,7 +37,7 @@ def taps_accept_most(subject: Subject) -> Iterator[Problem]:
 def causality_accepts_most(subject: Subject) -> Iterator[Problem]:
     """No other causality accepts more than the one that is stated."""
     key = "sliding_window_non_causal" if subject.is_speculators else "is_causal"
-    yield from _better(subject, "causality", subject.place(key))
+    yield from _better(subject, "causality", subject.location(key))
 
 
 @check(
@@ -49,7 +50,7 @@ def causality_accepts_most(subject: Subject) -> Iterator[Problem]:
 )
 def mask_accepts_most(subject: Subject) -> Iterator[Problem]:
     """No special token of the target accepts more as mask than the one that is stated."""
-    yield from _better(subject, "mask", next(iter(subject.homes("mask_token_id")), subject.place("mask_token_id")))
+    yield from _better(subject, "mask", next(iter(subject.homes("mask_token_id")), subject.location("mask_token_id")))
 
 
 @check(
@@ -62,20 +63,20 @@ def mask_accepts_most(subject: Subject) -> Iterator[Problem]:
 )
 def rope_accepts_most(subject: Subject) -> Iterator[Problem]:
     """No usual rope base accepts more than the one that is stated."""
-    yield from _better(subject, "rope", subject.body_place("rope_theta"))
+    yield from _better(subject, "rope", subject.body_location("rope_theta"))
 
 
 @check(
     "R05",
     level="run",
     effect="every prediction is off by one position; engines serve such a draft as DSpark, if at all",
-    fix="serve it as what it is; dflash inspect DRAFT",
+    fix="serve it as what it is; dflash inspect {draft}",
     source="vllm-project/vllm#54154; sgl-project/sglang#40203 (1.06, then 2.76)",
     outcome="drops",
 )
 def masks_accept_most(subject: Subject) -> Iterator[Problem]:
     """Reading predictions from the anchor on does not accept more than reading them from the masks."""
-    yield from _better(subject, "anchor", subject.place("sample_from_anchor"))
+    yield from _better(subject, "anchor", subject.location("sample_from_anchor"))
 
 
 @check(
@@ -83,31 +84,31 @@ def masks_accept_most(subject: Subject) -> Iterator[Problem]:
     "warning",
     level="run",
     effect="drafting costs time and saves no step",
-    fix="dflash eval-acceptance --draft DRAFT --target TARGET on your own prompts",
+    fix="dflash eval-acceptance --draft {draft} --target {target} on your own prompts",
     source="AEON-7#6",
 )
 def something_is_accepted(subject: Subject) -> Iterator[Problem]:
     """The draft predicts something under the reading its config states."""
     search = subject.search
-    if search is not None and search.acceptance_len < HOPELESS:
+    if search is not None and search.acceptance_len < NOTHING_ACCEPTED:
         yield Problem(
             CONFIG_FILE,
             f"{search.acceptance_len:.2f} tokens a step over {search.num_prompts} prompts, where 1 is none drafted",
         )
 
 
-def _better(subject: Subject, factor: str, place: str) -> Iterator[Problem]:
+def _better(subject: Subject, factor: str, location: str) -> Iterator[Problem]:
     """The reading that accepts most among those of one factor that are surely better than the config's."""
     search = subject.search
-    better = [item for item in search.outcomes if item.trial.factor == factor and item.is_better] if search else []
+    better = [item for item in search.results if item.reading.factor == factor and item.is_better] if search else []
     if search is None or not better:
         return
     best = max(better, key=lambda item: item.acceptance_len)
     interval = best.interval
     assert interval is not None
     yield Problem(
-        place,
-        f"{best.trial.name} accepts {best.acceptance_len:.2f} tokens a step, the config's reading "
+        location,
+        f"{best.reading.name} accepts {best.acceptance_len:.2f} tokens a step, the config's reading "
         f"{search.acceptance_len:.2f}: {best.difference:+.2f}, 95% interval {interval.low:+.2f} to "
         f"{interval.high:+.2f}, {search.num_prompts} prompts",
     )

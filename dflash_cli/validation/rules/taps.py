@@ -3,15 +3,17 @@
 from collections.abc import Iterator
 
 from dflash_cli.formats.native_fields import guess_taps
-from dflash_cli.validation.rule import TRY, Problem, Subject, check, is_int
+from dflash_cli.validation.rule import FIX_RUN_LEVEL, Problem, check
+from dflash_cli.validation.subject import Subject
+from dflash_runtime.json_values import is_int
 
-NORMALISE = "dflash convert DRAFT OUT --to native --normalise-taps"
+NORMALISE = "dflash convert {draft} {out} --to native --normalise-taps"
 
 
 @check(
     "C05",
     effect="engines guess the layers, and guess wrong for most published drafts",
-    fix="write the layers the draft was trained on, then dflash validate DRAFT --target TARGET --level run",
+    fix="write the layers the draft was trained on, then dflash validate {draft} --target {target} --level run",
     source="sgl-project/sglang#37475; z-lab/dflash#156, #157",
 )
 def taps_are_stated(subject: Subject) -> Iterator[Problem]:
@@ -21,15 +23,15 @@ def taps_are_stated(subject: Subject) -> Iterator[Problem]:
     """
     value = subject.stated(subject.tap_key)
     if value is None:
-        yield Problem(subject.tap_place, f"missing{_guess(subject)}", outcome="drops")
+        yield Problem(subject.tap_location, f"missing{_guess(subject)}", outcome="drops")
     elif subject.taps is None:
-        yield Problem(subject.tap_place, f"found {value!r}, expected a non-empty list of integers")
+        yield Problem(subject.tap_location, f"found {value!r}, expected a non-empty list of integers")
 
 
 @check(
     "C06",
     effect="engines stop, or never capture the layer",
-    fix="correct the list, or name the target it was made for: dflash validate DRAFT --target OTHER_TARGET",
+    fix="correct the list, or name the target it was made for: dflash validate {draft} --target OTHER_TARGET",
     source="charlie12345/ROCmFPX#44",
 )
 def taps_exist(subject: Subject) -> Iterator[Problem]:
@@ -40,7 +42,7 @@ def taps_exist(subject: Subject) -> Iterator[Problem]:
         if tap < 0 or (depth is not None and tap >= depth):
             limit = f"{shift}..{depth - 1 + shift}" if depth is not None else f"{shift} or more"
             hint = "; 0 is the embedding's output" if subject.is_speculators and tap == -1 else ""
-            yield Problem(f"{subject.tap_place}[{index}]", f"{tap + shift} is outside the target's {limit}{hint}")
+            yield Problem(f"{subject.tap_location}[{index}]", f"{tap + shift} is outside the target's {limit}{hint}")
 
 
 @check(
@@ -59,19 +61,19 @@ def taps_ascend(subject: Subject) -> Iterator[Problem]:
     taps = subject.taps or []
     if len(set(taps)) != len(taps):
         yield Problem(
-            subject.tap_place,
+            subject.tap_location,
             f"{subject.stated(subject.tap_key)} repeats a layer",
             effect="vLLM taps each layer once, so fc gets fewer features than it has columns",
             outcome="stops",
         )
     elif taps != sorted(taps):
-        yield Problem(subject.tap_place, f"{subject.stated(subject.tap_key)} does not ascend")
+        yield Problem(subject.tap_location, f"{subject.stated(subject.tap_key)} does not ascend")
 
 
 @check(
     "C08",
     effect="vLLM takes this list, other engines the other one",
-    fix=TRY,
+    fix=FIX_RUN_LEVEL,
     source="vllm-project/vllm#40727",
     outcome="drops",
 )
@@ -84,7 +86,7 @@ def tap_lists_agree(subject: Subject) -> Iterator[Problem]:
     expected = [tap + 1 for tap in subject.taps]
     if aux != expected:
         yield Problem(
-            subject.place(key), f"{aux}, expected {expected}: one more than the layers whose output is tapped"
+            subject.location(key), f"{aux}, expected {expected}: one more than the layers whose output is tapped"
         )
 
 
@@ -92,7 +94,7 @@ def tap_lists_agree(subject: Subject) -> Iterator[Problem]:
     "C09",
     "warning",
     effect="if the list was copied, every feature comes from one layer too early",
-    fix=TRY,
+    fix=FIX_RUN_LEVEL,
     source="vllm-project/vllm#40727 (acceptance 3.9, then 4.1 once it was fixed)",
 )
 def taps_were_shifted(subject: Subject) -> Iterator[Problem]:
@@ -107,7 +109,7 @@ def taps_were_shifted(subject: Subject) -> Iterator[Problem]:
     stated = [tap + 1 for tap in taps]
     if stated == guess_taps(depth, count) or stated == guess_taps(depth, len(taps)):
         yield Problem(
-            subject.tap_place,
+            subject.tap_location,
             f"{stated} is the usual native list for {depth} layers; this dialect would say {[i + 1 for i in stated]}",
         )
 
@@ -116,7 +118,7 @@ def taps_were_shifted(subject: Subject) -> Iterator[Problem]:
     "C45",
     "warning",
     effect="if the list was shifted, every feature comes from one layer too late",
-    fix=TRY,
+    fix=FIX_RUN_LEVEL,
     source="vllm-project/vllm#40727; microsoft/onnxruntime-genai#2538",
 )
 def taps_were_not_shifted(subject: Subject) -> Iterator[Problem]:
@@ -127,21 +129,21 @@ def taps_were_not_shifted(subject: Subject) -> Iterator[Problem]:
         return
     shifted = [tap - 1 for tap in taps]
     if len(taps) > 2 and shifted in (guess_taps(depth, count), guess_taps(depth, len(taps))):
-        yield Problem(subject.tap_place, f"{taps} is one more than the usual list for {depth} layers, {shifted}")
+        yield Problem(subject.tap_location, f"{taps} is one more than the usual list for {depth} layers, {shifted}")
 
 
 @check(
     "C10",
     "warning",
     effect="transformers hands out that layer normalised, vLLM and SGLang hand it out raw",
-    fix=TRY,
+    fix=FIX_RUN_LEVEL,
     source="XiaomiMiMo/MiMo-V2.5-Pro-FP4-DFlash; sgl-project/sglang#32204",
 )
 def last_layer_is_not_tapped(subject: Subject) -> Iterator[Problem]:
     """The last layer is not tapped: readers disagree on whether the final norm is applied to it."""
     depth = subject.num_target_layers
     if depth is not None and depth - 1 in (subject.taps or ()):
-        yield Problem(subject.tap_place, f"taps the last of {depth} layers")
+        yield Problem(subject.tap_location, f"taps the last of {depth} layers")
 
 
 def _guess(subject: Subject) -> str:

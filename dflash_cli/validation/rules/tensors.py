@@ -4,7 +4,8 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
-from dflash_cli.validation.rule import AGAIN, FIX_OUT, LOOK, Problem, Subject, check, is_int
+from dflash_cli.validation.rule import FIX_COPY, FIX_INSPECT, FIX_REEXPORT, Problem, check
+from dflash_cli.validation.subject import Subject
 from dflash_runtime.checkpoint.files import TensorInfo
 from dflash_runtime.checkpoint.layout import (
     DRAFT_TO_TARGET,
@@ -16,6 +17,7 @@ from dflash_runtime.checkpoint.layout import (
     layer_indices,
     owned_shapes,
 )
+from dflash_runtime.json_values import is_int
 
 WEIGHTS = "model.safetensors"
 PREFIXES = ("model.", "dflash_module.", "draft_model.", "encoder.")
@@ -35,9 +37,10 @@ EXPLAINED = (
 @check(
     "N01",
     effect="vLLM and SGLang load the rest and keep random values there",
-    fix=AGAIN,
+    fix=FIX_REEXPORT,
     source="vLLM 0.33.0 and SGLang 0.5.23 load_weights report no missing tensor",
     outcome="drops",
+    stops_runtime=True,
 )
 def every_tensor_is_there(subject: Subject) -> Iterator[Problem]:
     """No tensor is missing: 3, and 11 a layer, 15 with attention bias."""
@@ -53,8 +56,9 @@ def every_tensor_is_there(subject: Subject) -> Iterator[Problem]:
 @check(
     "N02",
     effect="engines stop at it, or leave out something the draft was trained with",
-    fix=LOOK,
+    fix=FIX_INSPECT,
     source="jundot/omlx#1299; charlie12345/ROCmFPX#44",
+    stops_runtime=True,
 )
 def no_tensor_is_unexpected(subject: Subject) -> Iterator[Problem]:
     """No tensor that DFlash does not have."""
@@ -81,7 +85,7 @@ def no_tensor_is_unexpected(subject: Subject) -> Iterator[Problem]:
 @check(
     "N03",
     effect="vLLM looks for model.model.* and stops",
-    fix=FIX_OUT,
+    fix=FIX_COPY,
     source="NVIDIA-NeMo/Automodel serve_vllm.py; vLLM 0.33.0 qwen3_dflash.py",
 )
 def names_are_flat(subject: Subject) -> Iterator[Problem]:
@@ -94,7 +98,7 @@ def names_are_flat(subject: Subject) -> Iterator[Problem]:
 @check(
     "N04",
     effect="loading stops at the shape, in vLLM only at the first forward",
-    fix=LOOK,
+    fix=FIX_INSPECT,
     source="vllm-project/vllm#48113, #42505, #42704",
 )
 def shapes_fit(subject: Subject) -> Iterator[Problem]:
@@ -114,7 +118,7 @@ def shapes_fit(subject: Subject) -> Iterator[Problem]:
 @check(
     "N05",
     effect="the first forward stops: the target's features have another width than fc reads",
-    fix="name the target it was made for: dflash validate DRAFT --target OTHER_TARGET",
+    fix="name the target it was made for: dflash validate {draft} --target OTHER_TARGET",
     source="vllm-project/vllm#48113",
 )
 def features_fit_the_target(subject: Subject) -> Iterator[Problem]:
@@ -133,9 +137,10 @@ def features_fit_the_target(subject: Subject) -> Iterator[Problem]:
 @check(
     "N06",
     effect="layers are left out, or keep random values",
-    fix=LOOK,
+    fix=FIX_INSPECT,
     source="vLLM 0.33.0 and SGLang 0.5.23 load_weights",
     outcome="drops",
+    stops_runtime=True,
 )
 def layers_are_counted(subject: Subject) -> Iterator[Problem]:
     """The layers in the file are 0 to num_hidden_layers - 1."""
@@ -150,9 +155,10 @@ def layers_are_counted(subject: Subject) -> Iterator[Problem]:
 @check(
     "N07",
     effect="a bias that the config does not call for is left out",
-    fix="set attention_bias to what the draft was trained with, then dflash validate DRAFT",
+    fix="set attention_bias to what the draft was trained with, then dflash validate {draft}",
     source="z-lab/gpt-oss-20b-DFlash",
     outcome="drops",
+    stops_runtime=True,
 )
 def biases_fit(subject: Subject) -> Iterator[Problem]:
     """Biases are there exactly where attention_bias says so, o_proj included."""
@@ -167,7 +173,7 @@ def biases_fit(subject: Subject) -> Iterator[Problem]:
 @check(
     "N08",
     effect="readers that look for q_proj, k_proj, v_proj, gate_proj and up_proj find none of them",
-    fix=FIX_OUT,
+    fix=FIX_COPY,
     source="poolside Laguna drafts; vLLM keeps weights so in memory",
 )
 def projections_are_apart(subject: Subject) -> Iterator[Problem]:
@@ -181,7 +187,7 @@ def projections_are_apart(subject: Subject) -> Iterator[Problem]:
     "N09",
     "warning",
     effect="loaders cast all of them to one type",
-    fix=AGAIN,
+    fix=FIX_REEXPORT,
     source="InternLM/lmdeploy#4991; vllm-project/vllm#55250",
 )
 def one_element_type(subject: Subject) -> Iterator[Problem]:
@@ -194,7 +200,7 @@ def one_element_type(subject: Subject) -> Iterator[Problem]:
             WEIGHTS,
             "float16 weights",
             effect="DFlash activations overflow float16: nearly nothing is accepted",
-            fix="export in bfloat16, then dflash validate OUT",
+            fix="export in bfloat16, then dflash validate {draft}",
             severity="error",
             outcome="drops",
         )
@@ -204,7 +210,7 @@ def one_element_type(subject: Subject) -> Iterator[Problem]:
     "N10",
     "warning",
     effect="loaders that trust the config cast the weights",
-    fix=FIX_OUT,
+    fix=FIX_COPY,
     source="transformers from_pretrained dtype=auto",
 )
 def dtype_is_told_truly(subject: Subject) -> Iterator[Problem]:
@@ -212,13 +218,13 @@ def dtype_is_told_truly(subject: Subject) -> Iterator[Problem]:
     stated = subject.body.get("dtype") or subject.body.get("torch_dtype") or subject.config.get("dtype")
     kinds = {info.dtype for info in _body_tensors(subject).values()} & FLOATS
     if isinstance(stated, str) and stated in STORED_AS and kinds and STORED_AS[stated] not in kinds:
-        yield Problem(subject.body_place("dtype"), f"{stated}, but the weights are {'/'.join(sorted(kinds))}")
+        yield Problem(subject.body_location("dtype"), f"{stated}, but the weights are {'/'.join(sorted(kinds))}")
 
 
 @check(
     "N11",
     effect="readers take packed numbers for plain ones",
-    fix="serve it with the engine it was packed for; dflash inspect DRAFT --tensors",
+    fix="serve it with the engine it was packed for; dflash inspect {draft} --tensors",
     source="nvidia Nemotron 3.5 NVFP4 draft; sgl-project/sglang#39087",
 )
 def weights_are_plain(subject: Subject) -> Iterator[Problem]:
@@ -228,7 +234,7 @@ def weights_are_plain(subject: Subject) -> Iterator[Problem]:
     )
     if _states_packing(subject):
         yield Problem(
-            subject.place("quantization_config"),
+            subject.location("quantization_config"),
             "quantised weights",
             effect="names and shapes are the packer's own: they are not judged here, and this tool does not run them",
             severity="warning",
@@ -242,7 +248,7 @@ def weights_are_plain(subject: Subject) -> Iterator[Problem]:
     "N15",
     "warning",
     effect="vLLM and SGLang use it; readers that take the mask token's own row draft worse",
-    fix="serve it with vLLM or SGLang: dflash launch DRAFT --target TARGET --engine vllm",
+    fix="serve it with vLLM or SGLang: dflash serve-command {draft} --target {target} --engine vllm",
     source="vllm-project/vllm#46104; XiaomiMiMo/MiMo-V2.5-Pro-FP4-DFlash",
 )
 def no_mask_embedding(subject: Subject) -> Iterator[Problem]:

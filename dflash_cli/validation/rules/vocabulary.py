@@ -2,33 +2,29 @@
 
 from collections.abc import Iterator
 
-from dflash_cli.validation.rule import AGAIN, FIX_OUT, LOOK, Problem, Severity, Subject, check, is_int
+from dflash_cli.validation.rule import FIX_INSPECT, FIX_REEXPORT, Problem, Severity, check
 from dflash_cli.validation.rules.tensors import WEIGHTS
+from dflash_cli.validation.subject import Subject
 from dflash_runtime.checkpoint.layout import DRAFT_TO_TARGET, EMBEDDING, HEAD, TARGET_TO_DRAFT
-
-
-def sizes(subject: Subject) -> tuple[int, int] | None:
-    """The draft's and the target's vocabulary, where both can be told."""
-    vocab = subject.body.get("vocab_size")
-    reduced = subject.config.get("draft_vocab_size", vocab)
-    return (reduced, vocab) if is_int(reduced) and is_int(vocab) else None
+from dflash_runtime.json_values import is_int
 
 
 @check(
     "M01",
     effect="vLLM takes zeros for the map: draft id j is then proposed as target id j",
-    fix=AGAIN,
+    fix=FIX_REEXPORT,
     source="vLLM 0.33.0 qwen3_dflash.py; vllm-project/vllm#46435",
     outcome="drops",
+    stops_runtime=True,
 )
 def reduced_vocabulary_has_its_map(subject: Subject) -> Iterator[Problem]:
     """A reduced vocabulary has d2t and a head of its own."""
-    found = sizes(subject)
+    found = subject.vocabulary_sizes
     if found is None or subject.tensors is None:
         return
     reduced, vocab = found
     if reduced > vocab:
-        yield Problem(subject.place("draft_vocab_size"), f"{reduced} is more than the target's {vocab}")
+        yield Problem(subject.location("draft_vocab_size"), f"{reduced} is more than the target's {vocab}")
     if reduced >= vocab:
         return
     for name, effect in (
@@ -47,30 +43,10 @@ def reduced_vocabulary_has_its_map(subject: Subject) -> Iterator[Problem]:
         )
 
 
-@check(
-    "M02",
-    effect="vLLM has nowhere to load it and stops",
-    fix=FIX_OUT,
-    source="vLLM 0.33.0 models/utils.py",
-    engines=("vllm",),
-)
-def full_vocabulary_has_no_map(subject: Subject) -> Iterator[Problem]:
-    """A full vocabulary has no d2t."""
-    found = sizes(subject)
-    if found is None or subject.tensors is None or found[0] != found[1]:
-        return
-    if DRAFT_TO_TARGET in subject.tensors:
-        yield Problem(
-            f"{WEIGHTS}:{DRAFT_TO_TARGET}",
-            f"present, though draft_vocab_size is the whole vocabulary of {found[1]}",
-            severity=subject.severity_for("vllm"),
-        )
-
-
-@check("M03", effect="loading stops at the shape", fix=LOOK, source="speculators 0.9.0 models/dflash/core.py")
+@check("M03", effect="loading stops at the shape", fix=FIX_INSPECT, source="speculators 0.9.0 models/dflash/core.py")
 def map_shapes_fit(subject: Subject) -> Iterator[Problem]:
     """d2t, t2d, head and embedding have the vocabularies' sizes."""
-    found, hidden = sizes(subject), subject.body.get("hidden_size")
+    found, hidden = subject.vocabulary_sizes, subject.body.get("hidden_size")
     if found is None or subject.tensors is None or not is_int(hidden):
         return
     reduced, vocab = found
@@ -90,7 +66,7 @@ def map_shapes_fit(subject: Subject) -> Iterator[Problem]:
     "M04",
     "warning",
     effect="readers that index with it cast it first, or stop",
-    fix=AGAIN,
+    fix=FIX_REEXPORT,
     source="speculators 0.9.0 train/vocab_mapping.py",
 )
 def map_types_fit(subject: Subject) -> Iterator[Problem]:

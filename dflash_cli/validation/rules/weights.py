@@ -4,10 +4,14 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from dflash_cli.checkpoints.opening import open_draft
-from dflash_cli.conversion.target_copies import find_difference
-from dflash_cli.validation.rule import AGAIN, PAIR, TRY, Problem, Severity, Subject, check, is_int
+from dflash_cli.checkpoints.target_copies import find_difference
+from dflash_cli.validation.rule import FIX_OTHER_TARGET, FIX_REEXPORT, FIX_RUN_LEVEL, Problem, Severity, check
 from dflash_cli.validation.rules.tensors import FLOATS, WEIGHTS
+from dflash_cli.validation.subject import Subject
 from dflash_runtime.checkpoint.layout import DRAFT_TO_TARGET, EMBEDDING, HEAD, TARGET_TO_DRAFT
+from dflash_runtime.checkpoint.pair import TargetSource
+from dflash_runtime.errors import CheckpointError
+from dflash_runtime.json_values import is_int
 
 if TYPE_CHECKING:
     import torch
@@ -22,24 +26,25 @@ HEADROOM = 1 / 8
     "N13",
     level="weights",
     effect="every text drafted with it is noise, or NaN",
-    fix=AGAIN,
+    fix=FIX_REEXPORT,
     source="vllm-project/vllm#55294; speculators 0.9 NaN initialisation",
     outcome="drops",
+    stops_runtime=True,
 )
 def values_are_sane(subject: Subject) -> Iterator[Problem]:
     """No NaN or infinity, no tensor of zeros only, no norm weight near zero."""
     import torch
 
     for name, tensor in _floats(subject):
-        place = f"{WEIGHTS}:{name}"
+        location = f"{WEIGHTS}:{name}"
         finite = torch.isfinite(tensor)
         if not bool(finite.all()):
-            yield Problem(place, f"{int((~finite).sum())} values are NaN or infinite")
+            yield Problem(location, f"{int((~finite).sum())} values are NaN or infinite")
         elif not bool(tensor.any()):
             severity: Severity = "warning" if name.endswith(".bias") else "error"
-            yield Problem(place, "every value is zero", severity=severity)
+            yield Problem(location, "every value is zero", severity=severity)
         elif "norm" in name and float(tensor.abs().max()) < NORM_LIMIT:
-            yield Problem(place, f"no value reaches {NORM_LIMIT:g}", severity="warning")
+            yield Problem(location, f"no value reaches {NORM_LIMIT:g}", severity="warning")
 
 
 @check(
@@ -47,7 +52,7 @@ def values_are_sane(subject: Subject) -> Iterator[Problem]:
     "warning",
     level="weights",
     effect="the tap has no effect, though the target's layer is captured for it",
-    fix=TRY,
+    fix=FIX_RUN_LEVEL,
     source="speculators converter slices fc by taps",
 )
 def every_tap_is_used(subject: Subject) -> Iterator[Problem]:
@@ -65,7 +70,7 @@ def every_tap_is_used(subject: Subject) -> Iterator[Problem]:
     "warning",
     level="weights",
     effect="one layer was written twice, or never trained",
-    fix=AGAIN,
+    fix=FIX_REEXPORT,
     source="copying faults in exporters",
 )
 def layers_differ(subject: Subject) -> Iterator[Problem]:
@@ -86,7 +91,7 @@ def layers_differ(subject: Subject) -> Iterator[Problem]:
     "warning",
     level="weights",
     effect="served in float16 its activations overflow",
-    fix="serve it in bfloat16: dflash launch DRAFT --target TARGET --engine vllm",
+    fix="serve it in bfloat16: dflash serve-command {draft} --target {target} --engine vllm",
     source="vllm-project/vllm#55250; InternLM/lmdeploy#4991",
 )
 def values_fit_float16(subject: Subject) -> Iterator[Problem]:
@@ -102,7 +107,7 @@ def values_fit_float16(subject: Subject) -> Iterator[Problem]:
     "warning",
     level="weights",
     effect="the tensor was never trained, or was lost on the way",
-    fix=AGAIN,
+    fix=FIX_REEXPORT,
     source="initial values of torch.nn modules",
 )
 def values_vary(subject: Subject) -> Iterator[Problem]:
@@ -117,7 +122,7 @@ def values_vary(subject: Subject) -> Iterator[Problem]:
     "M05",
     level="weights",
     effect="the map and the mask tell of different vocabularies",
-    fix=AGAIN,
+    fix=FIX_REEXPORT,
     source="speculators 0.9.0 train/vocab_mapping.py",
     outcome="drops",
 )
@@ -133,9 +138,10 @@ def mask_counts_the_vocabulary(subject: Subject) -> Iterator[Problem]:
     "M06",
     level="weights",
     effect="the head's rows are proposed as other tokens",
-    fix=AGAIN,
+    fix=FIX_REEXPORT,
     source="speculators 0.9.0 train/vocab_mapping.py; vLLM 0.33.0 qwen3_dflash.py",
     outcome="drops",
+    stops_runtime=True,
 )
 def map_is_a_map(subject: Subject) -> Iterator[Problem]:
     """j + d2t[j] ascends inside the target's vocabulary and names the ids that t2d marks.
@@ -148,27 +154,27 @@ def map_is_a_map(subject: Subject) -> Iterator[Problem]:
     offsets, vocab = _offsets(subject), subject.body.get("vocab_size")
     if offsets is None or not is_int(vocab) or not len(offsets):
         return
-    place = f"{WEIGHTS}:{DRAFT_TO_TARGET}"
+    location = f"{WEIGHTS}:{DRAFT_TO_TARGET}"
     ids = torch.arange(len(offsets)) + offsets
     steps = ids[1:] > ids[:-1]
     if int(ids.min()) < 0 or int(ids.max()) >= vocab:
         ascending = bool((offsets[1:] > offsets[:-1]).all()) and int(offsets.max()) < vocab
         guess = "; the values themselves ascend: they look like ids, where offsets are expected" if ascending else ""
-        yield Problem(place, f"maps to {int(ids.min())}..{int(ids.max())}, outside the target's {vocab} ids{guess}")
+        yield Problem(location, f"maps to {int(ids.min())}..{int(ids.max())}, outside the target's {vocab} ids{guess}")
     elif not bool(steps.all()):
-        yield Problem(place, f"{int((~steps).sum())} ids do not ascend")
+        yield Problem(location, f"{int((~steps).sum())} ids do not ascend")
     else:
         mask = _load(subject, TARGET_TO_DRAFT)
         marked = mask.bool().nonzero().flatten() if mask is not None and mask.dim() == 1 else None
         if marked is not None and not torch.equal(marked, ids):
-            yield Problem(place, "names other ids than t2d marks", effect="the head's rows belong to other tokens")
+            yield Problem(location, "names other ids than t2d marks", effect="the head's rows belong to other tokens")
 
 
 @check(
     "M07",
     level="weights",
     effect="right only if the vocabulary was cut like that",
-    fix=AGAIN,
+    fix=FIX_REEXPORT,
     source="vLLM 0.33.0 qwen3_dflash.py fills a missing map with zeros",
     outcome="drops",
 )
@@ -184,7 +190,7 @@ def map_is_not_empty(subject: Subject) -> Iterator[Problem]:
     "info",
     level="weights",
     effect="a row of the head is spent on a token that is never wanted",
-    fix=AGAIN,
+    fix=FIX_REEXPORT,
     source="speculators 0.9.0 train/vocab_mapping.py",
 )
 def mask_is_not_proposed(subject: Subject) -> Iterator[Problem]:
@@ -199,7 +205,7 @@ def mask_is_not_proposed(subject: Subject) -> Iterator[Problem]:
     "warning",
     level="weights",
     effect="the end of a text is never drafted",
-    fix=AGAIN,
+    fix=FIX_REEXPORT,
     source="speculators 0.9.0 train/vocab_mapping.py keeps frequent tokens only",
 )
 def stop_tokens_can_be_drafted(subject: Subject) -> Iterator[Problem]:
@@ -218,13 +224,13 @@ def stop_tokens_can_be_drafted(subject: Subject) -> Iterator[Problem]:
     "warning",
     level="weights",
     effect="trained for another target, or a head that was trained on",
-    fix=PAIR,
+    fix=FIX_OTHER_TARGET,
     source="speculators keeps head and embedding frozen from 0.5 to 0.9; sgl-project/SpecForge#800",
 )
 def copies_are_the_targets(subject: Subject) -> Iterator[Problem]:
     """Head and embedding hold the target's rows."""
     target, checkpoint = subject.target_source, subject.checkpoint
-    if target is None or subject.reading is None or checkpoint is None:
+    if target is None or subject.parsed is None or checkpoint is None or not _has_weights(target):
         return
     draft = open_draft(checkpoint)
     for name in (HEAD, EMBEDDING):
@@ -237,7 +243,7 @@ def copies_are_the_targets(subject: Subject) -> Iterator[Problem]:
     "M11",
     level="weights",
     effect="two rows of the head compete for one token, and another token has none",
-    fix=AGAIN,
+    fix=FIX_REEXPORT,
     source="vLLM 0.33.0 qwen3_dflash.py scatters logits by the map",
     outcome="drops",
 )
@@ -250,6 +256,14 @@ def map_names_each_id_once(subject: Subject) -> Iterator[Problem]:
     repeats = len(ids) - len(set(ids))
     if repeats:
         yield Problem(f"{WEIGHTS}:{DRAFT_TO_TARGET}", f"{repeats} target ids are named more than once")
+
+
+def _has_weights(target: TargetSource) -> bool:
+    """Whether the target's weights are here; of one on the hub there may be headers alone, or no more than a config."""
+    try:
+        return all(info.file.is_file() for info in target.checkpoint.tensors.values())
+    except CheckpointError:
+        return False
 
 
 def _floats(subject: Subject) -> "Iterator[tuple[str, torch.Tensor]]":

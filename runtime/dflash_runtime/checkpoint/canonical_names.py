@@ -5,11 +5,13 @@ decoded to make the view. A conversion copies those ranges, the runtime loads th
 """
 
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dflash_runtime.checkpoint.files import Checkpoint, TensorInfo
-from dflash_runtime.checkpoint.layout import PACKED, PACKED_DTYPES, StoredRows, locate_tensors
+from dflash_runtime.checkpoint.layout import PACKED, PACKED_DTYPES, StoredRows, find_stored_rows
 from dflash_runtime.config import DraftConfig
+from dflash_runtime.errors import UnsupportedError
 
 if TYPE_CHECKING:
     import torch
@@ -22,7 +24,7 @@ class CanonicalCheckpoint(Checkpoint):
     """A view on `stored`. Packed weights keep their own names and shapes, so for them `config` is None.
 
     Raises, from `tensors` on:
-        CheckpointError, TensorMismatch: see `layout.locate_tensors`.
+        CheckpointError, TensorMismatch: see `layout.find_stored_rows`.
     """
 
     def __init__(self, stored: Checkpoint, config: DraftConfig | None) -> None:
@@ -31,7 +33,7 @@ class CanonicalCheckpoint(Checkpoint):
         self.config = stored.config
         self._config = config
         self._tensors = None
-        self._places: dict[str, StoredRows] = {}
+        self._stored_rows: dict[str, StoredRows] = {}
 
     @property
     def tensors(self) -> dict[str, TensorInfo]:
@@ -39,24 +41,24 @@ class CanonicalCheckpoint(Checkpoint):
         if self._tensors is None:
             stored = self.stored.tensors
             if self._config is None:
-                self._places = {name: StoredRows(name) for name in stored}
+                self._stored_rows = {name: StoredRows(name) for name in stored}
             else:
                 shapes = {name: info.shape for name, info in stored.items()}
-                self._places = locate_tensors(self._config, shapes, path=self.path)
-            self._tensors = {name: _slice(name, stored[at.stored], at.rows) for name, at in self._places.items()}
+                self._stored_rows = find_stored_rows(self._config, shapes, path=self.path)
+            self._tensors = {name: _slice(name, stored[at.stored], at.rows) for name, at in self._stored_rows.items()}
         return self._tensors
 
-    def place(self, name: str) -> StoredRows:
-        return self._places[self.tensors[name].name]
+    def stored_rows(self, name: str) -> StoredRows:
+        return self._stored_rows[self.tensors[name].name]
 
     def _read(self, reader: Any, name: str) -> "torch.Tensor":
-        place = self.place(name)
+        at = self.stored_rows(name)
         tensor: torch.Tensor
-        if place.rows is None:
-            tensor = reader.get_tensor(place.stored)
+        if at.rows is None:
+            tensor = reader.get_tensor(at.stored)
         else:
-            begin, end = place.rows
-            tensor = reader.get_slice(place.stored)[begin:end]
+            begin, end = at.rows
+            tensor = reader.get_slice(at.stored)[begin:end]
         return tensor
 
 
@@ -74,6 +76,19 @@ def find_quantization(stored: Checkpoint) -> str | None:
         if info.dtype in PACKED_DTYPES and len(info.shape) > 1:
             return f"{name} is {info.dtype}"
     return None
+
+
+def refuse_packed(path: Path, quantization: str | None) -> None:
+    """Refuse to run packed weights; `quantization` is what `find_quantization` says.
+
+    Raises:
+        UnsupportedError: the weights are packed.
+    """
+    if quantization is not None:
+        raise UnsupportedError(
+            f"{path}: quantised weights ({quantization}), which this runtime does not run",
+            hint="dflash convert copies them as they are; run the draft in the engine they were packed for",
+        )
 
 
 def _slice(name: str, info: TensorInfo, rows: tuple[int, int] | None) -> TensorInfo:

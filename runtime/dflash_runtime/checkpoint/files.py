@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from dflash_runtime.checkpoint.gguf import refuse_gguf
 from dflash_runtime.checkpoint.layout import StoredRows
 from dflash_runtime.errors import CheckpointError, CheckpointNotFound, TensorMismatch
+from dflash_runtime.json_values import is_int
 
 if TYPE_CHECKING:
     import torch
@@ -101,7 +102,7 @@ class Checkpoint:
         """The safetensors files that hold tensors, in order of name."""
         return sorted({info.file for info in self.tensors.values()})
 
-    def place(self, name: str) -> StoredRows:
+    def stored_rows(self, name: str) -> StoredRows:
         """Where a tensor lies, by the names its file uses."""
         return StoredRows(self.tensors[name].name)
 
@@ -250,9 +251,7 @@ def _check_coverage(infos: Mapping[str, TensorInfo], file: Path, base: int, size
 
 
 def _is_count_list(value: Any) -> bool:
-    return isinstance(value, list) and all(
-        isinstance(item, int) and not isinstance(item, bool) and 0 <= item < 2**63 for item in value
-    )
+    return isinstance(value, list) and all(is_int(item) and 0 <= item < 2**63 for item in value)
 
 
 def _read_all_headers(path: Path) -> dict[str, TensorInfo]:

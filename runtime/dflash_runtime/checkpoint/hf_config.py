@@ -10,6 +10,7 @@ from typing import Any
 
 from dflash_runtime.config import RopeConfig, TargetConfig
 from dflash_runtime.errors import MISSING, InvalidConfig
+from dflash_runtime.json_values import is_int, is_number
 
 FULL = "full_attention"
 SLIDING = "sliding_attention"
@@ -115,7 +116,7 @@ def read_windows(config: Mapping[str, Any], num_layers: int, path: Path) -> tupl
     if SLIDING not in layer_types:
         return (None,) * num_layers
     window = config.get("sliding_window")
-    if not isinstance(window, int) or isinstance(window, bool) or window < 1:
+    if not is_int(window) or window < 1:
         raise InvalidConfig("sliding_window", window, "a positive integer for the sliding layers", path=path)
     if config.get("use_sliding_window") is False:
         raise InvalidConfig("use_sliding_window", False, "true, since layer_types has sliding layers", path=path)
@@ -127,13 +128,13 @@ def read_token_ids(value: Any) -> tuple[int, ...]:
     if value is None:
         return ()
     ids = value if isinstance(value, list) else [value]
-    return tuple(item for item in ids if isinstance(item, int) and not isinstance(item, bool))
+    return tuple(item for item in ids if is_int(item))
 
 
 def require_int(config: Mapping[str, Any], key: str, path: Path) -> int:
     """An integer that must be stated."""
     value = config.get(key, MISSING)
-    if not isinstance(value, int) or isinstance(value, bool):
+    if not is_int(value):
         raise InvalidConfig(key, value, "an integer", path=path)
     return value
 
@@ -151,7 +152,7 @@ def _optional(config: Mapping[str, Any], key: str, kind: type, path: Path) -> An
 
 
 def _number(value: Any, key: str, path: Path) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool):
+    if not is_number(value):
         raise InvalidConfig(key, value, "a number", path=path)
     return value
 

@@ -50,8 +50,8 @@ class StoredRows:
 
 
 @dataclass(frozen=True, slots=True)
-class TensorPlan:
-    """What to do with each tensor of a file: `load` it, or `skip` it by name."""
+class TensorSelection:
+    """Which tensors of a file a draft owns, `load`, and which it does not, `skip`."""
 
     load: tuple[str, ...]
     skip: tuple[str, ...]
@@ -88,7 +88,7 @@ def canonical_name(stored: str) -> str:
     return name if alias is None else ALIASES[alias] + name.removeprefix(alias)
 
 
-def locate_tensors(config: DraftConfig, stored: Shapes, *, path: object = None) -> dict[str, StoredRows]:
+def find_stored_rows(config: DraftConfig, stored: Shapes, *, path: object = None) -> dict[str, StoredRows]:
     """Where each canonical tensor lies in a file whose names may be prefixed and whose projections may be fused.
 
     Raises:
@@ -104,17 +104,16 @@ def locate_tensors(config: DraftConfig, stored: Shapes, *, path: object = None) 
     return found
 
 
-def plan_tensors(config: DraftConfig, found: Shapes, *, path: object = None) -> TensorPlan:
-    """Match a file's tensors with what the config calls for.
+def select_tensors(expected: Shapes, found: Shapes, *, path: object = None) -> TensorSelection:
+    """Match a file's tensors with those a draft must have.
 
     Raises:
         TensorMismatch: listing every missing, unexpected and misshapen tensor at once.
     """
-    expected = owned_shapes(config)
     missing, unexpected, wrong = compare_tensors(expected, found)
     if missing or unexpected or wrong:
         raise TensorMismatch(missing=missing, unexpected=unexpected, wrong=wrong, path=path)
-    return TensorPlan(load=tuple(expected), skip=tuple(name for name in found if name not in expected))
+    return TensorSelection(load=tuple(expected), skip=tuple(name for name in found if name not in expected))
 
 
 def compare_tensors(expected: Shapes, found: Shapes) -> tuple[list[str], list[str], dict[str, tuple[str, str]]]:

@@ -1,10 +1,13 @@
 """A draft and a target as the runtime takes them, and whether they fit each other. Needs no torch."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 from dflash_runtime.checkpoint.files import Checkpoint
 from dflash_runtime.config import DraftConfig, TargetConfig
 from dflash_runtime.errors import PairMismatch
+from dflash_runtime.json_values import is_int
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +18,16 @@ class DraftSource:
     checkpoint: Checkpoint
 
 
+class DraftLike(Protocol):
+    """Whatever has a draft's canonical config and its checkpoint: a `DraftSource`, or what opened the files."""
+
+    @property
+    def config(self) -> DraftConfig: ...
+
+    @property
+    def checkpoint(self) -> Checkpoint: ...
+
+
 @dataclass(frozen=True, slots=True)
 class TargetSource:
     """A target's config and the checkpoint that holds its tensors."""
@@ -23,81 +36,86 @@ class TargetSource:
     checkpoint: Checkpoint
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetExpectations:
+    """What a draft states of the target it was made for, None where it states nothing.
+
+    Values come from a config that may be broken, so they may be of any type; what is no integer is left to whoever
+    checks the config itself, but for the two numbers that are compared as they are: `vocab_size` and
+    `num_target_layers`. `target_layer_ids` are layers whose output is tapped, from 0.
+    """
+
+    hidden_size: object
+    target_hidden_size: object
+    vocab_size: object
+    mask_token_id: object
+    target_layer_ids: tuple[int, ...]
+    num_target_layers: object
+
+    @classmethod
+    def of(cls, draft: DraftConfig) -> "TargetExpectations":
+        """Those of a draft that was read."""
+        return cls(
+            hidden_size=draft.hidden_size,
+            target_hidden_size=draft.target_hidden_size,
+            vocab_size=draft.vocab_size,
+            mask_token_id=draft.mask_token_id,
+            target_layer_ids=draft.target_layer_ids,
+            num_target_layers=draft.num_target_layers,
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Misfit:
-    """One way in which a draft does not fit a target. `check` is the id of the rule in `dflash validate`."""
+    """One way in which a draft does not fit a target: the field of the draft, its value, and what the target is."""
 
-    check: str
     field: str
-    message: str
+    found: str
+    target: str
+
+    def __str__(self) -> str:
+        return f"{self.field} {self.found}, {self.target}"
 
 
-def find_misfits(draft: DraftConfig, target: TargetConfig) -> list[Misfit]:
-    """Every way in which the draft cannot have been made for this target; empty where they fit."""
-    misfits = []
-    if draft.feature_size != target.hidden_size:
-        misfits.append(
-            Misfit(
-                "P01",
-                "hidden_size",
-                f"the draft reads features {draft.feature_size} wide, the target's hidden_size is {target.hidden_size}",
-            )
+def find_misfits(draft: TargetExpectations, target: TargetConfig) -> Iterator[Misfit]:
+    """Every way in which the draft cannot have been made for this target."""
+    yield from _width_misfits(draft, target)
+    if draft.vocab_size is not None and draft.vocab_size != target.vocab_size:
+        yield Misfit("vocab_size", repr(draft.vocab_size), f"the target's is {target.vocab_size}")
+    if is_int(draft.mask_token_id) and draft.mask_token_id >= target.vocab_size:
+        yield Misfit(
+            "mask_token_id", str(draft.mask_token_id), f"which is outside the target's {target.vocab_size} embeddings"
         )
-    elif draft.hidden_size != target.hidden_size:
-        misfits.append(
-            Misfit(
-                "P01",
-                "hidden_size",
-                f"the draft's hidden_size is {draft.hidden_size}, but it borrows an embedding and a head "
-                f"{target.hidden_size} wide",
-            )
+    highest = max(draft.target_layer_ids, default=-1)
+    if highest >= target.num_layers:
+        yield Misfit(
+            "target_layer_ids", f"taps layer {highest} (from 0)", f"the target has layers 0..{target.num_layers - 1}"
         )
-    if draft.vocab_size != target.vocab_size:
-        misfits.append(
-            Misfit(
-                "P02",
-                "vocab_size",
-                f"the draft's vocab_size is {draft.vocab_size}, the target's is {target.vocab_size}",
-            )
-        )
-    if draft.mask_token_id >= target.vocab_size:
-        misfits.append(
-            Misfit(
-                "P03",
-                "mask_token_id",
-                f"mask_token_id {draft.mask_token_id} is outside the target's {target.vocab_size} embeddings",
-            )
-        )
-    if max(draft.target_layer_ids) >= target.num_layers:
-        misfits.append(
-            Misfit(
-                "P06",
-                "target_layer_ids",
-                f"layer {max(draft.target_layer_ids)} is tapped, the target has layers 0..{target.num_layers - 1}",
-            )
-        )
-    if draft.num_target_layers not in (None, target.num_layers):
-        misfits.append(
-            Misfit(
-                "C11",
-                "num_target_layers",
-                f"the draft was made for a target of {draft.num_target_layers} layers, this one has "
-                f"{target.num_layers}",
-            )
-        )
-    return misfits
+    if draft.num_target_layers is not None and draft.num_target_layers != target.num_layers:
+        yield Misfit("num_target_layers", repr(draft.num_target_layers), f"the target has {target.num_layers} layers")
 
 
-def check_pair(draft: DraftSource, target: TargetSource) -> None:
+def _width_misfits(draft: TargetExpectations, target: TargetConfig) -> Iterator[Misfit]:
+    """The draft reads the target's hidden states, and borrows its embedding and head."""
+    stated, width = draft.target_hidden_size, draft.hidden_size
+    if not is_int(width):
+        return
+    if is_int(stated) and stated != target.hidden_size:
+        yield Misfit("target_hidden_size", str(stated), f"the target's hidden_size is {target.hidden_size}")
+    elif width != target.hidden_size:
+        yield Misfit("hidden_size", str(width), f"the target's is {target.hidden_size}")
+
+
+def check_pair(draft: DraftLike, target: TargetSource) -> None:
     """Refuse a draft that was not made for this target.
 
     Raises:
         PairMismatch: naming every misfit.
     """
-    misfits = find_misfits(draft.config, target.config)
+    misfits = list(find_misfits(TargetExpectations.of(draft.config), target.config))
     if misfits:
         raise PairMismatch(
-            f"does not fit the target {target.checkpoint.path}: {'; '.join(misfit.message for misfit in misfits)}",
+            f"does not fit the target {target.checkpoint.path}: {'; '.join(map(str, misfits))}",
             path=draft.checkpoint.path,
             hint="pass the target this draft was trained for with --target",
         )

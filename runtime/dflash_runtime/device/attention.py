@@ -1,8 +1,8 @@
 """What each attention backend can do, and whether a pair asks for more.
 
-A backend is a set of kernels. Its row in `BACKENDS` is a promise; a checkpoint that needs something else is refused
-when the engine starts, never served with another mask. What a causal-only backend can serve, a causal draft included,
-it does serve.
+A backend is a set of kernels, and its entry in `BACKENDS` says which attention it computes. A checkpoint that needs
+another kind is refused before it is loaded, never served with another mask. Only the layers' own needs are asked: a
+causal draft runs on a backend that is causal only.
 """
 
 from collections.abc import Mapping

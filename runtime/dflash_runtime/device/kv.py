@@ -14,23 +14,18 @@ from torch import Tensor
 
 from dflash_kernels.suite import Kernels
 from dflash_runtime.config import DraftConfig, TargetConfig
+from dflash_runtime.models.placement import Placement
 
 
 class KVCache:
     """Keys and values of every layer, [L, S, KV, D] each, with slots `page * page_size + offset`."""
 
     def __init__(
-        self,
-        config: TargetConfig | DraftConfig,
-        num_pages: int,
-        page_size: int,
-        device: torch.device,
-        dtype: torch.dtype,
+        self, config: TargetConfig | DraftConfig, num_pages: int, page_size: int, placement: Placement
     ) -> None:
         shape = (config.num_layers, num_pages * page_size, config.num_kv_heads, config.head_dim)
         self.page_size = page_size
-        self.keys = torch.zeros(shape, device=device, dtype=dtype)
-        self.values = torch.zeros(shape, device=device, dtype=dtype)
+        self.keys, self.values = (torch.zeros(shape, device=placement.device, dtype=placement.dtype) for _ in range(2))
 
 
 def bytes_per_token(config: TargetConfig | DraftConfig, dtype: torch.dtype) -> int:
@@ -52,6 +47,20 @@ class PagedAttention:
     causal: tuple[bool, ...]
     windows: tuple[int | None, ...]
     slots: Tensor | None = None
+
+    @classmethod
+    def in_order(
+        cls,
+        kernels: Kernels,
+        cache: KVCache,
+        context_len: int,
+        causal: tuple[bool, ...],
+        windows: tuple[int | None, ...],
+    ) -> "PagedAttention":
+        """For one request whose context lies in the cache's first pages, in order; its block is not stored."""
+        num_pages = max(1, -(-context_len // cache.page_size))
+        table = torch.arange(num_pages, device=cache.keys.device)[None]
+        return cls(kernels, cache, table, table.new_full((1,), context_len), causal, windows)
 
     def __call__(self, layer: int, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """[T, H, D], [T, KV, D] twice -> [T, H, D]."""

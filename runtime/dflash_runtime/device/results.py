@@ -1,9 +1,11 @@
-"""What a launched step gave, on its way back to the host.
+"""The results of a step on their way back to the host.
 
-Each step packs its results into one small tensor and copies it to pinned memory behind its own work. Reading waits for
-that copy alone, one or two steps after the launch, so the device always has work queued.
+Each step packs its results into one small tensor and queues a copy of it to pinned memory behind its own work. Reading
+waits for that copy alone. The engine reads the oldest step only after queueing later ones, so the device always has
+work; a result may therefore be that of a request which has ended meanwhile, and carries the generation number by which
+the scheduler tells.
 
-Columns of a packed row: kept, accepted, drafted (0 or 1), done (0 or 1), generation, N tokens, N - 1 drafts.
+Axis letters: R requests, N block rows.
 """
 
 from collections.abc import Sequence
@@ -16,26 +18,38 @@ from dflash_runtime.scheduling.batch import StepOutput
 from dflash_runtime.scheduling.request import Request
 
 NUM_FIELDS = 5
+"""Columns of a packed row before its token ids."""
 
 
-def pack(
-    kept: Tensor, accepted: Tensor, drafted: Tensor, done: Tensor, generations: Tensor, tokens: Tensor, drafts: Tensor
-) -> Tensor:
-    """[R] five times, tokens [R, N], drafts [R, N - 1] -> [R, 5 + 2N - 1] int64."""
-    fields = torch.stack((kept, accepted, drafted.to(torch.int64), done.to(torch.int64), generations), dim=1)
-    return torch.cat((fields, tokens, drafts), dim=1)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResults:
+    """What one forward decided, on the device."""
+
+    num_committed: Tensor  # [R]
+    num_accepted: Tensor  # [R]
+    is_drafting: Tensor  # [R] bool, or 0
+    is_done: Tensor  # [R] bool
+    generations: Tensor  # [R]
+    token_ids: Tensor  # [R, N], the first `num_committed` of which count
+    draft_ids: Tensor  # [R, N - 1]
+
+    def pack(self) -> Tensor:
+        """One row a request, fields first: [R, NUM_FIELDS + 2N - 1] int64."""
+        fields = (self.num_committed, self.num_accepted, self.is_drafting, self.is_done, self.generations)
+        columns = torch.stack([field.to(torch.int64) for field in fields], dim=1)
+        return torch.cat((columns, self.token_ids, self.draft_ids), dim=1)
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
+class PendingStep:
     """A step in flight: whose rows it holds and where its results will be."""
 
     requests: tuple[Request, ...]
-    results: Tensor  # [R, 5 + 2N - 1] int64, on the host
+    results: Tensor  # [R, NUM_FIELDS + 2N - 1] int64, on the host
     event: torch.cuda.Event | None
 
     @classmethod
-    def send(cls, requests: Sequence[Request], packed: Tensor) -> "Launch":
+    def send(cls, requests: Sequence[Request], packed: Tensor) -> "PendingStep":
         """Start the copy to the host."""
         if packed.device.type != "cuda":
             return cls(tuple(requests), packed, None)
@@ -52,8 +66,9 @@ class Launch:
         num_rows = (self.results.shape[1] - NUM_FIELDS + 1) // 2
         outputs = []
         for request, row in zip(self.requests, self.results.tolist(), strict=True):
-            kept, accepted, drafted, done, generation = row[:NUM_FIELDS]
-            tokens = row[NUM_FIELDS : NUM_FIELDS + kept]
-            drafts = row[NUM_FIELDS + num_rows :] if drafted else []
-            outputs.append((request, StepOutput(tokens, drafts, accepted if drafted else None, bool(done), generation)))
+            num_committed, num_accepted, is_drafting, is_done, generation = row[:NUM_FIELDS]
+            token_ids = row[NUM_FIELDS : NUM_FIELDS + num_committed]
+            draft_ids = row[NUM_FIELDS + num_rows :] if is_drafting else []
+            accepted = num_accepted if is_drafting else None
+            outputs.append((request, StepOutput(token_ids, draft_ids, accepted, bool(is_done), generation)))
         return outputs

@@ -1,14 +1,14 @@
-"""Runs the models: prefill, draft, verify, accept, context KV. Owns the weights, the KV tensors and the device state.
+"""Runs the models: prefill, draft, verify, accept, context KV. Owns the KV tensors and the device state.
 
-One decode step, for R requests of N = K + 1 rows each:
+One decode step, for R requests of N = K + 1 block rows each:
 
     draft     [anchor, mask x K] over the context KV -> K drafted tokens
     verify    [anchor, drafted] through the target -> its own choice after every row
     accept    the longest prefix of the drafts the target agrees with, one bonus token, cut at stops and limits
-    context   features of the rows that were kept -> the draft's context KV, before anything reads past them
+    context   features of the committed rows -> the draft's context KV, before anything reads past them
 
-Nothing here waits for the device. A row whose block would pass the model's limit takes part with no drafts accepted,
-which is plain decoding; a row that is done takes part and changes nothing.
+Nothing here waits for the device. A request whose block would pass the model's limit takes part with no drafts
+accepted, which is plain decoding; one that is done takes part and changes nothing.
 
 Axis letters: R requests, N block rows, K drafted tokens, T flat rows (R * N), F features, V vocabulary, P pages.
 """
@@ -19,32 +19,37 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dflash_kernels.accept import Acceptance
 from dflash_kernels.slot_mapping import PAD
-from dflash_kernels.suite import Kernels
 from dflash_kernels.uniform import DRAFT
 from dflash_runtime.device.kv import KVCache, PagedAttention
-from dflash_runtime.device.results import Launch, pack
+from dflash_runtime.device.loading import LoadedPair
+from dflash_runtime.device.results import PendingStep, StepResults
 from dflash_runtime.device.state import DeviceState, Uploader
-from dflash_runtime.drafts.draft import Draft
-from dflash_runtime.models.target import Target
 from dflash_runtime.scheduling.batch import Batch, Chunk
-from dflash_runtime.scheduling.limits import Limits
 from dflash_runtime.scheduling.request import Request
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
-    """Rows of the state that take part in one forward, as tensors; dead rows have no context and no slots."""
+class BatchRows:
+    """The batch rows that take part in one forward, as tensors.
 
+    A row that is done has no context, nothing reserved and nothing remaining: it reads and writes no KV and commits no
+    token.
+    """
+
+    rows: Tensor  # [R] in the device state
+    is_alive: Tensor  # [R] bool
     kv_lens: Tensor  # [R]
-    alive: Tensor  # [R] bool
-    limits: Tensor  # [R]
+    context_lens: Tensor  # [R] kv_lens, 0 where the row is done
+    reserved_lens: Tensor  # [R] first position that must not be written
+    remaining: Tensor  # [R] tokens that may still be committed
     page_table: Tensor  # [R, P] as wide as the longest context and block need
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How the requests of one forward draw, [R] each; `is_greedy` and `has_filters` are known on the host."""
+    """How the tokens of one forward are sampled, [R] each; `is_greedy` and `has_filters` are known on the host."""
 
     temperatures: Tensor
     top_ks: Tensor
@@ -54,46 +59,44 @@ class Sampling:
     has_filters: bool
 
     def spread(self, num_rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Each value once for each of a request's rows: [R] -> [R * N]."""
+        """Each value once for each of a request's block rows: [R] -> [R * N]."""
         values = (self.temperatures, self.top_ks, self.top_ps, self.seeds)
         temperatures, top_ks, top_ps, seeds = (value.repeat_interleave(num_rows) for value in values)
         return temperatures, top_ks, top_ps, seeds
 
 
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """Drafted tokens, and the distributions they were sampled from where they were sampled."""
+
+    token_ids: Tensor  # [R, K] over the target's ids; negative where the draft proposes nothing
+    probs: Tensor | None = None  # [R, K, V]
+
+
 class Runner:
     """Executes batches on one device. Without a draft (K = 0) it decodes plainly."""
 
-    def __init__(
-        self,
-        target: Target,
-        draft: Draft | None,
-        limits: Limits,
-        *,
-        kernels: Kernels,
-        num_pages: int,
-        page_size: int,
-        samples_drafts: bool = False,
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> None:
-        self.target = target
-        self.draft = draft
-        self.limits = limits
-        self.kernels = kernels
-        self.page_size = page_size
-        self.samples_drafts = samples_drafts
-        self.device = device
-        self.target_kv = KVCache(target.config, num_pages, page_size, device, dtype)
-        self.draft_kv = KVCache(draft.config, num_pages, page_size, device, dtype) if draft else None
+    def __init__(self, pair: LoadedPair, num_pages: int) -> None:
+        self.target, self.draft, self.limits = pair.target, pair.draft, pair.limits
+        self.kernels = pair.placement.kernels
+        self.device = pair.placement.device
+        self.page_size = page_size = pair.config.page_size
+        self.samples_drafts = pair.config.draft_sampling == "probabilistic"
+        self.target_kv = KVCache(self.target.config, num_pages, page_size, pair.placement)
+        self.draft_kv = KVCache(self.draft.config, num_pages, page_size, pair.placement) if self.draft else None
         # A block may begin on the last position, so the table is a block wider than the model is long.
-        max_pages = -(-(limits.max_model_len + limits.num_lookahead_tokens) // page_size)
-        self.state = DeviceState.empty(limits.max_num_requests, max_pages, device)
-        self._upload = Uploader(device)
-        self._taps = draft.config.target_layer_ids if draft else ()
+        max_pages = -(-(self.limits.max_model_len + self.limits.num_lookahead_tokens) // page_size)
+        self.state = DeviceState.empty(self.limits.max_num_requests, max_pages, self.device)
+        self._upload = Uploader(self.device)
+        self._taps = self.draft.config.target_layer_ids if self.draft else ()
 
     @torch.inference_mode()
-    def launch(self, batch: Batch) -> Launch | None:
-        """Queue one step; None where it gives no tokens, as a chunk in the middle of a prompt."""
+    def submit(self, batch: Batch) -> PendingStep | None:
+        """Queue one step; None where it gives no tokens, as a chunk in the middle of a prompt.
+
+        Chunks run in the batch's order: of two requests with one prefix, the later may read pages that the earlier
+        fills in this very step.
+        """
         for request in batch.admitted:
             self.state.admit(request, request.generation, self.limits.num_lookahead_tokens, self._upload)
         self.state.add_pages(batch.additions, self.page_size, self._upload)
@@ -103,6 +106,9 @@ class Runner:
             parts.append(self._decode(batch))
             requests += batch.decode
         for chunk in batch.chunks:
+            if chunk.start == chunk.end:
+                self._resume(chunk.request)  # every row up to its anchor was in the prefix cache
+                continue
             packed = self._prefill(chunk)
             if packed is not None:
                 parts.append(packed)
@@ -110,7 +116,7 @@ class Runner:
         if not parts:
             return None
         width = max(part.shape[1] for part in parts)
-        return Launch.send(requests, torch.cat([_widen(part, width) for part in parts]))
+        return PendingStep.send(requests, torch.cat([_widen(part, width) for part in parts]))
 
     @torch.inference_mode()
     def regrets(self, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> list[float]:
@@ -120,132 +126,129 @@ class Runner:
         """
         text = self._upload.ints([*prompt_ids, *output_ids])
         positions = torch.arange(len(text) - 1, device=self.device)
-        zero = torch.zeros(1, dtype=torch.int64, device=self.device)
-        config = self.target.config
-        attend = PagedAttention(
-            self.kernels, self.target_kv, zero[:, None], zero, (True,) * config.num_layers, config.windows
-        )
+        causal = (True,) * self.target.config.num_layers
+        attend = PagedAttention.in_order(self.kernels, self.target_kv, 0, causal, self.target.config.windows)
         hidden, _ = self.target(text[:-1], positions, attend, ())
         logits = self.target.head(hidden[len(prompt_ids) - 1 :])
-        laws = (logits if logits.dtype == torch.float64 else logits.float()).log_softmax(-1)
-        behind = laws.max(-1).values - laws.gather(-1, text[len(prompt_ids) :, None])[:, 0]
+        log_probs = (logits if logits.dtype == torch.float64 else logits.float()).log_softmax(-1)
+        behind = log_probs.max(-1).values - log_probs.gather(-1, text[len(prompt_ids) :, None])[:, 0]
         return [float(value) for value in behind.tolist()]
 
     def _decode(self, batch: Batch) -> Tensor:
         """One step of every decoding request -> packed results."""
-        state, requests = self.state, batch.decode
-        rows = self._upload.ints([_row(request) for request in requests])
         is_drafting = self.draft is not None and batch.is_drafting
         num_rows = self.limits.num_lookahead_tokens if is_drafting else 1
-        view = self._view(rows, batch.longest + num_rows)
+        view = self._view(batch.decode, batch.longest + num_rows)
         positions = view.kv_lens[:, None] + torch.arange(num_rows, device=self.device)
-        sampling = self._sampling(rows, requests)
-        anchors = state.anchors[rows]
-        can_draft = view.alive & (view.kv_lens <= self.limits.last_draft_len) & is_drafting
-        max_accepted = torch.where(can_draft, state.widths[rows] - 1, 0)
-        if is_drafting:
-            draft_ids, draft_probs = self._propose(view, anchors, positions, sampling)
-        else:
-            draft_ids, draft_probs = anchors.new_empty((len(rows), 0)), None
-        # A draft may decline a position with -1: never accepted, and no row of an embedding.
-        block_ids = torch.cat((anchors[:, None], draft_ids.clamp(min=0)), dim=1)
+        sampling = self._sampling(view.rows, batch.decode)
+        anchors = self.state.anchors[view.rows]
+        # Each request by itself: near the model's limit its drafts do not count. The block keeps its length all the
+        # same, since in a non-causal block every row depends on how many follow.
+        can_draft = view.is_alive & (view.kv_lens <= self.limits.last_draft_len) & is_drafting
+        max_accepted = torch.where(can_draft, self.state.widths[view.rows] - 1, 0)
+        proposal = self._propose(view, anchors, positions, sampling) if is_drafting else _no_drafts(anchors)
+        # A draft may decline a position with a negative id: never accepted, and no row of an embedding.
+        block_ids = torch.cat((anchors[:, None], proposal.token_ids.clamp(min=0)), dim=1)
+        # Rows past what is reserved get PAD, as do all rows of a request that is done: they store nothing.
         slots = self._slots(view, positions)
-        hidden, features = self._run_target(view, block_ids, positions, slots)
-        chosen, max_accepted = self._choose(hidden, positions, sampling, draft_ids, draft_probs, max_accepted)
-        kept = self.kernels.accept_block(
-            draft_ids, chosen, max_accepted, state.stop_ids[rows], torch.where(view.alive, state.rooms[rows], 0)
-        )
-        is_kept = torch.arange(num_rows, device=self.device) < kept.num_kept[:, None]
-        self._write_context(features, positions, torch.where(is_kept, slots, PAD))
-        done = self._advance(rows, view, kept.num_kept, kept.last_ids, kept.is_stopped)
-        return pack(kept.num_kept, kept.num_accepted, can_draft, done, state.generations[rows], chosen, draft_ids)
+        attend = self._attend_target(view, slots)
+        hidden, features = self.target(block_ids.flatten(), positions.flatten(), attend, self._taps)
+        chosen, max_accepted = self._choose(hidden, positions, sampling, proposal, max_accepted)
+        stop_ids = self.state.stop_ids[view.rows]
+        accepted = self.kernels.accept_block(proposal.token_ids, chosen, max_accepted, stop_ids, view.remaining)
+        # Context KV of committed rows only, in the step that commits them and also where nothing was drafted: a later
+        # step reads all of it below kv_len.
+        is_committed = torch.arange(num_rows, device=self.device) < accepted.num_committed[:, None]
+        self._write_context(features, positions, torch.where(is_committed, slots, PAD))
+        return StepResults(
+            num_committed=accepted.num_committed,
+            num_accepted=accepted.num_accepted,
+            is_drafting=can_draft,
+            is_done=self._advance(view, accepted),
+            generations=self.state.generations[view.rows],
+            token_ids=chosen,
+            draft_ids=proposal.token_ids,
+        ).pack()
 
-    def _advance(self, rows: Tensor, view: Rows, num_kept: Tensor, last_ids: Tensor, is_stopped: Tensor) -> Tensor:
-        """Move rows on by what they kept; returns which are done now."""
-        state = self.state
-        rooms = state.rooms[rows] - num_kept
-        done = ~view.alive | is_stopped | (rooms <= 0)
-        state.kv_lens[rows] = view.kv_lens + num_kept
-        state.anchors[rows] = torch.where(num_kept > 0, last_ids, state.anchors[rows])
-        state.rooms[rows] = rooms
-        state.done[rows] = done
-        return done
+    def _advance(self, view: BatchRows, accepted: Acceptance) -> Tensor:
+        """Move rows on by what they committed; returns which are done now, [R] bool."""
+        state, rows = self.state, view.rows
+        remaining = state.remaining[rows] - accepted.num_committed
+        is_done = ~view.is_alive | accepted.is_stopped | (remaining <= 0)
+        state.kv_lens[rows] = view.kv_lens + accepted.num_committed
+        state.anchors[rows] = torch.where(accepted.num_committed > 0, accepted.last_ids, state.anchors[rows])
+        state.remaining[rows] = remaining
+        state.done[rows] = is_done
+        return is_done
 
     def _prefill(self, chunk: Chunk) -> Tensor | None:
-        """Run a chunk of a prompt; with the last one, choose the first token and switch the request on."""
-        request, row = chunk.request, _row(chunk.request)
-        rows = self._upload.ints([row])
-        hidden = positions = None
-        if chunk.end > chunk.start:
-            token_ids = self._upload.ints(request.token_ids[chunk.start : chunk.end])[None]
-            positions = torch.arange(chunk.start, chunk.end, device=self.device)[None]
-            view = Rows(
-                kv_lens=torch.full((1,), chunk.start, dtype=torch.int64, device=self.device),
-                alive=torch.ones(1, dtype=torch.bool, device=self.device),
-                limits=self.state.limits[rows],
-                page_table=self._page_table(rows, chunk.end),
-            )
-            slots = self._slots(view, positions)
-            hidden, features = self._run_target(view, token_ids, positions, slots)
-            self._write_context(features, positions, slots)
+        """Run a chunk that is not empty; with the last one, choose the first token and switch the request on."""
+        view = self._chunk_view(chunk)
+        token_ids = self._upload.ints(chunk.request.token_ids[chunk.start : chunk.end])
+        positions = torch.arange(chunk.start, chunk.end, device=self.device)[None]
+        slots = self._slots(view, positions)
+        attend = self._attend_target(view, slots)
+        hidden, features = self.target(token_ids, positions.flatten(), attend, self._taps)
+        self._write_context(features, positions, slots)
         if not chunk.is_last:
             return None
-        if request.output_token_ids:
-            self._resume(request, row)
+        if chunk.request.output_token_ids:
+            self._resume(chunk.request)
             return None
-        assert hidden is not None
-        assert positions is not None
-        return self._first_token(request, row, rows, hidden[-1:], positions[:, -1:])
+        return self._first_token(chunk.request, view, hidden[-1:], positions[:, -1:])
 
-    def _first_token(self, request: Request, row: int, rows: Tensor, hidden: Tensor, positions: Tensor) -> Tensor:
+    def _first_token(self, request: Request, view: BatchRows, hidden: Tensor, positions: Tensor) -> Tensor:
         """Choose the token after a prompt from its last row's hidden state [1, hidden] -> packed results."""
-        state = self.state
-        sampling = self._sampling(rows, [request])
-        nothing = positions.new_empty((1, 0))
-        zero = positions.new_zeros(1)
-        chosen, _ = self._choose(hidden, positions, sampling, nothing, None, zero)
-        room = request.room(self.limits.max_model_len)
-        rooms = positions.new_full((1,), room)
-        kept = self.kernels.accept_block(nothing, chosen, zero, state.stop_ids[rows], rooms)
-        done = kept.is_stopped if room > 1 else torch.ones_like(kept.is_stopped)
-        state.activate(row, request.prompt_len, chosen[0, 0], rooms[0] - 1, done[0])
-        return pack(kept.num_kept, zero, zero, done, state.generations[rows], chosen, nothing)
+        state, rows = self.state, view.rows
+        nothing, zero = _no_drafts(rows), torch.zeros_like(rows)
+        chosen, _ = self._choose(hidden, positions, self._sampling(rows, [request]), nothing, zero)
+        num_remaining = request.remaining(self.limits.max_model_len)
+        remaining = torch.full_like(rows, num_remaining)
+        accepted = self.kernels.accept_block(nothing.token_ids, chosen, zero, state.stop_ids[rows], remaining)
+        is_done = accepted.is_stopped if num_remaining > 1 else torch.ones_like(accepted.is_stopped)
+        state.activate(_row(request), request.prompt_len, chosen[0, 0], remaining[0] - 1, is_done[0])
+        return StepResults(
+            num_committed=accepted.num_committed,
+            num_accepted=zero,
+            is_drafting=zero,
+            is_done=is_done,
+            generations=state.generations[rows],
+            token_ids=chosen,
+            draft_ids=nothing.token_ids,
+        ).pack()
 
-    def _resume(self, request: Request, row: int) -> None:
+    def _resume(self, request: Request) -> None:
         """Switch a request on again where it was when it was preempted."""
-        anchor, room = self._upload.ints([request.output_token_ids[-1], request.room(self.limits.max_model_len)])
-        self.state.activate(row, request.kv_len, anchor, room, torch.zeros_like(room, dtype=torch.bool))
+        values = [request.output_token_ids[-1], request.remaining(self.limits.max_model_len)]
+        anchor, remaining = self._upload.ints(values)
+        self.state.activate(
+            _row(request), request.kv_len, anchor, remaining, torch.zeros_like(remaining, dtype=torch.bool)
+        )
 
-    def _propose(
-        self, view: Rows, anchors: Tensor, positions: Tensor, sampling: Sampling
-    ) -> tuple[Tensor, Tensor | None]:
-        """Anchors [R] at positions [R, N] -> drafted target ids [R, K], and their law [R, K, V] where they are drawn.
-
-        The block's K and V stay out of the pages.
-        """
+    def _propose(self, view: BatchRows, anchors: Tensor, positions: Tensor, sampling: Sampling) -> Proposal:
+        """Draft after anchors [R] at positions [R, N]. The block's K and V stay out of the pages."""
         assert self.draft is not None
         assert self.draft_kv is not None
         config = self.draft.config
         num_drafts = positions.shape[1] - 1
         masks = anchors.new_full((len(anchors), num_drafts), config.mask_token_id)
-        context_lens = torch.where(view.alive, view.kv_lens, 0)
         attend = PagedAttention(
-            self.kernels, self.draft_kv, view.page_table, context_lens, config.causal, config.windows
+            self.kernels, self.draft_kv, view.page_table, view.context_lens, config.causal, config.windows
         )
         logits = self.draft.logits(torch.cat((anchors[:, None], masks), dim=1), positions, attend)
         if sampling.is_greedy or not self.samples_drafts:
-            return self._to_target(logits.argmax(-1)), None
+            return Proposal(self._to_target(logits.argmax(-1)))
         temperatures, top_ks, top_ps, seeds = sampling.spread(num_drafts)
         probs = self.kernels.filtered_probs(
             logits.flatten(0, 1), temperatures, top_ks, top_ps, has_filters=sampling.has_filters
         )
-        drafted = self.kernels.draw_at(probs, seeds, positions[:, 1:].flatten(), DRAFT)
-        return self._to_target(drafted.view(-1, num_drafts)), self._spread_probs(probs, num_drafts)
+        sampled = self.kernels.sample_probs(probs, seeds, positions[:, 1:].flatten(), DRAFT)
+        return Proposal(self._to_target(sampled.view(-1, num_drafts)), self._spread_probs(probs, num_drafts))
 
-    def _to_target(self, drafted: Tensor) -> Tensor:
+    def _to_target(self, draft_ids: Tensor) -> Tensor:
         """The draft's ids as the target's."""
         assert self.draft is not None
-        return drafted if self.draft.target_ids is None else self.draft.target_ids[drafted]
+        return draft_ids if self.draft.target_ids is None else self.draft.target_ids[draft_ids]
 
     def _spread_probs(self, probs: Tensor, num_drafts: int) -> Tensor:
         """[R * K, V'] over the draft's ids -> [R, K, V] over the target's."""
@@ -255,39 +258,18 @@ class Runner:
             probs = whole.index_copy_(1, self.draft.target_ids, probs)
         return probs.view(-1, num_drafts, probs.shape[-1])
 
-    def _run_target(
-        self, view: Rows, token_ids: Tensor, positions: Tensor, slots: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
-        """Token ids [R, N] -> hidden states [T, hidden] and features [T, F]; stores the rows' KV."""
-        config = self.target.config
-        attend = PagedAttention(
-            self.kernels,
-            self.target_kv,
-            view.page_table,
-            torch.where(view.alive, view.kv_lens, 0),
-            (True,) * config.num_layers,
-            config.windows,
-            slots,
-        )
-        return self.target(token_ids.flatten(), positions.flatten(), attend, self._taps)
-
     def _choose(
-        self,
-        hidden: Tensor,
-        positions: Tensor,
-        sampling: Sampling,
-        draft_ids: Tensor,
-        draft_probs: Tensor | None,
-        max_accepted: Tensor,
+        self, hidden: Tensor, positions: Tensor, sampling: Sampling, proposal: Proposal, max_accepted: Tensor
     ) -> tuple[Tensor, Tensor]:
         """The target's choice after each row: hidden states [T, hidden] -> token ids [R, N], and the cap [R].
 
-        Drawn drafts are judged by rejection with their own law; others by whether the target would say the same.
+        Sampled drafts are judged by rejection with their own distribution; others by whether the target would say the
+        same.
         """
         num_rows = positions.shape[1]
         logits = self.target.head(hidden)
         temperatures, top_ks, top_ps, seeds = sampling.spread(num_rows)
-        if draft_probs is None:
+        if proposal.probs is None:
             chosen = self.kernels.sample(
                 logits,
                 temperatures,
@@ -300,29 +282,61 @@ class Runner:
             )
             return chosen.view_as(positions), max_accepted
         probs = self.kernels.filtered_probs(logits, temperatures, top_ks, top_ps, has_filters=sampling.has_filters)
-        accepted, chosen = self.kernels.reject(
-            draft_ids, probs.view(*positions.shape, -1), draft_probs, sampling.seeds, positions[:, 1], max_accepted
+        probs = probs.view(*positions.shape, -1)
+        num_accepted, chosen = self.kernels.reject(
+            proposal.token_ids, probs, proposal.probs, sampling.seeds, positions[:, 1], max_accepted
         )
-        return chosen, accepted
+        return chosen, num_accepted
+
+    def _attend_target(self, view: BatchRows, slots: Tensor) -> PagedAttention:
+        """The target's attention over the rows' pages; stores the KV of rows [R, N] in slots [R, N]."""
+        config = self.target.config
+        causal = (True,) * config.num_layers
+        return PagedAttention(
+            self.kernels, self.target_kv, view.page_table, view.context_lens, causal, config.windows, slots
+        )
 
     def _write_context(self, features: Tensor | None, positions: Tensor, slots: Tensor) -> None:
         """Context KV of rows [R, N]; those with PAD are dropped."""
         if self.draft is not None and self.draft_kv is not None and features is not None:
             self.draft.write_context(features, positions.flatten(), self.draft_kv, slots.flatten())
 
-    def _view(self, rows: Tensor, num_tokens: int) -> Rows:
-        """The state of rows [R] for a forward that reaches `num_tokens` tokens at most."""
-        alive = ~self.state.done[rows]
-        limits = torch.where(alive, self.state.limits[rows], 0).clamp(max=self.limits.max_model_len)
-        return Rows(self.state.kv_lens[rows], alive, limits, self._page_table(rows, num_tokens))
+    def _view(self, requests: Sequence[Request], num_tokens: int) -> BatchRows:
+        """The rows of decoding requests for a forward that reaches `num_tokens` tokens at most."""
+        state, rows = self.state, self._upload.ints([_row(request) for request in requests])
+        is_alive = ~state.done[rows]
+        kv_lens = state.kv_lens[rows]
+        return BatchRows(
+            rows=rows,
+            is_alive=is_alive,
+            kv_lens=kv_lens,
+            context_lens=torch.where(is_alive, kv_lens, 0),
+            reserved_lens=torch.where(is_alive, state.reserved_lens[rows], 0).clamp(max=self.limits.max_model_len),
+            remaining=torch.where(is_alive, state.remaining[rows], 0),
+            page_table=self._page_table(rows, num_tokens),
+        )
+
+    def _chunk_view(self, chunk: Chunk) -> BatchRows:
+        """The row of a request that is being prefilled: still done on the device, its lengths known on the host."""
+        rows = self._upload.ints([_row(chunk.request)])
+        start = torch.full_like(rows, chunk.start)
+        return BatchRows(
+            rows=rows,
+            is_alive=torch.ones_like(rows, dtype=torch.bool),
+            kv_lens=start,
+            context_lens=start,
+            reserved_lens=self.state.reserved_lens[rows],
+            remaining=torch.zeros_like(rows),
+            page_table=self._page_table(rows, chunk.end),
+        )
 
     def _page_table(self, rows: Tensor, num_tokens: int) -> Tensor:
         """Page table of rows [R] as far as `num_tokens` tokens reach: [R, P']."""
         num_pages = -(-num_tokens // self.page_size)
         return self.state.page_table[rows][:, :num_pages].contiguous()
 
-    def _slots(self, view: Rows, positions: Tensor) -> Tensor:
-        return self.kernels.slot_mapping(view.page_table, positions, view.limits, self.page_size)
+    def _slots(self, view: BatchRows, positions: Tensor) -> Tensor:
+        return self.kernels.slot_mapping(view.page_table, positions, view.reserved_lens, self.page_size)
 
     def _sampling(self, rows: Tensor, requests: Sequence[Request]) -> Sampling:
         state = self.state
@@ -339,6 +353,10 @@ class Runner:
 def _row(request: Request) -> int:
     assert request.row is not None
     return request.row
+
+
+def _no_drafts(anchors: Tensor) -> Proposal:
+    return Proposal(anchors.new_empty((len(anchors), 0)))
 
 
 def _widen(packed: Tensor, width: int) -> Tensor:

@@ -1,15 +1,16 @@
-"""Turn what was asked for into what will run: device, dtype, kernels, limits, and the size of the page pool."""
+"""Turn what was asked for into what will run: device, dtype, kernels, limits, features, the size of the page pool."""
 
 import os
+from dataclasses import replace
 from typing import cast
 
 import torch
 
-from dflash_kernels.launch_config import HAS_TRITON, IS_INTERPRETED
-from dflash_kernels.suite import KernelChoice
+from dflash_kernels.suite import KernelChoice, Kernels, pick_kernels
 from dflash_runtime.config import DraftConfig, EngineConfig, TargetConfig
 from dflash_runtime.device.kv import bytes_per_token
 from dflash_runtime.errors import CapacityError, UnsupportedError, UsageError
+from dflash_runtime.models.placement import Placement
 from dflash_runtime.scheduling.limits import Limits
 
 MIN_CAPABILITY = (8, 0)
@@ -44,19 +45,35 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     return dtype
 
 
-def resolve_kernels(name: str, device: torch.device, dtype: torch.dtype) -> KernelChoice:
-    """`auto` is triton on a GPU, where it is installed and computes in the dtype, and reference elsewhere.
+def resolve_kernels(name: str, device: torch.device, dtype: torch.dtype) -> Kernels:
+    """The kernels a run takes; see `pick_kernels` for what `auto` is.
 
     Raises:
         UnsupportedError: triton is asked for where it cannot run.
     """
-    runs = HAS_TRITON and (device.type == "cuda" or IS_INTERPRETED)
-    if name == "triton" and not runs:
-        why = f"its kernels do not run on {device}" if HAS_TRITON else "it is not installed"
-        raise UnsupportedError(f"--kernels triton: {why}", hint="--kernels reference runs everywhere")
-    if name in ("triton", "reference"):
-        return cast(KernelChoice, name)
-    return "triton" if runs and device.type == "cuda" and dtype != torch.float64 else "reference"
+    try:
+        return pick_kernels(cast(KernelChoice, name), device, dtype)
+    except ValueError as error:
+        raise UnsupportedError(f"--kernels {name}: {error}", hint="--kernels reference runs everywhere") from error
+
+
+def apply_exclusions(
+    config: EngineConfig, placement: Placement, num_draft_tokens: int
+) -> tuple[EngineConfig, tuple[str, ...]]:
+    """The config without features that exclude each other, and a warning naming both for each that was switched off."""
+    warnings = []
+    if config.is_async and placement.kernels.name == "reference" and placement.device.type == "cuda":
+        config = replace(config, scheduling="sync")
+        warnings.append(
+            "asynchronous scheduling is off because of reference kernels on a GPU: they wait for the device in every "
+            "step"
+        )
+    if config.draft_sampling == "probabilistic" and num_draft_tokens == 0:
+        config = replace(config, draft_sampling="greedy")
+        warnings.append(
+            "probabilistic drafting is off because of plain decoding: without drafts there is nothing to sample"
+        )
+    return config, tuple(warnings)
 
 
 def resolve_limits(config: EngineConfig, target: TargetConfig, draft: DraftConfig | None) -> Limits:
@@ -88,8 +105,7 @@ def fit_num_pages(
     target: TargetConfig,
     draft: DraftConfig | None,
     limits: Limits,
-    device: torch.device,
-    dtype: torch.dtype,
+    placement: Placement,
 ) -> int:
     """Pages for every request at full length, or as many as the memory that is free after loading allows.
 
@@ -98,12 +114,13 @@ def fit_num_pages(
     """
     if config.num_pages is not None:
         return config.num_pages
-    token_bytes = bytes_per_token(target, dtype) + (bytes_per_token(draft, dtype) if draft is not None else 0)
+    configs = [item for item in (target, draft) if item is not None]
+    token_bytes = sum(bytes_per_token(item, placement.dtype) for item in configs)
     page_bytes = config.page_size * token_bytes
     wanted = limits.max_num_requests * -(-limits.max_model_len // config.page_size) + 1
     budget = config.kv_memory_bytes
     if budget is None:
-        budget = _free_bytes(device, config.gpu_memory_utilization) - _scratch_bytes(config, limits)
+        budget = _free_bytes(placement.device, config.gpu_memory_utilization) - _scratch_bytes(config, limits)
     affordable = max(0, budget) // page_bytes
     needed = 1 + -(-(1 + limits.num_lookahead_tokens) // config.page_size)
     if affordable < needed:
@@ -116,7 +133,7 @@ def fit_num_pages(
 
 
 def _scratch_bytes(config: EngineConfig, limits: Limits) -> int:
-    """What a step needs beside KV and weights: logits, and the laws of target and draft where drafts are drawn."""
+    """What a step needs beside KV and weights: logits, and both models' distributions where drafts are sampled."""
     rows = limits.max_num_requests * limits.num_lookahead_tokens
     copies = 4 if config.draft_sampling == "probabilistic" else 2
     return rows * limits.vocab_size * 8 * copies

@@ -1,9 +1,9 @@
-"""What the device knows of each row of the batch. Steps read and write it without asking the host.
+"""What the device knows of each batch row. Steps read and write it without asking the host.
 
-A request holds one row from admission to its end. The host writes a row when it is admitted, when pages are added and
-when it is switched on; every step writes lengths, anchor and done flag. All of that happens in stream order, so a row
-may be given to a new request while steps of the old one are still queued: they find it done, and their results carry
-the old generation number.
+A request holds one row from admission to its end. The host writes a row when a request is admitted, when pages are
+added and when the request is switched on; every step writes lengths, anchor and done flag. All of that happens in
+stream order, so a row may be given to a new request while steps of the old one are still queued: they find it done,
+and their results carry the old generation number.
 
 Axis letters: B rows of the state, R rows in a step, P pages, S stop ids.
 """
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dflash_runtime.scheduling.batch import PageAddition
 from dflash_runtime.scheduling.request import MAX_STOP_IDS, Request
 
 
@@ -23,10 +24,10 @@ class DeviceState:
 
     kv_lens: Tensor
     anchors: Tensor
-    rooms: Tensor  # tokens that may still be committed
+    remaining: Tensor  # tokens that may still be committed
     done: Tensor  # bool; a row without a running request is done
     generations: Tensor
-    limits: Tensor  # first position that is not reserved
+    reserved_lens: Tensor  # first position that no page is reserved for
     widths: Tensor  # rows of a block to verify, the anchor included
     temperatures: Tensor  # float64
     top_ks: Tensor
@@ -46,10 +47,10 @@ class DeviceState:
         return cls(
             kv_lens=ints(num_rows),
             anchors=ints(num_rows),
-            rooms=ints(num_rows),
+            remaining=ints(num_rows),
             done=torch.ones(num_rows, dtype=torch.bool, device=device),
             generations=ints(num_rows),
-            limits=ints(num_rows),
+            reserved_lens=ints(num_rows),
             widths=ints(num_rows),
             temperatures=floats(),
             top_ks=ints(num_rows),
@@ -72,35 +73,26 @@ class DeviceState:
         self.temperatures[row], self.top_ps[row] = floats[0], floats[1]
         self.done[row].fill_(True)
         self.page_table[row].zero_()
-        self.limits[row].zero_()
+        self.reserved_lens[row].zero_()
 
-    def add_pages(self, additions: Sequence["PageAddition"], page_size: int, upload: "Uploader") -> None:
-        """Enter pages into the table and move the rows' limits."""
-        cells = [(item.row, item.column + place, page) for item in additions for place, page in enumerate(item.pages)]
+    def add_pages(self, additions: Sequence[PageAddition], page_size: int, upload: "Uploader") -> None:
+        """Enter pages into the table and extend what the rows have reserved."""
+        cells = [(item.row, item.column + index, page) for item in additions for index, page in enumerate(item.pages)]
         if not cells:
             return
         rows, columns, pages = upload.ints([value for cell in zip(*cells, strict=True) for value in cell]).view(3, -1)
         self.page_table[rows, columns] = pages
         # One entry a row: writing an index twice in one call has no defined order on a GPU.
-        limits = {item.row: (item.column + len(item.pages)) * page_size for item in additions}
-        limit_rows, values = upload.ints([*limits, *limits.values()]).view(2, -1)
-        self.limits[limit_rows] = values
+        reserved = {item.row: (item.column + len(item.pages)) * page_size for item in additions}
+        reserved_rows, lens = upload.ints([*reserved, *reserved.values()]).view(2, -1)
+        self.reserved_lens[reserved_rows] = lens
 
-    def activate(self, row: int, kv_len: int, anchor: Tensor, room: Tensor, done: Tensor) -> None:
-        """Switch a row on after its prefill: anchor, room and done are device scalars."""
+    def activate(self, row: int, kv_len: int, anchor: Tensor, remaining: Tensor, done: Tensor) -> None:
+        """Switch a row on after its prefill: anchor, remaining and done are device scalars."""
         self.kv_lens[row].fill_(kv_len)
         self.anchors[row] = anchor
-        self.rooms[row] = room
+        self.remaining[row] = remaining
         self.done[row] = done
-
-
-@dataclass(frozen=True, slots=True)
-class PageAddition:
-    """Pages a row gains, from a column of its page table on."""
-
-    row: int
-    column: int
-    pages: tuple[int, ...]
 
 
 class Uploader:

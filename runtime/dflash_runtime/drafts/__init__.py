@@ -1,1 +1,1 @@
-"""Draft families, one file each. `base` holds the registry."""
+"""Draft families, one file each; `draft.py` holds the registry."""

@@ -11,33 +11,25 @@ V output vocabulary.
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+from torch.nn import functional
 
-from dflash_kernels.suite import Kernels
-from dflash_runtime.checkpoint.layout import DRAFT_TO_TARGET, HEAD
+from dflash_runtime.checkpoint.layout import DRAFT_TO_TARGET, HEAD, owned_shapes
 from dflash_runtime.config import DraftConfig
-from dflash_runtime.device.kv import KVCache
 from dflash_runtime.drafts.draft import DRAFTS
 from dflash_runtime.errors import CheckpointError, UnsupportedError
-from dflash_runtime.models.layers import Attend, Attention, DecoderLayer, Linear, RMSNorm, RopeTable, Weights
+from dflash_runtime.models.layers import Attend, DecoderStack, Linear, PagedKV, RMSNorm
+from dflash_runtime.models.placement import Placement
 from dflash_runtime.models.target import Target
+from dflash_runtime.models.weights import Weights
 
 
 @DRAFTS.register("dflash")
 class DFlashDraft:
     """A Qwen3-shaped DFlash draft. It borrows the target's embedding, and its head unless it brings a reduced one."""
 
-    def __init__(
-        self,
-        config: DraftConfig,
-        weights: Weights,
-        target: Target,
-        *,
-        num_positions: int,
-        kernels: Kernels,
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> None:
+    expected_shapes = staticmethod(owned_shapes)
+
+    def __init__(self, config: DraftConfig, weights: Weights, target: Target, placement: Placement) -> None:
         if config.sample_from_anchor:
             raise UnsupportedError("a draft that samples from its anchor has another block layout than DFlash")
         self.config = config
@@ -45,36 +37,27 @@ class DFlashDraft:
         self._embedding = target.embedding
         self._head = Linear(weights[HEAD]) if config.has_reduced_vocab else target.head
         self._features = Linear(weights["fc.weight"])
-        self._kernels = kernels
-        self._feature_norm = RMSNorm(weights["hidden_norm.weight"], config.rms_norm_eps, kernels)
-        self._norm = RMSNorm(weights["norm.weight"], config.rms_norm_eps, kernels)
-        self._layers = [
-            DecoderLayer.read(weights, f"layers.{index}", config, kernels) for index in range(config.num_layers)
-        ]
-        self._context = _stack_context([layer.attention for layer in self._layers])
-        self._key_norms = torch.stack([layer.attention.key_norm for layer in self._layers])
-        self._rope = RopeTable(
-            config.rope, config.head_dim, config.max_position_embeddings, num_positions, device, dtype
-        )
+        self._kernels = placement.kernels
+        self._feature_norm = RMSNorm(weights["hidden_norm.weight"], config.rms_norm_eps, placement.kernels)
+        self._decoder = DecoderStack(weights, "", config, placement)
+        self._context = _stack_context([layer.attention.key_value for layer in self._decoder.layers])
+        self._key_norms = torch.stack([layer.attention.key_norm for layer in self._decoder.layers])
 
-    def write_context(self, features: Tensor, positions: Tensor, cache: KVCache, slots: Tensor) -> None:
-        """See `drafts.base.Draft`."""
+    def write_context(self, features: Tensor, positions: Tensor, cache: PagedKV, slots: Tensor) -> None:
+        """See `drafts.draft.Draft`."""
         config = self.config
         hidden = self._feature_norm(self._features(features))
         projected = self._context(hidden).view(-1, config.num_layers, 2, config.num_kv_heads, config.head_dim)
-        cos, sin = self._rope.rows(positions)
+        cos, sin = self._decoder.rope.rows(positions)
         self._kernels.context_kv_store(
             projected, self._key_norms, config.rms_norm_eps, cos, sin, cache.keys, cache.values, slots
         )
 
     def logits(self, block_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """See `drafts.base.Draft`."""
-        hidden = F.embedding(block_ids.flatten(), self._embedding) * self.config.input_embedding_scale
-        cos, sin = self._rope.rows(positions.flatten())
-        for index, layer in enumerate(self._layers):
-            hidden = layer(index, hidden, cos, sin, attend)
-        drafted = hidden.view(*block_ids.shape, -1)[:, 1:]
-        return self._cap(self._head(self._norm(drafted.contiguous())))
+        """See `drafts.draft.Draft`."""
+        embedded = functional.embedding(block_ids.flatten(), self._embedding) * self.config.input_embedding_scale
+        hidden, _ = self._decoder(embedded, positions.flatten(), attend)
+        return self._cap(self._head(hidden.view(*block_ids.shape, -1)[:, 1:]))
 
     def _cap(self, logits: Tensor) -> Tensor:
         logits = logits * self.config.output_multiplier
@@ -82,11 +65,10 @@ class DFlashDraft:
         return torch.tanh(logits / cap) * cap if cap else logits
 
 
-def _stack_context(attentions: list[Attention]) -> Linear:
+def _stack_context(projections: list[Linear]) -> Linear:
     """One projection to every layer's keys and values, [L * 2 * KV * D, hidden]: context rows are the same for all."""
-    parts = [part for attention in attentions for part in (attention.key, attention.value)]
-    biases = [part.bias for part in parts if part.bias is not None]
-    return Linear(torch.cat([part.weight for part in parts]), torch.cat(biases) if biases else None)
+    biases = [projection.bias for projection in projections if projection.bias is not None]
+    return Linear(torch.cat([projection.weight for projection in projections]), torch.cat(biases) if biases else None)
 
 
 def _target_ids(config: DraftConfig, weights: Weights) -> Tensor | None:

@@ -1,7 +1,8 @@
-"""What the runner asks of a draft.
+"""What the runner asks of a draft, and the registry of draft families.
 
-A family is one file in this package with a class decorated `@DRAFTS.register(name)`. A draft is fed context features
-(the target's hidden states), keeps K and V made from them, and proposes a whole block from an anchor.
+A family is one file in this package with a class decorated `@DRAFTS.register(name)`, where `name` is the `family` of
+`DraftConfig`. A draft is fed context features (the target's hidden states), keeps K and V made from them, and proposes
+a whole block from an anchor.
 
 Axis letters: R requests, N block rows, T flat rows, F features, V' output vocabulary.
 """
@@ -9,18 +10,18 @@ Axis letters: R requests, N block rows, T flat rows, F features, V' output vocab
 from functools import cache
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
-from dflash_kernels.suite import Kernels
+from dflash_runtime.checkpoint.canonical_names import find_quantization, refuse_packed
 from dflash_runtime.checkpoint.files import MASK_FILE
-from dflash_runtime.checkpoint.layout import plan_tensors
-from dflash_runtime.checkpoint.pair import DraftSource
+from dflash_runtime.checkpoint.layout import Shapes, select_tensors
+from dflash_runtime.checkpoint.pair import DraftLike
 from dflash_runtime.config import DraftConfig
-from dflash_runtime.device.kv import KVCache
 from dflash_runtime.errors import UnsupportedError
-from dflash_runtime.models.layers import Attend, Weights
+from dflash_runtime.models.layers import Attend, PagedKV
+from dflash_runtime.models.placement import Placement
 from dflash_runtime.models.target import Target
+from dflash_runtime.models.weights import Weights, load_weights
 from dflash_runtime.registry import Registry
 
 MASK_EMBEDDINGS = ("mask_embedding.pt", MASK_FILE)
@@ -36,7 +37,7 @@ class Draft(Protocol):
     config: DraftConfig
     target_ids: Tensor | None
 
-    def write_context(self, features: Tensor, positions: Tensor, cache: KVCache, slots: Tensor) -> None:
+    def write_context(self, features: Tensor, positions: Tensor, cache: PagedKV, slots: Tensor) -> None:
         """Make context KV of features [T, F] at positions [T] and store it, all layers, in slots [T]."""
         ...
 
@@ -46,19 +47,13 @@ class Draft(Protocol):
 
 
 class DraftFamily(Protocol):
-    """Builds a draft from its checkpoint and its target."""
+    """A class of drafts: which tensors one owns, and how it is built from them and its target."""
 
-    def __call__(
-        self,
-        config: DraftConfig,
-        weights: Weights,
-        target: Target,
-        *,
-        num_positions: int,
-        kernels: Kernels,
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> Draft: ...
+    def expected_shapes(self, config: DraftConfig) -> Shapes:
+        """Every tensor a draft owns, by canonical name, with its shape."""
+        ...
+
+    def __call__(self, config: DraftConfig, weights: Weights, target: Target, placement: Placement) -> Draft: ...
 
 
 DRAFTS: Registry[DraftFamily] = Registry("draft family")
@@ -67,40 +62,40 @@ DRAFTS: Registry[DraftFamily] = Registry("draft family")
 @cache
 def draft_families() -> Registry[DraftFamily]:
     """The registry with every family of this package in it."""
-    import dflash_runtime.drafts as package
-
-    DRAFTS.discover(package)
+    DRAFTS.discover("dflash_runtime.drafts")
     return DRAFTS
 
 
-def load_draft(
-    source: DraftSource,
-    target: Target,
-    *,
-    num_positions: int,
-    kernels: Kernels,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> Draft:
-    """Load the tensors a draft owns onto a device; those it does not own are skipped by name.
+def load_draft(source: DraftLike, target: Target, placement: Placement) -> Draft:
+    """Load the tensors a draft owns and build it; see `owned_tensors` for what is refused."""
+    return build_draft(source.config, load_draft_weights(source, placement), target, placement)
+
+
+def owned_tensors(source: DraftLike) -> tuple[str, ...]:
+    """The tensors of a checkpoint that its draft owns, from the headers; the others are not loaded.
 
     Raises:
+        UnsupportedError: packed weights, a mask embedding of its own, or a family nobody serves.
         TensorMismatch: missing, unexpected and misshapen tensors, all at once.
     """
     checkpoint = source.checkpoint
+    refuse_packed(checkpoint.path, find_quantization(checkpoint))
     for name in MASK_EMBEDDINGS:
         if (checkpoint.path / name).exists():
             raise UnsupportedError(
                 f"{checkpoint.path / name}: a learned mask embedding, which this runtime does not apply",
                 hint="acceptance without it would not be the draft's own",
             )
+    expected = draft_families()[source.config.family].expected_shapes(source.config)
     shapes = {name: info.shape for name, info in checkpoint.tensors.items()}
-    plan = plan_tensors(source.config, shapes, path=checkpoint.path)
-    weights = {
-        name: tensor.to(device=device, dtype=dtype) if tensor.is_floating_point() else tensor.to(device)
-        for name, tensor in checkpoint.load_many(list(plan.load))
-    }
-    family = draft_families()["dflash"]
-    return family(
-        source.config, weights, target, num_positions=num_positions, kernels=kernels, device=device, dtype=dtype
-    )
+    return select_tensors(expected, shapes, path=checkpoint.path).load
+
+
+def load_draft_weights(source: DraftLike, placement: Placement) -> Weights:
+    """Load the tensors a draft owns onto a device; see `owned_tensors` for what is refused."""
+    return load_weights(source.checkpoint, owned_tensors(source), placement)
+
+
+def build_draft(config: DraftConfig, weights: Weights, target: Target, placement: Placement) -> Draft:
+    """A draft of the config's family from weights that are on the device; several may share them."""
+    return draft_families()[config.family](config, weights, target, placement)

@@ -1,1 +1,1 @@
-"""Target families, one file each. `base` holds the registry and the parts they share."""
+"""Target families, one file each; `target.py` holds the registry, `layers.py` the parts they share with drafts."""

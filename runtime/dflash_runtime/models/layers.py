@@ -1,25 +1,38 @@
 """The parts of a Qwen3-style decoder, shared by targets and drafts. Weights are plain tensors; nothing is trained here.
 
-Axis letters: T flat rows, H heads, KV heads of keys and values, D head dim.
+Axis letters: T flat rows, H heads, KV heads of keys and values, D head dim, F inner width, L layers, S slots.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+from torch.nn import functional
 
 from dflash_kernels.suite import Kernels
 from dflash_runtime.config import DraftConfig, RopeConfig, TargetConfig
 from dflash_runtime.errors import UnsupportedError
-
-Weights = Mapping[str, Tensor]
+from dflash_runtime.models.placement import Placement
+from dflash_runtime.models.weights import Weights
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""(layer, query [T, H, D], keys [T, KV, D], values [T, KV, D]) -> [T, H, D]."""
+"""(layer, query [T, H, D], keys [T, KV, D], values [T, KV, D]) -> [T, H, D]. It owns the KV in pages."""
 
-ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {"silu": F.silu}
+
+class PagedKV(Protocol):
+    """KV in pages as a model sees it: tensors to write rows into, by slot."""
+
+    @property
+    def keys(self) -> Tensor:
+        """[L, S, KV, D]."""
+        ...
+
+    @property
+    def values(self) -> Tensor:
+        """[L, S, KV, D]."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +47,7 @@ class Linear:
         return cls(weights[f"{name}.weight"], weights.get(f"{name}.bias"))
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        return F.linear(hidden, self.weight, self.bias)
+        return functional.linear(hidden, self.weight, self.bias)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,104 +61,132 @@ class RMSNorm:
     def __call__(self, hidden: Tensor) -> Tensor:
         return self.kernels.rms_norm(hidden, self.weight, self.eps)
 
+    def add(self, hidden: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """Add a sublayer's output to the residual stream -> the sum normalised, and the sum."""
+        return self.kernels.add_rms_norm(hidden, residual, self.weight, self.eps)
+
 
 @dataclass(frozen=True, slots=True)
 class MLP:
-    """Gated feed-forward: down(act(gate(x)) * up(x))."""
+    """Gated feed-forward: down(silu(gate(x)) * up(x)), gate and up in one product."""
 
-    gate: Linear
-    up: Linear
+    gate_up: Linear
     down: Linear
-    activation: Callable[[Tensor], Tensor]
+    kernels: Kernels
 
     @classmethod
-    def read(cls, weights: Weights, name: str, hidden_act: str) -> "MLP":
-        if hidden_act not in ACTIVATIONS:
-            raise UnsupportedError(f"hidden_act {hidden_act!r} is not served (known: {', '.join(ACTIVATIONS)})")
-        gate, up, down = (Linear.read(weights, f"{name}.{part}_proj") for part in ("gate", "up", "down"))
-        return cls(gate, up, down, ACTIVATIONS[hidden_act])
+    def read(cls, weights: Weights, name: str, hidden_act: str, kernels: Kernels) -> "MLP":
+        if hidden_act != "silu":
+            raise UnsupportedError(f"hidden_act {hidden_act!r} is not served (known: silu)")
+        return cls(Linear.read(weights, f"{name}.gate_up_proj"), Linear.read(weights, f"{name}.down_proj"), kernels)
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        return self.down(self.activation(self.gate(hidden)) * self.up(hidden))
+        return self.down(self.kernels.silu_mul(self.gate_up(hidden)))
 
 
 @dataclass(frozen=True, slots=True)
 class Attention:
     """Projections with per-head normalisation of queries and keys (Qwen3), and rotary positions."""
 
-    query: Linear
-    key: Linear
-    value: Linear
+    qkv: Linear
     output: Linear
     query_norm: Tensor
     key_norm: Tensor
     eps: float
+    num_heads: int
+    num_kv_heads: int
     head_dim: int
     kernels: Kernels
 
     @classmethod
     def read(cls, weights: Weights, name: str, config: TargetConfig | DraftConfig, kernels: Kernels) -> "Attention":
-        query, key, value, output = (Linear.read(weights, f"{name}.{part}_proj") for part in "qkvo")
+        qkv, output = (Linear.read(weights, f"{name}.{part}_proj") for part in ("qkv", "o"))
         query_norm, key_norm = (weights[f"{name}.{part}_norm.weight"] for part in "qk")
-        return cls(query, key, value, output, query_norm, key_norm, config.rms_norm_eps, config.head_dim, kernels)
+        heads = (config.num_heads, config.num_kv_heads, config.head_dim)
+        return cls(qkv, output, query_norm, key_norm, config.rms_norm_eps, *heads, kernels)
 
-    def queries(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """[T, hidden] -> [T, H, D], normalised and rotated."""
-        return self.kernels.qk_norm_rope(self._split(self.query(hidden)), self.query_norm, self.eps, cos, sin)
+    def project(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[T, hidden] -> queries [T, H, D] and keys [T, KV, D], normalised and rotated; values [T, KV, D].
 
-    def keys_values(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """[T, hidden] -> keys [T, KV, D] normalised and rotated, values [T, KV, D]."""
-        keys = self.kernels.qk_norm_rope(self._split(self.key(hidden)), self.key_norm, self.eps, cos, sin)
-        return keys, self._split(self.value(hidden))
+        Values are a view of the stacked projection, whose rows are wider.
+        """
+        rows = self.qkv(hidden).view(len(hidden), -1, self.head_dim)
+        query, keys, values = rows.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
+        query = self.kernels.qk_norm_rope(query, self.query_norm, self.eps, cos, sin)
+        return query, self.kernels.qk_norm_rope(keys, self.key_norm, self.eps, cos, sin), values
 
-    def _split(self, rows: Tensor) -> Tensor:
-        return rows.view(*rows.shape[:-1], -1, self.head_dim)
+    @property
+    def key_value(self) -> Linear:
+        """The part of the projection that makes keys and values: [2 * KV * D, hidden]."""
+        begin = self.num_heads * self.head_dim
+        return Linear(self.qkv.weight[begin:], None if self.qkv.bias is None else self.qkv.bias[begin:])
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """Pre-norm attention and feed-forward with residuals."""
+    """Attention and feed-forward on a residual stream, each after a norm; the norm before attention is the caller's."""
 
     attention: Attention
     mlp: MLP
-    input_norm: RMSNorm
-    post_attention_norm: RMSNorm
+    mlp_norm: RMSNorm
 
     @classmethod
     def read(cls, weights: Weights, name: str, config: TargetConfig | DraftConfig, kernels: Kernels) -> "DecoderLayer":
-        norm, post_norm = (
-            RMSNorm(weights[f"{name}.{part}.weight"], config.rms_norm_eps, kernels)
-            for part in ("input_layernorm", "post_attention_layernorm")
-        )
         attention = Attention.read(weights, f"{name}.self_attn", config, kernels)
-        return cls(attention, MLP.read(weights, f"{name}.mlp", config.hidden_act), norm, post_norm)
+        mlp = MLP.read(weights, f"{name}.mlp", config.hidden_act, kernels)
+        norm = RMSNorm(weights[f"{name}.post_attention_layernorm.weight"], config.rms_norm_eps, kernels)
+        return cls(attention, mlp, norm)
 
-    def __call__(self, layer: int, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        """[T, hidden] -> [T, hidden]; `attend` owns the KV."""
-        normed = self.input_norm(hidden)
-        keys, values = self.attention.keys_values(normed, cos, sin)
-        attended = attend(layer, self.attention.queries(normed, cos, sin), keys, values)
-        hidden = hidden + self.attention.output(attended.flatten(-2))
-        return hidden + self.mlp(self.post_attention_norm(hidden))
+    def __call__(
+        self, layer: int, normed: Tensor, residual: Tensor, cos: Tensor, sin: Tensor, attend: Attend
+    ) -> tuple[Tensor, Tensor]:
+        """Normalised rows and the residual stream, [T, hidden] -> what is to be added to the stream, and the stream.
+
+        The last addition is left to the norm that follows, which does both in one pass.
+        """
+        query, keys, values = self.attention.project(normed, cos, sin)
+        attended = attend(layer, query, keys, values)
+        normed, residual = self.mlp_norm.add(self.attention.output(attended.flatten(-2)), residual)
+        return self.mlp(normed), residual
+
+
+class DecoderStack:
+    """All layers between an embedding and a head: rope, each layer's input norm, and the final norm."""
+
+    def __init__(self, weights: Weights, prefix: str, config: TargetConfig | DraftConfig, placement: Placement) -> None:
+        kernels, layers = placement.kernels, range(config.num_layers)
+        self.layers = [DecoderLayer.read(weights, f"{prefix}layers.{index}", config, kernels) for index in layers]
+        names = [*(f"layers.{index}.input_layernorm" for index in layers), "norm"]
+        self.norms = [RMSNorm(weights[f"{prefix}{name}.weight"], config.rms_norm_eps, kernels) for name in names]
+        self.rope = RopeTable(config.rope, config.head_dim, config.max_position_embeddings, placement)
+
+    def __call__(
+        self, hidden: Tensor, positions: Tensor, attend: Attend, taps: Container[int] = ()
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """Embedded rows [T, hidden] at positions [T] -> normalised rows [T, hidden], and the outputs of `taps`.
+
+        A layer's output is the residual stream after it; after the last layer, before the final norm.
+        """
+        cos, sin = self.rope.rows(positions)
+        outputs: dict[int, Tensor] = {}
+        normed, residual = self.norms[0](hidden), hidden
+        for index, layer in enumerate(self.layers):
+            added, residual = layer(index, normed, residual, cos, sin, attend)
+            normed, residual = self.norms[index + 1].add(added, residual)
+            if index in taps:
+                outputs[index] = residual
+        return normed, outputs
 
 
 class RopeTable:
     """Cosines and sines for positions `[0, num_positions)`, computed in float32 and rounded once."""
 
-    def __init__(
-        self,
-        rope: RopeConfig,
-        head_dim: int,
-        max_position_embeddings: int,
-        num_positions: int,
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> None:
+    def __init__(self, rope: RopeConfig, head_dim: int, max_position_embeddings: int, placement: Placement) -> None:
         frequencies, scale = _frequencies(rope, head_dim, max_position_embeddings)
-        angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * frequencies
+        angles = torch.arange(placement.num_positions, dtype=torch.float32)[:, None] * frequencies
         angles = torch.cat((angles, angles), dim=-1)  # [positions, D]
-        self.cos = (angles.cos() * scale).to(device=device, dtype=dtype)
-        self.sin = (angles.sin() * scale).to(device=device, dtype=dtype)
+        self.cos = (angles.cos() * scale).to(placement.device, placement.dtype)
+        self.sin = (angles.sin() * scale).to(placement.device, placement.dtype)
 
     def rows(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """[...] positions -> cos and sin, each [..., D]."""

@@ -3,17 +3,17 @@
 Axis letters: T flat rows, F feature width.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+from torch.nn import functional
 
-from dflash_kernels.suite import Kernels
 from dflash_runtime.config import TargetConfig
-from dflash_runtime.errors import TensorMismatch
-from dflash_runtime.models.layers import Attend, DecoderLayer, Linear, RMSNorm, RopeTable
+from dflash_runtime.models.layers import Attend, DecoderStack, Linear
+from dflash_runtime.models.placement import Placement
 from dflash_runtime.models.target import TARGETS
+from dflash_runtime.models.weights import Weights
 
 PREFIX = "model."
 
@@ -22,80 +22,44 @@ PREFIX = "model."
 class Qwen3Target:
     """A Qwen3 decoder over KV that `attend` owns."""
 
-    def __init__(
-        self,
-        config: TargetConfig,
-        weights: Mapping[str, Tensor],
-        *,
-        num_positions: int,
-        kernels: Kernels,
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> None:
-        _check_weights(config, weights)
+    def __init__(self, config: TargetConfig, weights: Weights, placement: Placement) -> None:
         self.config = config
         self.embedding = weights[f"{PREFIX}embed_tokens.weight"]
         self.head = Linear(self.embedding if config.tie_word_embeddings else weights["lm_head.weight"])
-        self._norm = RMSNorm(weights[f"{PREFIX}norm.weight"], config.rms_norm_eps, kernels)
-        self._layers = [
-            DecoderLayer.read(weights, f"{PREFIX}layers.{index}", config, kernels) for index in range(config.num_layers)
-        ]
-        self._rope = RopeTable(
-            config.rope, config.head_dim, config.max_position_embeddings, num_positions, device, dtype
-        )
+        self._decoder = DecoderStack(weights, PREFIX, config, placement)
 
     def __call__(
-        self, token_ids: Tensor, positions: Tensor, attend: Attend, taps: Iterable[int]
+        self, token_ids: Tensor, positions: Tensor, attend: Attend, taps: Sequence[int]
     ) -> tuple[Tensor, Tensor | None]:
-        """See `models.base.Target`. A tap on the last layer gives the residual before the final norm."""
-        taps = list(taps)
-        outputs: dict[int, Tensor] = {}
-        hidden = F.embedding(token_ids, self.embedding)
-        cos, sin = self._rope.rows(positions)
-        for index, layer in enumerate(self._layers):
-            hidden = layer(index, hidden, cos, sin, attend)
-            if index in taps:
-                outputs[index] = hidden
-        features = torch.cat([outputs[tap] for tap in taps], dim=-1) if taps else None
-        return self._norm(hidden), features
+        """See `models.target.Target`. A tap on the last layer gives the residual before the final norm."""
+        embedded = functional.embedding(token_ids, self.embedding)
+        hidden, outputs = self._decoder(embedded, positions, attend, taps)
+        return hidden, torch.cat([outputs[tap] for tap in taps], dim=-1) if taps else None
 
-
-def expected_shapes(config: TargetConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor a Qwen3 target must have, with its shape."""
-    hidden, inner = config.hidden_size, config.intermediate_size
-    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    shapes: dict[str, tuple[int, ...]] = {
-        f"{PREFIX}embed_tokens.weight": (config.vocab_size, hidden),
-        f"{PREFIX}norm.weight": (hidden,),
-    }
-    if not config.tie_word_embeddings:
-        shapes["lm_head.weight"] = (config.vocab_size, hidden)
-    for index in range(config.num_layers):
-        layer = f"{PREFIX}layers.{index}"
-        shapes |= {
-            f"{layer}.input_layernorm.weight": (hidden,),
-            f"{layer}.post_attention_layernorm.weight": (hidden,),
-            f"{layer}.self_attn.q_proj.weight": (queries, hidden),
-            f"{layer}.self_attn.k_proj.weight": (keys, hidden),
-            f"{layer}.self_attn.v_proj.weight": (keys, hidden),
-            f"{layer}.self_attn.o_proj.weight": (hidden, queries),
-            f"{layer}.self_attn.q_norm.weight": (config.head_dim,),
-            f"{layer}.self_attn.k_norm.weight": (config.head_dim,),
-            f"{layer}.mlp.gate_proj.weight": (inner, hidden),
-            f"{layer}.mlp.up_proj.weight": (inner, hidden),
-            f"{layer}.mlp.down_proj.weight": (hidden, inner),
+    @staticmethod
+    def expected_shapes(config: TargetConfig) -> dict[str, tuple[int, ...]]:
+        """Every tensor a Qwen3 target must have, with its shape."""
+        hidden, inner = config.hidden_size, config.intermediate_size
+        queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        shapes: dict[str, tuple[int, ...]] = {
+            f"{PREFIX}embed_tokens.weight": (config.vocab_size, hidden),
+            f"{PREFIX}norm.weight": (hidden,),
         }
-    return shapes
-
-
-def _check_weights(config: TargetConfig, weights: Mapping[str, Tensor]) -> None:
-    """Tensors beyond the expected ones are left alone: a target may carry heads this runtime does not use."""
-    expected = expected_shapes(config)
-    missing = [name for name in expected if name not in weights]
-    wrong = {
-        name: (str(list(weights[name].shape)), str(list(shape)))
-        for name, shape in expected.items()
-        if name in weights and tuple(weights[name].shape) != shape
-    }
-    if missing or wrong:
-        raise TensorMismatch(missing=missing, wrong=wrong, path="target")
+        if not config.tie_word_embeddings:
+            shapes["lm_head.weight"] = (config.vocab_size, hidden)
+        for index in range(config.num_layers):
+            layer = f"{PREFIX}layers.{index}"
+            shapes |= {
+                f"{layer}.input_layernorm.weight": (hidden,),
+                f"{layer}.post_attention_layernorm.weight": (hidden,),
+                f"{layer}.self_attn.q_proj.weight": (queries, hidden),
+                f"{layer}.self_attn.k_proj.weight": (keys, hidden),
+                f"{layer}.self_attn.v_proj.weight": (keys, hidden),
+                f"{layer}.self_attn.o_proj.weight": (hidden, queries),
+                f"{layer}.self_attn.q_norm.weight": (config.head_dim,),
+                f"{layer}.self_attn.k_norm.weight": (config.head_dim,),
+                f"{layer}.mlp.gate_proj.weight": (inner, hidden),
+                f"{layer}.mlp.up_proj.weight": (inner, hidden),
+                f"{layer}.mlp.down_proj.weight": (hidden, inner),
+            }
+        return shapes

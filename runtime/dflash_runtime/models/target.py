@@ -1,22 +1,24 @@
 """What the runner asks of a target, and the registry of target families.
 
-A family is one file in this package with a class decorated `@TARGETS.register(model_type)`. Adding one is adding a
-file.
+A family is one file in this package with a class decorated `@TARGETS.register(model_type)`, where `model_type` is that
+of the checkpoint's config.
 
 Axis letters: T flat rows, F feature width (taps x hidden), V vocabulary.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Sequence
 from functools import cache
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
-from dflash_kernels.suite import Kernels
+from dflash_runtime.checkpoint.layout import Shapes, compare_tensors
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.config import TargetConfig
+from dflash_runtime.errors import TensorMismatch
 from dflash_runtime.models.layers import Attend, Linear
+from dflash_runtime.models.placement import Placement
+from dflash_runtime.models.weights import Weights, load_weights
 from dflash_runtime.registry import Registry
 
 
@@ -28,7 +30,7 @@ class Target(Protocol):
     head: Linear  # [V, hidden]
 
     def __call__(
-        self, token_ids: Tensor, positions: Tensor, attend: Attend, taps: Iterable[int]
+        self, token_ids: Tensor, positions: Tensor, attend: Attend, taps: Sequence[int]
     ) -> tuple[Tensor, Tensor | None]:
         """Token ids and positions [T] -> normalised hidden states [T, hidden], features [T, F].
 
@@ -38,18 +40,13 @@ class Target(Protocol):
 
 
 class TargetFamily(Protocol):
-    """Builds a target from its checkpoint."""
+    """A class of targets: which tensors one has, and how it is built from them."""
 
-    def __call__(
-        self,
-        config: TargetConfig,
-        weights: Mapping[str, Tensor],
-        *,
-        num_positions: int,
-        kernels: Kernels,
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> Target: ...
+    def expected_shapes(self, config: TargetConfig) -> Shapes:
+        """Every tensor a target must have, with its shape."""
+        ...
+
+    def __call__(self, config: TargetConfig, weights: Weights, placement: Placement) -> Target: ...
 
 
 TARGETS: Registry[TargetFamily] = Registry("target family")
@@ -58,25 +55,21 @@ TARGETS: Registry[TargetFamily] = Registry("target family")
 @cache
 def target_families() -> Registry[TargetFamily]:
     """The registry with every family of this package in it."""
-    import dflash_runtime.models as package
-
-    TARGETS.discover(package)
+    TARGETS.discover("dflash_runtime.models")
     return TARGETS
 
 
-def load_target(
-    source: TargetSource, *, num_positions: int, kernels: Kernels, device: torch.device, dtype: torch.dtype
-) -> Target:
-    """Load a target's weights onto a device.
+def load_target(source: TargetSource, placement: Placement) -> Target:
+    """Load a target's weights onto a device. Tensors its family does not know are left alone.
 
     Raises:
         UnsupportedError: a model type no family serves.
         TensorMismatch: tensors that are missing or misshapen, all at once.
     """
     family = target_families()[source.config.model_type]
-    names = list(source.checkpoint.tensors)
-    weights = {
-        name: tensor.to(device=device, dtype=dtype) if tensor.is_floating_point() else tensor.to(device)
-        for name, tensor in source.checkpoint.load_many(names)
-    }
-    return family(source.config, weights, num_positions=num_positions, kernels=kernels, device=device, dtype=dtype)
+    expected = family.expected_shapes(source.config)
+    found = {name: info.shape for name, info in source.checkpoint.tensors.items()}
+    missing, _, wrong = compare_tensors(expected, found)
+    if missing or wrong:
+        raise TensorMismatch(missing=missing, wrong=wrong, path=source.checkpoint.path)
+    return family(source.config, load_weights(source.checkpoint, expected, placement), placement)

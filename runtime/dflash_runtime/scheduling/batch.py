@@ -5,13 +5,24 @@ Axis letters: R requests, N block rows, K drafted tokens.
 
 from dataclasses import dataclass, field
 
-from dflash_runtime.device.state import PageAddition
 from dflash_runtime.scheduling.request import Request
 
 
 @dataclass(frozen=True, slots=True)
+class PageAddition:
+    """Pages a request gains, from a column of its row of the page table on."""
+
+    row: int
+    column: int
+    pages: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Chunk:
-    """Rows `[start, end)` of a request to prefill. The last chunk switches the request on."""
+    """Positions `[start, end)` of a request to prefill. The last chunk switches the request on.
+
+    Only the last chunk of a resumed request can be empty: a prompt's last token is always run.
+    """
 
     request: Request
     start: int
@@ -21,7 +32,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One step: rows admitted, pages added, chunks to prefill, and requests to decode.
+    """One step: requests admitted, pages added, chunks to prefill, and requests to decode.
 
     Prefill and decode are separate forwards. `longest` bounds the true KV of any decoding request from above.
     """
@@ -40,7 +51,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What one step gave one request: the kept tokens, and the drafts where it drafted."""
+    """What one step gave one request: the committed tokens, and the drafts where it drafted."""
 
     token_ids: list[int]
     draft_ids: list[int] = field(default_factory=list)

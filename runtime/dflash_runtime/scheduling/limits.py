@@ -24,19 +24,9 @@ class Limits:
         return self.max_model_len - self.num_lookahead_tokens
 
     def reserved_len(self, known_len: int, num_in_flight: int = 0) -> int:
-        """Tokens to have pages for before a launch.
+        """Tokens to have pages for before a step is queued.
 
-        `known_len` rows are certain, this call's prompt rows included; each step in flight and the one to be launched
+        `known_len` rows are certain, this call's prompt rows included; each step in flight, and the one to be queued,
         may write a lookahead.
         """
         return min(known_len + (num_in_flight + 1) * self.num_lookahead_tokens, self.max_model_len)
-
-
-def lookahead_while_loading(num_lookahead_tokens: int, *, draft_writes_ahead: bool) -> int:
-    """Lookahead of a request whose KV is being loaded asynchronously.
-
-    It has no rows to write yet, so a method whose draft writes nothing ahead of the target (EAGLE) withholds it. A
-    DFlash draft does write a block ahead, and withholding would let that block fall outside the request's pages.
-    Source: vllm-project/vllm#43733.
-    """
-    return num_lookahead_tokens if draft_writes_ahead else 0

@@ -1,4 +1,4 @@
-"""The pool of KV pages: who holds them, and which are kept for their content. Knows page numbers only.
+"""The pool of KV pages: which are held by requests, and which stay for their content. Knows page numbers only.
 
 A page is in exactly one place:
 
@@ -32,10 +32,6 @@ class PagePool:
     def num_available(self) -> int:
         """Pages that can be had without taking one from anybody."""
         return len(self._free) + len(self._idle)
-
-    def references(self, page: int) -> int:
-        """How many requests hold a page."""
-        return self._references[page]
 
     def is_published(self, page: int) -> bool:
         """Whether a page's content is final and may be shared."""

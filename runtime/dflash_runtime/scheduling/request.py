@@ -32,7 +32,7 @@ class FinishReason(StrEnum):
 class SamplingParams:
     """How a request's tokens are chosen, and when it ends.
 
-    `stop_token_ids` end a request and are kept as its last token; `ignore_eos` makes them ordinary tokens.
+    `stop_token_ids` end a request and stay its last token; `ignore_eos` makes them ordinary tokens.
     `verify_width` verifies only so many rows of the block, the anchor included; the draft sees the whole block all the
     same.
     """
@@ -68,7 +68,7 @@ class SamplingParams:
 
     @property
     def has_filters(self) -> bool:
-        """Whether top-k or top-p cut the distribution of this request's draws."""
+        """Whether top-k or top-p cut the distribution this request is sampled from."""
         return not self.is_greedy and (self.top_k > 0 or self.top_p < 1)
 
     @property
@@ -85,13 +85,14 @@ class SamplingParams:
 class DraftStep:
     """One verify step of one request.
 
-    Its kept tokens are those of the output from `start` on: accepted drafts, then the bonus, cut at stops and limits.
+    Its `num_committed` tokens are those of the output from `start` on: accepted drafts, then the bonus, cut at stops
+    and limits.
     """
 
     start: int
     draft_ids: tuple[int, ...]
     num_accepted: int
-    num_kept: int
+    num_committed: int
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -145,7 +146,7 @@ class Request:
     def is_finished(self) -> bool:
         return self.finish_reason is not None
 
-    def room(self, max_model_len: int) -> int:
+    def remaining(self, max_model_len: int) -> int:
         """Tokens that may still be committed."""
         return min(self.params.max_new_tokens - len(self.output_token_ids), max_model_len - self.total_len)
 
@@ -154,7 +155,7 @@ class Request:
         self.output_token_ids += token_ids
         if self.output_token_ids[-1] in self.params.effective_stops:
             self.finish_reason = FinishReason.STOP
-        elif self.room(max_model_len) <= 0:
+        elif self.remaining(max_model_len) <= 0:
             self.finish_reason = FinishReason.LENGTH
 
 
@@ -163,8 +164,8 @@ class RequestOutput:
     """What became of a request.
 
     `acceptance_lengths` has accepted + 1 for each verify step, untruncated; the prefill's token is no step.
-    `kept_lengths` has the tokens each of those steps left in the output after stops and limits, and `drafts` what it
-    proposed. A step that decoded plainly is in none of them. `error` says why a request was not served, with
+    `committed_lengths` has the tokens each of those steps left in the output after stops and limits, and `drafts` what
+    it proposed. A step that decoded plainly is in none of them. `error` says why a request was not served, with
     `finish_reason` ERROR and the exit code its error has.
     """
 
@@ -173,7 +174,7 @@ class RequestOutput:
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
     acceptance_lengths: tuple[int, ...] = ()
-    kept_lengths: tuple[int, ...] = ()
+    committed_lengths: tuple[int, ...] = ()
     drafts: tuple[DraftStep, ...] = ()
     num_cached: int = 0
     num_preemptions: int = 0
@@ -190,7 +191,7 @@ class RequestOutput:
             token_ids=tuple(request.output_token_ids),
             finish_reason=request.finish_reason,
             acceptance_lengths=tuple(step.num_accepted + 1 for step in request.steps),
-            kept_lengths=tuple(step.num_kept for step in request.steps),
+            committed_lengths=tuple(step.num_committed for step in request.steps),
             drafts=tuple(request.steps),
             num_cached=request.num_cached,
             num_preemptions=request.num_preemptions,

@@ -1,20 +1,23 @@
 """Which requests run in a step, and what their results make of them. Host only; knows pages and lengths, no tensors.
 
-Steps are launched before the counts of earlier ones are known, so a request's KV length is known from below
+A step is queued before the acceptance counts of earlier ones are known, so a request's KV length is known from below
 (`kv_len`, all committed) and from above (every draft of every step in flight accepted). Pages are reserved for the
-upper bound; everything else waits for the truth.
+upper bound; everything else is decided when results are committed.
 
     waiting --admit--> running (prefilling, then decoding) --commit--> finished
        ^                  |
-       +----- preempt ----+     the youngest; its published pages stay in the cache
+       +----- preempt ----+
+
+The youngest running request is preempted first, so the oldest always gets on. It is preempted only when no step is in
+flight: a queued step goes on writing the pages its request had when it was queued, and its tokens would be lost. What
+the request has published stays in the cache, where it finds it when it resumes.
 """
 
 from collections import deque
 from collections.abc import Sequence
 
-from dflash_runtime.device.state import PageAddition
 from dflash_runtime.errors import CapacityError, RequestError
-from dflash_runtime.scheduling.batch import Batch, Chunk, StepOutput
+from dflash_runtime.scheduling.batch import Batch, Chunk, PageAddition, StepOutput
 from dflash_runtime.scheduling.limits import Limits
 from dflash_runtime.scheduling.pages import PagePool
 from dflash_runtime.scheduling.prefix_cache import PrefixCache
@@ -22,11 +25,11 @@ from dflash_runtime.scheduling.request import DraftStep, Request
 
 
 class OutOfPages(Exception):
-    """The pool is dry while steps are in flight: their results may free pages, so drain before taking any."""
+    """The pool is empty while steps are in flight: read their results, which may free pages, before preempting."""
 
 
 class Scheduler:
-    """First come, first served: those who run decode in every step, and prompts share what is left of the budget."""
+    """First come, first served: running requests decode in every step, and prompts share the budget of prompt rows."""
 
     def __init__(self, limits: Limits, pages: PagePool, cache: PrefixCache) -> None:
         self.limits = limits
@@ -34,7 +37,7 @@ class Scheduler:
         self.cache = cache
         self.is_drafting = True
         self.num_preemptions = 0
-        # Kept over a call that ends in OutOfPages: what was taken until then stays taken.
+        # Outlives a call that ends in OutOfPages: pages taken until then belong to their requests.
         self._additions: list[PageAddition] = []
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []  # oldest first
@@ -44,10 +47,6 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         return bool(self._waiting or self._running)
-
-    @property
-    def running(self) -> Sequence[Request]:
-        return tuple(self._running)
 
     def add(self, request: Request) -> None:
         """Queue a request.
@@ -71,9 +70,11 @@ class Scheduler:
         decode = self._plan_decode(is_drained)
         chunks = self._plan_begun(is_drained)
         admitted: list[Request] = []
+        # A step that had to preempt admits nobody: the pages it gained belong to those who run already.
         if self.num_preemptions == num_preemptions:
             self._plan_new(admitted, chunks)
         additions, self._additions = self._additions, []
+        # A begun prompt may have taken its pages from a younger request that was to decode.
         decode = [request for request in decode if request.row is not None]
         longest = max((self._kv_upper(request) for request in decode), default=0)
         for request in decode:
@@ -134,7 +135,10 @@ class Scheduler:
         return decode
 
     def _plan_begun(self, is_drained: bool) -> list[Chunk]:
-        """The next chunks of prompts that were begun in earlier steps."""
+        """The next chunks of prompts that were begun in earlier steps, oldest first.
+
+        While steps are in flight a prompt that finds no pages waits for them to free some, and so do younger ones.
+        """
         chunks: list[Chunk] = []
         for request in list(self._running):
             if request.row is None or request.is_prefilled:
@@ -166,10 +170,11 @@ class Scheduler:
             chunks.append(self._chunk(request, end))
 
     def _chunk(self, request: Request, end: int) -> Chunk:
-        """Take rows `[prefilled_len, end)` as done: whatever runs later runs after them.
+        """Count positions `[prefilled_len, end)` as prefilled: whatever is queued later runs after them.
 
-        Their full pages may be shared from now on for the same reason. A resumed request of which every row is cached
-        has an empty last chunk, which only switches it on.
+        For the same reason their full pages are published here and not with results: prompt tokens are committed from
+        the start, and a request that finds such a page reads it in a later forward. A resumed request of which every
+        position is cached has an empty last chunk, which only switches it on.
         """
         chunk = Chunk(request, request.prefilled_len, end, is_last=end == request.prefill_len)
         request.prefilled_len = end
@@ -247,8 +252,8 @@ class Scheduler:
         return min(max(upper, request.prefilled_len), self.limits.max_model_len)
 
     def _surely_ends(self, request: Request) -> bool:
-        """Whether the steps in flight end the request even if nothing is accepted: each gives a token."""
-        return request.num_in_flight >= request.room(self.limits.max_model_len)
+        """Whether the steps in flight end the request even if they accept nothing: each gives at least one token."""
+        return request.num_in_flight >= request.remaining(self.limits.max_model_len)
 
     def _check(self, request: Request) -> None:
         where = f"prompt {request.index}"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dflash_cli.checkpoints.references import TINY, TINY_REDUCED, Role, is_hub_id, resolve, tiny_directory
+from dflash_cli.checkpoints.references import TINY, TINY_REDUCED, Role, fetch_directory, is_hub_id, tiny_directory
 from dflash_runtime.errors import CheckpointNotFound, UsageError
 from dflash_testing import checkpoints as support
 from dflash_testing import hub_server as hub
@@ -38,6 +38,16 @@ def test_from_the_hub(reference: str, environment: dict[str, str], tmp_path: Pat
     assert document["dialect"] == "native"
     assert Path(document["draft"]).name == hub.COMMIT
     assert not list((tmp_path / "home").rglob("modeling.py"))
+
+
+def test_a_conversion_never_replaces_the_cached_copy_it_reads(environment: dict[str, str], tmp_path: Path) -> None:
+    assert support.launch("validate", "acme/draft", *DOWNLOAD, env=environment).code == 0
+    (cached,) = (tmp_path / "home").rglob(hub.COMMIT)
+    before = sorted(item.name for item in cached.iterdir())
+    outcome = support.launch("convert", "acme/draft", cached, "--to", "native", "--force", env=environment)
+    assert outcome.code == 2
+    assert "is or holds the source" in outcome.err
+    assert sorted(item.name for item in cached.iterdir()) == before
 
 
 @pytest.mark.parametrize("how", [(), DOWNLOAD], ids=["headers", "download"])
@@ -81,24 +91,24 @@ def test_a_directory_wins_over_the_hub(tmp_path: Path, monkeypatch: pytest.Monke
     support.make_native(tmp_path / "acme" / "draft")
     monkeypatch.chdir(tmp_path)
     assert not is_hub_id("acme/draft")
-    assert resolve("acme/draft", Role.DRAFT) == Path("acme/draft")
+    assert fetch_directory("acme/draft", Role.DRAFT) == Path("acme/draft")
 
 
 def test_a_directory_wins_over_the_bundled_pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "tiny").mkdir()
     monkeypatch.chdir(tmp_path)
-    assert resolve(TINY, Role.DRAFT) == Path("tiny")
+    assert fetch_directory(TINY, Role.DRAFT) == Path("tiny")
 
 
 def test_the_bundled_pair() -> None:
-    assert resolve(TINY, Role.DRAFT) == tiny_directory() / "draft"
-    assert resolve(TINY, Role.TARGET) == tiny_directory() / "target"
-    assert resolve(TINY_REDUCED, Role.DRAFT) == tiny_directory() / "draft-reduced"
+    assert fetch_directory(TINY, Role.DRAFT) == tiny_directory() / "draft"
+    assert fetch_directory(TINY, Role.TARGET) == tiny_directory() / "target"
+    assert fetch_directory(TINY_REDUCED, Role.DRAFT) == tiny_directory() / "draft-reduced"
     with pytest.raises(UsageError, match="names a draft"):
-        resolve(TINY_REDUCED, Role.TARGET)
+        fetch_directory(TINY_REDUCED, Role.TARGET)
 
 
 @pytest.mark.parametrize("reference", ["", "~nobody/x/y", "org/repo/extra", "../up/there", "org//repo", "http://x/y"])
 def test_what_is_no_reference(reference: str) -> None:
     with pytest.raises(CheckpointNotFound, match="not a hub reference"):
-        resolve(reference, Role.DRAFT)
+        fetch_directory(reference, Role.DRAFT)

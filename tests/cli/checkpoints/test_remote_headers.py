@@ -118,7 +118,7 @@ def test_a_server_without_ranges_is_not_read_whole(environment: dict[str, str], 
 
 def test_a_cut_file_is_a_finding(environment: dict[str, str]) -> None:
     found = document("validate", "acme/cut", env=environment, code=3)
-    assert [(item["id"], item["place"]) for item in found["findings"]] == [("N16", "model.safetensors")]
+    assert [(item["id"], item["location"]) for item in found["findings"]] == [("N16", "model.safetensors")]
 
 
 def test_no_config_is_a_finding(environment: dict[str, str]) -> None:
@@ -148,8 +148,12 @@ def test_what_is_cached_serves_offline(environment: dict[str, str]) -> None:
     assert outcome.code == 0, outcome.err
 
 
-def test_launch_reads_headers_and_names_the_repositories(environment: dict[str, str], local_hub: hub.LocalHub) -> None:
-    outcome = support.launch("launch", "acme/dflash@v2", "--target", "acme/target", "-e", "vllm", env=environment)
+def test_serve_command_reads_headers_and_names_the_repositories(
+    environment: dict[str, str], local_hub: hub.LocalHub
+) -> None:
+    outcome = support.launch(
+        "serve-command", "acme/dflash@v2", "--target", "acme/target", "-e", "vllm", env=environment
+    )
     assert outcome.code == 0, outcome.err
     assert outcome.out.startswith("vllm serve acme/target ")
     assert '"model": "acme/dflash"' in outcome.out
@@ -157,7 +161,23 @@ def test_launch_reads_headers_and_names_the_repositories(environment: dict[str, 
     assert "headers and JSON only" in outcome.err
 
 
-def test_launch_takes_the_target_that_the_draft_names(environment: dict[str, str]) -> None:
-    outcome = support.launch("launch", "acme/spec", "-e", "vllm", env=environment)
+def test_serve_command_takes_the_target_that_the_draft_names(environment: dict[str, str]) -> None:
+    outcome = support.launch("serve-command", "acme/spec", "-e", "vllm", env=environment)
     assert outcome.code == 0, outcome.err
     assert outcome.out.startswith("vllm serve acme/target ")
+
+
+@pytest.mark.parametrize("level", ["headers", "weights"])
+def test_the_target_that_a_draft_names_is_read_by_its_headers(
+    level: str, environment: dict[str, str], local_hub: hub.LocalHub, tmp_path: Path
+) -> None:
+    """Nobody asked for it to be downloaded, also where the draft's own weights are read; its head is not compared."""
+    head = support.target_arrays(BIG)["lm_head.weight"]
+    draft = support.make_speculators(tmp_path / "dflash", BIG, extra={"lm_head.weight": head + 1})
+    local_hub.asked.clear()
+    outcome = support.launch("validate", draft, "--level", level, "-e", "vllm", env=environment)
+    assert outcome.code == 0, outcome.out + outcome.err
+    assert " against acme/target: 0 errors" in outcome.out
+    assert "note: target acme/target, as the draft names it" in outcome.err
+    ranges = [wanted for path, wanted in local_hub.asked if path.endswith(".safetensors") and "/cdn/" in path]
+    assert ranges == ["bytes=0-131071"]

@@ -33,7 +33,7 @@ def output(lengths: list[int], kept: list[int] | None = None, prefill: int = 1) 
         token_ids=(1,) * (sum(kept) + prefill),
         finish_reason=FinishReason.LENGTH,
         acceptance_lengths=tuple(lengths),
-        kept_lengths=tuple(kept),
+        committed_lengths=tuple(kept),
     )
 
 
@@ -62,7 +62,7 @@ def test_every_definition_by_hand() -> None:
             "zlab": (7 / 3 + 5 / 2) / 2,
             "zlab_untruncated": (7 / 3 + 7 / 2) / 2,
             "sglang": (8 / 3 + 6 / 2) / 2,
-            "kept": 12 / 5,
+            "committed": 12 / 5,
             "mlx_ratio": 9 / 14,
         }
     )
@@ -110,10 +110,16 @@ def test_an_interval_needs_two_requests_and_is_repeatable() -> None:
 
 
 def test_tables_name_every_definition() -> None:
-    text = run(*SMALL).stdout
+    text = run(*SMALL, "--all").stdout
     assert text.startswith("acceptance length ")
-    for word in ("by position", "vllm", "zlab", "sglang", "mlx_ratio", "by category"):
+    for word in ("by position", "\nvllm ", "zlab", "sglang", "mlx_ratio", "committed", "by category"):
         assert word in text
+
+
+def test_one_definition_leads_and_says_what_it_counts() -> None:
+    text = run("tiny", *SMALL).stdout
+    assert "vLLM's definition\n8 is the most a step can give; in brackets the 95% interval over prompts\n" in text
+    assert "zlab" not in text
 
 
 @pytest.mark.parametrize(("minimum", "gate"), [("1.0", "point"), ("1.0", "lower")])
@@ -133,7 +139,7 @@ def test_a_gate_that_is_missed_exits_3_after_the_result() -> None:
 def test_resuming_asks_only_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = tmp_path / "rows.jsonl"
     whole = json.loads(run(*SMALL, "--rows", str(rows), "--json").stdout)
-    with pytest.raises(UsageError, match="is there already"):
+    with pytest.raises(UsageError, match="exists already"):
         run(*SMALL, "--rows", str(rows))
     lines = rows.read_text().splitlines(keepends=True)
     rows.write_text("".join(lines[:3]) + lines[3][:40])  # settings, two answers, and half of a third
@@ -154,6 +160,23 @@ def test_resuming_asks_only_what_is_missing(tmp_path: Path, monkeypatch: pytest.
     assert sorted(rows.read_text().splitlines()[1:]) == sorted(line.rstrip("\n") for line in lines[1:])
 
 
+def test_rows_are_replaced_only_by_force(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("mine")
+    with pytest.raises(UsageError, match="exists already"):
+        run(*SMALL, "--rows", str(rows))
+    assert rows.read_text() == "mine"
+    run(*SMALL, "--rows", str(rows), "--force")
+    assert len(rows.read_text().splitlines()) == 5
+
+
+def test_a_draft_is_an_argument_or_an_option() -> None:
+    by_argument, by_option = (json.loads(run(*given, *SMALL, "--json").stdout) for given in (["tiny"], ["-d", "tiny"]))
+    assert by_argument["settings"]["draft"] == by_option["settings"]["draft"] == "tiny"
+    with pytest.raises(UsageError, match="given twice"):
+        run("tiny", "--draft", "tiny", *SMALL)
+
+
 def test_resuming_under_other_settings_is_refused(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     run(*SMALL, "--rows", str(rows))
@@ -164,9 +187,28 @@ def test_resuming_under_other_settings_is_refused(tmp_path: Path) -> None:
 def test_a_report_is_written_whole(tmp_path: Path) -> None:
     report = tmp_path / "report.md"
     run(*SMALL, "--report", str(report))
+    with pytest.raises(UsageError, match=r"report\.md: exists already"):
+        run(*SMALL, "--report", str(report))
+    with pytest.raises(UsageError, match="nowhere: no such directory"):
+        run(*SMALL, "--report", str(tmp_path / "nowhere" / "report.md"))
+    run(*SMALL, "--report", str(report), "--force")
     text = report.read_text()
     assert text.startswith("# Acceptance\n\n**acceptance length ")
     assert "| position | accepted | rate |" in text
+
+
+def test_an_output_is_replaced_only_on_demand(tmp_path: Path) -> None:
+    """Refused before anything is measured."""
+    for option, name in (("--report", "report.md"), ("--rows", "rows.jsonl")):
+        path = tmp_path / name
+        with pytest.raises(UsageError, match="no such directory"):
+            run(*SMALL, option, str(tmp_path / "absent" / name))
+        path.write_text("old")
+        with pytest.raises(UsageError, match="exists already"):
+            run(*SMALL, option, str(path))
+        assert path.read_text() == "old"
+        run(*SMALL, option, str(path), "--force")
+        assert "old" not in path.read_text().splitlines()
 
 
 @pytest.mark.parametrize(

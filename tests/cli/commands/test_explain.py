@@ -27,9 +27,27 @@ def test_the_long_text_is_printed() -> None:
     assert "0.24 does not look at it" in " ".join(support.invoke("explain", "c20").out.split())
 
 
-def test_without_an_id_all_are_listed() -> None:
-    outcome = support.invoke("explain")
-    assert [line.split()[0] for line in outcome.out.splitlines()] == [rule.id for rule in all_rules()]
+def test_without_an_id_all_are_listed_under_their_themes() -> None:
+    lines = support.invoke("explain").out.splitlines()
+    listed = [line.split()[0] for line in lines if line.startswith("  ")]
+    assert sorted(listed) == [rule.id for rule in all_rules()]
+    assert {line for line in lines if not line.startswith("  ")} == {rule.theme for rule in all_rules()}
+    assert lines.index("vllm") < next(at for at, line in enumerate(lines) if line.startswith("  S01"))
+
+
+def test_the_list_can_be_narrowed() -> None:
+    listed = support.invoke("explain", "--engine", "vllm", "--severity", "error", "--json")
+    rules = json.loads(listed.out)["rules"]
+    assert {"C20", "S07"} <= {rule["id"] for rule in rules}
+    assert all("vllm" in rule["engines"] and rule["severity"] == "error" for rule in rules)
+    assert support.invoke("explain", "C20", "--engine", "vllm").code == 2
+    assert support.invoke("explain", "--engine", "vlm").code == 2
+
+
+def test_commands_are_shown_with_generic_words() -> None:
+    for rule in all_rules():
+        assert not {"{draft}", "{target}", "{out}"} & set(support.invoke("explain", rule.id).out.split())
+    assert "dflash validate DRAFT --fix-out OUT" in support.invoke("explain", "C20").out
 
 
 def test_json() -> None:
@@ -54,7 +72,7 @@ def test_the_table_in_the_documents_is_true() -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [("explain", "C20"), ("launch", "tiny", "--engine", "vllm"), ("env",), ("validate", "tiny")],
+    [("explain", "C20"), ("serve-command", "tiny", "--engine", "vllm"), ("env",), ("validate", "tiny")],
     ids=" ".join,
 )
 def test_no_torch(arguments: tuple[str, ...]) -> None:

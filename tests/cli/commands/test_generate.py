@@ -175,6 +175,7 @@ def test_a_malformed_row_is_named_by_file_and_line(line: str, message: str) -> N
         (["x", "--kv-memory", "20K"], 6, "one request needs 2 pages of 16 tokens, 147456 bytes"),
         (["x", "--kv-memory", "lots"], 2, "--kv-memory 'lots', expected a size"),
         (["x", "--max-model-len", "999999"], 2, "max_model_len 999999"),
+        (["x", "--output", "README.md"], 2, "README.md: exists already"),
         (["x", "--output", "no/such/dir/rows.jsonl"], 2, "no/such/dir: no such directory"),
         (["x", "--chat-template-kwargs", "{"], 2, "--chat-template-kwargs: not valid JSON"),
     ],
@@ -182,7 +183,7 @@ def test_a_malformed_row_is_named_by_file_and_line(line: str, message: str) -> N
 def test_bad_input_ends_in_one_line_and_its_exit_code(arguments: list[str], code: int, message: str) -> None:
     done = support.run_main("generate", *arguments)
     assert done.code == code
-    first = done.err.splitlines()[0]
+    first = next(line for line in done.err.splitlines() if not line.startswith("loading "))
     assert first.startswith("error: ")
     assert message in first
     assert "Traceback" not in done.err
@@ -193,7 +194,7 @@ def test_kernels_that_cannot_run_are_refused() -> None:
     """In a process of its own, since the interpreter is switched on in this one."""
     done = process("x", "--kernels", "triton", "--device", "cpu")
     assert done.returncode == 5
-    assert done.stderr.startswith("error: --kernels triton: its kernels do not run on cpu")
+    assert "error: --kernels triton: its kernels do not run on cpu" in done.stderr
     assert done.stdout == ""
 
 
@@ -224,6 +225,42 @@ def test_a_row_that_cannot_be_served_harms_no_other(tmp_path: Path, expected: Re
     assert answers[1]["error"] == "prompt 1: token id 99999, expected ids in [0, 2048)"
     errors = [line for line in done.err.splitlines() if line.startswith("error: ")]
     assert errors == [f"error: {answer['error']}" for answer in answers if "error" in answer]
+
+
+def test_an_output_is_replaced_only_by_force(tmp_path: Path) -> None:
+    output = tmp_path / "rows.jsonl"
+    output.write_text("mine")
+    done = process(PROMPT, "-n", "4", "--output", str(output))
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == [f"error: {output}: exists already", "hint: pass --force to replace it"]
+    assert output.read_text() == "mine"
+    run(PROMPT, "-n", "4", "--output", str(output), "--force")
+    assert len(json.loads(output.read_text())["token_ids"]) == 4
+
+
+def test_a_device_is_written_to_and_stays_one() -> None:
+    null = Path(os.devnull)
+    run(PROMPT, "-n", "4", "--output", str(null))
+    assert null.is_char_device()
+
+
+def test_a_checkpoint_as_the_only_prompt_is_pointed_out() -> None:
+    done = process("tiny", "-n", "2")
+    assert done.returncode == 0
+    assert "note: tiny is taken as the prompt; to run it as the draft, add --draft tiny" in done.stderr.splitlines()
+    assert "taken as the prompt" not in process("tiny", "-n", "2", "--draft", "tiny").stderr
+
+
+def test_quiet_leaves_only_the_text() -> None:
+    loud, quiet = process(PROMPT, "-n", "4"), process("-q", PROMPT, "-n", "4")
+    assert loud.stderr.splitlines()[0] == "loading draft tiny and target tiny ..."
+    assert quiet.stderr == ""
+    assert quiet.stdout == loud.stdout
+
+
+def test_verbose_logs_what_was_loaded() -> None:
+    done = process("-v", PROMPT, "-n", "2", "--threads", "1")
+    assert "INFO dflash_cli.generation.loaded_pair: running on 1 CPU thread" in done.stderr
 
 
 def test_a_failed_run_leaves_no_file(tmp_path: Path) -> None:
@@ -319,7 +356,7 @@ def test_rows_wait_for_those_before_them() -> None:
 def answer(row: PromptRow) -> Answer:
     output = RequestOutput(
         index=row.index, prompt_token_ids=(1,), token_ids=(1,), finish_reason=FinishReason.STOP,
-        acceptance_lengths=(), kept_lengths=(),
+        acceptance_lengths=(), committed_lengths=(),
     )  # fmt: skip
     return Answer(row, 0, output, "x")
 

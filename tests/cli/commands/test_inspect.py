@@ -16,7 +16,7 @@ def test_a_native_draft(tmp_path: Path) -> None:
     for line in (
         "kind        DFlash, native dialect (architectures names DFlashDraftModel)",
         "block       4 (3 drafted after the anchor)",
-        "taps        outputs of layers 0, 2 of 4, counted from 0",
+        "taps        layers 0, 2 of 4 of the target, counted from 0: the draft reads their outputs",
         "mask        token 31",
         "attention   all 2 layers: full attention, non-causal",
         "rope        default, theta 1000000, up to 128 positions",
@@ -29,7 +29,7 @@ def test_a_reduced_speculators_draft(tmp_path: Path) -> None:
     outcome = support.invoke("inspect", support.make_speculators(tmp_path / "draft", support.REDUCED))
     assert "vocabulary  32 ids, drafts over 12 of them" in outcome.out
     assert "target      acme/target" in outcome.out
-    assert "skipped     t2d" in outcome.out
+    assert "not loaded  t2d: copies of the target's weights, or what only training needs" in outcome.out
 
 
 def test_a_target(tmp_path: Path) -> None:
@@ -87,11 +87,55 @@ class TestTwo:
         outcome = support.invoke("inspect", one, other)
         assert outcome.code == 0
         assert outcome.out.splitlines() == [
-            "field   block_size: 4 -> 8",
-            "key     use_cache: unset -> True",
-            "tensor  norm.weight: other bytes",
+            "block size: 4 in the first, 8 in the second",
+            "use_cache: not stated in the first, true in the second",
+            "tensor norm.weight: other values",
             "24 tensors are equal",
         ]
+
+    def test_values_in_plain_words(self, tmp_path: Path) -> None:
+        """Objects by their parts, attention as one line, no reprs."""
+        yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+        one = support.make_native(tmp_path / "one", support.Shape(theta=10000.0))
+        shape = support.Shape(windows=(16, None), taps=(0, 3))
+        config = support.native_config(shape, rope_scaling=yarn, is_causal=support.REMOVED)
+        other = support.write_checkpoint(tmp_path / "other", config, support.body_arrays(shape))
+        lines = support.invoke("inspect", one, other).out.splitlines()
+        assert lines == [
+            "attention in the first: all 2 layers: full attention, non-causal",
+            "attention in the second: layer 0: window 16, causal; layer 1: full attention, non-causal",
+            "rope theta: 10000 in the first, 1000000 in the second",
+            "rope kind: default in the first, yarn in the second",
+            "rope factor: not stated in the first, 4 in the second",
+            "rope original max position embeddings: not stated in the first, 32 in the second",
+            "target layers read: 0, 2 in the first; 0, 3 in the second",
+            "25 tensors are equal",
+        ]
+
+    def test_the_target_that_each_names(self, tmp_path: Path) -> None:
+        one, other = support.make_native(tmp_path / "one"), support.make_speculators(tmp_path / "other")
+        lines = support.invoke("inspect", one, other).out.splitlines()
+        assert "name of the target: not stated in the first, acme/target in the second" in lines
+        assert "architecture of the target: not stated in the first, Qwen3ForCausalLM in the second" in lines
+        assert "layers of the target: 4 in the first, not stated in the second" in lines
+
+    def test_a_long_group_of_tensors_is_one_line_unless_all_are_asked_for(self, tmp_path: Path) -> None:
+        one = support.make_native(tmp_path / "one")
+        arrays = {name: array + 1 for name, array in support.body_arrays().items()}
+        other = support.write_checkpoint(tmp_path / "other", support.native_config(), arrays)
+        first, *names = sorted(arrays)
+        assert support.invoke("inspect", one, other).out.splitlines() == [
+            f"{len(arrays)} tensors with other values: {first}, {names[0]}, {names[1]}, ... (--tensors names them all)",
+            "0 tensors are equal",
+        ]
+        lines = support.invoke("inspect", one, other, "--tensors").out.splitlines()
+        assert {f"tensor {name}: other values" for name in arrays} == set(lines[:-1])
+
+    def test_tensors_of_another_shape(self, tmp_path: Path) -> None:
+        one = support.make_native(tmp_path / "one")
+        other = support.make_native(tmp_path / "other", support.Shape(taps=(0, 1, 2)))
+        lines = support.invoke("inspect", one, other).out.splitlines()
+        assert "tensor fc.weight: F32 [16, 32] in the first; F32 [16, 48] in the second" in lines
 
     def test_across_dialects(self, tmp_path: Path) -> None:
         one = support.make_native(tmp_path / "one")

@@ -1,4 +1,4 @@
-"""`dflash launch` and `dflash env`: lines with the K each engine counts in, and what the installation is made of."""
+"""`dflash serve-command`: commands with the K each engine counts in. `dflash env`: what the installation is made of."""
 
 import json
 import shlex
@@ -23,7 +23,7 @@ def pair(tmp_path: Path) -> tuple[Path, Path]:
 
 
 def line(pair: tuple[Path, Path], engine: str, *more: str) -> str:
-    outcome = support.invoke("launch", pair[0], "--target", pair[1], "--engine", engine, *more)
+    outcome = support.invoke("serve-command", pair[0], "--target", pair[1], "--engine", engine, *more)
     assert outcome.code == 0, outcome.err
     return outcome.out.strip()
 
@@ -53,11 +53,22 @@ class TestLine:
         compile(program, "line", "exec")
         assert f"block_size={BLOCK}" in program
 
+    def test_several_engines_are_labelled(self, pair: tuple[Path, Path]) -> None:
+        lines = line(pair, "vllm@0.30,sglang").splitlines()
+        assert [item.split()[:2] for item in lines] == [
+            ["#", "vllm"], ["vllm", "serve"], ["#", "sglang"], ["python3", "-m"]
+        ]  # fmt: skip
+
+    def test_the_old_name_is_an_alias_that_help_does_not_show(self, pair: tuple[Path, Path]) -> None:
+        outcome = support.invoke("launch", "--draft", pair[0], "--target", pair[1], "--engine", "vllm")
+        assert outcome.out.strip() == line(pair, "vllm")
+        assert "launch" not in support.invoke("--help").out
+
     def test_fewer_tokens(self, pair: tuple[Path, Path]) -> None:
         assert '"num_speculative_tokens": 2' in line(pair, "vllm", "-k", "2")
 
     def test_more_tokens_than_trained_are_refused(self, pair: tuple[Path, Path]) -> None:
-        outcome = support.invoke("launch", pair[0], "--target", pair[1], "--engine", "vllm", "-k", BLOCK)
+        outcome = support.invoke("serve-command", pair[0], "--target", pair[1], "--engine", "vllm", "-k", BLOCK)
         assert outcome.code == 2
         assert f"expected at most {BLOCK - 1}" in outcome.err
 
@@ -85,18 +96,18 @@ class TestLine:
         assert json.loads(words[4])["model"] == str(pair[0])
 
     def test_json(self, pair: tuple[Path, Path]) -> None:
-        document = json.loads(line(pair, "sglang", "--json"))
+        (document,) = json.loads(line(pair, "sglang", "--json"))["serve_commands"]
         assert document["num_draft_tokens"] == BLOCK - 1
         assert document["verdict"]["outcome"] == "serves"
 
     def test_the_bundled_pair(self) -> None:
-        outcome = support.invoke("launch", "tiny", "--engine", "vllm")
+        outcome = support.invoke("serve-command", "tiny", "--engine", "vllm")
         assert outcome.code == 0
         assert '"num_speculative_tokens": 7' in outcome.out
 
     def test_nothing_is_run(self, pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
         def refuse(*args: Any, **kwargs: Any) -> None:
-            raise AssertionError("launch must run nothing")
+            raise AssertionError("serve-command must run nothing")
 
         monkeypatch.setattr(subprocess, "Popen", refuse)
         for engine in ("vllm", "sglang", "llama.cpp", "transformers"):
@@ -106,7 +117,7 @@ class TestLine:
 class TestRefusal:
     def test_a_dialect_the_engine_cannot_read(self, tmp_path: Path) -> None:
         draft, target = support.make_speculators(tmp_path / "draft"), support.make_target(tmp_path / "target")
-        outcome = support.invoke("launch", draft, "--target", target, "--engine", "sglang")
+        outcome = support.invoke("serve-command", draft, "--target", target, "--engine", "sglang")
         assert outcome.code == 5
         assert "sglang 0.5.23 cannot serve it: S09" in outcome.err
         assert "hint: dflash convert" in outcome.err
@@ -115,27 +126,38 @@ class TestRefusal:
     def test_a_relative(self, tmp_path: Path) -> None:
         draft = support.make_native(tmp_path / "draft", markov_rank=0)
         target = support.make_target(tmp_path / "target")
-        assert support.invoke("launch", draft, "--target", target, "--engine", "vllm").code == 5
+        assert support.invoke("serve-command", draft, "--target", target, "--engine", "vllm").code == 5
 
     def test_another_target(self, tmp_path: Path) -> None:
         draft = support.make_native(tmp_path / "draft")
         target = support.make_target(tmp_path / "target", support.Shape(hidden=24))
-        outcome = support.invoke("launch", draft, "--target", target, "--engine", "vllm")
+        outcome = support.invoke("serve-command", draft, "--target", target, "--engine", "vllm")
         assert outcome.code == 3
         assert "P01" in outcome.err or "N05" in outcome.err
 
     def test_what_drops_acceptance_is_a_warning(self, tmp_path: Path) -> None:
         draft = support.make_speculators(tmp_path / "draft", sliding_window_non_causal=False)
         target = support.make_target(tmp_path / "target")
-        outcome = support.invoke("launch", draft, "--target", target, "--engine", "vllm")
+        outcome = support.invoke("serve-command", draft, "--target", target, "--engine", "vllm")
         assert outcome.code == 0
         assert "warning: C20" in outcome.err
 
-    def test_one_engine(self) -> None:
-        assert support.invoke("launch", "tiny", "--engine", "vllm,sglang").code == 2
+    def test_no_engine(self) -> None:
+        outcome = support.invoke("serve-command", "tiny", "--engine", ",")
+        assert outcome.code == 2
+        assert "vllm@0.24..0.33" in outcome.err
+
+    def test_one_of_two_engines(self, tmp_path: Path) -> None:
+        """The other's command is printed all the same; the exit code and the last line are the refusal's."""
+        draft, target = support.make_speculators(tmp_path / "draft"), support.make_target(tmp_path / "target")
+        outcome = support.invoke("serve-command", draft, "--target", target, "--engine", "vllm,sglang")
+        assert outcome.code == 5
+        assert outcome.out.startswith("# vllm 0.33\nvllm serve ")
+        assert "sglang.launch_server" not in outcome.out
+        assert "sglang 0.5.23 cannot serve it: S09" in outcome.err
 
     def test_no_target(self, tmp_path: Path) -> None:
-        outcome = support.invoke("launch", support.make_native(tmp_path / "draft"), "--engine", "vllm")
+        outcome = support.invoke("serve-command", support.make_native(tmp_path / "draft"), "--engine", "vllm")
         assert outcome.code == 2
         assert "add --target" in outcome.err
 

@@ -1,14 +1,13 @@
 """`dflash validate` as a command: output, exit codes, engines, JSON."""
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
 
 from dflash_cli.commands.validate import print_finding
-from dflash_cli.engines.serving_engine import parse_engines
 from dflash_cli.validation.rule import Finding
-from dflash_runtime.errors import UsageError
 from dflash_testing import checkpoints as support
 
 
@@ -94,9 +93,21 @@ class TestCommand:
         draft = support.make_native(tmp_path / "draft", block_size=1)
         outcome = support.invoke("validate", draft)
         lines = outcome.out.splitlines()
-        place = next(index for index, line in enumerate(lines) if line.startswith("C03 error"))
-        assert lines[place + 1].startswith("    effect: ")
-        assert lines[place + 2].startswith("    fix: ")
+        index = next(at for at, line in enumerate(lines) if line.startswith("C03 error"))
+        assert lines[index + 1].startswith("    effect: ")
+        assert lines[index + 2].startswith("    fix: ")
+
+    def test_fixes_are_ready_to_paste(self, tmp_path: Path) -> None:
+        """The user's own names, quoted for the shell; TARGET stays a word where no target is known."""
+        draft = support.make_native(tmp_path / "it's a draft", tie_word_embeddings=True, is_neox_style=False)
+        lines = support.invoke("validate", draft).out.splitlines()
+        (copy,) = [line for line in lines if "--fix-out" in line]
+        assert shlex.split(copy) == ["fix:", "dflash", "validate", str(draft), "--fix-out", "it's a draft-fixed"]
+        draft = support.make_speculators(tmp_path / "spec")
+        target = support.make_target(tmp_path / "my target")
+        assert "--to native --target TARGET" in support.invoke("validate", draft, "-e", "sglang").out
+        given = support.invoke("validate", draft, "-e", "sglang", "--target", target).out
+        assert f"dflash convert {draft} spec-fixed --to native --target '{target}'" in given
 
     def test_prompts_belong_to_the_run_level(self) -> None:
         assert support.invoke("validate", "tiny", "--prompts", "x.jsonl").code == 2
@@ -173,20 +184,16 @@ class TestFixOut:
         assert "cannot be mended" in outcome.err
         assert not (tmp_path / "out").exists()
 
+    def test_an_existing_checkpoint_is_replaced_on_demand_but_never_the_draft_itself(self, tmp_path: Path) -> None:
+        draft = support.make_native(tmp_path / "draft")
+        old = support.make_native(tmp_path / "out", support.Shape(vocab=40, draft_vocab=40))
+        assert support.invoke("validate", draft, "--fix-out", old).code == 2
+        assert support.invoke("validate", draft, "--fix-out", old, "--force").code == 0
+        assert json.loads((old / "config.json").read_text())["vocab_size"] == 32
+        outcome = support.invoke("validate", draft, "--fix-out", draft, "--force")
+        assert outcome.code == 2
+        assert "is or holds the source" in outcome.err
+
     def test_an_existing_directory_is_refused(self, tmp_path: Path) -> None:
         draft = support.make_native(tmp_path / "draft")
         assert support.invoke("validate", draft, "--fix-out", draft).code == 2
-
-
-def test_release_numbers() -> None:
-    assert parse_engines("vllm, sglang@0.5.23")[1].release == (0, 5, 23)
-    assert str(parse_engines("vllm")[0]) == "vllm 0.33"
-    assert parse_engines("vllm@0.26.1")[0].release == (0, 26, 1)
-    assert parse_engines("llama.cpp")[0].release == ()
-
-
-@pytest.mark.parametrize("text", ["trtllm", "vllm@0.20", "vllm@0.34", "sglang@0.5", "llama.cpp@b9000", "vllm,vllm"])
-def test_unknown_engines_list_the_known_ones(text: str) -> None:
-    with pytest.raises(UsageError) as error:
-        parse_engines(text)
-    assert "vllm@0.24..0.33" in error.value.message or "twice" in error.value.message

@@ -64,8 +64,8 @@ def test_keys_without_a_home_survive_both_ways(tmp_path: Path) -> None:
     source = support.make_native(tmp_path / "source", dflash_config=config, use_cache=True)
     support.convert(source, tmp_path / "there", "speculators", verifier="acme/target")
     support.convert(tmp_path / "there", tmp_path / "back", "native")
-    assert open_draft(tmp_path / "back").reading.carried == {
-        **open_draft(source).reading.carried, "max_window_layers": 2,
+    assert open_draft(tmp_path / "back").parsed.carried == {
+        **open_draft(source).parsed.carried, "max_window_layers": 2,
     }  # fmt: skip
 
 
@@ -84,24 +84,24 @@ def test_native_to_native_states_what_engines_look_for(tmp_path: Path) -> None:
 
 
 class TestManifest:
-    def test_every_key_and_tensor_has_a_fate(self, tmp_path: Path) -> None:
+    def test_every_key_and_tensor_is_listed(self, tmp_path: Path) -> None:
         source = support.make_native(tmp_path / "source", auto_map={"AutoModel": "dflash.DFlashDraftModel"})
         manifest = support.convert(source, tmp_path / "out", "speculators", verifier="acme/target")
-        fates = {entry["from"]: entry for entry in manifest["config"] if entry["from"]}
-        assert fates["dflash_config.target_layer_ids"]["fate"] == "derived"
-        assert fates["dflash_config.target_layer_ids"]["to"] == "aux_hidden_state_layer_ids"
-        assert fates["hidden_size"]["fate"] == "moved"
-        assert fates["auto_map"] == {
-            "from": "auto_map", "to": None, "fate": "dropped",
+        changes = {entry["from"]: entry for entry in manifest["config"] if entry["from"]}
+        assert changes["dflash_config.target_layer_ids"]["change"] == "derived"
+        assert changes["dflash_config.target_layer_ids"]["to"] == "aux_hidden_state_layer_ids"
+        assert changes["hidden_size"]["change"] == "moved"
+        assert changes["auto_map"] == {
+            "from": "auto_map", "to": None, "change": "dropped",
             "why": "names code in the source repository, which is not copied",
         }  # fmt: skip
         config = json.loads((source / "config.json").read_text())
         flat = {key for key in config if key != "dflash_config"} | {
             f"dflash_config.{k}" for k in config["dflash_config"]
         }
-        assert fates.keys() == flat
+        assert changes.keys() == flat
         assert {entry["from"] for entry in manifest["tensors"]} == set(load_file(source / "model.safetensors"))
-        assert {entry["fate"] for entry in manifest["tensors"]} == {"kept"}
+        assert {entry["change"] for entry in manifest["tensors"]} == {"kept"}
 
     def test_hashes_are_those_of_the_files(self, tmp_path: Path) -> None:
         source = support.make_native(tmp_path / "source")
@@ -118,8 +118,8 @@ class TestManifest:
         (source / "README.md").write_text("a draft")
         (source / "LICENSE").write_text("MIT")
         manifest = support.convert(source, tmp_path / "out", "speculators", verifier="acme/target")
-        fates = {entry["from"]: (entry["to"], entry["fate"]) for entry in manifest["files"]}
-        assert fates == {"LICENSE": ("LICENSE", "kept"), "README.md": ("README.md", "kept")}
+        changes = {entry["from"]: (entry["to"], entry["change"]) for entry in manifest["files"]}
+        assert changes == {"LICENSE": ("LICENSE", "kept"), "README.md": ("README.md", "kept")}
         card = (tmp_path / "out" / "README.md").read_text()
         assert card.startswith("a draft\n\n## Provenance\n")
         assert "from `source` (DFlash, native dialect) to DFlash, speculators dialect" in card
@@ -134,8 +134,8 @@ class TestManifest:
 
 
 class TestVerifier:
-    def stored(self, tmp_path: Path, source: Path, **wish: Any) -> str:
-        support.convert(source, tmp_path / "out", "speculators", **wish)
+    def stored(self, tmp_path: Path, source: Path, **request: Any) -> str:
+        support.convert(source, tmp_path / "out", "speculators", **request)
         verifier = open_draft(tmp_path / "out").config.verifier
         assert verifier is not None
         return verifier.name_or_path
@@ -227,17 +227,17 @@ class TestReducedHead:
 
     def test_pieces_cover_every_row(self, pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
         """Pieces far smaller than the head still compare each row once."""
-        from dflash_cli.conversion import target_copies as proof
+        from dflash_cli.checkpoints import target_copies
 
-        monkeypatch.setattr(proof, "PIECE_BYTES", 200)
+        monkeypatch.setattr(target_copies, "PIECE_BYTES", 200)
         draft = open_draft(pair[0])
         target = open_target(pair[1])
         mine, theirs = draft.checkpoint.tensors["lm_head.weight"], target.checkpoint.tensors["lm_head.weight"]
-        ids = proof._kept_ids(draft, "lm_head.weight")
-        pieces = list(proof._pieces(mine, theirs, ids))
+        ids = target_copies._kept_ids(draft, "lm_head.weight")
+        pieces = list(target_copies._pieces(mine, theirs, ids))
         assert [row for begin, end in pieces for row in range(begin, end)] == list(range(12))
         assert len(pieces) > 3
-        assert proof.find_difference(draft, "lm_head.weight", target) is None
+        assert target_copies.find_difference(draft, "lm_head.weight", target) is None
 
 
 def load(path: Path) -> support.Arrays:
@@ -261,7 +261,7 @@ class TestFullCopies:
         manifest = support.convert(
             self.source(tmp_path), tmp_path / "out", "native", target=support.make_target(tmp_path / "target")
         )
-        dropped = {entry["from"]: entry["why"] for entry in manifest["tensors"] if entry["fate"] == "dropped"}
+        dropped = {entry["from"]: entry["why"] for entry in manifest["tensors"] if entry["change"] == "dropped"}
         assert dropped["embed_tokens.weight"] == dropped["lm_head.weight"] == "equals the target's rows bit for bit"
         assert dropped["d2t"] == dropped["t2d"] == "maps every id to itself"
         assert set(load(tmp_path / "out")) == set(support.body_arrays())

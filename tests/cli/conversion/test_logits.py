@@ -8,30 +8,31 @@ import pytest
 import torch
 
 from dflash_cli.checkpoints.opening import DraftCheckpoint, open_draft, open_target
-from dflash_cli.checkpoints.references import TINY, Role, resolve
-from dflash_cli.conversion.execute import Wish, convert_draft, plan_conversion
+from dflash_cli.checkpoints.references import TINY, Role, fetch_directory
+from dflash_cli.conversion.execute import convert_draft
 from dflash_cli.conversion.logits import draft_logits, verify_logits
+from dflash_cli.conversion.plan import plan_conversion
+from dflash_cli.conversion.request import ConversionRequest
 from dflash_kernels.suite import REFERENCE
 from dflash_runtime.device.kv import KVCache, PagedAttention
 from dflash_runtime.errors import GateFailed
 from dflash_runtime.models.target import Target, load_target
 from dflash_testing import checkpoints as support
+from dflash_testing.pairs import placement
 from dflash_testing.paths import GOLDEN
 
 RECORDED = json.loads((GOLDEN / "speculators_logits.json").read_text(encoding="utf-8"))
-CPU = torch.device("cpu")
 
 
 def open_runtime_target(path: Path) -> Target:
-    return load_target(open_target(path), num_positions=128, kernels=REFERENCE, device=CPU, dtype=torch.float32)
+    return load_target(open_target(path), placement())
 
 
 def real_logits(draft: DraftCheckpoint, target: Target, prompt: list[int], anchor: int) -> torch.Tensor:
     """Draft logits after a real forward of the target, tapped where the draft says."""
     config = target.config
-    cache = KVCache(config, 1, 16, CPU, torch.float32)
-    table, causal = torch.zeros(1, 1, dtype=torch.int64), (True,) * config.num_layers
-    attend = PagedAttention(REFERENCE, cache, table, torch.tensor([0]), causal, config.windows)
+    cache = KVCache(config, 1, 16, placement())
+    attend = PagedAttention.in_order(REFERENCE, cache, 0, (True,) * config.num_layers, config.windows)
     with torch.inference_mode():
         ids, positions = torch.tensor(prompt), torch.arange(len(prompt))
         _, features = target(ids, positions, attend, draft.config.target_layer_ids)
@@ -44,8 +45,10 @@ def test_speculators_gives_the_same_logits(name: str, tmp_path: Path) -> None:
     """Golden values: speculators 0.9.0 on what `convert --to speculators` wrote, taps as it numbers them."""
     source, target_path = support.make_logit_case(tmp_path, name)
     target = open_target(target_path)
-    wish = Wish(to="speculators", target=target, target_reference=str(target_path), verifier="acme/target")
-    convert_draft(plan_conversion(source, wish), tmp_path / "converted")
+    request = ConversionRequest(
+        to="speculators", target=target, target_reference=str(target_path), verifier="acme/target"
+    )
+    convert_draft(plan_conversion(open_draft(source), request), tmp_path / "converted")
     expected = torch.tensor(RECORDED["logits"][name])
     model = open_runtime_target(target_path)
     for path in (source, tmp_path / "converted"):
@@ -64,10 +67,10 @@ def test_golden_cases_differ() -> None:
 
 @pytest.mark.parametrize("name", ["tiny", "tiny:reduced"])
 def test_the_bundled_pair_converts_to_equal_logits(name: str, tmp_path: Path) -> None:
-    target = resolve(TINY, Role.TARGET)
-    source = open_draft(resolve(name, Role.DRAFT))
-    wish = Wish(to="speculators", target=open_target(target), target_reference=TINY)
-    convert_draft(plan_conversion(source.checkpoint.path, wish), tmp_path / "out")
+    target = fetch_directory(TINY, Role.TARGET)
+    source = open_draft(fetch_directory(name, Role.DRAFT))
+    request = ConversionRequest(to="speculators", target=open_target(target), target_reference=TINY)
+    convert_draft(plan_conversion(source, request), tmp_path / "out")
     model = open_runtime_target(target)
     prompt = list(range(100, 140))
     ours = real_logits(source, model, prompt, 77)
@@ -78,8 +81,8 @@ def test_the_bundled_pair_converts_to_equal_logits(name: str, tmp_path: Path) ->
 class TestVerifyLogits:
     def convert(self, tmp_path: Path, to: str = "speculators", **changes: Any) -> tuple[DraftCheckpoint, Path]:
         source = support.make_native(tmp_path / "source", **changes)
-        wish = Wish(to=to, verifier="acme/target")
-        convert_draft(plan_conversion(source, wish), tmp_path / "out")
+        request = ConversionRequest(to=to, verifier="acme/target")
+        convert_draft(plan_conversion(open_draft(source), request), tmp_path / "out")
         return open_draft(source), tmp_path / "out"
 
     def test_equal(self, tmp_path: Path) -> None:

@@ -201,13 +201,13 @@ def test_what_travels_and_what_does_not(tmp_path: Path) -> None:
         (path / name).write_text("{}")
     (path / "assets").mkdir()
     manifest = support.convert(path, tmp_path / "out", "native")
-    kept = {entry["from"] for entry in manifest["files"] if entry["fate"] == "kept"}
+    kept = {entry["from"] for entry in manifest["files"] if entry["change"] == "kept"}
     assert kept == {
         "LICENSE", "tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"
     }  # fmt: skip
     for name in kept:
         assert (tmp_path / "out" / name).read_text() == name
-    dropped = {entry["from"]: entry["why"] for entry in manifest["files"] if entry["fate"] == "dropped"}
+    dropped = {entry["from"]: entry["why"] for entry in manifest["files"] if entry["change"] == "dropped"}
     assert dropped == {
         "assets": "a directory",
         "modeling_dflash.py": "code, which no reader of the result needs",
@@ -217,7 +217,7 @@ def test_what_travels_and_what_does_not(tmp_path: Path) -> None:
     }
 
 
-def test_a_companion_that_leads_outside_is_refused(tmp_path: Path) -> None:
+def test_a_side_file_that_leads_outside_is_refused(tmp_path: Path) -> None:
     path = support.make_native(tmp_path / "source")
     (tmp_path / "secret").write_text("secret")
     (path / "README.md").symlink_to(tmp_path / "secret")

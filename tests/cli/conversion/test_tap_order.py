@@ -61,8 +61,8 @@ def test_in_order_with_equal_logits(to: str, taps: tuple[int, ...], tmp_path: Pa
     assert result.config.target_layer_ids == tuple(sorted(set(taps)))
     assert manifest["logits"]["max_difference"] < 1e-5
     assert manifest["logits"]["same_best_share"] == 1
-    fate = next(entry for entry in manifest["tensors"] if entry["to"] == "fc.weight")
-    assert (fate["fate"], fate["why"]) == ("derived", "its blocks are put in the order of the taps")
+    entry = next(item for item in manifest["tensors"] if item["to"] == "fc.weight")
+    assert (entry["change"], entry["why"]) == ("derived", "its blocks are put in the order of the taps")
     assert verify_logits(open_draft(path), result).largest_logit > 0
 
 
@@ -131,7 +131,9 @@ def test_a_made_tensor_that_differs_is_caught(tmp_path: Path, monkeypatch: pytes
     """The result is compared with the projection made anew, not with what was written."""
     from dflash_cli.checkpoints import safetensors_writer
     from dflash_cli.conversion import write as write_module
-    from dflash_cli.conversion.execute import Wish, convert_draft, plan_conversion
+    from dflash_cli.conversion.execute import convert_draft
+    from dflash_cli.conversion.plan import plan_conversion
+    from dflash_cli.conversion.request import ConversionRequest
     from dflash_runtime.checkpoint.files import read_header
     from dflash_runtime.errors import GateFailed
 
@@ -145,6 +147,6 @@ def test_a_made_tensor_that_differs_is_caught(tmp_path: Path, monkeypatch: pytes
             stream.write(b"\x01\x02")
 
     monkeypatch.setattr(write_module, "write_tensors", corrupt)
-    plan = plan_conversion(source(tmp_path, (2, 0)), Wish(to="native", normalise_taps=True))
+    plan = plan_conversion(open_draft(source(tmp_path, (2, 0))), ConversionRequest(to="native", normalise_taps=True))
     with pytest.raises(GateFailed, match=r"fc\.weight: the result's bytes"):
         convert_draft(plan, tmp_path / "out")

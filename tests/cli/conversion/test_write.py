@@ -13,13 +13,15 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from dflash_cli.checkpoints import safetensors_writer
+from dflash_cli.checkpoints import references, safetensors_writer
 from dflash_cli.checkpoints.opening import open_draft
 from dflash_cli.checkpoints.safetensors_writer import encode_header
 from dflash_cli.conversion import write as write_module
-from dflash_cli.conversion.execute import Wish, convert_draft, plan_conversion
+from dflash_cli.conversion.execute import convert_draft
+from dflash_cli.conversion.plan import ConversionPlan, plan_conversion
+from dflash_cli.conversion.request import ConversionRequest
 from dflash_runtime.checkpoint.files import Checkpoint, read_header
-from dflash_runtime.errors import CapacityError, GateFailed
+from dflash_runtime.errors import CapacityError, GateFailed, UsageError
 from dflash_testing import checkpoints as support
 from dflash_testing.paths import ROOT
 
@@ -28,12 +30,42 @@ def leftovers(directory: Path) -> list[str]:
     return [item.name for item in directory.iterdir() if ".tmp-" in item.name or ".old-" in item.name]
 
 
+def plan(source: Path) -> ConversionPlan:
+    return plan_conversion(open_draft(source), ConversionRequest(to="speculators", verifier="acme/target"))
+
+
 class TestDestination:
     def test_refused_before_anything_is_read(self, tmp_path: Path) -> None:
         (tmp_path / "out").mkdir()
         outcome = support.invoke("convert", tmp_path / "absent", tmp_path / "out", "--to", "native")
         assert outcome.code == 2
         assert "exists already" in outcome.err
+
+    def test_a_missing_folder_is_refused_and_not_made(self, tmp_path: Path) -> None:
+        source = support.make_native(tmp_path / "source")
+        outcome = support.invoke("convert", source, tmp_path / "absent" / "out", "--to", "native")
+        assert outcome.code == 2
+        assert f"{tmp_path / 'absent'}: no such directory" in outcome.err
+        with pytest.raises(UsageError, match="cannot be written"):
+            convert_draft(plan(source), tmp_path / "absent" / "out")
+        assert not (tmp_path / "absent").exists()
+
+    @pytest.mark.parametrize("more", [(), ("--dry-run",)])
+    @pytest.mark.parametrize("name", ["draft", "target", "."])
+    def test_neither_source_nor_target_is_replaced_though_they_are_given_by_name(
+        self, name: str, more: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """`tiny` is a directory like any other."""
+        home = tmp_path / "tiny"
+        support.make_native(home / "draft")
+        support.make_target(home / "target")
+        (home / "config.json").write_text("{}")
+        monkeypatch.setattr(references, "tiny_directory", lambda: home)
+        outcome = support.invoke("convert", "tiny", home / name, "--to", "speculators", "--force", *more)
+        assert outcome.code == 2
+        assert f"is or holds the {'target' if name == 'target' else 'source'}" in outcome.err
+        assert open_draft(home / "draft").format.name == "native"
+        assert (home / "target" / "model.safetensors").exists()
 
     def test_force_replaces_a_checkpoint(self, tmp_path: Path) -> None:
         source = support.make_native(tmp_path / "source")
@@ -76,9 +108,8 @@ class TestDestination:
             raise error("in the middle")
 
         monkeypatch.setattr("dflash_cli.conversion.execute.verify_roundtrip", fail)
-        plan = plan_conversion(source, Wish(to="speculators", verifier="acme/target"))
         with pytest.raises(error):
-            convert_draft(plan, tmp_path / "out")
+            convert_draft(plan(source), tmp_path / "out")
         assert leftovers(tmp_path) == []
         assert (tmp_path / "out").exists() is exists
         if exists:
@@ -96,7 +127,7 @@ class TestDestination:
 
         monkeypatch.setattr(Path, "rename", fail)
         with pytest.raises(KeyboardInterrupt):
-            convert_draft(plan_conversion(source, Wish(to="speculators", verifier="a/b")), tmp_path / "out")
+            convert_draft(plan(source), tmp_path / "out")
         assert open_draft(tmp_path / "out").config.vocab_size == 40
         assert leftovers(tmp_path) == []
 
@@ -104,7 +135,7 @@ class TestDestination:
         source = support.make_native(tmp_path / "source")
         monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10))
         with pytest.raises(CapacityError, match="bytes free"):
-            convert_draft(plan_conversion(source, Wish(to="speculators", verifier="a/b")), tmp_path / "out")
+            convert_draft(plan(source), tmp_path / "out")
         assert [item.name for item in tmp_path.iterdir()] == ["source"]
 
     def test_a_result_that_differs_is_caught(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +150,7 @@ class TestDestination:
 
         monkeypatch.setattr(write_module, "write_tensors", corrupt)
         with pytest.raises(GateFailed, match="bytes are not the source's"):
-            convert_draft(plan_conversion(source, Wish(to="speculators", verifier="a/b")), tmp_path / "out")
+            convert_draft(plan(source), tmp_path / "out")
         assert not (tmp_path / "out").exists()
 
 

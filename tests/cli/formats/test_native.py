@@ -182,12 +182,12 @@ class TestCausality:
         assert read(config).causal == expected
 
     def test_silence_about_a_sliding_layer_is_noted(self) -> None:
-        reading = NATIVE.read_config(support.native_config(MIXED, is_causal=support.REMOVED), PATH)
-        assert any("causality is not stated" in note for note in reading.notes)
+        parsed = NATIVE.read_config(support.native_config(MIXED, is_causal=support.REMOVED), PATH)
+        assert any("causality is not stated" in note for note in parsed.notes)
 
     def test_contradiction_is_noted(self) -> None:
-        reading = NATIVE.read_config(support.native_config(dflash_config=nested(causal=True)), PATH)
-        assert any("contradict" in note for note in reading.notes)
+        parsed = NATIVE.read_config(support.native_config(dflash_config=nested(causal=True)), PATH)
+        assert any("contradict" in note for note in parsed.notes)
 
     def test_use_swa_puts_a_window_on_every_layer(self) -> None:
         config = support.native_config(dflash_config=nested(use_swa=True, swa_window_size=16, causal=False))
@@ -282,9 +282,9 @@ def test_what_is_written_reads_back(name: str) -> None:
     source = read(support.native_config())
     config = replace(source, verifier=None) if "verifier" in dialect.unstated else dialects.with_verifier(source)
     written = json.loads(json.dumps(dialect.write_config(config, {})))
-    reading = dialect.read_config(written, PATH)
-    assert reading.config == config
-    assert json.loads(json.dumps(dialect.write_config(reading.config, reading.carried))) == written
+    parsed = dialect.read_config(written, PATH)
+    assert parsed.config == config
+    assert json.loads(json.dumps(dialect.write_config(parsed.config, parsed.carried))) == written
 
 
 @settings(max_examples=150, deadline=None)

@@ -126,8 +126,8 @@ class TestReading:
         config, arrays = release_05(support.SMALL)
         draft = open_draft(support.write_checkpoint(tmp_path / "draft", config, arrays))
         assert draft.config.is_causal is False
-        assert set(draft.plan().skip) == {"embed_tokens.weight", "lm_head.weight", "d2t", "t2d"}
-        assert draft.reading.carried["speculators.max_anchors"] == 256
+        assert set(draft.select_tensors().skip) == {"embed_tokens.weight", "lm_head.weight", "d2t", "t2d"}
+        assert draft.parsed.carried["speculators.max_anchors"] == 256
 
     def test_release_06_with_sliding_layers(self) -> None:
         shape = support.Shape(windows=(16, None))
@@ -139,7 +139,7 @@ class TestReading:
     def test_release_09_reduced(self, tmp_path: Path) -> None:
         draft = open_draft(support.make_speculators(tmp_path / "draft", support.REDUCED))
         assert draft.config.has_reduced_vocab
-        plan = draft.plan()
+        plan = draft.select_tensors()
         assert {"lm_head.weight", "d2t"} <= set(plan.load)
         assert plan.skip == ("t2d",)
 
@@ -154,10 +154,10 @@ class TestReading:
     def test_a_leaked_is_causal_is_noted_and_not_carried(self) -> None:
         config = support.speculators_config()
         config["transformer_layer_config"]["is_causal"] = True
-        reading = DIALECT.read_config(config, PATH)
-        assert reading.config.is_causal is False
-        assert "is_causal" not in reading.carried
-        assert any("is_causal" in note for note in reading.notes)
+        parsed = DIALECT.read_config(config, PATH)
+        assert parsed.config.is_causal is False
+        assert "is_causal" not in parsed.carried
+        assert any("is_causal" in note for note in parsed.notes)
 
     @pytest.mark.parametrize("key", ["draft_vocab_size", "block_size", "transformer_layer_config"])
     def test_required_keys(self, key: str) -> None:

@@ -11,31 +11,43 @@ import pytest
 import torch
 
 from dflash_cli.checkpoints.opening import open_target
-from dflash_cli.checkpoints.references import TINY, Role, resolve
+from dflash_cli.checkpoints.references import TINY, Role, fetch_directory
 from dflash_cli.evaluation.statistics import Interval
 from dflash_cli.validation.reading_runner import AnchorFirst
-from dflash_cli.validation.readings import Effort, Outcome, Search, Trial, find_specials, make_trials
-from dflash_cli.validation.rule import Subject, all_rules
-from dflash_cli.validation.validator import Question, Report, RunPlan, validate_draft
+from dflash_cli.validation.readings import (
+    AlternativeReading,
+    ReadingResult,
+    ReadingSearch,
+    SearchBudget,
+    alternative_readings,
+    find_specials,
+)
+from dflash_cli.validation.report import Report
+from dflash_cli.validation.rule import all_rules
+from dflash_cli.validation.run_settings import RunSettings
+from dflash_cli.validation.subject import Subject
+from dflash_cli.validation.validator import ValidationRequest, validate_draft
 from dflash_runtime.config import EngineConfig
 from dflash_runtime.errors import UsageError
 from dflash_testing import checkpoints as support
 from dflash_testing.pairs import bundled_draft, random_draft, random_target
 
-TARGET = resolve(TINY, Role.TARGET)
+TARGET = fetch_directory(TINY, Role.TARGET)
 
 
 def run(draft: Path, *factors: str, num_prompts: int = 16, prompts: Any = None, max_new_tokens: int = 48) -> Report:
-    effort = Effort(
+    budget = SearchBudget(
         num_prompts=num_prompts, max_new_tokens=max_new_tokens, factors=frozenset(factors) if factors else None
     )
-    plan = RunPlan(EngineConfig(max_num_requests=32), effort, lambda *_: None, lambda: prompts)
-    return validate_draft(Question(draft=draft, target=TARGET, target_reference=TINY, level="run", run=plan))
+    settings = RunSettings(EngineConfig(max_num_requests=32), budget, lambda *_: None, lambda: prompts)
+    return validate_draft(
+        ValidationRequest(draft=draft, target=TARGET, target_reference=TINY, level="run", run=settings)
+    )
 
 
 def falsify(path: Path, change: Callable[[dict[str, Any]], object], name: str = TINY) -> Path:
     """The bundled draft with another config."""
-    shutil.copytree(resolve(name, Role.DRAFT), path)
+    shutil.copytree(fetch_directory(name, Role.DRAFT), path)
     config = json.loads((path / "config.json").read_text())
     change(config)
     support.write_config(path, config)
@@ -45,16 +57,16 @@ def falsify(path: Path, change: Callable[[dict[str, Any]], object], name: str = 
 @pytest.mark.parametrize("num_prompts", [8, pytest.param(16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["tiny", "tiny:reduced"])
 def test_sound_drafts_pass(name: str, num_prompts: int) -> None:
-    report = run(resolve(name, Role.DRAFT), num_prompts=num_prompts)
+    report = run(fetch_directory(name, Role.DRAFT), num_prompts=num_prompts)
     assert report.findings == ()
     assert report.search is not None
     assert report.search.acceptance_len > 2
-    assert {item.trial.factor for item in report.search.outcomes} == {"taps", "causality", "anchor", "rope", "mask"}
-    assert all(item.difference < 0 for item in report.search.outcomes)
+    assert {item.reading.factor for item in report.search.results} == {"taps", "causality", "anchor", "rope", "mask"}
+    assert all(item.difference < 0 for item in report.search.results)
 
 
 @pytest.mark.parametrize(
-    ("rule", "factor", "place", "change", "message"),
+    ("rule", "factor", "location", "change", "message"),
     [
         (
             "R01", "taps", "config.json:dflash_config.target_layer_ids",
@@ -70,11 +82,11 @@ def test_sound_drafts_pass(name: str, num_prompts: int) -> None:
     ids=["taps", "rope", "mask"],
 )  # fmt: skip
 def test_a_falsified_config_is_caught(
-    rule: str, factor: str, place: str, change: Any, message: str, tmp_path: Path
+    rule: str, factor: str, location: str, change: Any, message: str, tmp_path: Path
 ) -> None:
     report = run(falsify(tmp_path / "draft", change), factor)
     found = [item for item in report.findings if item.id == rule]
-    assert [(item.severity, item.place) for item in found] == [("error", place)]
+    assert [(item.severity, item.location) for item in found] == [("error", location)]
     assert message in found[0].message
     assert "16 prompts" in found[0].message
     assert report.fails()
@@ -112,7 +124,7 @@ def test_a_pair_that_cannot_run_is_not_run(tmp_path: Path) -> None:
 
 def test_too_few_prompts_are_refused() -> None:
     with pytest.raises(UsageError, match="at least 4"):
-        run(resolve(TINY, Role.DRAFT), prompts=[[1, 2, 3]])
+        run(fetch_directory(TINY, Role.DRAFT), prompts=[[1, 2, 3]])
 
 
 def test_no_target_is_refused(tmp_path: Path) -> None:
@@ -120,14 +132,14 @@ def test_no_target_is_refused(tmp_path: Path) -> None:
     assert support.invoke("validate", draft, "--level", "run").code == 2
 
 
-def test_trials_change_one_factor() -> None:
+def test_readings_change_one_factor() -> None:
     config, target = bundled_draft().config, open_target(TARGET)
-    for trial in make_trials(config, target, find_specials(target)):
+    for reading in alternative_readings(config, target, find_specials(target)):
         names = {"taps": "target_layer_ids", "causality": "causal", "rope": "rope", "mask": "mask_token_id"}
-        key = names.get(trial.factor)
-        kept = replace(trial.config, **{key: getattr(config, key)}) if key is not None else trial.config
-        assert kept == config, trial.name
-        assert key is None or getattr(trial.config, key) != getattr(config, key)
+        key = names.get(reading.factor)
+        kept = replace(reading.config, **{key: getattr(config, key)}) if key is not None else reading.config
+        assert kept == config, reading.name
+        assert key is None or getattr(reading.config, key) != getattr(config, key)
 
 
 def test_special_tokens_put_masks_first() -> None:
@@ -149,20 +161,22 @@ def test_anchor_first_reads_the_rows_before() -> None:
     assert not torch.allclose(shifted[:, 0], usual[:, 0])
 
 
-def found(rule_id: str, search: Search) -> list[str]:
+def found(rule_id: str, search: ReadingSearch) -> list[str]:
     rule = next(rule for rule in all_rules() if rule.id == rule_id)
     subject = Subject(path=Path("draft"), config=support.native_config(), search=search)
     return [item.message for item in rule.findings(subject)]
 
 
 def test_anchor_first_that_accepts_more_is_reported() -> None:
-    trial = Trial("anchor", "predictions from the anchor on", bundled_draft().config, is_anchor_first=True)
-    better = Outcome(trial, 2.8, 1.7, Interval(1.2, 2.1, 0.95))
-    same = Outcome(trial, 1.2, 0.1, Interval(-0.1, 0.3, 0.95))
-    assert "2.80 tokens a step" in found("R05", Search(16, 1000, 1.1, (better,)))[0]
-    assert found("R05", Search(16, 1000, 1.1, (same,))) == []
+    reading = AlternativeReading(
+        "anchor", "predictions from the anchor on", bundled_draft().config, is_anchor_first=True
+    )
+    better = ReadingResult(reading, 2.8, 1.7, Interval(1.2, 2.1, 0.95))
+    same = ReadingResult(reading, 1.2, 0.1, Interval(-0.1, 0.3, 0.95))
+    assert "2.80 tokens a step" in found("R05", ReadingSearch(16, 1000, 1.1, (better,)))[0]
+    assert found("R05", ReadingSearch(16, 1000, 1.1, (same,))) == []
 
 
 def test_a_draft_that_predicts_nothing_is_reported() -> None:
-    assert "1.02 tokens a step over 16 prompts" in found("R06", Search(16, 1000, 1.02, ()))[0]
-    assert found("R06", Search(16, 1000, 1.4, ())) == []
+    assert "1.02 tokens a step over 16 prompts" in found("R06", ReadingSearch(16, 1000, 1.02, ()))[0]
+    assert found("R06", ReadingSearch(16, 1000, 1.4, ())) == []

@@ -349,14 +349,20 @@ def make_logit_case(path: Path, name: str) -> tuple[Path, Path]:
     return make_native(path / "draft", shape, is_causal=name == "sliding causal"), target
 
 
-def convert(source: Path, destination: Path, to: str, *, target: Path | None = None, **wish: Any) -> dict[str, Any]:
+def convert(source: Path, destination: Path, to: str, *, target: Path | None = None, **request: Any) -> dict[str, Any]:
     """Convert and return the manifest that was written."""
-    from dflash_cli.checkpoints.opening import open_target
-    from dflash_cli.conversion.execute import Wish, convert_draft, plan_conversion
+    from dflash_cli.checkpoints.opening import open_draft, open_target
+    from dflash_cli.conversion.execute import convert_draft
+    from dflash_cli.conversion.plan import plan_conversion
+    from dflash_cli.conversion.request import ConversionRequest
 
-    opened = None if target is None else open_target(target)
-    reference = None if target is None else str(target)
-    convert_draft(plan_conversion(source, Wish(to=to, target=opened, target_reference=reference, **wish)), destination)
+    conversion = ConversionRequest(
+        to=to,
+        target=None if target is None else open_target(target),
+        target_reference=None if target is None else str(target),
+        **request,
+    )
+    convert_draft(plan_conversion(open_draft(source), conversion), destination)
     return dict(json.loads((destination / "conversion.json").read_text(encoding="utf-8")))
 
 

@@ -1,4 +1,4 @@
-"""Triton's interpreter, made bearable: it lists all of `triton.language` at every call of a device function."""
+"""Triton's interpreter lists every member of `triton.language` at every call of a device function; here only once."""
 
 import inspect
 from functools import cache

@@ -11,41 +11,43 @@ from torch import Tensor
 from torch.nn.functional import one_hot, scaled_dot_product_attention
 
 from dflash_cli.checkpoints.opening import DraftCheckpoint, open_draft, open_target
-from dflash_cli.checkpoints.references import Role, resolve, tiny_directory
+from dflash_cli.checkpoints.references import Role, fetch_directory, tiny_directory
 from dflash_cli.generation.tokenizer import Tokenizer
 from dflash_kernels.suite import REFERENCE
 from dflash_runtime.checkpoint.layout import DRAFT_TO_TARGET, owned_shapes
 from dflash_runtime.checkpoint.pair import DraftSource
 from dflash_runtime.config import DraftConfig, EngineConfig, RopeConfig, TargetConfig
-from dflash_runtime.device.kv import KVCache
+from dflash_runtime.device.loading import LoadedPair
+from dflash_runtime.device.settings import resolve_kernels
 from dflash_runtime.drafts.dflash import DFlashDraft
 from dflash_runtime.drafts.draft import Draft, load_draft
 from dflash_runtime.llm import LLM
-from dflash_runtime.models.layers import Attend
-from dflash_runtime.models.qwen3 import Qwen3Target, expected_shapes
+from dflash_runtime.models.layers import Attend, PagedKV
+from dflash_runtime.models.placement import Placement
+from dflash_runtime.models.qwen3 import Qwen3Target
 from dflash_runtime.models.target import Target, load_target
+from dflash_runtime.models.weights import stack_projections
 from dflash_runtime.scheduling.limits import Limits
 
 CPU = torch.device("cpu")
 NUM_POSITIONS = 4096
 
 
+def placement(dtype: torch.dtype = torch.float32, num_positions: int = NUM_POSITIONS) -> Placement:
+    """The CPU with the references."""
+    return Placement(CPU, dtype, REFERENCE, num_positions)
+
+
 @cache
 def bundled_draft(name: str = "tiny") -> DraftCheckpoint:
     """`tiny` or `tiny:reduced`, from headers."""
-    return open_draft(resolve(name, Role.DRAFT))
+    return open_draft(fetch_directory(name, Role.DRAFT))
 
 
 @cache
 def bundled_target_model(dtype: torch.dtype = torch.float32) -> Target:
     """The bundled target on the CPU."""
-    return load_target(
-        open_target(tiny_directory() / "target"),
-        num_positions=NUM_POSITIONS,
-        kernels=REFERENCE,
-        device=CPU,
-        dtype=dtype,
-    )
+    return load_target(open_target(tiny_directory() / "target"), placement(dtype))
 
 
 @cache
@@ -64,9 +66,7 @@ def bundled_draft_model(name: str = "tiny", dtype: torch.dtype = torch.float32, 
     """A bundled draft, optionally read differently: `causal=(True, True, True)`."""
     source = bundled_draft(name).source
     source = DraftSource(replace(source.config, **changes), source.checkpoint)
-    return load_draft(
-        source, bundled_target_model(dtype), num_positions=NUM_POSITIONS, kernels=REFERENCE, device=CPU, dtype=dtype
-    )
+    return load_draft(source, bundled_target_model(dtype), placement(dtype))
 
 
 def bundled_llm(
@@ -79,17 +79,8 @@ def bundled_llm(
     **engine: Any,
 ) -> LLM:
     """The bundled target with any draft object, on a synchronous engine unless asked otherwise."""
-    target = bundled_target_model(dtype)
-    settings: dict[str, Any] = {"scheduling": "sync", "num_pages": 1000} | engine
-    config = EngineConfig(max_num_requests=max_num_requests, **settings)
-    limits = Limits(
-        num_draft_tokens=num_draft_tokens,
-        max_model_len=max_model_len or target.config.max_position_embeddings,
-        max_num_requests=max_num_requests,
-        vocab_size=target.config.vocab_size,
-        max_batched_tokens=config.max_batched_tokens,
-    )
-    return LLM.from_models(target, draft, limits, config=config, device=CPU, dtype=dtype)
+    engine["max_num_requests"] = max_num_requests
+    return random_llm(bundled_target_model(dtype), draft, num_draft_tokens, max_model_len=max_model_len, **engine)
 
 
 class ScriptedDraft:
@@ -104,33 +95,33 @@ class ScriptedDraft:
         self._draft = draft
         self._script = script
 
-    def write_context(self, features: Tensor, positions: Tensor, cache: KVCache, slots: Tensor) -> None:
+    def write_context(self, features: Tensor, positions: Tensor, cache: PagedKV, slots: Tensor) -> None:
         self._draft.write_context(features, positions, cache, slots)
 
     def logits(self, block_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        drafted = torch.tensor([[self._script(int(place)) for place in row[1:]] for row in positions])
+        drafted = torch.tensor([[self._script(int(position)) for position in row[1:]] for row in positions])
         return one_hot(drafted, self.config.vocab_size).float()
 
 
 def always_right(draft: Draft, sequence: Sequence[int]) -> ScriptedDraft:
     """A draft that knows the whole sequence, prompt included; past its end it says 0."""
-    return ScriptedDraft(draft, lambda place: sequence[place] if place < len(sequence) else 0)
+    return ScriptedDraft(draft, lambda position: sequence[position] if position < len(sequence) else 0)
 
 
 def always_wrong(draft: Draft, sequence: Sequence[int]) -> ScriptedDraft:
     """A draft that avoids the right token at every position."""
-    return ScriptedDraft(draft, lambda place: (sequence[place] + 1) % 7 if place < len(sequence) else 0)
+    return ScriptedDraft(draft, lambda position: (sequence[position] + 1) % 7 if position < len(sequence) else 0)
 
 
 def always_mask(draft: Draft) -> ScriptedDraft:
     """A draft that proposes its mask token."""
-    return ScriptedDraft(draft, lambda place: draft.config.mask_token_id)
+    return ScriptedDraft(draft, lambda position: draft.config.mask_token_id)
 
 
 def random_target(
     dtype: torch.dtype = torch.float32, *, seed: int = 0, scale: float = 0.3, **changes: Any
 ) -> Qwen3Target:
-    """A small target with random weights; a smaller `scale` gives flatter laws."""
+    """A small target with random weights; a smaller `scale` gives flatter distributions."""
     values: dict[str, Any] = {
         "model_type": "qwen3",
         "hidden_size": 32,
@@ -147,8 +138,8 @@ def random_target(
     values |= changes
     values.setdefault("windows", (None,) * values["num_layers"])
     config = TargetConfig(**values)
-    weights = random_weights(expected_shapes(config), dtype, seed, scale)
-    return Qwen3Target(config, weights, num_positions=512, kernels=REFERENCE, device=CPU, dtype=dtype)
+    weights = random_weights(Qwen3Target.expected_shapes(config), dtype, seed, scale)
+    return Qwen3Target(config, stack_projections(weights.items()), placement(dtype))
 
 
 def random_draft_config(target: TargetConfig, **changes: Any) -> DraftConfig:
@@ -182,13 +173,13 @@ def random_draft(target: Target, dtype: torch.dtype = torch.float32, *, seed: in
     if config.has_reduced_vocab:
         ids = torch.linspace(0, config.vocab_size - 1, config.draft_vocab_size).long()
         weights[DRAFT_TO_TARGET] = ids - torch.arange(config.draft_vocab_size)
-    return DFlashDraft(config, weights, target, num_positions=512, kernels=REFERENCE, device=CPU, dtype=dtype)
+    return DFlashDraft(config, stack_projections(weights.items()), target, placement(dtype))
 
 
 def random_llm(
     target: Target, draft: Draft | None, num_draft_tokens: int, *, max_model_len: int | None = None, **engine: Any
 ) -> LLM:
-    """An LLM around loaded models."""
+    """An LLM around loaded models, on a synchronous engine unless asked otherwise."""
     settings: dict[str, Any] = {"scheduling": "sync", "num_pages": 1000} | engine
     config = EngineConfig(**settings)
     limits = Limits(
@@ -198,8 +189,9 @@ def random_llm(
         vocab_size=target.config.vocab_size,
         max_batched_tokens=config.max_batched_tokens,
     )
-    dtype = target.embedding.dtype
-    return LLM.from_models(target, draft, limits, config=config, device=CPU, dtype=dtype)
+    kernels = REFERENCE if config.kernels == "auto" else resolve_kernels(config.kernels, CPU, target.embedding.dtype)
+    placed = replace(placement(target.embedding.dtype), kernels=kernels)
+    return LLM(LoadedPair(target=target, draft=draft, placement=placed, limits=limits, config=config))
 
 
 def random_weights(

@@ -69,8 +69,8 @@ def random_pages(
     num_slots = (len(lens) * num_pages + 1) * page_size
     is_context = torch.zeros(num_slots, dtype=torch.bool)
     for request, length in enumerate(lens):
-        for place in range(length):
-            is_context[int(table[request, place // page_size]) * page_size + place % page_size] = True
+        for position in range(length):
+            is_context[int(table[request, position // page_size]) * page_size + position % page_size] = True
     keys, values = (
         torch.randn(num_slots, num_kv, head_dim, generator=generator).masked_fill(~is_context[:, None, None], torch.nan)
         for _ in range(2)

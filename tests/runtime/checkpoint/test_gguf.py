@@ -68,7 +68,7 @@ def test_a_gguf_beside_weights_is_no_obstacle(tmp_path: Path) -> None:
     assert {
         "from": "draft.gguf",
         "to": None,
-        "fate": "dropped",
+        "change": "dropped",
         "why": "weights that the checkpoint does not name",
     } in (manifest["files"])
 

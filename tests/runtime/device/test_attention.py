@@ -1,4 +1,4 @@
-"""A backend serves what it says it can; features that exclude each other are settled with one warning."""
+"""A backend serves what it says it can; features that exclude each other are switched off with one warning."""
 
 import logging
 from dataclasses import replace
@@ -7,13 +7,17 @@ from typing import Any
 import pytest
 import torch
 
+from dflash_cli.checkpoints.opening import open_target
+from dflash_cli.checkpoints.references import tiny_directory
+from dflash_kernels.suite import REFERENCE
 from dflash_runtime.config import EngineConfig
 from dflash_runtime.device.attention import BACKENDS, Capability, check_capability
-from dflash_runtime.device.exclusions import EXCLUSIONS, Setting, settle
-from dflash_runtime.device.settings import fit_num_pages
+from dflash_runtime.device.settings import apply_exclusions, fit_num_pages
 from dflash_runtime.errors import CapacityError, UnsupportedError, UsageError
+from dflash_runtime.llm import LLM
 from dflash_runtime.scheduling.limits import Limits
-from dflash_testing.pairs import bundled_draft_model, bundled_llm, random_draft_config, random_target
+from dflash_runtime.scheduling.request import SamplingParams
+from dflash_testing.pairs import CPU, bundled_draft_model, bundled_llm, placement, random_draft_config, random_target
 
 TARGET = random_target().config
 CAUSAL_ONLY = {"old": Capability(non_causal=False, non_causal_window=False), "new": Capability()}
@@ -56,56 +60,64 @@ def test_triton_does_not_compute_in_float64() -> None:
     assert set(BACKENDS) == {"reference", "triton"}
 
 
-def setting(config: EngineConfig, *, device: str = "cpu", kernels: str = "reference", drafts: int = 7) -> Setting:
-    return Setting(config, device, kernels, drafts)
+CUDA = torch.device("cuda")
 
 
-EXCLUDED = [
-    (setting(EngineConfig(), device="cuda"), {"scheduling": "sync"}),
-    (setting(EngineConfig(draft_sampling="probabilistic"), drafts=0), {"draft_sampling": "greedy"}),
-]
-
-
-@pytest.mark.parametrize(("given", "changed"), EXCLUDED)
-def test_what_is_excluded_is_switched_off_with_one_warning_naming_both(given: Setting, changed: dict[str, str]) -> None:
-    config, warnings = settle(given)
-    assert config == replace(given.config, **changed)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("config", "device", "drafts", "changed", "named"),
+    [
+        (EngineConfig(), CUDA, 7, {"scheduling": "sync"}, ("asynchronous scheduling", "reference kernels on a GPU")),
+        (
+            EngineConfig(draft_sampling="probabilistic"), CPU, 0, {"draft_sampling": "greedy"},
+            ("probabilistic drafting", "plain decoding"),
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_excluded_is_switched_off_with_one_warning_naming_both(
+    config: EngineConfig, device: torch.device, drafts: int, changed: dict[str, Any], named: tuple[str, str]
+) -> None:
+    found, warnings = apply_exclusions(config, replace(placement(), device=device), drafts)
+    assert found == replace(config, **changed)
     assert len(warnings) == 1
-    exclusion = next(item for item in EXCLUSIONS if item.applies(given))
-    assert exclusion.gives_way in warnings[0]
-    assert exclusion.because in warnings[0]
+    assert all(name in warnings[0] for name in named)
 
 
-def test_every_exclusion_is_tested_and_nothing_else_is_touched() -> None:
-    assert len(EXCLUDED) == len(EXCLUSIONS)
-    assert settle(setting(EngineConfig())) == (EngineConfig(), [])
-    assert settle(setting(EngineConfig(), device="cuda", kernels="triton")) == (EngineConfig(), [])
+def test_both_exclusions_may_apply_and_nothing_else_is_touched() -> None:
+    both = EngineConfig(draft_sampling="probabilistic")
+    _, warnings = apply_exclusions(both, replace(placement(), device=CUDA), 0)
+    assert len(warnings) == 2
+    on_triton = replace(placement(), device=CUDA, kernels=replace(REFERENCE, name="triton"))
+    for config in (EngineConfig(), both):
+        assert apply_exclusions(config, placement(), 7) == (config, ())
+        assert apply_exclusions(config, on_triton, 7) == (config, ())
 
 
-def test_the_engine_warns_and_runs(caplog: pytest.LogCaptureFixture) -> None:
+def test_loading_warns_and_the_engine_runs(caplog: pytest.LogCaptureFixture) -> None:
+    config = EngineConfig(device="cpu", num_draft_tokens=0, draft_sampling="probabilistic", num_pages=9)
     with caplog.at_level(logging.WARNING):
-        llm = bundled_llm(None, 0, draft_sampling="probabilistic")
-    assert [record.message for record in caplog.records] == llm.warnings
-    assert llm.config.draft_sampling == "greedy"
+        llm = LLM(open_target(tiny_directory() / "target"), None, config)
+    assert tuple(record.message for record in caplog.records) == llm.warnings
+    assert len(llm.warnings) == 1
+    assert llm.pair.config.draft_sampling == "greedy"
+    assert llm.generate([[5, 6, 7]], SamplingParams(max_new_tokens=3))[0].error is None
 
 
 LIMITS = Limits(num_draft_tokens=7, max_model_len=256, max_num_requests=4, vocab_size=97)
-CPU, FP32 = torch.device("cpu"), torch.float32
 
 
 def test_the_pool_is_what_was_asked_for_or_what_is_needed() -> None:
     """16 tokens of 4 layers, 2 heads of 8, keys and values, float32: 8192 bytes a page."""
-    assert fit_num_pages(EngineConfig(), TARGET, None, LIMITS, CPU, FP32) == 4 * 16 + 1
-    assert fit_num_pages(EngineConfig(num_pages=9), TARGET, None, LIMITS, CPU, FP32) == 9
-    assert fit_num_pages(EngineConfig(kv_memory_bytes=8192 * 20 + 5), TARGET, None, LIMITS, CPU, FP32) == 20
-    with_draft = fit_num_pages(EngineConfig(kv_memory_bytes=8192 * 20), TARGET, draft(), LIMITS, CPU, FP32)
+    assert fit_num_pages(EngineConfig(), TARGET, None, LIMITS, placement()) == 4 * 16 + 1
+    assert fit_num_pages(EngineConfig(num_pages=9), TARGET, None, LIMITS, placement()) == 9
+    assert fit_num_pages(EngineConfig(kv_memory_bytes=8192 * 20 + 5), TARGET, None, LIMITS, placement()) == 20
+    with_draft = fit_num_pages(EngineConfig(kv_memory_bytes=8192 * 20), TARGET, draft(), LIMITS, placement())
     assert with_draft == 20 * 8192 // (8192 + 4096)
 
 
 def test_too_little_memory_for_one_request_says_so_with_the_arithmetic() -> None:
     message = r"one request needs 2 pages of 16 tokens, 16384 bytes at 512 bytes a token; 9000 bytes are there"
     with pytest.raises(CapacityError, match=message):
-        fit_num_pages(EngineConfig(kv_memory_bytes=9000), TARGET, None, LIMITS, CPU, FP32)
+        fit_num_pages(EngineConfig(kv_memory_bytes=9000), TARGET, None, LIMITS, placement())
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,14 @@ from dflash_runtime.device.kv import KVCache
 from dflash_runtime.drafts.draft import Draft
 from dflash_runtime.llm import LLM
 from dflash_runtime.scheduling.request import Request, SamplingParams
-from dflash_testing.pairs import bundled_draft_model, bundled_llm, bundled_prompts, bundled_target_model, target_logits
+from dflash_testing.pairs import (
+    bundled_draft_model,
+    bundled_llm,
+    bundled_prompts,
+    bundled_target_model,
+    placement,
+    target_logits,
+)
 
 TOLERANCE = 5e-5
 """On values of up to about ten in float32."""
@@ -50,7 +57,7 @@ def check(reference: torch.nn.Module, draft: Draft, llm: LLM, request: Request) 
     positions = torch.arange(request.kv_len)
     runner = llm.engine.runner
     assert runner.draft_kv is not None
-    fresh = KVCache(draft.config, 1, request.kv_len, torch.device("cpu"), torch.float32)
+    fresh = KVCache(draft.config, 1, request.kv_len, placement())
     draft.write_context(features, positions, fresh, positions)
     keys, values = fresh.keys, fresh.values
     pages = torch.tensor(request.pages)

@@ -73,7 +73,7 @@ def test_references_hold_pages_and_the_end_of_a_text_is_forgotten_first() -> Non
     sharer, _ = found(cache, [0, 1, 2, 3, 99])
     pool.check_integrity([item.pages, sharer.pages])
     pool.release(item.pages)
-    assert pool.references(sharer.pages[0]) == 1
+    assert pool._references[sharer.pages[0]] == 1
     taken = pool.allocate(2) or []  # the one free page, and the end of the text
     assert item.pages[2] in taken
     assert found(cache, list(range(12)))[1] == 8

@@ -37,7 +37,7 @@ def test_any_limit_is_met_exactly(
     assert output.finish_reason is FinishReason.LENGTH
     # The prefill gives one token and every step a whole block, however little of it is kept.
     assert output.acceptance_lengths == (K + 1,) * -(-(max_new_tokens - 1) // (K + 1))
-    assert sum(output.kept_lengths) == max_new_tokens - 1
+    assert sum(output.committed_lengths) == max_new_tokens - 1
 
 
 @pytest.mark.parametrize("place", range(9))

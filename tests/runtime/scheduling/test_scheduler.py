@@ -6,7 +6,7 @@ import pytest
 
 from dflash_runtime.errors import CapacityError
 from dflash_runtime.scheduling.batch import Batch, StepOutput
-from dflash_runtime.scheduling.limits import Limits, lookahead_while_loading
+from dflash_runtime.scheduling.limits import Limits
 from dflash_runtime.scheduling.pages import PagePool
 from dflash_runtime.scheduling.prefix_cache import PrefixCache
 from dflash_runtime.scheduling.request import FinishReason, Request, SamplingParams
@@ -49,21 +49,15 @@ def run(scheduler: Scheduler, tokens: int = 1, *, is_drained: bool = True) -> Ba
 
 
 def give(scheduler: Scheduler, item: Request, tokens: int) -> None:
-    kept = min(tokens, item.room(scheduler.limits.max_model_len))
-    is_done = kept == item.room(scheduler.limits.max_model_len)
-    scheduler.commit(item, StepOutput([7] * kept, [7] * 3, tokens - 1, is_done, item.generation))
+    remaining = item.remaining(scheduler.limits.max_model_len)
+    committed = min(tokens, remaining)
+    is_done = committed == remaining
+    scheduler.commit(item, StepOutput([7] * committed, [7] * 3, tokens - 1, is_done, item.generation))
 
 
 def test_lookahead_is_the_anchor_and_every_draft() -> None:
     assert limits(3).num_lookahead_tokens == 4
     assert limits(0).num_lookahead_tokens == 1
-
-
-@pytest.mark.parametrize(("draft_writes_ahead", "expected"), [(True, 4), (False, 0)])
-def test_lookahead_is_withheld_while_loading_only_from_drafts_that_write_nothing_ahead(
-    draft_writes_ahead: bool, expected: int
-) -> None:
-    assert lookahead_while_loading(4, draft_writes_ahead=draft_writes_ahead) == expected
 
 
 @pytest.mark.parametrize(("kv_len", "can_draft"), [(95, True), (96, True), (97, False), (99, False)])
@@ -76,7 +70,7 @@ def test_a_prompt_of_one_page_reserves_two() -> None:
     schedule = scheduler()
     schedule.add(request(prompt_len=16))
     run(schedule)
-    (item,) = schedule.running
+    (item,) = schedule._running
     assert len(item.pages) == 2
 
 
@@ -94,7 +88,7 @@ def test_a_request_in_flight_reserves_for_every_draft_accepted() -> None:
     schedule = scheduler(max_model_len=1000)
     schedule.add(request(prompt_len=16, max_new_tokens=100))
     run(schedule)
-    (item,) = schedule.running
+    (item,) = schedule._running
     for num_in_flight in range(3):
         schedule.schedule(is_drained=num_in_flight == 0)
         assert item.num_in_flight == num_in_flight + 1
@@ -117,9 +111,9 @@ def test_admission_waits_for_pages_and_keeps_the_order() -> None:
     second = run(schedule, tokens=4)
     assert [item.index for item in second.decode] == [0, 1]
     assert not second.chunks
-    while len(schedule.running) == 2 and schedule.running[0].index == 0:
+    while len(schedule._running) == 2 and schedule._running[0].index == 0:
         run(schedule, tokens=4)
-    assert 2 in [item.index for item in schedule.running] or run(schedule).chunks[0].request.index == 2
+    assert 2 in [item.index for item in schedule._running] or run(schedule).chunks[0].request.index == 2
 
 
 def test_prompts_share_a_budget_in_order() -> None:
@@ -169,7 +163,7 @@ def test_nothing_is_preempted_while_steps_are_in_flight() -> None:
     run(schedule)
     with pytest.raises(OutOfPages):
         launch_until_dry(schedule)
-    assert all(item.num_preemptions == 0 for item in schedule.running)
+    assert all(item.num_preemptions == 0 for item in schedule._running)
     schedule.check_integrity()
 
 

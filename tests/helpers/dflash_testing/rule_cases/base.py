@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from dflash_cli.engines.serving_engine import parse_engines
+from dflash_cli.validation.report import Report
 from dflash_cli.validation.rule import Level
-from dflash_cli.validation.validator import Question, Report, validate_draft
+from dflash_cli.validation.validator import ValidationRequest, validate_draft
 from dflash_testing import checkpoints as support
 
 Change = Callable[[dict[str, Any]], object]
@@ -78,9 +79,9 @@ def check(case: Case, directory: Path) -> Report:
         target = support.write_checkpoint(directory / "target", config, arrays)
         _write(target, case.target_files)
     return validate_draft(
-        Question(
+        ValidationRequest(
             draft=draft,
-            reference=str(draft),
+            draft_reference=str(draft),
             target=target,
             target_reference=None if target is None else case.target_name or str(target),
             engines=parse_engines(case.engines),

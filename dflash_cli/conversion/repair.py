@@ -5,18 +5,23 @@ it; what only a trainer can know is left and listed.
 """
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from dflash_cli.checkpoints.opening import open_draft, open_target
 from dflash_cli.checkpoints.references import open_checkpoint
-from dflash_cli.conversion.execute import check_destination, convert_draft
-from dflash_cli.conversion.plan import Wish, make_plan
-from dflash_cli.formats.dialect import get_format
+from dflash_cli.conversion.execute import convert_draft
+from dflash_cli.conversion.plan import plan_conversion
+from dflash_cli.conversion.request import ConversionRequest
+from dflash_cli.conversion.write import check_destination
+from dflash_cli.engines.serving_engine import ServingEngine
+from dflash_cli.formats.dialect import Format
+from dflash_cli.formats.native import Native
+from dflash_cli.validation.report import Report
 from dflash_cli.validation.rule import REMOVED, Finding
-from dflash_cli.validation.validator import Question, Report, validate_draft
+from dflash_cli.validation.validator import ValidationRequest, validate_draft
 from dflash_runtime.errors import CheckpointError, UnsupportedError, UsageError
 
 
@@ -29,17 +34,16 @@ class Repaired:
     fixed: tuple[str, ...]
     after: Report
 
-    def document(self) -> dict[str, Any]:
-        """As JSON."""
+    def to_json(self) -> dict[str, Any]:
         return {
             "destination": str(self.destination),
             "dialect": self.dialect,
             "fixed": list(self.fixed),
-            "left": [item.document() for item in self.after.findings],
+            "left": [item.to_json() for item in self.after.findings],
         }
 
 
-def repair_draft(question: Question, before: Report, destination: Path) -> Repaired:
+def repair_draft(request: ValidationRequest, before: Report, destination: Path, *, force: bool = False) -> Repaired:
     """Write the copy and validate it as the original was.
 
     Raises:
@@ -47,23 +51,24 @@ def repair_draft(question: Question, before: Report, destination: Path) -> Repai
         CheckpointError: the draft cannot be read even with the keys mended.
         UnsupportedError: the copy would lose something.
     """
-    if not isinstance(question.draft, Path):
+    if not isinstance(request.draft, Path):
         raise UsageError("--fix-out needs the whole draft, not its headers alone")
-    check_destination(destination, question.draft, force=False)
-    checkpoint = open_checkpoint(question.draft)
+    check_destination(destination, force=force)
+    checkpoint = open_checkpoint(request.draft)
     checkpoint.config = mend(checkpoint.config, before.findings)
     try:
         draft = open_draft(checkpoint)
     except (CheckpointError, UnsupportedError) as error:
         raise type_of(error)(f"{error.message}; this cannot be mended without knowing the draft") from error
-    dialect = choose_dialect(question, draft.detection.format.name, is_writable=draft.detection.format.writable)
-    target = open_target(open_checkpoint(question.target)) if question.target is not None else None
-    wish = Wish(to=dialect, target=target, target_reference=question.target_reference)
-    convert_draft(make_plan(draft, wish), destination)
-    level = "weights" if question.level == "run" else question.level
-    after = validate_draft(replace(question, draft=destination, reference=str(destination), level=level, run=None))
+    engines = [engine for engine in request.engines if isinstance(engine, ServingEngine)]
+    dialect = choose_dialect(engines, draft.detection.format)
+    target = open_target(open_checkpoint(request.target)) if isinstance(request.target, Path) else None
+    conversion = ConversionRequest(to=dialect, target=target, target_reference=request.target_reference)
+    convert_draft(plan_conversion(draft, conversion), destination)
+    level = "weights" if request.level == "run" else request.level
+    after = validate_draft(replace(request, draft=destination, draft_reference=str(destination), level=level, run=None))
     left = {item.id for item in after.findings}
-    fixed = dict.fromkeys(item.id for item in before.findings if item.id not in left and item.id[0] != "R")
+    fixed = dict.fromkeys(item.id for item in before.findings if item.id not in left and item.level != "run")
     return Repaired(destination, dialect, tuple(fixed), after)
 
 
@@ -71,8 +76,8 @@ def mend(config: Mapping[str, Any], findings: tuple[Finding, ...]) -> dict[str, 
     """The config with every repair that the findings carry."""
     mended = copy.deepcopy(dict(config))
     for finding in findings:
-        for place, value in finding.repair.items():
-            *parents, key = place.split(".")
+        for dotted, value in finding.repair.items():
+            *parents, key = dotted.split(".")
             container: Any = mended
             for parent in parents:
                 container = container.setdefault(parent, {}) if isinstance(container, dict) else None
@@ -85,16 +90,12 @@ def mend(config: Mapping[str, Any], findings: tuple[Finding, ...]) -> dict[str, 
     return mended
 
 
-def choose_dialect(question: Question, own: str, *, is_writable: bool) -> str:
-    """The dialect of the engines that are named: the strictest of them; otherwise the draft's own."""
-    named = {engine.name for engine in question.engines}
-    if "sglang" in named:
-        return "sglang"
-    if named & {"transformers", "llama.cpp"}:
-        return "native"
-    if "vllm" in named and own != "speculators":
-        return "vllm"
-    return own if is_writable and get_format(own).writable else "native"
+def choose_dialect(engines: Sequence[ServingEngine], own: Format) -> str:
+    """The dialect that suits every engine that is named, which is that of the strictest; otherwise the draft's own."""
+    strictest = max(engines, key=lambda engine: engine.strictness, default=None)
+    if strictest is not None and own.name not in strictest.serves_as_is:
+        return strictest.dialect
+    return own.name if own.writable else Native.name
 
 
 def type_of(error: CheckpointError | UnsupportedError) -> type[CheckpointError] | type[UnsupportedError]:

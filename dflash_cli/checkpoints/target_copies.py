@@ -1,4 +1,4 @@
-"""Prove that a draft's embedding or head holds the target's own rows, bit for bit in the draft's element type.
+"""Whether a draft's embedding or head is a copy of the target's, bit for bit in the draft's element type.
 
 speculators keeps both frozen from 0.5 to 0.9, so a sound file passes. Rows are compared in pieces, so memory does not
 grow with the vocabulary. torch is imported when a comparison runs.
@@ -32,7 +32,7 @@ def find_difference(draft: DraftCheckpoint, name: str, target: TargetSource) -> 
         return f"{name} is {list(mine.shape)}, the target's is {list(theirs.shape)}"
     if ids is not None and (int(ids.min()) < 0 or int(ids.max()) >= theirs.shape[0]):
         return f"d2t maps outside the target's {theirs.shape[0]} ids"
-    return next(_differences(replace(mine, name=draft.checkpoint.place(name).stored), theirs, ids), None)
+    return next(_differences(replace(mine, name=draft.checkpoint.stored_rows(name).stored), theirs, ids), None)
 
 
 def is_identity_map(checkpoint: Checkpoint, name: str) -> bool:

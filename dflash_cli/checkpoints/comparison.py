@@ -1,0 +1,79 @@
+"""What differs between two checkpoints, field by field and byte by byte."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from dflash_cli.checkpoints.byte_comparison import same_bytes
+from dflash_cli.checkpoints.description import Description
+from dflash_runtime.checkpoint.files import TensorInfo
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """What differs between two checkpoints. Values come in pairs, the first checkpoint's first."""
+
+    first: Description
+    second: Description
+    fields: dict[str, tuple[Any, Any]]
+    carried: dict[str, tuple[Any, Any]]
+    only_first: tuple[str, ...]
+    only_second: tuple[str, ...]
+    reshaped: dict[str, tuple[str, str]]
+    rewritten: tuple[str, ...]
+    num_equal: int
+
+    @property
+    def is_empty(self) -> bool:
+        return not any((self.fields, self.carried, self.only_first, self.only_second, self.reshaped, self.rewritten))
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON."""
+        return {
+            "first": str(self.first.path),
+            "second": str(self.second.path),
+            "dialects": [self.first.dialect, self.second.dialect],
+            "is_equal": self.is_empty,
+            "fields": self.fields,
+            "carried": self.carried,
+            "tensors": {
+                "only_first": list(self.only_first),
+                "only_second": list(self.only_second),
+                "reshaped": self.reshaped,
+                "rewritten": list(self.rewritten),
+                "num_equal": self.num_equal,
+            },
+        }
+
+
+def compare(first: Description, second: Description) -> Difference:
+    """Canonical fields, carried keys and tensors that differ; tensors of one shape are compared byte for byte."""
+    ours, theirs = first.checkpoint.tensors, second.checkpoint.tensors
+    shared = [name for name in ours if name in theirs]
+    reshaped = {
+        name: (_shape(ours[name]), _shape(theirs[name]))
+        for name in shared
+        if _shape(ours[name]) != _shape(theirs[name])
+    }
+    same_shape = [name for name in shared if name not in reshaped]
+    rewritten = tuple(name for name in same_shape if not same_bytes(ours[name], theirs[name]))
+    return Difference(
+        first=first,
+        second=second,
+        fields=_pairs(asdict(first.config), asdict(second.config)),
+        carried=_pairs(first.carried, second.carried),
+        only_first=tuple(name for name in ours if name not in theirs),
+        only_second=tuple(name for name in theirs if name not in ours),
+        reshaped=reshaped,
+        rewritten=rewritten,
+        num_equal=len(same_shape) - len(rewritten),
+    )
+
+
+def _pairs(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    names = dict.fromkeys([*first, *second])
+    return {name: (first.get(name), second.get(name)) for name in names if first.get(name) != second.get(name)}
+
+
+def _shape(info: TensorInfo) -> str:
+    return f"{info.dtype} {list(info.shape)}"

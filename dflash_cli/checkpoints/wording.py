@@ -1,0 +1,174 @@
+"""Descriptions and differences of checkpoints in words, a line each, for a terminal."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from dflash_cli.checkpoints.comparison import Difference
+from dflash_cli.checkpoints.description import Description, describe_layers
+from dflash_cli.formats.native_fields import write_scales
+from dflash_runtime.config import DraftConfig, TargetConfig
+
+MOST_NAMED = 10
+"""Tensors of a group that are named one by one; a longer group is one line, unless all are asked for."""
+
+FIELD_NAMES = {
+    "num_layers": "layers",
+    "num_heads": "attention heads",
+    "num_kv_heads": "KV heads",
+    "target_layer_ids": "target layers read",
+    "num_target_layers": "layers of the target",
+    "target_hidden_size": "hidden size of the target",
+    "verifier name_or_path": "name of the target",
+    "verifier architectures": "architecture of the target",
+    "vocab_size": "vocabulary",
+    "draft_vocab_size": "ids the draft proposes",
+}
+"""Field -> its name in words, where the field's own words do not say it."""
+
+
+def description_lines(found: Description, *, with_tensors: bool = False) -> Iterator[str]:
+    """What a checkpoint is, a label and a text a line."""
+    rows = _draft_rows(found.config) if isinstance(found.config, DraftConfig) else _target_rows(found.config)
+    title = f"{found.title} ({found.evidence})" if found.evidence else found.title
+    rows = [("kind", title), *rows, ("weights", _weights(found)), ("files", _files(found))]
+    if found.borrowed:
+        rows.append(
+            ("not loaded", f"{', '.join(found.borrowed)}: copies of the target's weights, or what only training needs")
+        )
+    if found.carried:
+        rows.append(("other keys", f"{', '.join(sorted(found.carried))}: not read here; a conversion copies them"))
+    for label, text in rows:
+        yield f"{label:11} {text}"
+    if with_tensors:
+        for info in found.checkpoint.tensors.values():
+            yield f"  {info.name}  {info.dtype}  {list(info.shape)}"
+
+
+def difference_lines(difference: Difference, *, with_tensors: bool = False) -> Iterator[str]:
+    """What differs between two checkpoints."""
+    if difference.is_empty:
+        yield f"no difference: every field, key and {difference.num_equal} tensors are equal"
+        return
+    yield from _field_lines(difference)
+    for key, (one, other) in difference.carried.items():
+        yield _contrast(key, _value(one), _value(other))
+    reshaped = {name: _contrast(name, one, other) for name, (one, other) in difference.reshaped.items()}
+    groups: list[tuple[str, Mapping[str, str]]] = [
+        ("only in the first", {name: f"{name}: only in the first" for name in difference.only_first}),
+        ("only in the second", {name: f"{name}: only in the second" for name in difference.only_second}),
+        ("of another type or shape", reshaped),
+        ("with other values", {name: f"{name}: other values" for name in difference.rewritten}),
+    ]
+    for title, lines in groups:
+        if len(lines) > MOST_NAMED and not with_tensors:
+            yield f"{len(lines)} tensors {title}: {', '.join(list(lines)[:3])}, ... (--tensors names them all)"
+        else:
+            yield from (f"tensor {line}" for line in lines.values())
+    yield f"{difference.num_equal} tensors are equal"
+
+
+def _draft_rows(config: DraftConfig) -> list[tuple[str, str]]:
+    depth = f" of {config.num_target_layers}" if config.num_target_layers is not None else ""
+    taps = ", ".join(map(str, config.target_layer_ids))
+    reduced = f", drafts over {config.draft_vocab_size} of them" if config.has_reduced_vocab else ""
+    rows = [
+        ("block", f"{config.block_size} ({config.num_draft_tokens} drafted after the anchor)"),
+        ("taps", f"layers {taps}{depth} of the target, counted from 0: the draft reads their outputs"),
+        ("mask", f"token {config.mask_token_id}"),
+        ("attention", describe_layers(config)),
+        ("rope", _rope(config)),
+        ("sizes", f"{_sizes(config)}, {config.num_taps} taps of {config.feature_size}"),
+        ("vocabulary", f"{config.vocab_size} ids{reduced}"),
+    ]
+    if config.verifier is not None:
+        rows.append(("target", config.verifier.name_or_path))
+    scales = _scales(config)
+    return [*rows, ("scales", scales)] if scales else rows
+
+
+def _target_rows(config: TargetConfig) -> list[tuple[str, str]]:
+    tied = ", head tied to the embedding" if config.tie_word_embeddings else ""
+    return [
+        ("model", config.model_type),
+        ("rope", _rope(config)),
+        ("sizes", _sizes(config)),
+        ("vocabulary", f"{config.vocab_size} ids{tied}"),
+    ]
+
+
+def _sizes(config: DraftConfig | TargetConfig) -> str:
+    return (
+        f"{config.num_layers} layers, hidden {config.hidden_size}, intermediate {config.intermediate_size}, "
+        f"heads {config.num_heads}/{config.num_kv_heads} of {config.head_dim}"
+    )
+
+
+def _rope(config: DraftConfig | TargetConfig) -> str:
+    params = "".join(f", {key} {value}" for key, value in config.rope.params.items())
+    reach = f"up to {config.max_position_embeddings} positions"
+    return f"{config.rope.kind}, theta {_value(config.rope.theta)}{params}, {reach}"
+
+
+def _scales(config: DraftConfig) -> str:
+    return ", ".join(f"{key} {value:g}" for key, value in write_scales(config).items())
+
+
+def _weights(found: Description) -> str:
+    kinds = ", ".join(f"{count} {kind}" for kind, count in found.dtypes.items())
+    return f"{found.num_parameters:,} parameters, {found.num_bytes:,} bytes, {kinds}"
+
+
+def _files(found: Description) -> str:
+    return ", ".join(file.name for file in found.checkpoint.weight_files)
+
+
+def _field_lines(difference: Difference) -> Iterator[str]:
+    """Each field that differs; windows and causality as one line on attention, objects by their parts."""
+    fields = dict(difference.fields)
+    first, second = difference.first.config, difference.second.config
+    if isinstance(first, DraftConfig) and isinstance(second, DraftConfig):
+        fields = {name: pair for name, pair in fields.items() if name not in ("windows", "causal")}
+        if _attention(first) != _attention(second):
+            yield f"attention in the first: {describe_layers(first)}"
+            yield f"attention in the second: {describe_layers(second)}"
+    for name, (one, other) in fields.items():
+        ours, theirs = _parts(name, one), _parts(name, other)
+        for part in dict.fromkeys([*ours, *theirs]):
+            texts = _value(ours.get(part)), _value(theirs.get(part))
+            if ours.get(part) != theirs.get(part):
+                yield _contrast(FIELD_NAMES.get(part, part.replace("_", " ")), *texts)
+
+
+def _attention(config: DraftConfig) -> list[tuple[int | None, bool]]:
+    """Window and causality of each layer; of one where all layers agree, however many they are."""
+    layers = list(zip(config.windows, config.causal, strict=True))
+    return layers[:1] if len(set(layers)) == 1 else layers
+
+
+def _parts(name: str, value: Any) -> dict[str, Any]:
+    """A field by itself, or the parts of an object; `params` adds no word of its own."""
+    if not isinstance(value, Mapping):
+        return {} if value is None else {name: value}
+    parts: dict[str, Any] = {}
+    for key, inner in value.items():
+        parts |= _parts(name if key == "params" else f"{name} {key}", inner)
+    return parts
+
+
+def _contrast(label: str, one: str, other: str) -> str:
+    comma = ";" if "," in one + other else ","
+    return f"{label}: {one} in the first{comma} {other} in the second"
+
+
+def _value(value: Any) -> str:
+    """A value as a config states it, without quotes and brackets where they say nothing."""
+    if value is None:
+        return "not stated"
+    if isinstance(value, str):
+        return value
+    if isinstance(value, Sequence):
+        return ", ".join(map(_value, value)) or "none"
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    return json.dumps(value)

@@ -1,0 +1,100 @@
+"""`dflash diagnose`: why a draft accepts little, in one sentence."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dflash_cli import console
+from dflash_cli.command_line.parameters import ENGINE
+from dflash_cli.options import DraftArg, JsonOption, PromptsOption, TargetOption, ThreadsOption
+from dflash_runtime.errors import CheckpointError, UnsupportedError
+
+if TYPE_CHECKING:
+    from dflash_cli.checkpoints.opening import DraftCheckpoint
+
+FOUND = 3
+
+NumPromptsOption = Annotated[
+    int,
+    typer.Option("--num-prompts", min=4, metavar="N", help="How many prompts to make where --prompts is not given."),
+]
+MaxNewTokensOption = Annotated[
+    int, typer.Option("--max-new-tokens", "-n", min=8, metavar="N", help="Tokens to generate a prompt.")
+]
+DeviceOption = Annotated[
+    str, typer.Option("--device", metavar="DEVICE", help="auto, cpu, cuda or cuda:N.", rich_help_panel=ENGINE)
+]
+
+
+def diagnose(
+    draft: DraftArg,
+    target: TargetOption = None,
+    prompts: PromptsOption = None,
+    num_prompts: NumPromptsOption = 32,
+    max_new_tokens: MaxNewTokensOption = 96,
+    device: DeviceOption = "auto",
+    threads: ThreadsOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Find out why a draft accepts little: headers, weights, fit with the target, and other readings of its config.
+
+    Ends in one sentence with the cause and the next step; exit 3 where there is a cause.
+    """
+    from dflash_cli.generation.announcements import announce_loading
+
+    announce_loading(draft, target, device=device)
+    from dflash_cli.checkpoints.opening import open_target
+    from dflash_cli.checkpoints.pair_references import complete_pair
+    from dflash_cli.checkpoints.references import fetch_directory
+    from dflash_cli.generation.threads import use_threads
+    from dflash_cli.validation.diagnosis import diagnose_report
+    from dflash_cli.validation.progress import ReadingProgress
+    from dflash_cli.validation.run_settings import run_settings
+    from dflash_cli.validation.validator import ValidationRequest, validate_draft
+
+    pair = complete_pair(draft, target, find=fetch_directory)
+    location, target_location = pair.draft_location, pair.find_target(fetch_directory)
+    assert location is not None
+    assert pair.target is not None
+    opened = _open_draft(location)
+    target_source = open_target(target_location)
+    checkpoints = [target_source.checkpoint, *([opened.checkpoint] if opened is not None else [])]
+    use_threads(threads, device, checkpoints)
+    with ReadingProgress() as progress:
+        run = run_settings(
+            target_location,
+            prompts=prompts,
+            num_prompts=num_prompts,
+            max_new_tokens=max_new_tokens,
+            device=device,
+            observe=progress,
+        )
+        report = validate_draft(
+            ValidationRequest(
+                draft=location,
+                draft_reference=draft,
+                target=target_location,
+                target_reference=pair.target,
+                level="run",
+                run=run,
+            )
+        )
+    most = opened.config.num_draft_tokens if opened is not None else 0
+    found = diagnose_report(report, draft=draft, target=pair.target, num_draft_tokens=most)
+    if as_json:
+        console.result_json({**found.to_json(), "report": report.to_json()})
+    else:
+        console.result(found.sentence)
+    if found.has_cause:
+        raise typer.Exit(FOUND)
+
+
+def _open_draft(location: Path) -> "DraftCheckpoint | None":
+    """The draft; None where its config cannot be read, which the rules then explain."""
+    from dflash_cli.checkpoints.opening import open_draft
+
+    try:
+        return open_draft(location)
+    except (CheckpointError, UnsupportedError):
+        return None

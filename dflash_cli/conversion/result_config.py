@@ -1,0 +1,75 @@
+"""The canonical config of a conversion's result: the source's, with what the request and the dialect change."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from dflash_cli.checkpoints.opening import DraftCheckpoint
+from dflash_cli.checkpoints.references import TINY, TINY_TARGET_NAME, is_hub_id
+from dflash_cli.conversion.changes import Change
+from dflash_cli.conversion.request import ConversionRequest
+from dflash_cli.formats.dialect import Format, Json, named_architectures
+from dflash_cli.formats.native_fields import SCALES
+from dflash_runtime.checkpoint.layout import HEAD
+from dflash_runtime.config import DraftConfig, Verifier
+
+
+def result_config(
+    draft: DraftCheckpoint, request: ConversionRequest, result: Format, dropped: Sequence[Change]
+) -> tuple[DraftConfig, list[str]]:
+    """What the result will state, and what a user should know of it."""
+    config = draft.config
+    warnings: list[str] = []
+    if request.target is not None and config.num_target_layers is None:
+        config = replace(config, num_target_layers=request.target.config.num_layers)
+    if any(change.source == HEAD for change in dropped):
+        config = replace(config, draft_vocab_size=config.vocab_size)
+    if "verifier" in result.unstated:
+        config = replace(config, verifier=None)
+    else:
+        verifier, warnings = _verifier(config, request)
+        config = replace(config, verifier=verifier)
+    if "target_hidden_size" in result.unstated and config.feature_size == config.hidden_size:
+        config = replace(config, target_hidden_size=None)
+    if request.allow_lossy:
+        config, lost = _without_scales(config, result)
+        warnings += lost
+    return config, warnings
+
+
+def _verifier(config: DraftConfig, request: ConversionRequest) -> tuple[Verifier | None, list[str]]:
+    """--verifier, else the name the source carries, else the hub id, else a local directory's name with a warning."""
+    target = request.target
+    architectures = tuple(named_architectures(target.checkpoint.config)) if target is not None else ()
+    carried = config.verifier
+    if not architectures and carried is not None:
+        architectures = carried.architectures
+    name = request.verifier
+    if name is None and carried is not None:
+        name = carried.name_or_path
+    if name is not None:
+        return Verifier(name_or_path=name, architectures=architectures), []
+    if target is None or request.target_reference is None:
+        return None, []
+    name, warnings = _target_name(request.target_reference, target.checkpoint.path.resolve().name)
+    return Verifier(name_or_path=name, architectures=architectures), warnings
+
+
+def _target_name(reference: str, directory: str) -> tuple[str, list[str]]:
+    """The name under which others find the target that a reference names."""
+    if reference == TINY:
+        return TINY_TARGET_NAME, []
+    if is_hub_id(reference):
+        return reference.partition("@")[0], []
+    return directory, [
+        f"the target is stored as {directory!r}, its directory's name: vLLM wants ORG/REPO, see --verifier"
+    ]
+
+
+def _without_scales(config: DraftConfig, result: Format) -> tuple[DraftConfig, list[str]]:
+    """The draft without the scales that the dialect cannot state."""
+    off: Json = {key: value for key, value in SCALES.items() if key in result.unstated}
+    lost = [key for key, value in off.items() if getattr(config, key) != value]
+    if not lost:
+        return config, []
+    warning = f"scales are dropped ({', '.join(lost)}): the result embeds or weighs tokens differently"
+    return replace(config, **off), [warning]

@@ -1,0 +1,109 @@
+"""llama.cpp: how it attends, its rules, and the commands that convert a pair to GGUF and serve it.
+
+llama.cpp numbers its builds, and the rules follow its converter and loader as of August 2026.
+"""
+
+import shlex
+from collections.abc import Iterator
+from pathlib import PurePath
+from typing import ClassVar
+
+from dflash_cli.engines.serving_engine import ENGINES, ServeCommand, ServedPair, ServingEngine
+from dflash_cli.engines.several_engines import FIX_VLLM
+from dflash_cli.formats.decoder_body import LAYER_KINDS
+from dflash_cli.validation.rule import FIX_COPY, Problem, check
+from dflash_cli.validation.subject import Subject
+
+NAME = "llama.cpp"
+ENGINE = (NAME,)
+CONVERTER = "ggml-org/llama.cpp conversion/qwen.py, src/models/dflash.cpp"
+
+
+@ENGINES.register(NAME)
+class LlamaCpp(ServingEngine):
+    """llama.cpp, whose converter reads native drafts."""
+
+    name: ClassVar[str] = NAME
+    follows_reference: ClassVar[bool] = True
+    takes_other_widths: ClassVar[bool] = False
+
+    def served_causality(self, subject: Subject) -> tuple[bool, ...] | None:
+        """One flag for all layers, false where nothing is stated."""
+        if subject.is_speculators:
+            return None
+        top, nested = subject.config.get("is_causal"), subject.nested.get("causal")
+        return (top is True or (top is None and nested is True),) * len(subject.layer_types)
+
+    def serve_command(self, pair: ServedPair) -> ServeCommand:
+        """Both are converted first; the converter takes directories, and the draft has no tokenizer of its own.
+
+        --spec-draft-n-max is block_size - 1.
+        """
+        draft, target = _gguf(pair.draft), _gguf(pair.target)
+        convert = ["python3", "convert_hf_to_gguf.py"]
+        of_draft = [*convert, pair.draft, "--outtype", "bf16", "--target-model-dir", pair.target, "--outfile", draft]
+        serve = ["llama-server", "-m", target, "-md", draft, "--spec-type", "draft-dflash"]
+        serve += ["--spec-draft-n-max", str(pair.num_draft_tokens)]
+        if pair.context_limit is not None:
+            serve += ["-c", str(pair.context_limit)]
+        commands = [*convert, pair.target, "--outtype", "bf16", "--outfile", target], of_draft, serve
+        return ServeCommand(tuple(map(shlex.join, commands)), pair.num_draft_tokens)
+
+
+@check("S15", effect="llama.cpp has no tensor for it and stops", fix=FIX_VLLM, source=CONVERTER, engines=ENGINE)
+def llama_has_no_bias(subject: Subject) -> Iterator[Problem]:
+    """attention_bias is false: llama.cpp creates no bias tensors for DFlash."""
+    if subject.body.get("attention_bias") is True:
+        yield Problem(subject.body_location("attention_bias"), "true")
+
+
+@check(
+    "S25",
+    effect="llama.cpp has one flag for all layers",
+    fix=FIX_VLLM,
+    source=CONVERTER,
+    outcome="drops",
+    engines=ENGINE,
+)
+def llama_serves_one_causality(subject: Subject) -> Iterator[Problem]:
+    """All layers have one causality, and it is stated."""
+    engine, trained = subject.engine(NAME), subject.trained_causality
+    served = engine.served_causality(subject) if engine is not None else None
+    if served is not None and trained is not None and served != trained:
+        location = subject.body_location("layer_types" if set(subject.layer_types) == set(LAYER_KINDS) else "is_causal")
+        yield Problem(location, f"{sum(trained)} of {len(trained)} layers are causal, served: {sum(served)}")
+
+
+@check(
+    "S26",
+    "warning",
+    effect="converters of July 2026 and before write 16, whatever it is",
+    fix=FIX_COPY,
+    source=CONVERTER,
+    engines=ENGINE,
+)
+def llama_finds_the_block(subject: Subject) -> Iterator[Problem]:
+    """block_size stands at the top level, where llama.cpp's converter looks."""
+    is_nested = subject.config.get("block_size") is None and subject.block_size not in (None, 16)
+    if not subject.is_speculators and is_nested:
+        message = f"missing at the top level, {subject.block_size} in dflash_config"
+        yield Problem(subject.location("block_size"), message)
+
+
+@check(
+    "S27",
+    effect="llama.cpp embeds the block unscaled",
+    fix="dflash generate --draft {draft} --target {target} applies it; llama.cpp and vLLM do not",
+    source="ggml-org/llama.cpp src/models/dflash.cpp",
+    outcome="drops",
+    engines=ENGINE,
+)
+def llama_applies_no_scale(subject: Subject) -> Iterator[Problem]:
+    """The embedding is not scaled, which llama.cpp's DFlash has no key for."""
+    value = subject.stated("input_embedding_scale")
+    if value not in (None, 1):
+        yield Problem(next(iter(subject.homes("input_embedding_scale"))), f"{value}")
+
+
+def _gguf(reference: str) -> str:
+    return PurePath(reference.partition("@")[0]).name + ".gguf"

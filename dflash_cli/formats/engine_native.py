@@ -1,0 +1,44 @@
+"""The native dialect written for one serving engine, which applies settings that drafts are not trained with.
+
+Sources: vLLM 0.24.0 and 0.33.0 model_executor/models/qwen3_dflash.py and interfaces.py; SGLang 0.5.23
+models/dflash.py, models/qwen3.py. Both read a learned mask embedding from the pickle only.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from dflash_cli.formats.dialect import Json, MaskFile
+from dflash_cli.formats.native import Native
+from dflash_runtime.config import DraftConfig
+from dflash_runtime.errors import LossyConversion
+
+PARTIAL_ROPE = ("partial_rotary_factor", "mrope_section", "mrope_interleaved")
+"""Copied from multimodal targets by trainers whose drafts rotate every dimension; SGLang and vLLM would apply them."""
+
+
+class EngineNative(Native):
+    """A native dialect that is written and never detected, since its files are native ones."""
+
+    engine: ClassVar[str]
+    sorts_taps: ClassVar[bool] = True
+    mask_file: ClassVar[MaskFile | None] = "pickle"
+
+    def evidence(self, config: Mapping[str, Any], tensor_names: frozenset[str]) -> str | None:
+        return None
+
+    def adapt(self, config: DraftConfig, carried: Mapping[str, Any]) -> tuple[DraftConfig, Json]:
+        params = {key: value for key, value in config.rope.params.items() if key not in PARTIAL_ROPE}
+        kept = {key: value for key, value in carried.items() if key not in PARTIAL_ROPE}
+        return replace(config, rope=replace(config.rope, params=params)), kept
+
+    def refuse_misread(self, config: DraftConfig) -> None:
+        super().refuse_misread(config)
+        if config.hidden_act != "silu":
+            raise LossyConversion(f"hidden_act {config.hidden_act!r}: {self.engine} runs DFlash drafts with silu only")
+
+    def warnings(self, config: DraftConfig, carried: Mapping[str, Any]) -> Iterator[str]:
+        yield from super().warnings(config, carried)
+        found = [key for key in PARTIAL_ROPE if key in carried or key in config.rope.params]
+        if found:
+            yield f"{', '.join(found)}: left out, since the draft rotates every dimension and {self.engine} would not"

@@ -1,0 +1,52 @@
+"""What a command that runs a pair says before and after: that it loads, and what to do about few accepted tokens."""
+
+import shlex
+from collections.abc import Mapping
+
+from dflash_cli import console
+from dflash_cli.checkpoints.references import TINY, is_bundled
+from dflash_runtime.metrics import AcceptanceCounts
+
+ENOUGH_STEPS = 20
+"""Fewer steps say too little about a draft to call its acceptance low."""
+
+
+def announce_loading(draft: str | None, target: str | None, *, plain: bool = False, device: str = "auto") -> None:
+    """Say at once what is about to be loaded, as importing torch alone takes seconds."""
+    where = "" if device == "auto" else f" on {device}"
+    if plain:
+        console.status(f"loading target {target or TINY}{where} ...")
+    else:
+        console.status(f"loading draft {draft or TINY} and {_target(draft, target)}{where} ...")
+
+
+def is_low(counts: AcceptanceCounts) -> bool:
+    """Whether there are enough steps to say that a draft accepts little."""
+    length = counts.acceptance_len
+    return (
+        length is not None
+        and counts.num_drafts >= ENOUGH_STEPS
+        and is_low_length(length, counts.num_speculative_tokens)
+    )
+
+
+def is_low_length(length: float, num_drafted: int) -> bool:
+    """Whether an acceptance length is so low that something is probably wrong with the draft, or with how it is read.
+
+    Low is less than a quarter of the block, or less than 1.5 tokens a step; where only one token is drafted, 1.25.
+    """
+    return length < max((num_drafted + 1) / 4, min(1.5, 1 + num_drafted / 4))
+
+
+def suggest_diagnosis(counts: AcceptanceCounts, references: Mapping[str, str | None]) -> None:
+    """After low acceptance, the command that looks for the cause."""
+    draft, target = references.get("draft"), references.get("target")
+    if draft is None or target is None or not is_low(counts):
+        return
+    console.note(f"low acceptance: dflash diagnose {shlex.quote(draft)} --target {shlex.quote(target)}")
+
+
+def _target(draft: str | None, target: str | None) -> str:
+    if target is None and (draft is None or is_bundled(draft)):
+        return f"target {TINY}"
+    return "its target" if target is None else f"target {target}"

@@ -1,0 +1,93 @@
+"""From everything that was checked to one sentence: the likeliest cause of low acceptance, and what to do next."""
+
+import shlex
+from dataclasses import dataclass
+from typing import Any
+
+from dflash_cli.generation.announcements import is_low_length
+from dflash_cli.validation.readings import ReadingResult, ReadingSearch
+from dflash_cli.validation.report import Report
+from dflash_cli.validation.rule import Finding
+
+CAUSES = {
+    "causality": "the positions of a block attend to each other in another way than the draft was trained with",
+    "mask": "the mask token is another than the draft was trained with",
+    "rope": "the rope base is another than the draft was trained with",
+    "anchor": "the draft predicts from the anchor on, one position earlier than DFlash drafts do",
+}
+"""What is wrong where another reading of this factor accepts more; taps say in which direction."""
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """`sentence` names the cause, where there is one, and the next step. `rule` is the rule that found it."""
+
+    sentence: str
+    has_cause: bool
+    next_step: str
+    rule: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "has_cause": self.has_cause,
+            "sentence": self.sentence,
+            "next": self.next_step,
+            "rule": self.rule,
+        }
+
+
+def diagnose_report(report: Report, *, draft: str, target: str, num_draft_tokens: int) -> Diagnosis:
+    """The likeliest cause among the findings of a run-level report.
+
+    A reading that surely accepts more says most; then an error; then, where acceptance is low, a warning about
+    something that lowers it. `draft` and `target` are what the user typed.
+    """
+    pair = f"{shlex.quote(draft)} --target {shlex.quote(target)}"
+    better = [item for item in report.search.results if item.is_better] if report.search is not None else []
+    about_all = [item for item in report.findings if not item.engines]
+    if report.search is not None and better:
+        best = max(better, key=lambda item: item.difference)
+        return _from_reading(best, report.search, about_all, f"dflash diagnose {pair}")
+    low = report.search is not None and is_low_length(report.search.acceptance_len, num_draft_tokens)
+    errors = [item for item in about_all if item.severity == "error"]
+    lowering = [item for item in about_all if item.severity == "warning" and item.outcome != "serves" and low]
+    if errors or lowering:
+        return _from_finding((errors or lowering)[0])
+    return _nothing(report, low, f"dflash eval-acceptance {pair} --prompts FILE.jsonl")
+
+
+def _from_reading(best: ReadingResult, search: ReadingSearch, findings: list[Finding], again: str) -> Diagnosis:
+    found = next((item for item in findings if item.message.startswith(best.reading.name)), None)
+    where = found.location if found is not None else "the config"
+    interval = best.interval
+    assert interval is not None
+    step = f"correct {where} and run {again} again"
+    sentence = (
+        f"{_cause(best)}: with {best.reading.name} it gives {best.acceptance_len:.2f} tokens a step instead of "
+        f"{search.acceptance_len:.2f} ({interval.low:+.2f} to {interval.high:+.2f}); {step}"
+    )
+    return Diagnosis(sentence, True, step, found.id if found is not None else None)
+
+
+def _cause(best: ReadingResult) -> str:
+    if best.reading.factor != "taps":
+        return CAUSES.get(best.reading.factor, f"the draft was trained with another {best.reading.factor}")
+    return f"taps are one layer too {'late' if 'earlier' in best.reading.name else 'early'}"
+
+
+def _from_finding(finding: Finding) -> Diagnosis:
+    effect = f", so {finding.effect}" if finding.effect else ""
+    step = finding.fix or f"dflash explain {finding.id}"
+    return Diagnosis(f"{finding.location}: {finding.message}{effect}; next: {step}", True, step, finding.id)
+
+
+def _nothing(report: Report, low: bool, step: str) -> Diagnosis:
+    search = report.search
+    if search is None:
+        reason = "; ".join(report.notes) or "the pair was not run"
+        return Diagnosis(f"nothing found, but {reason}; next: {step}", False, step)
+    found = f"nothing found: no rule is broken and none of {len(search.results)} other readings accepts more than the "
+    found += f"config's {search.acceptance_len:.2f} tokens a step"
+    if low:
+        found += ", so the draft itself is weak on these prompts"
+    return Diagnosis(f"{found}; next: {step}", False, step)

@@ -1,0 +1,47 @@
+"""What the run level runs with. Prompts are read, and the tokenizer loaded, only when a pair is run."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dflash_runtime.config import EngineConfig
+
+if TYPE_CHECKING:
+    from dflash_cli.validation.readings import Observe, SearchBudget
+
+MAX_NUM_REQUESTS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class RunSettings:
+    """How the run level runs. Without prompts it makes its own."""
+
+    config: EngineConfig
+    budget: "SearchBudget"
+    observe: "Observe"
+    prompts: Callable[[], Sequence[Sequence[int]] | None] = lambda: None
+
+
+def run_settings(
+    target: Path, *, prompts: str | None, num_prompts: int, max_new_tokens: int, device: str, observe: "Observe"
+) -> RunSettings:
+    """The settings of a run with the target in a directory, from what a user typed."""
+    from dflash_cli.validation.readings import SearchBudget
+
+    return RunSettings(
+        EngineConfig(device=device, max_num_requests=MAX_NUM_REQUESTS),
+        SearchBudget(num_prompts=num_prompts, max_new_tokens=max_new_tokens),
+        observe,
+        lambda: None if prompts is None else _read_prompts(prompts, target),
+    )
+
+
+def _read_prompts(prompts: str, target: Path) -> list[list[int]]:
+    from dflash_cli.generation.prompts import Conversation, gather_rows
+    from dflash_cli.generation.tokenizer import find_tokenizer
+
+    rows = gather_rows([], prompts)
+    has_text = any(row.kind != "prompt_token_ids" for row in rows)
+    tokenizer = find_tokenizer(target, None) if has_text else None
+    return [Conversation(row).next_prompt(tokenizer, chat=False) for row in rows]

@@ -1,0 +1,90 @@
+"""Load a pair onto a device: everything that is decided once, before anything runs."""
+
+import logging
+from dataclasses import dataclass, replace
+
+from dflash_runtime.checkpoint.canonical_names import find_quantization, refuse_packed
+from dflash_runtime.checkpoint.pair import DraftLike, TargetSource, check_pair
+from dflash_runtime.config import DraftConfig, EngineConfig
+from dflash_runtime.device.attention import check_capability
+from dflash_runtime.device.settings import (
+    apply_exclusions,
+    resolve_device,
+    resolve_dtype,
+    resolve_kernels,
+    resolve_limits,
+)
+from dflash_runtime.drafts.draft import Draft, build_draft, load_draft_weights, owned_tensors
+from dflash_runtime.models.placement import Placement
+from dflash_runtime.models.target import Target, load_target
+from dflash_runtime.models.weights import Weights
+from dflash_runtime.scheduling.limits import Limits
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedPair:
+    """Models on a device with all that was resolved for them; any number of `LLM`s may run on one.
+
+    `config` has no excluded features left, and `warnings` says which were switched off. `draft` may be replaced by an
+    object of your own that keeps the promises of `drafts.draft.Draft`.
+    """
+
+    target: Target
+    draft: Draft | None
+    placement: Placement
+    limits: Limits
+    config: EngineConfig
+    warnings: tuple[str, ...] = ()
+    draft_weights: Weights | None = None
+
+    def with_draft(self, config: DraftConfig) -> "LoadedPair":
+        """The same pair with its draft's weights read by another config."""
+        assert self.draft_weights is not None, "a pair that was loaded with a draft"
+        return replace(self, draft=build_draft(config, self.draft_weights, self.target, self.placement))
+
+    def without_draft(self) -> "LoadedPair":
+        """The target alone, decoding plainly."""
+        return replace(self, draft=None, draft_weights=None, limits=replace(self.limits, num_draft_tokens=0))
+
+
+def load_pair(target: TargetSource, draft: DraftLike | None, config: EngineConfig | None = None) -> LoadedPair:
+    """Resolve what the config leaves open, refuse what cannot run, then load the weights.
+
+    With no draft, or `num_draft_tokens` 0, the target decodes plainly.
+
+    Raises:
+        PairMismatch: the draft was not made for the target.
+        UsageError: more tokens to draft than the draft was trained for, or a device that is not there.
+        UnsupportedError, TensorMismatch: see `load_target` and `owned_tensors`.
+    """
+    config = config or EngineConfig()
+    if draft is not None:
+        refuse_packed(draft.checkpoint.path, find_quantization(draft.checkpoint))
+        check_pair(draft, target)
+    device = resolve_device(config.device)
+    dtype = resolve_dtype(config.dtype, device)
+    limits = resolve_limits(config, target.config, draft.config if draft is not None else None)
+    if limits.num_draft_tokens == 0:
+        draft = None
+    if draft is not None:
+        owned_tensors(draft)  # what is refused by headers is refused before a target is loaded
+    kernels = resolve_kernels(config.kernels, device, dtype)
+    # A block may begin on the model's last position, so rope tables reach a block past it.
+    placement = Placement(device, dtype, kernels, limits.max_model_len + limits.num_lookahead_tokens)
+    check_capability(kernels.name, target.config, draft.config if draft is not None else None, placement.dtype_name)
+    config, warnings = apply_exclusions(config, placement, limits.num_draft_tokens)
+    for text in warnings:
+        logger.warning(text)
+    pair = LoadedPair(
+        target=load_target(target, placement),
+        draft=None,
+        placement=placement,
+        limits=limits,
+        config=config,
+        warnings=warnings,
+    )
+    if draft is None:
+        return pair
+    return replace(pair, draft_weights=load_draft_weights(draft, placement)).with_draft(draft.config)

@@ -1,0 +1,22 @@
+"""Where and how models run: the one bundle every model is built with."""
+
+from dataclasses import dataclass
+
+import torch
+
+from dflash_kernels.suite import Kernels
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A device, the dtype of the run, the kernels, and the positions that rope tables cover, `[0, num_positions)`."""
+
+    device: torch.device
+    dtype: torch.dtype
+    kernels: Kernels
+    num_positions: int
+
+    @property
+    def dtype_name(self) -> str:
+        """As configs write it: `bfloat16`."""
+        return str(self.dtype).removeprefix("torch.")

@@ -1,0 +1,51 @@
+"""Weights on a device, as models take them: projections that read the same rows are stacked into one.
+
+A checkpoint has `q_proj`, `k_proj`, `v_proj` and `gate_proj`, `up_proj`; a model gets `qkv_proj` and `gate_up_proj`, so
+that each is one product. They are stacked while they are loaded, which takes no more memory than one layer's parts.
+"""
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from dflash_runtime.checkpoint.files import Checkpoint
+from dflash_runtime.checkpoint.layout import FUSED
+from dflash_runtime.models.placement import Placement
+
+Weights = Mapping[str, Tensor]
+
+_STACK_OF = {part: stack for stack, parts in FUSED.items() for part in parts}
+
+
+def load_weights(checkpoint: Checkpoint, names: Iterable[str], placement: Placement) -> Weights:
+    """Read tensors onto the device, floating point ones in the dtype of the run, and stack projections."""
+    device, dtype = placement.device, placement.dtype
+    return stack_projections(
+        (name, tensor.to(device, dtype) if tensor.is_floating_point() else tensor.to(device))
+        for name, tensor in checkpoint.load_many(list(names))
+    )
+
+
+def stack_projections(tensors: Iterable[tuple[str, Tensor]]) -> Weights:
+    """Names and tensors in any order -> weights in which the parts of a stack, `FUSED`, are one tensor.
+
+    The rows of `qkv_proj` are those of queries, keys and values, the rows of `gate_up_proj` those of gate and up. Parts
+    of a stack that is not complete keep their own names.
+    """
+    weights: dict[str, Tensor] = {}
+    waiting: dict[str, dict[str, tuple[str, Tensor]]] = {}  # stacked name -> part -> its own name and tensor
+    for name, tensor in tensors:
+        part = next((part for part in _STACK_OF if part in name), None)
+        if part is None:
+            weights[name] = tensor
+            continue
+        stack = _STACK_OF[part]
+        stacked = name.replace(part, stack)
+        waiting.setdefault(stacked, {})[part] = (name, tensor)
+        if len(waiting[stacked]) == len(FUSED[stack]):
+            parts = waiting.pop(stacked)
+            weights[stacked] = torch.cat([parts[item][1] for item in FUSED[stack]])
+    for parts in waiting.values():
+        weights.update(parts.values())
+    return weights

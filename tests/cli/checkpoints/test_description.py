@@ -1,0 +1,42 @@
+"""What a checkpoint is taken for: a draft, a target, or neither; the question is asked once."""
+
+from pathlib import Path
+
+import pytest
+
+from dflash_cli.checkpoints import description, opening
+from dflash_cli.checkpoints.description import describe
+from dflash_cli.formats.dialect import find_dialect
+from dflash_runtime.errors import UnknownFormat
+from dflash_testing import checkpoints as support
+
+
+def test_the_dialect_is_looked_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def count(*args: object) -> object:
+        asked.append(args)
+        return find_dialect(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(description, "find_dialect", count)
+    monkeypatch.setattr(opening, "detect", count)
+    found = describe(support.make_native(tmp_path / "draft"))
+    assert (found.kind, found.dialect) == ("draft", "native")
+    assert len(asked) == 1
+
+
+def test_a_target(tmp_path: Path) -> None:
+    found = describe(support.make_target(tmp_path / "target"))
+    assert (found.kind, found.dialect) == ("target", None)
+
+
+def test_neither(tmp_path: Path) -> None:
+    path = support.write_checkpoint(tmp_path / "other", {"architectures": ["Bert"]}, support.body_arrays())
+    with pytest.raises(UnknownFormat, match=r"not a DFlash draft .*Bert"):
+        describe(path)
+
+
+def test_a_relative_is_refused_by_name(tmp_path: Path) -> None:
+    path = support.make_native(tmp_path / "draft", architectures=["DFlash2DraftModel"])
+    with pytest.raises(UnknownFormat, match=r"DFlash 2 .*not DFlash"):
+        describe(path)

@@ -1,0 +1,88 @@
+"""`dflash diagnose`: one sentence with the cause and the next step, and exit 3 where there is one."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from dflash_cli.checkpoints.references import TINY, Role, fetch_directory
+from dflash_cli.main import app
+from dflash_runtime.errors import UsageError
+
+SMALL = ["--num-prompts", "8", "-n", "32", "--device", "cpu"]
+
+
+def falsify(path: Path, change: Callable[[dict[str, Any]], object]) -> Path:
+    """The bundled draft with another config."""
+    shutil.copytree(fetch_directory(TINY, Role.DRAFT), path)
+    config = json.loads((path / "config.json").read_text())
+    change(config)
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def run(*arguments: object) -> Any:
+    result = CliRunner().invoke(app, ["diagnose", *map(str, arguments)])
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def shift_taps(config: dict[str, Any]) -> None:
+    config["dflash_config"]["target_layer_ids"] = [1, 3, 4, 5]
+
+
+def test_a_wrong_reading_is_named_with_what_to_correct(tmp_path: Path) -> None:
+    draft = falsify(tmp_path / "draft", shift_taps)
+    result = run(draft, "--target", "tiny", "--num-prompts", "12", "-n", "48", "--device", "cpu")
+    (sentence,) = result.stdout.splitlines()
+    assert result.exit_code == 3
+    assert sentence.startswith("taps are one layer too late: with taps one layer earlier [0, 2, 3, 4] it gives")
+    key = "config.json:dflash_config.target_layer_ids"
+    assert sentence.endswith(f"correct {key} and run dflash diagnose {draft} --target tiny again")
+
+
+def test_nothing_is_found_in_a_sound_draft() -> None:
+    result = run("tiny", *SMALL, "--json")
+    document = json.loads(result.stdout)
+    assert result.exit_code == 0
+    assert document["has_cause"] is False
+    assert document["sentence"].startswith("nothing found: no rule is broken and none of ")
+    assert document["next"] == "dflash eval-acceptance tiny --target tiny --prompts FILE.jsonl"
+    assert document["report"]["num_errors"] == 0
+
+
+def test_an_error_that_keeps_the_pair_from_running_is_the_cause(tmp_path: Path) -> None:
+    draft = falsify(tmp_path / "draft", lambda config: config.update(hidden_size=100))
+    result = run(draft, "--target", "tiny", *SMALL)
+    assert result.exit_code == 3
+    assert "fc.weight: [192, 768], expected [100, 400]" in result.stdout
+    assert "; next: " in result.stdout
+
+
+def test_a_config_that_cannot_be_read_is_explained(tmp_path: Path) -> None:
+    draft = falsify(tmp_path / "draft", lambda config: config["dflash_config"].update(target_layer_ids="all"))
+    result = run(draft, "--target", "tiny", *SMALL)
+    assert result.exit_code == 3
+    assert result.stdout.startswith("config.json:")
+
+
+def test_a_draft_that_names_no_target_needs_one(tmp_path: Path) -> None:
+    draft = falsify(tmp_path / "draft", lambda config: None)
+    with pytest.raises(UsageError, match="names no target of its own"):
+        run(draft, *SMALL)
+
+
+def test_the_progress_names_the_reading(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from dflash_cli.console import Meter
+    from dflash_cli.validation.progress import ReadingProgress
+
+    monkeypatch.setattr(Meter, "SECONDS", 0.0)
+    with ReadingProgress() as progress:
+        for index, name in enumerate(("as configured", "rope base 10000")):
+            progress(name, index, 2)
+    assert capsys.readouterr().err.splitlines()[-1].startswith("1/2 readings  rope base 10000")

@@ -1,0 +1,81 @@
+"""Engines are found by their registry, and nothing outside an engine's own file goes by its name."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dflash_cli.checkpoints.opening import open_target
+from dflash_cli.checkpoints.references import TINY, Role, fetch_directory
+from dflash_cli.engines.serving_engine import ServedPair, all_engines, known_engines, parse_engines
+from dflash_cli.validation.rule import all_rules
+from dflash_runtime.errors import UsageError
+from dflash_testing.pairs import bundled_draft
+from dflash_testing.paths import ROOT
+
+PRODUCT = ROOT / "dflash_cli"
+OTHER_MEANINGS = {
+    "evaluation/statistics.py": "names of definitions of acceptance",
+    "environment.py": "names of Python packages",
+}
+"""Files in which a word that is also an engine's name means something else."""
+
+
+def literals(file: Path) -> Iterator[str]:
+    """The texts a file holds, as they are written."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def test_no_name_of_an_engine_steers_anything_outside_its_own_file() -> None:
+    names = {engine.name for engine in all_engines()}
+    for file in PRODUCT.rglob("*.py"):
+        place = file.relative_to(PRODUCT).as_posix()
+        foreign = names - {name for name in names if place == f"engines/{name.replace('.', '_')}.py"}
+        found = {text for text in literals(file) if text.partition("@")[0] in foreign}
+        assert not found or place in OTHER_MEANINGS, f"{place}: {sorted(found)}"
+
+
+def test_each_engine_says_what_it_is() -> None:
+    for engine in all_engines():
+        assert engine.name in known_engines()
+        assert list(engine.releases) == sorted(engine.releases)
+        assert any(engine.name in rule.engines for rule in all_rules())
+
+
+def test_each_engine_has_a_command() -> None:
+    pair = ServedPair(
+        draft="org/draft",
+        target="org/target",
+        config=bundled_draft().config,
+        target_config=open_target(fetch_directory(TINY, Role.TARGET)).config,
+        num_draft_tokens=7,
+        flags=frozenset(),
+    )
+    for engine in all_engines():
+        command = engine().serve_command(pair)
+        assert command.num_draft_tokens == 7
+        assert command.to_json()["commands"] == list(command.commands)
+        assert "org/draft" in command.text
+
+
+def test_release_numbers() -> None:
+    assert parse_engines("vllm, sglang@0.5.23")[1].release == (0, 5, 23)
+    assert str(parse_engines("vllm")[0]) == "vllm 0.33"
+    assert parse_engines("vllm@0.26.1")[0].release == (0, 26, 1)
+    assert parse_engines("llama.cpp")[0].release == ()
+
+
+@pytest.mark.parametrize("text", ["trtllm", "vllm@0.20", "vllm@0.34", "sglang@0.5", "llama.cpp@b9000", "vllm,vllm"])
+def test_unknown_engines_list_the_known_ones(text: str) -> None:
+    with pytest.raises(UsageError) as error:
+        parse_engines(text)
+    assert "vllm@0.24..0.33" in error.value.message or "twice" in error.value.message
+
+
+def test_a_name_that_is_merely_alike_is_not_suggested() -> None:
+    with pytest.raises(UsageError) as error:
+        parse_engines("trtllm")
+    assert "did you mean" not in error.value.message

@@ -1,0 +1,62 @@
+"""The registry of dialects: what can be written, what is said of other names, and that nobody else names one."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dflash_cli.formats.dialect import all_formats, get_writable, writable_formats
+from dflash_runtime.errors import UsageError
+from dflash_testing import checkpoints as support
+from dflash_testing.paths import ROOT
+
+
+def test_what_can_be_written() -> None:
+    assert [item.name for item in writable_formats()] == sorted(item.name for item in all_formats() if item.writable)
+    assert all(get_writable(item.name) is item for item in writable_formats())
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("natve", "unknown dialect 'natve'; did you mean 'native'? (known: mlx, native, sglang, speculators, vllm)"),
+        ("xyz", "unknown dialect 'xyz' (known: mlx, native, sglang, speculators, vllm)"),
+        ("specforge", "dialect 'specforge' is only read, never written (written: mlx, native, sglang, "),
+    ],
+)
+def test_other_names_are_refused_in_one_line(name: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=re.escape(message)):
+        get_writable(name)
+    outcome = support.launch("convert", "tiny", tmp_path / "out", "--to", name)
+    assert outcome.code == 2
+    assert outcome.err.startswith(f"error: {message}")
+    assert len(outcome.err.splitlines()) == 1
+
+
+def test_help_lists_every_writable_dialect() -> None:
+    text = " ".join(support.invoke("convert", "--help").out.split())
+    assert f"Dialect to write: {', '.join(item.name for item in writable_formats())}." in text
+
+
+def texts(file: Path) -> Iterator[str]:
+    """The string constants of a module, docstrings aside."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    docstrings = {ast.get_docstring(node, clean=False) for node in ast.walk(tree) if isinstance(node, documented)}
+    loose = {node.value.value for node in ast.walk(tree) if isinstance(node, ast.Expr)
+             and isinstance(node.value, ast.Constant)}  # fmt: skip
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value not in docstrings | loose:
+            yield node.value
+
+
+def test_no_dialect_is_named_where_drafts_are_converted() -> None:
+    """Whatever a conversion wants to know of a dialect is an attribute or a method of its class."""
+    names = "|".join(re.escape(item.name) for item in all_formats())
+    files = sorted((ROOT / "dflash_cli" / "conversion").glob("*.py"))
+    assert len(files) > 10
+    for file in files:
+        named = [text for text in texts(file) if re.search(rf"(?<![\w-])({names})(?![\w-])", text)]
+        assert not named, (file.name, named)

@@ -1,0 +1,142 @@
+"""The command line as a program: start-up, the command table, one-line messages, and what -q and -v let through."""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from dflash_cli import __version__
+from dflash_cli.main import COMMANDS, app
+from dflash_testing.paths import ROOT
+
+PATHS = os.pathsep.join(str(ROOT / folder) for folder in (".", "runtime", "kernels"))
+
+
+def python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    env = os.environ | {"PYTHONPATH": PATHS}
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False, env=env)
+
+
+def dflash(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return python("-m", "dflash_cli", *arguments)
+
+
+def modules(*arguments: str) -> set[str]:
+    """Every module that a run of the command line has imported."""
+    done = python("-X", "importtime", "-m", "dflash_cli", *arguments)
+    return {line.rsplit("|", 1)[1].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_line_of_the_table_names_a_function(name: str) -> None:
+    module, _, function = COMMANDS[name].function.partition(":")
+    assert callable(getattr(importlib.import_module(module), function))
+
+
+@pytest.mark.parametrize("arguments", [[], *([name] for name, entry in COMMANDS.items() if not entry.is_hidden)])
+def test_help_imports_nothing_that_takes_long(arguments: list[str]) -> None:
+    found = modules(*arguments, "--help")
+    assert not {"rich", "pydantic", "asyncio", "torch", "transformers", "numpy", "huggingface_hub"} & found
+    if not arguments:
+        assert not {name for name in found if name.startswith("dflash_cli.commands")}
+
+
+def processor_seconds(*arguments: str) -> float:
+    """Processor time of one run, which other work on the machine changes less than the time on the clock."""
+    process = subprocess.Popen(
+        [sys.executable, *arguments],
+        env=os.environ | {"PYTHONPATH": PATHS},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    _, code, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(code)
+    assert process.returncode == 0
+    return usage.ru_utime + usage.ru_stime
+
+
+@pytest.mark.parametrize(("arguments", "limit"), [([], 0.15), (["generate"], 0.25), (["convert"], 0.25)])
+def test_help_is_there_at_once(arguments: list[str], limit: float) -> None:
+    """Over a bare interpreter, in the best of several tries."""
+    help_page = min(processor_seconds("-m", "dflash_cli", *arguments, "--help") for _ in range(7))
+    assert help_page - min(processor_seconds("-c", "pass") for _ in range(7)) < limit
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["generat"], "error: no command 'generat'; did you mean generate?"),
+        (["generate", "x", "-n", "0"], "error: -n 0: expected 1 or more"),
+        (["generate", "x", "--drat", "y"], "error: no option --drat; did you mean --draft?"),
+        (["generate", "x", "-k"], "error: -k: expected a value after it"),
+        (["generate", "x", "--device"], "error: --device: expected a value after it"),
+        (["env", "a", "b"], "error: not expected here: a b"),
+        (["inspect"], "error: REF is missing: a directory"),
+        (["eval-acceptance", "tiny", "--gate", "lowr"], "error: --gate lowr: expected point or lower; did you mean"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_wrong_use_is_one_plain_line_and_exit_2(arguments: list[str], line: str) -> None:
+    done = dflash(*arguments)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    first, *rest = done.stderr.splitlines()
+    assert first.startswith(line)
+    assert all(item.startswith("hint: ") for item in rest)
+
+
+def test_nothing_typed_shows_help_as_wrong_use() -> None:
+    done = dflash()
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("Usage: ")
+
+
+def test_the_old_name_of_serve_command_still_works() -> None:
+    assert COMMANDS["launch"].is_hidden
+    assert COMMANDS["launch"].function == COMMANDS["serve-command"].function
+
+
+@pytest.mark.parametrize("arguments", [["tiny"], ["--draft", "tiny"], ["-d", "tiny"]])
+@pytest.mark.parametrize("command", ["inspect", "validate"])
+def test_a_draft_is_an_argument_or_an_option(command: str, arguments: list[str]) -> None:
+    result = CliRunner().invoke(app, [command, *arguments, "--json"])
+    assert result.exit_code == 0
+    assert json.loads(result.stdout)
+
+
+@pytest.mark.parametrize("arguments", [["-q", "inspect", "tiny"], ["inspect", "tiny", "-q"]])
+def test_quiet_may_stand_before_or_after_the_command(arguments: list[str]) -> None:
+    from dflash_cli import console
+
+    assert CliRunner().invoke(app, arguments).exit_code == 0
+    assert console.is_quiet()
+    assert CliRunner().invoke(app, ["inspect", "tiny"]).exit_code == 0
+    assert not console.is_quiet()
+
+
+def test_version() -> None:
+    assert dflash("--version").stdout == f"dflash {__version__}\n"
+
+
+@pytest.mark.parametrize(("arguments", "module"), [(["generate", "x"], "torch"), (["generate", "x"], "transformers")])
+def test_a_missing_library_is_named_with_how_to_install_it(arguments: list[str], module: str) -> None:
+    code = (
+        "import sys\n"
+        "class Absent:\n"
+        "    def find_spec(self, name, *_):\n"
+        f"        if name.split('.')[0] == {module!r}:\n"
+        "            raise ModuleNotFoundError(f'No module named {name!r}', name=name)\n"
+        "sys.meta_path.insert(0, Absent())\n"
+        f"sys.argv = ['dflash', *{arguments!r}]\n"
+        "from dflash_cli.main import main\nmain()\n"
+    )
+    done = python("-c", code)
+    assert done.returncode == 5, done.stderr
+    said = [line for line in done.stderr.splitlines() if not line.startswith("loading ")]
+    assert said[0] == f"error: this command runs models, for which {module} is not installed"
+    assert said[1].startswith("hint: pip install 'dflash-cli[gpu]'")
+    assert len(said) == 2

@@ -1,0 +1,77 @@
+"""The rooms of the runtime: imports point downwards, and what is below the models needs no torch."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dflash_testing.paths import ROOT
+
+PACKAGE = ROOT / "runtime" / "dflash_runtime"
+ROOMS = ("errors json_values registry config", "checkpoint", "scheduling", "models", "drafts", "device")
+"""From the bottom up; a room may import from itself and from those before it. What is named in none is on top."""
+
+TORCH_FREE = ("checkpoint", "scheduling")
+LEVELS = {name: level for level, names in enumerate(ROOMS) for name in names.split()}
+
+
+def room(module: str) -> str:
+    """`dflash_runtime.device.kv` -> `device`."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else parts[0]
+
+
+def imports(file: Path) -> Iterator[tuple[str, bool]]:
+    """Modules a file imports, and whether it does so whenever it is itself imported."""
+    tree = ast.parse(file.read_text())
+    later = {
+        node
+        for block in ast.walk(tree)
+        if isinstance(block, ast.FunctionDef) or (isinstance(block, ast.If) and "TYPE_CHECKING" in ast.dump(block.test))
+        for node in ast.walk(block)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node not in later) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module or "", node not in later
+
+
+@pytest.mark.parametrize("file", sorted(PACKAGE.rglob("*.py")), ids=lambda file: str(file.relative_to(PACKAGE)))
+def test_imports_point_downwards(file: Path) -> None:
+    own = file.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    level = LEVELS.get(own, len(ROOMS))
+    for module, _ in imports(file):
+        if module.startswith("dflash_runtime"):
+            assert LEVELS.get(room(module), len(ROOMS)) <= level, f"{own} imports {module}"
+
+
+def test_every_room_is_there() -> None:
+    names = {item.name.removesuffix(".py") for item in PACKAGE.iterdir()}
+    assert set(LEVELS) <= names
+    assert names - set(LEVELS) - {"__init__", "__pycache__"} == {"engine", "llm", "lossless", "metrics", "py.typed"}
+
+
+@pytest.mark.parametrize("folder", TORCH_FREE)
+def test_torch_is_imported_only_where_it_is_used(folder: str) -> None:
+    for file in (PACKAGE / folder).glob("*.py"):
+        at_once = {module.split(".")[0] for module, is_at_once in imports(file) if is_at_once}
+        assert not at_once & {"torch", "numpy", "transformers", "safetensors", "dflash_kernels"}, file.name
+
+
+def test_checkpoints_and_scheduling_work_without_torch() -> None:
+    modules = [
+        ".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts)
+        for folder in TORCH_FREE
+        for file in sorted((PACKAGE / folder).glob("*.py"))
+    ]
+    code = (
+        f"import sys; sys.modules['torch'] = None; sys.path.insert(0, {str(PACKAGE.parent)!r})\n"
+        f"for name in {modules!r}: __import__(name)\n"
+        "assert 'dflash_kernels' not in sys.modules and 'numpy' not in sys.modules\n"
+    )
+    assert len(modules) > 10
+    subprocess.run([sys.executable, "-c", code], check=True)
