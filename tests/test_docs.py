@@ -1,9 +1,44 @@
-"""The documents name things that exist."""
+"""The documents name things that exist, and what README shows can be pasted."""
 
 import ast
+import os
 import re
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
 
+import pytest
+
+from dflash_testing import checkpoints as support
 from dflash_testing.paths import ROOT
+
+README_LINES = 230
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+SHELL = set("|<>;&$`")
+"""A command line with one of these is for a shell."""
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A command of a console block: what stands after `$ `, and the exit code that is documented."""
+
+    line: str
+    code: int
+
+
+def console_commands(text: str) -> list[Shown]:
+    """Every `$ ` line of the fenced `console` blocks, in order, backslashed lines joined.
+
+    A command that ends with another code than 0 says so: `$ dflash validate draft  # exit 3`.
+    """
+    shown = []
+    for block in re.findall(r"^```console\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL):
+        for line in re.findall(r"^\$ (.*)$", block.replace("\\\n", " "), flags=re.MULTILINE):
+            ended = re.search(r"\s# exit (\d+)$", line)
+            shown.append(Shown(line, int(ended[1]) if ended else 0))
+    return shown
 
 
 def suite() -> set[str]:
@@ -32,3 +67,62 @@ def test_architecture_names_every_module() -> None:
     ]
     missing = [name for name in [*modules, *folders] if name not in text]
     assert not missing
+
+
+def test_console_blocks_are_found() -> None:
+    text = "```console\n$ dflash a \\\n  --b\nout\n$ c | d  # exit 3\n```\n```sh\n$ not run\n```\n"
+    assert console_commands(text) == [Shown("dflash a    --b", 0), Shown("c | d  # exit 3", 3)]
+
+
+@pytest.mark.parametrize("is_whole", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["fewer", "whole"])
+def test_readme_runs_when_pasted(is_whole: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every command of README's console blocks, in order, in one empty directory; measurements on fewer prompts."""
+    monkeypatch.chdir(tmp_path)
+    commands = console_commands((ROOT / "README.md").read_text())
+    assert len(commands) >= 5
+    for shown in commands:
+        outcome = paste(shown.line if is_whole else with_fewer_prompts(shown), tmp_path)
+        assert outcome.code == shown.code, f"{shown.line}\n{outcome.err}"
+
+
+def with_fewer_prompts(shown: Shown) -> str:
+    """The command, measuring on as few prompts as it takes; a gate that is documented as met is one that is met."""
+    words = shlex.split(shown.line, comments=True)
+    if "eval-acceptance" in words:
+        gate = " --min-acceptance 1" if "--min-acceptance" in words and shown.code == 0 else ""
+        return f"{shown.line.partition(' #')[0]} --num-prompts 4{gate}"
+    if "--level run" in shown.line:
+        return f"{shown.line.partition(' #')[0]} --num-prompts 4"
+    return shown.line
+
+
+def paste(line: str, home: Path) -> support.Outcome:
+    """One command; `dflash` runs in this process unless the line needs a shell."""
+    words = shlex.split(line, comments=True)
+    quoted = re.sub(r"'[^']*'", "", line.partition(" # exit ")[0])
+    if words[0] == "dflash" and not SHELL & set(quoted):
+        return support.run_main(*words[1:])
+    script = home / ".bin" / "dflash"
+    script.parent.mkdir(exist_ok=True)
+    script.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m dflash_cli "$@"\n')
+    script.chmod(0o755)
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", line],
+        env={**os.environ, **support.IMPORT_PATHS, "PATH": f"{script.parent}{os.pathsep}{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return support.Outcome(done.returncode, done.stdout, done.stderr)
+
+
+def test_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= README_LINES
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_somewhere(document: Path) -> None:
+    """Relative links name files and folders of the repository."""
+    links = re.findall(r"\]\(([^)\s]+)\)", document.read_text())
+    local = [link.partition("#")[0] for link in links if not re.match(r"[a-z]+:|#", link)]
+    assert not [link for link in local if not (document.parent / link).exists()]

@@ -2,8 +2,6 @@
 
 import json
 import random
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ from dflash_cli.evaluation.statistics import bootstrap_interval, summarise
 from dflash_cli.main import app
 from dflash_runtime.errors import GateFailed, UsageError
 from dflash_runtime.scheduling.request import FinishReason, RequestOutput, SamplingParams
+from dflash_testing import checkpoints as support
 from dflash_testing.pairs import bundled_draft_model, bundled_llm, bundled_prompts
 
 SMALL = ["--num-prompts", "4", "-n", "24", "--bootstrap", "200"]
@@ -129,11 +128,10 @@ def test_a_gate_that_is_met_passes(minimum: str, gate: str) -> None:
 
 
 def test_a_gate_that_is_missed_exits_3_after_the_result() -> None:
-    command = [sys.executable, "-m", "dflash_cli", "eval-acceptance", *SMALL, "--min-acceptance", "7.9", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 3
-    assert json.loads(done.stdout)["acceptance_len"] < 7.9
-    assert "expected at least 7.9" in done.stderr
+    done = support.run_main("eval-acceptance", *SMALL, "--min-acceptance", "7.9", "--json")
+    assert done.code == 3
+    assert json.loads(done.out)["acceptance_len"] < 7.9
+    assert "expected at least 7.9" in done.err
     with pytest.raises(GateFailed, match="too few steps"):
         run("--num-prompts", "1", "-n", "8", "--min-acceptance", "1", "--gate", "lower")
 

@@ -38,7 +38,7 @@ def run(*arguments: str, stdin: str | None = None) -> Any:
 def process(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     """The command as a user runs it."""
     command = [sys.executable, "-m", "dflash_cli", "generate", *arguments]
-    env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"} | support.IMPORT_PATHS
     return subprocess.run(command, input=stdin, capture_output=True, text=True, check=False, env=env)
 
 

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 Json = dict[str, Any]
 Arrays = dict[str, np.ndarray[Any, Any]]
 
+IMPORT_PATHS = {"PYTHONPATH": os.pathsep.join(str(ROOT / name) for name in (".", "runtime", "kernels"))}
+"""For a process of its own: this tree, whatever is installed."""
+
 REMOVED: Any = object()
 """Given for a config key: leave it out."""
 
@@ -321,13 +324,11 @@ def run_main(*args: object) -> Outcome:
 
 def launch(*args: object, env: Mapping[str, str] | None = None) -> Outcome:
     """Run the command line as a user does, in a process of its own."""
-    root = ROOT
-    paths = os.pathsep.join(str(root / name) for name in (".", "runtime", "kernels"))
     done = subprocess.run(
         [sys.executable, "-m", "dflash_cli", *map(str, args)],
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": paths, "NO_COLOR": "1", **(env or {})},
+        env={**os.environ, **IMPORT_PATHS, "NO_COLOR": "1", **(env or {})},
         timeout=120,
         check=False,
     )
