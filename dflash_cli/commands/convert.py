@@ -14,9 +14,9 @@ from dflash_cli.formats.dialect import get_writable, writable_formats
 from dflash_cli.options import CausalityOption, ForceOption, JsonOption, TargetOption, parse_size
 
 if TYPE_CHECKING:
+    from dflash_cli.conversion.byte_progress import Progress
     from dflash_cli.conversion.changes import Change
     from dflash_cli.conversion.plan import ConversionPlan
-    from dflash_cli.conversion.progress import Progress
 
 
 def _check_dialect(name: str) -> str:

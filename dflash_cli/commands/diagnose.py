@@ -49,7 +49,7 @@ def diagnose(
     from dflash_cli.checkpoints.references import fetch_directory
     from dflash_cli.generation.threads import use_threads
     from dflash_cli.validation.diagnosis import diagnose_report
-    from dflash_cli.validation.progress import ReadingProgress
+    from dflash_cli.validation.reading_progress import ReadingProgress
     from dflash_cli.validation.run_settings import run_settings
     from dflash_cli.validation.validator import ValidationRequest, validate_draft
 

@@ -157,8 +157,8 @@ def eval_acceptance(
 
 
 def _measure(session: "PairSession", request: "EvaluationRequest") -> "Evaluation":
+    from dflash_cli.evaluation.acceptance_progress import AcceptanceProgress
     from dflash_cli.evaluation.measure import measure
-    from dflash_cli.evaluation.progress import AcceptanceProgress
     from dflash_cli.generation.answers import Tally
 
     tally = Tally(session.llm.num_draft_tokens)

@@ -133,7 +133,7 @@ def _run(
     """The report of the run level, with progress; `sizes` are prompts to make and tokens to generate for each."""
     from dflash_cli.generation.announcements import announce_loading
     from dflash_cli.generation.threads import use_threads
-    from dflash_cli.validation.progress import ReadingProgress
+    from dflash_cli.validation.reading_progress import ReadingProgress
 
     if not isinstance(request.target, Path):
         raise UsageError("--level run needs a target", hint="add --target TARGET")

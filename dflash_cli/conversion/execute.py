@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from dflash_cli.checkpoints.opening import open_draft
+from dflash_cli.conversion.byte_progress import Progress, silent
 from dflash_cli.conversion.logits import verify_logits
 from dflash_cli.conversion.plan import ConversionPlan
-from dflash_cli.conversion.progress import Progress, silent
 from dflash_cli.conversion.request import Verification
 from dflash_cli.conversion.side_files import MANIFEST_FILE
 from dflash_cli.conversion.verify import verify_roundtrip

@@ -6,8 +6,8 @@ from pathlib import Path
 from dflash_cli.checkpoints.byte_comparison import same_as_made, same_bytes
 from dflash_cli.checkpoints.opening import open_draft
 from dflash_cli.checkpoints.safetensors_writer import MadeTensor
+from dflash_cli.conversion.byte_progress import Progress
 from dflash_cli.conversion.plan import ConversionPlan
-from dflash_cli.conversion.progress import Progress
 from dflash_runtime.config import DraftConfig
 from dflash_runtime.errors import GateFailed
 

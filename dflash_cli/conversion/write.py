@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from dflash_cli.checkpoints.safetensors_writer import write_tensors
+from dflash_cli.conversion.byte_progress import Progress
 from dflash_cli.conversion.plan import ConversionPlan
-from dflash_cli.conversion.progress import Progress
 from dflash_cli.conversion.side_files import MANIFEST_FILE, SideFile, provenance
 from dflash_cli.generation.atomic_file import check_output
 from dflash_runtime.checkpoint.files import INDEX_FILE

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from dflash_cli.evaluation.acceptance_progress import AcceptanceProgress
 from dflash_cli.evaluation.acceptance_report import Evaluation
 from dflash_cli.evaluation.journal import Journal
-from dflash_cli.evaluation.progress import AcceptanceProgress
 from dflash_cli.evaluation.statistics import Summary, summarise
 from dflash_cli.generation.answers import Answer, Tally, answer_rows
 from dflash_cli.generation.loaded_pair import PairSession

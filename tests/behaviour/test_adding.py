@@ -138,7 +138,7 @@ class TestEngine:
         outcome = self.toy(folder, "validate", draft, "--engine", "toy@1.0")
         assert outcome.code == 3
         assert "toy 1.0: does not serve it (S14)\n" in outcome.out
-        assert "speculators dialect [toy]\n" in outcome.out
+        assert "expected the native one [toy]\n" in outcome.out
 
     def test_its_command_is_printed_with_what_rules_call_for(self, folder: Path) -> None:
         outcome = self.toy(folder, "serve-command", "tiny", "--engine", "toy")

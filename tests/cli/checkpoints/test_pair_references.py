@@ -99,7 +99,7 @@ def test_the_draft_is_an_argument_or_an_option(command: tuple[str, ...]) -> None
     positional = support.invoke(*command, "tiny")
     assert positional.code == 0
     assert support.invoke(*command, "--draft", "tiny").out == positional.out
-    for arguments, message in ((("tiny", "-d", "tiny"), "two drafts are given"), ((), "no draft is given")):
+    for arguments, message in ((("tiny", "-d", "tiny"), "the draft is given twice"), ((), "DRAFT is missing")):
         outcome = support.invoke(*command, *arguments)
         assert outcome.code == 2
         assert message in outcome.err

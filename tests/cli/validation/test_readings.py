@@ -111,7 +111,7 @@ def test_through_the_command(tmp_path: Path) -> None:
     assert outcome.code == 3
     assert "R04 error" in outcome.out
     assert "95% interval" in outcome.out
-    assert "reading 1 of" in outcome.err
+    assert outcome.err.startswith(f"loading draft {draft} and target tiny on cpu ...\n")
 
 
 def test_a_pair_that_cannot_run_is_not_run(tmp_path: Path) -> None:

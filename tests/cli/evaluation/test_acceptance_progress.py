@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from dflash_cli.evaluation.progress import AcceptanceProgress, RunningAcceptance
+from dflash_cli.evaluation.acceptance_progress import AcceptanceProgress, RunningAcceptance
 from dflash_cli.evaluation.statistics import bootstrap_interval, summarise
 from dflash_cli.generation.answers import Answer, Event
 from dflash_cli.generation.prompts import PromptRow
