@@ -1,5 +1,6 @@
 """The bundled pair on a GPU: exact in float32, near enough in bfloat16, and never waiting for the device."""
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -100,7 +101,9 @@ def test_the_steady_loop_never_waits_for_the_device(sampling: dict[str, Any], dr
 
 @contextmanager
 def detecting_syncs() -> Iterator[None]:
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():  # torch says that the detector is a prototype, after it has switched it on
+        warnings.simplefilter("ignore", UserWarning)
+        torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:
