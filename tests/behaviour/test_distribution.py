@@ -27,7 +27,7 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 
 @cache
 def target() -> Qwen3Target:
-    return random_target(torch.float64, vocab_size=V, num_layers=3, scale=0.15)
+    return random_target(torch.float64, vocab_size=V, num_layers=2, scale=0.15)
 
 
 class FixedDraft(ScriptedDraft):
