@@ -13,7 +13,7 @@ from dflash_testing.pairs import ScriptedDraft, always_right, bundled_draft_mode
 
 def test_a_run_with_random_stops_and_arrivals_is_the_synchronous_one() -> None:
     """Identical text and traces, whatever ends when."""
-    compare_with_synchronous(bundled_prompts()[:20])
+    compare_with_synchronous(bundled_prompts()[:14])
 
 
 @pytest.mark.slow

@@ -62,7 +62,11 @@ def test_any_page_size(page_size: int) -> None:
     prompts = [prompt[:length] for prompt, length in zip(bundled_prompts(), (1, 17, 40), strict=False)]
     params = SamplingParams(max_new_tokens=20)
     wanted = bundled_llm(draft, 7, dtype=torch.float64).generate(prompts, params)
-    llm = bundled_llm(draft, 7, dtype=torch.float64, page_size=page_size, max_num_requests=2, scheduling="async")
+    # A pool of a few thousand tokens whatever the page size; clearing a larger one would take most of the time.
+    llm = bundled_llm(
+        draft, 7, dtype=torch.float64, page_size=page_size, num_pages=max(20, 1000 // page_size), max_num_requests=2,
+        scheduling="async",
+    )  # fmt: skip
     assert [output.drafts for output in llm.generate(prompts, params)] == [output.drafts for output in wanted]
 
 

@@ -1,6 +1,7 @@
 """Every slot a step writes belongs to the request it is written for, alone."""
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor
 from dflash_runtime.device.results import PendingStep
 from dflash_runtime.llm import LLM
 from dflash_runtime.scheduling.batch import Batch
-from dflash_runtime.scheduling.request import Request, SamplingParams
+from dflash_runtime.scheduling.request import DraftStep, Request, SamplingParams
 from dflash_testing.pairs import ScriptedDraft, bundled_draft_model, bundled_llm, bundled_prompts
 
 
@@ -96,12 +97,15 @@ def test_text_does_not_depend_on_what_is_drafted(stub: str, num_draft_tokens: in
     assert max(output.acceptance_lengths) > 1
 
 
+@cache
+def steps_of(**engine: Any) -> list[tuple[DraftStep, ...]]:
+    """What is drafted after four prompts, some of them longer than a page."""
+    prompts = [prompt[:length] for prompt, length in zip(bundled_prompts(), (1, 16, 33, 40), strict=False)]
+    llm = bundled_llm(bundled_draft_model(dtype=torch.float64), 7, dtype=torch.float64, **engine)
+    return [output.drafts for output in llm.generate(prompts, SamplingParams(max_new_tokens=14))]
+
+
 @pytest.mark.parametrize("chunk", [1, 4, 7, 8, 15, 16, 17])
 def test_chunks_of_any_size_prefill_the_same(chunk: int) -> None:
     """Page size, K and K + 1 among them."""
-    draft = bundled_draft_model(dtype=torch.float64)
-    prompts = [prompt[:length] for prompt, length in zip(bundled_prompts(), (1, 16, 33, 40), strict=False)]
-    params = SamplingParams(max_new_tokens=14)
-    whole = bundled_llm(draft, 7, dtype=torch.float64).generate(prompts, params)
-    llm = bundled_llm(draft, 7, dtype=torch.float64, max_batched_tokens=chunk, max_num_requests=2, scheduling="async")
-    assert [output.drafts for output in llm.generate(prompts, params)] == [output.drafts for output in whole]
+    assert steps_of(max_batched_tokens=chunk, max_num_requests=2, scheduling="async") == steps_of()

@@ -245,17 +245,17 @@ def test_a_device_is_written_to_and_stays_one() -> None:
 
 
 def test_a_checkpoint_as_the_only_prompt_is_pointed_out() -> None:
-    done = process("tiny", "-n", "2")
-    assert done.returncode == 0
-    assert "note: tiny is taken as the prompt; to run it as the draft, add --draft tiny" in done.stderr.splitlines()
-    assert "taken as the prompt" not in process("tiny", "-n", "2", "--draft", "tiny").stderr
+    done = support.run_main("generate", "tiny", "-n", "2")
+    assert done.code == 0
+    assert "note: tiny is taken as the prompt; to run it as the draft, add --draft tiny" in done.err.splitlines()
+    assert "taken as the prompt" not in support.run_main("generate", "tiny", "-n", "2", "--draft", "tiny").err
 
 
 def test_quiet_leaves_only_the_text() -> None:
-    loud, quiet = process(PROMPT, "-n", "4"), process("-q", PROMPT, "-n", "4")
-    assert loud.stderr.splitlines()[0] == "loading draft tiny and target tiny ..."
+    loud, quiet = support.run_main("generate", PROMPT, "-n", "4"), process("-q", PROMPT, "-n", "4")
+    assert loud.err.splitlines()[0] == "loading draft tiny and target tiny ..."
     assert quiet.stderr == ""
-    assert quiet.stdout == loud.stdout
+    assert quiet.stdout == loud.out
 
 
 def test_verbose_logs_what_was_loaded() -> None:
