@@ -2,8 +2,8 @@
 
 python scripts/imports.py
 
-A room is a package folder; the modules that lie in a package's own folder are rooms by themselves only where they stand
-above or below its folders, so they are grouped in ROOMS. The lowest room is floor 1.
+A room is a folder. The modules in a package's own folder stand partly below its other rooms and partly above them, so
+they are shown as two, its base or terminal and its top. The lowest floor is 1.
 """
 
 import ast
@@ -18,7 +18,7 @@ PACKAGES = {
     "dflash_cli": "dflash_cli",
 }
 
-ENTRIES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+LOWER: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "dflash_runtime": {"base": ("errors", "registry", "config", "json_values")},
     "dflash_cli": {
         "terminal": ("version", "console", "environment", "parameters", "options", "help_page", "lazy_group")
@@ -36,7 +36,7 @@ def room_of(module: str) -> str:
     head = rest[0] if rest else ""
     if (ROOT / PACKAGES[package] / head).is_dir() and head:
         return f"{short}/{head}"
-    group = next((name for name, members in ENTRIES[package].items() if head in members), "top")
+    group = next((name for name, members in LOWER[package].items() if head in members), "top")
     return f"{short} ({group})"
 
 
@@ -81,20 +81,34 @@ def floors(edges: Mapping[tuple[str, str], object]) -> dict[str, int]:
     return placed
 
 
+def reduced(edges: Mapping[tuple[str, str], object]) -> dict[str, list[str]]:
+    """Room -> the rooms it imports, without those that another of them reaches by itself. Needs rooms on floors."""
+    below = {room: {other for one, other in edges if one == room} for edge in edges for room in edge}
+
+    def reached(room: str) -> set[str]:
+        return below[room].union(*(reached(other) for other in below[room]))
+
+    return {
+        room: sorted(others - set[str]().union(*(reached(other) for other in others))) for room, others in below.items()
+    }
+
+
 def draw() -> str:
-    """The rooms from the top floor down, each with the rooms it imports."""
+    """The rooms from the top floor down, each with the rooms right below it; what those import it may import too."""
     edges = arrows()
     placed = floors(edges)
     rooms = {room for edge in edges for room in edge}
-    lines = []
-    for room in sorted(rooms, key=lambda room: (-placed.get(room, 0), room)):
-        others = sorted(
-            (other for one, other in edges if one == room), key=lambda other: (-placed.get(other, 0), other)
-        )
-        lines.append(f"{placed.get(room, '?'):>2}  {room:20} {', '.join(others)}".rstrip())
-    circles = ", ".join(sorted(rooms - placed.keys())) or "none"
+    circles = sorted(rooms - placed.keys())
+    nearest = reduced(edges) if not circles else {}
+    lines = [
+        f"{placed[room]:>2}  {room:20} {', '.join(nearest.get(room, []))}".rstrip()
+        for room in sorted(placed, key=lambda room: (-placed[room], room))
+    ]
+    folders = {room.partition(" ")[0] for room in rooms}
     height = max(placed.values(), default=0)
-    lines.append(f"{len(rooms)} rooms, {height} floors, {len(edges)} arrows, circles: {circles}")
+    lines.append(
+        f"{len(folders)} rooms on {height} floors, {len(edges)} arrows, circles: {', '.join(circles) or 'none'}"
+    )
     return "\n".join(lines) + "\n"
 
 

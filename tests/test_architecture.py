@@ -1,8 +1,10 @@
 """What the folder listing promises: imports point one way, no package hides another, and headers need no torch."""
 
 import ast
+import runpy
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -95,3 +97,39 @@ def test_help_draws_nothing_with_rich() -> None:
 def test_transformers_finds_its_own_kernels_from_the_repository_root() -> None:
     code = "import transformers.integrations.hub_kernels"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True)
+
+
+DRAWING = runpy.run_path(str(ROOT / "scripts" / "imports.py"))
+
+
+def test_rooms_import_downwards_only() -> None:
+    """No circle between rooms: each stands on a floor above every room that it imports."""
+    edges = DRAWING["arrows"]()
+    floors = DRAWING["floors"](edges)
+    in_circles = {room for edge in edges for room in edge} - floors.keys()
+    assert not in_circles, {edge: edges[edge][:3] for edge in edges if set(edge) <= in_circles}
+
+
+def test_a_circle_would_be_seen() -> None:
+    edges = {("top", "a"): [], ("a", "b"): [], ("b", "a"): [], ("b", "base"): []}
+    assert DRAWING["floors"](edges) == {"base": 1}
+
+
+def test_there_are_few_rooms() -> None:
+    rooms = {room.partition(" ")[0] for edge in DRAWING["arrows"]() for room in edge}
+    assert len(rooms) <= 16, sorted(rooms)
+
+
+def test_the_drawing_in_the_documents_is_true() -> None:
+    """docs/architecture.md has what `python scripts/imports.py` prints."""
+    assert DRAWING["draw"]() in (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("folder", FORBIDDEN)
+def test_a_module_shares_its_stem_with_nothing_in_its_package(folder: str) -> None:
+    """Commands are named after what is typed; every other name stands for one file or folder."""
+    root = ROOT / folder
+    modules = [file.stem for file in root.rglob("*.py") if file.stem[0] != "_" and file.parent.name != "commands"]
+    folders = [item.name for item in root.rglob("*") if item.is_dir() and not item.name.startswith(("_", "."))]
+    shared = [name for name, count in Counter([*modules, *set(folders)]).items() if count > 1]
+    assert not shared
