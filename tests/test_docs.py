@@ -14,7 +14,7 @@ import pytest
 from dflash_testing import checkpoints as support
 from dflash_testing.paths import ROOT
 
-README_LINES = 230
+README_LINES = 150
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 SHELL = set("|<>;&$`")
 """A command line with one of these is for a shell."""
