@@ -2,27 +2,32 @@
 
 import os
 
-import torch
+import pytest
 
 # A draft names its target, and looking for it must ask nobody; tests of the hub start a server of their own.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-if not torch.cuda.is_available():
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Prepare a process that runs tests; the one that only hands them out needs no torch."""
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        return
+    import torch
+
+    # Small models gain nothing from threads, and two processes that spin for the same cores lose a factor of ten.
+    torch.set_num_threads(1)
+    if torch.cuda.is_available():
+        return
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    from dflash_testing.interpreter import remember_builtins
 
-# Small models gain nothing from threads, and two processes that spin for the same cores lose a factor of ten.
-torch.set_num_threads(1)
-
-import pytest  # noqa: E402
-
-from dflash_testing.interpreter import remember_builtins  # noqa: E402
-
-if not torch.cuda.is_available():
     remember_builtins()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what needs a GPU where there is none."""
+    import torch
+
     if torch.cuda.is_available():
         return
     for item in items:
