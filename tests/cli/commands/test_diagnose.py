@@ -41,7 +41,9 @@ def test_a_wrong_reading_is_named_with_what_to_correct(tmp_path: Path) -> None:
     result = run(draft, "--target", "tiny", "--num-prompts", "12", "-n", "48", "--device", "cpu")
     (sentence,) = result.stdout.splitlines()
     assert result.exit_code == 3
-    assert sentence.startswith("taps are one layer too late: with taps one layer earlier [0, 2, 3, 4] it gives")
+    assert sentence.startswith(
+        "the tapped layers are one too late: with tapped layers one earlier [0, 2, 3, 4] a step commits"
+    )
     key = "config.json:dflash_config.target_layer_ids"
     assert sentence.endswith(f"correct {key} and run dflash diagnose {draft} --target tiny again")
 
@@ -83,6 +85,6 @@ def test_the_progress_names_the_reading(monkeypatch: pytest.MonkeyPatch, capsys:
 
     monkeypatch.setattr(Meter, "SECONDS", 0.0)
     with ReadingProgress() as progress:
-        for index, name in enumerate(("as configured", "rope base 10000")):
+        for index, name in enumerate(("config as it is", "rope base 10000")):
             progress(name, index, 2)
     assert capsys.readouterr().err.splitlines()[-1].startswith("1/2 readings  rope base 10000")

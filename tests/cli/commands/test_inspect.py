@@ -149,4 +149,4 @@ class TestTwo:
     def test_a_draft_and_a_target_do_not_compare(self, tmp_path: Path) -> None:
         outcome = support.invoke("inspect", support.make_native(tmp_path / "a"), support.make_target(tmp_path / "b"))
         assert outcome.code == 2
-        assert "nothing to compare" in outcome.err
+        assert "they cannot be compared" in outcome.err
