@@ -220,7 +220,7 @@ def _get(url: str, begin: int | None = None, end: int | None = None) -> Iterator
             response.read()
         utils.hf_raise_for_status(response)
         if begin and response.status_code != 206:
-            raise CheckpointError("the server does not answer ranges of bytes", path=url)
+            raise CheckpointError("the server does not support requests for a range of bytes", path=url)
         yield response
 
 

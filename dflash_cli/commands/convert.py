@@ -37,8 +37,8 @@ ToOption = Annotated[
     typer.Option(
         "--to",
         metavar="DIALECT",
-        help=f"Dialect to write: {', '.join(item.name for item in writable_formats())}. A dialect named after an engine "
-        "is the native one with every key set so that the engine reads the draft as it was trained.",
+        help=f"Dialect to write: {', '.join(item.name for item in writable_formats())}. A dialect named after an "
+        "engine is the native one with every key set so that the engine reads the draft as it was trained.",
         callback=_check_dialect,
         autocompletion=_complete_dialect,
     ),

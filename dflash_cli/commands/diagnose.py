@@ -43,7 +43,8 @@ def diagnose(
     """Find out why few of a draft's tokens are accepted.
 
     Checks headers, weights and the fit with the target, then runs the pair with the draft's config as it is and with
-    one setting changed at a time. Prints one sentence with the cause and the next step; exits with 3 if there is a cause.
+    one setting changed at a time. Prints one sentence with the cause and the next step; exits with 3 if it finds a
+    cause.
     """
     from dflash_cli.generation.announcements import announce_loading
 

@@ -45,7 +45,7 @@ GateOption = Annotated[
     Literal["point", "lower"],
     typer.Option(
         "--gate",
-        help="Compare --min-acceptance with the acceptance length (point), or with the lower end of its interval (lower).",
+        help="Compare --min-acceptance with the acceptance length (point) or the lower end of its interval (lower).",
         rich_help_panel=MEASURING,
     ),
 ]

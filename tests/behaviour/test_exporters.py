@@ -169,7 +169,7 @@ class TestOverride:
         assert open_draft(path).config.causal == (True, False)
         draft = open_draft(path, causality="non-causal")
         assert draft.config.causal == (False, False)
-        assert draft.parsed.notes == ("attention is read as non-causal, by --causality",)
+        assert draft.parsed.notes == ("attention is taken as non-causal, because of --causality",)
 
     def test_no_key_of_the_exporter_overrules_the_choice(self, tmp_path: Path) -> None:
         """Mixed layers leave causality unstated, so the result must not pass for SpecForge's any more."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Resolved before start. `max_batched_tokens` is the prompt rows one step prefills at most."""
+    """Fixed before the engine starts. A step prefills at most `max_batched_tokens` prompt rows."""
 
     num_draft_tokens: int
     max_model_len: int

@@ -53,7 +53,7 @@ def test_nothing_is_found_in_a_sound_draft() -> None:
     document = json.loads(result.stdout)
     assert result.exit_code == 0
     assert document["has_cause"] is False
-    assert document["sentence"].startswith("nothing found: no rule is broken and none of ")
+    assert document["sentence"].startswith("nothing found: no rule is broken, and none of ")
     assert document["next"] == "dflash eval-acceptance tiny --target tiny --prompts FILE.jsonl"
     assert document["report"]["num_errors"] == 0
 
@@ -75,7 +75,7 @@ def test_a_config_that_cannot_be_read_is_explained(tmp_path: Path) -> None:
 
 def test_a_draft_that_names_no_target_needs_one(tmp_path: Path) -> None:
     draft = falsify(tmp_path / "draft", lambda config: None)
-    with pytest.raises(UsageError, match="names no target of its own"):
+    with pytest.raises(UsageError, match="does not name its target"):
         run(draft, *SMALL)
 
 

@@ -248,7 +248,7 @@ def test_a_checkpoint_as_the_only_prompt_is_pointed_out() -> None:
     done = support.run_main("generate", "tiny", "-n", "2")
     assert done.code == 0
     assert "note: tiny was read as a prompt; to run it as the draft, pass --draft tiny" in done.err.splitlines()
-    assert "taken as the prompt" not in support.run_main("generate", "tiny", "-n", "2", "--draft", "tiny").err
+    assert "was read as a prompt" not in support.run_main("generate", "tiny", "-n", "2", "--draft", "tiny").err
 
 
 def test_quiet_leaves_only_the_text() -> None:

@@ -168,8 +168,8 @@ class TestConversion:
         args = ["convert", source(tmp_path), tmp_path / "out", "--to", "speculators", "--verifier", "a/b"]
         outcome = support.invoke(*args)
         assert outcome.code == 5
-        assert "speculators dialect has no place for" in outcome.err
-        assert "--allow-lossy leaves it behind" in outcome.err
+        assert "speculators dialect cannot hold" in outcome.err
+        assert "--allow-lossy converts without it" in outcome.err
         assert support.invoke(*args, "--allow-lossy").code == 0
         assert not list((tmp_path / "out").glob("mask_embedding*"))
 
