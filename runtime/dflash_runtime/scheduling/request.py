@@ -165,8 +165,8 @@ class RequestOutput:
 
     `acceptance_lengths` has accepted + 1 for each verify step, not cut at stops and limits; the token of a
     prefill belongs to no step. `committed_lengths` counts the tokens of each of those steps that the output has after
-    stops and limits, and `drafts` holds what the steps proposed. A step that decoded plainly is in none of them. `error` says why a request was not served, with
-    `finish_reason` ERROR and the exit code its error has.
+    stops and limits, and `drafts` holds what the steps proposed. A step that decoded plainly is in none of them.
+    `error` says why a request was not served; its `finish_reason` is then ERROR, and `exit_code` that of the error.
     """
 
     index: int

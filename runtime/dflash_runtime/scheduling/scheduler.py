@@ -247,7 +247,7 @@ class Scheduler:
         request.prefilled_len = 0
 
     def _kv_upper(self, request: Request) -> int:
-        """The longest true KV may be once every step in flight has run."""
+        """An upper bound on the request's true KV length once every step in flight has run."""
         upper = request.kv_len + request.num_in_flight * self.limits.num_lookahead_tokens
         return min(max(upper, request.prefilled_len), self.limits.max_model_len)
 
@@ -271,6 +271,6 @@ class Scheduler:
         if needed > self.pages.num_pages - 1:
             raise CapacityError(
                 f"{where}: needs {needed} KV pages of {self.pages.page_size} tokens for {longest} tokens and a "
-                f"lookahead of {self.limits.num_lookahead_tokens}, the pool has {self.pages.num_pages - 1}",
-                hint="lower --max-new-tokens or --max-model-len, or give KV more memory",
+                f"block of {self.limits.num_lookahead_tokens} more, but the pool has {self.pages.num_pages - 1}",
+                hint="lower --max-new-tokens or --max-model-len, or give the KV cache more memory",
             )

@@ -201,7 +201,7 @@ def test_kernels_that_cannot_run_are_refused() -> None:
 def test_a_request_too_large_for_the_pool_exits_6_with_the_arithmetic() -> None:
     done = support.run_main("generate", "x", "-n", "2000", "--kv-memory", "1M")
     assert done.code == 6
-    assert "KV pages of 16 tokens for 2001 tokens and a lookahead of 8, the pool has" in done.err
+    assert "KV pages of 16 tokens for 2001 tokens and a block of 8 more, but the pool has" in done.err
 
 
 def test_what_gives_way_is_said_once() -> None:

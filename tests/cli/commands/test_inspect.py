@@ -125,7 +125,8 @@ class TestTwo:
         other = support.write_checkpoint(tmp_path / "other", support.native_config(), arrays)
         first, *names = sorted(arrays)
         assert support.invoke("inspect", one, other).out.splitlines() == [
-            f"{len(arrays)} tensors with different values: {first}, {names[0]}, {names[1]}, ... (--tensors names them all)",
+            f"{len(arrays)} tensors with different values: {first}, {names[0]}, {names[1]}, ... "
+            "(--tensors names them all)",
             "0 tensors are equal",
         ]
         lines = support.invoke("inspect", one, other, "--tensors").out.splitlines()
