@@ -9,9 +9,7 @@ from dflash_cli import console
 from dflash_cli.options import JsonOption
 from dflash_runtime.errors import UsageError
 
-ReferenceArg = Annotated[
-    str, typer.Argument(metavar="REF", help="Draft or target: a directory, org/repo[@revision], or tiny.")
-]
+ReferenceArg = Annotated[str, typer.Argument(metavar="REF", help="A directory, org/repo[@revision], or tiny.")]
 OtherArg = Annotated[
     str | None, typer.Argument(metavar="REF2", help="Second checkpoint: show how it differs from the first.")
 ]

@@ -91,7 +91,9 @@ def _find_mask(draft: DraftCheckpoint, result: Format) -> tuple[SideFile | None,
         if result.mask_file == "pickle":
             return SideFile(pickle, MASK_PICKLE), []
         if result.mask_file == "safetensors":
-            warning = f"{MASK_PICKLE} becomes {MASK_FILE}, which vLLM and SGLang do not read: use --to vllm or sglang"
+            warning = (
+                f"{MASK_PICKLE} becomes {MASK_FILE}, which vLLM and SGLang do not read: each has a dialect of its own"
+            )
             return SideFile(pickle, MASK_FILE, "tensor", tensor), [warning]
         raise UnsupportedError(f"{pickle}: a learned mask embedding, which {result.title} cannot hold")
     if plain.exists():

@@ -68,7 +68,7 @@ def test_a_download_says_its_size_and_a_second_one_nothing(environment: dict[str
         ("acme/absent", "acme/absent: not found on the hub"),
         ("acme/draft@v9", "acme/draft: no revision 'v9'"),
         ("acme/broken", "acme/broken: the hub answered: "),
-        ("acme--x/draft", "not a name the hub allows"),
+        ("acme--x/draft", "not a valid name of a hub repository"),
         ("no such thing", "no such thing: no such directory, and not a hub repository"),
     ],
 )

@@ -16,7 +16,7 @@ def test_a_native_draft(tmp_path: Path) -> None:
     for line in (
         "kind        DFlash, native dialect (architectures names DFlashDraftModel)",
         "block       4 tokens: the last committed one and 3 drafted ones",
-        "taps        layers 0, 2 of 4 of the target, counted from 0: the draft reads their outputs",
+        "tapped      layers 0, 2 of the target's 4 (counted from 0); their outputs feed the draft",
         "mask        token 31",
         "attention   all 2 layers: full attention, non-causal",
         "rope        default, theta 1000000, up to 128 positions",
@@ -29,7 +29,7 @@ def test_a_reduced_speculators_draft(tmp_path: Path) -> None:
     outcome = support.invoke("inspect", support.make_speculators(tmp_path / "draft", support.REDUCED))
     assert "vocabulary  32 ids, of which the draft can propose 12" in outcome.out
     assert "target      acme/target" in outcome.out
-    assert "not loaded  t2d: copies of the target's weights, or what only training needs" in outcome.out
+    assert "not loaded  t2d: copies of the target's weights, or tensors that only training needs" in outcome.out
 
 
 def test_a_target(tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ class TestTwo:
             "rope kind: default in the first, yarn in the second",
             "rope factor: not stated in the first, 4 in the second",
             "rope original max position embeddings: not stated in the first, 32 in the second",
-            "target layers read: 0, 2 in the first; 0, 3 in the second",
+            "tapped layers of the target: 0, 2 in the first; 0, 3 in the second",
             "25 tensors are equal",
         ]
 
