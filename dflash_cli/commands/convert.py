@@ -19,6 +19,13 @@ if TYPE_CHECKING:
     from dflash_cli.conversion.plan import ConversionPlan
 
 
+LEGEND = (
+    "kept: copied under its name; moved: in another place; renamed: under another name; split: rows of a fused tensor; "
+    "derived: made for the new dialect; dropped: not in the result"
+)
+"""What the words mean that `--dry-run` prints before each key, tensor and file."""
+
+
 def _check_dialect(name: str) -> str:
     get_writable(name)
     return name
@@ -138,6 +145,7 @@ def _show_dry_run(plan: "ConversionPlan", *, as_json: bool) -> None:
     if as_json:
         console.result_json({"dry_run": True, **plan.to_json()})
         return
+    console.status(LEGEND)
     for change in (*plan.key_changes, *plan.tensor_changes, *plan.file_changes):
         is_same = change.result in (None, change.source)
         names = change.source if is_same else f"{change.source or '-'} -> {change.result}"

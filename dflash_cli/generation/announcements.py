@@ -33,7 +33,7 @@ def is_low(counts: AcceptanceCounts) -> bool:
 def is_low_length(length: float, num_drafted: int) -> bool:
     """Whether an acceptance length is so low that something is probably wrong with the draft, or with how it is read.
 
-    Low is less than a quarter of the block, or less than 1.5 tokens a step; where only one token is drafted, 1.25.
+    Low is less than a quarter of the block, or less than 1.5 tokens per step; with one drafted token, less than 1.25.
     """
     return length < max((num_drafted + 1) / 4, min(1.5, 1 + num_drafted / 4))
 

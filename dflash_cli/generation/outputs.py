@@ -63,6 +63,11 @@ class TextSink:
             del self._held[index]
 
 
+TRACE_LEGEND = (
+    "each line is a step: accepted/drafted [accepted tokens][the target's own token][the drafted token it replaced]"
+)
+
+
 class TraceSink:
     """Shows each row when it ends, a line per step: accepted tokens, the target's own token, the token it replaced."""
 
@@ -70,6 +75,7 @@ class TraceSink:
         self._in_order = InOrder(rows)
         self._headings = Headings(rows)
         self._tokenizer = tokenizer
+        console.status(TRACE_LEGEND)
 
     def __call__(self, event: Event) -> None:
         for answer in self._in_order.push(event):

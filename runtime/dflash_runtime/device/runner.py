@@ -92,7 +92,7 @@ class Runner:
 
     @torch.inference_mode()
     def submit(self, batch: Batch) -> PendingStep | None:
-        """Queue one step; None where it gives no tokens, as a chunk in the middle of a prompt.
+        """Queue one step; None if it commits no tokens, as for a chunk in the middle of a prompt.
 
         Chunks run in the batch's order: of two requests with one prefix, the later may read pages that the earlier
         fills in this very step.

@@ -132,7 +132,7 @@ def fit_num_pages(
 
 
 def _scratch_bytes(config: EngineConfig, limits: Limits) -> int:
-    """What a step needs beside KV and weights: logits, and both models' distributions where drafts are sampled."""
+    """Bytes that a step needs besides KV and weights: logits, and both models' distributions if drafts are sampled."""
     rows = limits.max_num_requests * limits.num_lookahead_tokens
     copies = 4 if config.draft_sampling == "probabilistic" else 2
     return rows * limits.vocab_size * 8 * copies
