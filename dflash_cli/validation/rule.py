@@ -23,12 +23,12 @@ SEVERITIES: tuple[Severity, ...] = ("error", "warning", "info")
 Level = Literal["headers", "weights", "run"]
 LEVELS: tuple[Level, ...] = ("headers", "weights", "run")
 Outcome = Literal["stops", "drops", "serves"]
-"""What an engine does with a draft that breaks a rule: refuse it or crash, serve it with lower acceptance, or
-serve it as usual."""
+"""What an engine does with a draft that breaks a rule: refuse it or crash, serve it with lower acceptance, or serve
+it as usual."""
 
 Stage = Literal["files", "identity", "rest", "unexplained"]
-"""When a rule runs. Without a config, only the rules of stage `files` run; if a rule of stage `identity` finds a draft of
-another kind, no later rule runs; findings of stage `unexplained` are dropped if another finding explains the fault."""
+"""When a rule runs. Without a config, only the rules of stage `files` run. If a rule of stage `identity` finds a draft
+of another kind, no later rule runs. Findings of stage `unexplained` are dropped if another finding explains the fault."""
 
 BFLOAT16 = "bfloat16"
 """A `serve_flag`: the pair must be served in bfloat16, whatever the target's config says."""

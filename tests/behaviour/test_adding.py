@@ -128,7 +128,7 @@ class TestEngine:
     def test_validate_judges_for_it(self, folder: Path) -> None:
         outcome = self.toy(folder, "validate", "tiny", "--engine", "toy")
         assert outcome.code == 0, outcome.err
-        assert "toy 1.1: loads, serves all 3 layers non-causally\n" in outcome.out
+        assert "toy 1.1: loads, runs all 3 layers non-causally\n" in outcome.out
         assert "TOY01 warning config.json:block_size: 8 [toy]\n    effect: Toy 1.1 drafts slowly\n" in outcome.out
         assert "    fix: dflash convert tiny tiny-fixed --to toy-native --target tiny\n" in outcome.out
         assert "TOY01" not in self.toy(folder, "validate", "tiny").out

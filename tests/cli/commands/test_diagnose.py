@@ -62,7 +62,7 @@ def test_an_error_that_keeps_the_pair_from_running_is_the_cause(tmp_path: Path) 
     draft = falsify(tmp_path / "draft", lambda config: config.update(hidden_size=100))
     result = run(draft, "--target", "tiny", *SMALL)
     assert result.exit_code == 3
-    assert "fc.weight: [192, 768], expected [100, 400]" in result.stdout
+    assert "fc.weight: found [192, 768], expected [100, 400]" in result.stdout
     assert "; next: " in result.stdout
 
 
@@ -87,4 +87,4 @@ def test_the_progress_names_the_reading(monkeypatch: pytest.MonkeyPatch, capsys:
     with ReadingProgress() as progress:
         for index, name in enumerate(("config as it is", "rope base 10000")):
             progress(name, index, 2)
-    assert capsys.readouterr().err.splitlines()[-1].startswith("1/2 readings  rope base 10000")
+    assert capsys.readouterr().err.splitlines()[-1].startswith("1/2 configs tried  rope base 10000")

@@ -17,7 +17,7 @@ def test_a_native_draft(tmp_path: Path) -> None:
         "kind        DFlash, native dialect (architectures names DFlashDraftModel)",
         "block       4 tokens: the last committed one and 3 drafted ones",
         "tapped      layers 0, 2 of the target's 4 (counted from 0); their outputs feed the draft",
-        "mask        token 31",
+        "mask        token id 31",
         "attention   all 2 layers: full attention, non-causal",
         "rope        default, theta 1000000, up to 128 positions",
         "vocabulary  32 ids",

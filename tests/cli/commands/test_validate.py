@@ -72,7 +72,7 @@ class TestCommand:
         assert "transformers 5.23: cannot serve the draft (S14)\n" in outcome.out
         older = support.invoke("validate", draft, "--engine", "vllm@0.24", "--json")
         verdict = json.loads(older.out)["verdicts"][0]
-        assert verdict["text"] == "vllm 0.24: loads, serves all 2 layers non-causally"
+        assert verdict["text"] == "vllm 0.24: loads, runs all 2 layers non-causally"
         assert verdict["outcome"] == "serves"
 
     def test_a_general_fault_stops_every_engine(self, tmp_path: Path) -> None:
@@ -181,7 +181,7 @@ class TestFixOut:
         draft = support.make_native(tmp_path / "draft", block_size=support.REMOVED)
         outcome = support.invoke("validate", draft, "--fix-out", tmp_path / "out")
         assert outcome.code == 3
-        assert "cannot be mended" in outcome.err
+        assert "only whoever trained the draft can correct this" in outcome.err
         assert not (tmp_path / "out").exists()
 
     def test_an_existing_checkpoint_is_replaced_on_demand_but_never_the_draft_itself(self, tmp_path: Path) -> None:
