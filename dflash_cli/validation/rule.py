@@ -28,7 +28,7 @@ it as usual."""
 
 Stage = Literal["files", "identity", "rest", "unexplained"]
 """When a rule runs. Without a config, only the rules of stage `files` run. If a rule of stage `identity` finds a draft
-of another kind, no later rule runs. Findings of stage `unexplained` are dropped if another finding explains the fault."""
+of another kind, no later rule runs. Findings of stage `unexplained` are dropped if another finding explains them."""
 
 BFLOAT16 = "bfloat16"
 """A `serve_flag`: the pair must be served in bfloat16, whatever the target's config says."""
