@@ -11,7 +11,8 @@ import typer
 from dflash_cli import console
 from dflash_cli.conversion.request import ConversionRequest, Verification
 from dflash_cli.formats.dialect import get_writable, writable_formats
-from dflash_cli.options import CausalityOption, ForceOption, JsonOption, TargetOption, parse_size
+from dflash_cli.options import CausalityOption, ForceOption, JsonOption, parse_size
+from dflash_cli.parameters import ESSENTIALS
 
 if TYPE_CHECKING:
     from dflash_cli.conversion.byte_progress import Progress
@@ -48,6 +49,17 @@ ToOption = Annotated[
         "engine is the native one with every key set so that the engine reads the draft as it was trained.",
         callback=_check_dialect,
         autocompletion=_complete_dialect,
+    ),
+]
+TargetOption = Annotated[
+    str | None,
+    typer.Option(
+        "--target",
+        "-t",
+        metavar="TARGET",
+        help="Target of the draft, from which DST gets what SRC does not state, and with whose tensors SRC is compared "
+        "before tensors are dropped: a directory, org/repo[@revision], or tiny.",
+        rich_help_panel=ESSENTIALS,
     ),
 ]
 VerifierOption = Annotated[

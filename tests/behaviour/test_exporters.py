@@ -134,7 +134,7 @@ class TestJetSpec:
 
     def test_one_that_agrees_with_itself_is_named_in_a_note(self, tmp_path: Path) -> None:
         path = support.make_native(tmp_path / "draft", is_causal=True)
-        assert any("as JetSpec trains them" in note for note in open_draft(path).parsed.notes)
+        assert any("as in JetSpec" in note for note in open_draft(path).parsed.notes)
         sliding = support.make_native(tmp_path / "sliding", support.Shape(windows=(16, 16)), is_causal=True)
         assert open_draft(sliding).parsed.notes == ()
 

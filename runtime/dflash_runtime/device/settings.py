@@ -67,11 +67,11 @@ def apply_exclusions(
     if config.is_async and placement.kernels.name == "reference" and placement.device.type == "cuda":
         config = replace(config, scheduling="sync")
         warnings.append(
-            "asynchronous scheduling is off because of the reference kernels, which wait for the GPU in every step"
+            "asynchronous scheduling is off because of reference kernels on a GPU, which wait for it in every step"
         )
     if config.draft_sampling == "probabilistic" and num_draft_tokens == 0:
         config = replace(config, draft_sampling="greedy")
-        warnings.append("probabilistic drafting is off because no tokens are drafted (-k 0)")
+        warnings.append("probabilistic drafting is off because of plain decoding (-k 0), which drafts no tokens")
     return config, tuple(warnings)
 
 
