@@ -1,6 +1,6 @@
-"""What a Python program calls: the work of the commands, with values instead of text.
+"""The Python interface: functions that do what the commands do, and return values instead of printing text.
 
-A reference is what the commands take: a directory, `org/repo`, `org/repo@revision`, `tiny` or `tiny:reduced`.
+A reference is what the commands take too: a directory, `org/repo`, `org/repo@revision`, `tiny` or `tiny:reduced`.
 """
 
 from collections.abc import Sequence
@@ -100,12 +100,13 @@ def convert_draft(
     verify: "Verification" = "roundtrip",
     force: bool = False,
 ) -> dict[str, Any]:
-    """Write a draft in the dialect `to`, as `dflash convert` does, and return the manifest of what became of what.
+    """Write a draft in the dialect `to`, as `dflash convert` does, and return the manifest.
 
-    `verifier` is the name stored for the target. Whatever happens, no half-written destination is left.
+    The manifest lists what became of every key, tensor and file. `verifier` is the name stored for the target. If the
+    conversion fails, no half-written destination is left.
 
     Raises:
-        UsageError: the destination exists and `force` is not given, or something has to be named.
+        UsageError: the destination exists and `force` is not given, or the dialect needs a name for the target.
         LossyConversion: something would be lost, and `allow_lossy` is not given.
         CheckpointNotFound, CheckpointError, UnsupportedError, GateFailed, CapacityError: see `dflash_runtime.errors`.
     """

@@ -22,7 +22,7 @@ _verbosity = -1  # not set yet
 
 
 def configure(*, quiet: bool | None = None, verbosity: int | None = None) -> None:
-    """Set how much is said; None leaves a setting as it is.
+    """Set how much is printed; None leaves a setting as it is.
 
     `quiet` lets only results, warnings and errors through. A `verbosity` of 1 logs what our packages do, 2 everything.
     """
@@ -50,18 +50,18 @@ def result_json(document: dict[str, Any]) -> None:
 
 
 def note(text: str) -> None:
-    """Something worth knowing."""
+    """Print something worth knowing, on stderr."""
     if not _is_quiet:
         _say("note", "cyan", text)
 
 
 def warn(text: str) -> None:
-    """Something that may surprise."""
+    """Print something that may surprise, on stderr."""
     _say("warning", "yellow", text)
 
 
 def error(text: str, hint: str | None = None) -> None:
-    """Why the command stops, on one line, and what to try next."""
+    """Print why the command stops, on one line, and what to try next."""
     _say("error", "red", text)
     if hint:
         _say("hint", "cyan", hint)
@@ -100,7 +100,7 @@ def is_terminal() -> bool:
 
 
 def dim(text: str) -> str:
-    """Text that stands back, on a terminal that takes colours."""
+    """The text dimmed, if stdout is a terminal that takes colours."""
     return f"\x1b[2m{text}\x1b[0m" if is_terminal() and not os.environ.get("NO_COLOR") else text
 
 
@@ -134,7 +134,7 @@ def progress(*, transient: bool = True) -> "Progress":
 
 @contextmanager
 def working(text: str) -> Iterator[None]:
-    """A turning sign with the seconds gone, while something of unknown length is done; nothing but on a terminal."""
+    """Show a spinner and the elapsed seconds while the block runs; only on a terminal."""
     if _is_quiet or not sys.stderr.isatty():
         yield
         return
@@ -148,9 +148,9 @@ def working(text: str) -> Iterator[None]:
 
 
 class Meter:
-    """How far a run is: `12/64 prompts  3.41 [3.2, 3.6]  0:12 left`, on stderr.
+    """Progress of a run: `12/64 prompts  3.41 [3.2, 3.6]  0:12 left`, on stderr.
 
-    A bar on a terminal; elsewhere a plain line now and then, so that a log shows a sign of life and stays short.
+    A bar on a terminal; elsewhere a plain line from time to time, so that a log shows progress and stays short.
     """
 
     SECONDS = 10.0
@@ -182,7 +182,7 @@ class Meter:
             self._display.stop()
 
     def resume(self, num_done: int) -> None:
-        """Take so much as done before this run, which its speed is not judged by."""
+        """Count `num_done` as done before this run, and leave it out of the estimate of the time left."""
         self._num_before = self._said_done = num_done
 
     def update(self, num_done: int, estimate: str = "") -> None:
@@ -216,9 +216,9 @@ def _duration(seconds: float) -> str:
 
 
 def _log_to_stderr(verbosity: int) -> None:
-    """Let our packages log: not at all, what they do, or everything.
+    """Let the packages of this project log nothing (0), what they do (1) or everything (2).
 
-    What a user should know is said by the commands, so a library's warnings are not repeated here.
+    Commands print what a user should know, so warnings that a library logs are not repeated here.
     """
     import logging
 

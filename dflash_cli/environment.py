@@ -1,4 +1,4 @@
-"""What this installation is made of: versions, devices, hub settings, and who else owns the name `dflash`."""
+"""Versions, devices and hub settings of this installation, and other packages that use the name `dflash`."""
 
 import os
 import platform
@@ -18,7 +18,7 @@ NAMES = ("dflash", "dflash_cli", "dflash_runtime", "dflash_kernels")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Environment:
-    """One installation. `warnings` are what may make `dflash` another program than this one."""
+    """One installation. `warnings` name packages because of which `dflash` may start another program than this one."""
 
     python: str
     platform: str
@@ -36,7 +36,7 @@ class Environment:
 
 
 def describe_environment(version: str) -> Environment:
-    """Look around; nothing is imported that takes long, and no value of a secret is read out."""
+    """Describe this installation without slow imports and without the value of any secret."""
     cache = _cache()
     return Environment(
         python=platform.python_version(),
@@ -61,9 +61,11 @@ def find_conflicts() -> list[str]:
         scripts = [item.name for item in distribution.entry_points if item.group == "console_scripts"]
         modules = {Path(str(file)).parts[0] for file in distribution.files or ()}
         if "dflash" in scripts:
-            found.append(f"{name} {distribution.version} installs a script named dflash as well; use dflash-cli")
+            found.append(f"{name} {distribution.version} also installs a script named dflash; use dflash-cli")
         for module in sorted(modules & set(NAMES[1:])):
-            found.append(f"{name} {distribution.version} brings a module named {module}, which may hide ours")
+            found.append(
+                f"{name} {distribution.version} has a module named {module}, which may hide the one of dflash-cli"
+            )
     return found
 
 
@@ -75,7 +77,7 @@ def _version(name: str) -> str | None:
 
 
 def _gpus() -> list[str] | None:
-    """Names of the GPUs as the driver tells them; None where it does not, without loading torch."""
+    """Names of the GPUs as the driver lists them, without loading torch; None where nvidia-smi does not answer."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return None
@@ -102,7 +104,7 @@ def _free(path: Path) -> int | None:
 
 
 def _variables() -> dict[str, str]:
-    """Settings of the hub and ours; of a secret only that it is set."""
+    """Environment variables of the hub and of dflash; for a secret, only whether it is set."""
     shown = {}
     for name, value in sorted(os.environ.items()):
         if not name.startswith(("HF_", "DFLASH_", "HUGGING_FACE_")) and name not in (

@@ -53,7 +53,7 @@ class LazyGroup(TyperGroup):
         return load_command(cmd_name, entry) if entry is not None else None
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Nothing typed is answered with help, as wrong use."""
+        """With nothing typed, show help, and exit as for wrong use."""
         if not args and not ctx.resilient_parsing:
             console.error_text(self.get_help(ctx))
             raise typer.Exit(2)
@@ -132,7 +132,7 @@ class PlainCommand(TyperCommand):
         )
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        """As the help page draws them."""
+        """The pieces of the usage line, as the help page draws them."""
         return usage_pieces(self.signature.parameters)
 
 

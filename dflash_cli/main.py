@@ -23,7 +23,7 @@ ABOUT = "About"
 SERVE_COMMAND = Entry(
     function="dflash_cli.commands.serve_command:serve_command",
     section=DEPLOY,
-    summary="Print the command that serves a pair in an engine.",
+    summary="Print the command that serves a pair with an engine such as vLLM.",
     examples=("dflash serve-command org/draft --target org/model --engine vllm",),
     draft="draft",
 )
@@ -31,7 +31,7 @@ COMMANDS = {
     "generate": Entry(
         function="dflash_cli.commands.generate:generate",
         section=RUN,
-        summary="Complete prompts with a pair.",
+        summary="Generate text with a pair: a target and the draft made for it.",
         examples=(
             'dflash generate "def fibonacci(n):" -n 64',
             "dflash generate -d org/draft -t org/model --chat -p prompts.jsonl -o out.jsonl",
@@ -40,7 +40,7 @@ COMMANDS = {
     "eval-acceptance": Entry(
         function="dflash_cli.commands.eval_acceptance:eval_acceptance",
         section=RUN,
-        summary="Measure how many tokens a pair commits a step.",
+        summary="Measure how many tokens a pair commits in each step.",
         examples=(
             "dflash eval-acceptance tiny --num-prompts 12",
             "dflash eval-acceptance org/draft -p prompts.jsonl --chat --rows answers.jsonl",
@@ -51,7 +51,7 @@ COMMANDS = {
     "diagnose": Entry(
         function="dflash_cli.commands.diagnose:diagnose",
         section=CHECK,
-        summary="Find out why a draft accepts little.",
+        summary="Find out why few of a draft's tokens are accepted.",
         examples=("dflash diagnose org/draft --target org/model",),
         docs="docs/checks.md",
         draft="draft",
@@ -78,14 +78,14 @@ COMMANDS = {
     "explain": Entry(
         function="dflash_cli.commands.explain:explain",
         section=CHECK,
-        summary="Explain a rule of validate.",
+        summary="Explain a rule that validate checks.",
         examples=("dflash explain C20",),
         docs="docs/checks.md",
     ),
     "convert": Entry(
         function="dflash_cli.commands.convert:convert",
         section=DEPLOY,
-        summary="Write a draft in another dialect.",
+        summary="Convert a draft to another dialect, a checkpoint format.",
         examples=(
             "dflash convert tiny ./draft-speculators --to speculators --verifier org/model",
             "dflash convert org/draft ./draft-vllm --to vllm --target org/model --dry-run",
@@ -134,9 +134,9 @@ def _print_version(is_asked: bool) -> None:
 
 @app.callback()
 def root(
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing but results, warnings and errors.")] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log to stderr what is done.")] = False,
-    debug: Annotated[bool, typer.Option("-vv", help="Log every detail.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only results, warnings and errors.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log to stderr what is being done.")] = False,
+    debug: Annotated[bool, typer.Option("-vv", help="Log every detail to stderr.")] = False,
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
@@ -181,7 +181,9 @@ def _foreseen(error: Exception) -> DFlashError | None:
     if isinstance(error, TYPER_USAGE_ERROR):
         return _usage_error(error)
     if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] in RUNS_MODELS:
-        return UnsupportedError(f"this command runs models, for which {error.name} is not installed", hint=INSTALL)
+        return UnsupportedError(
+            f"this command runs models and needs {error.name}, which is not installed", hint=INSTALL
+        )
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return CapacityError(f"{error.filename or 'output'}: no space left on the device")
     if isinstance(error, RuntimeError) and type(error).__name__ == "OutOfMemoryError":
@@ -195,12 +197,12 @@ def _usage_error(error: Any) -> UsageError:
     if hasattr(error, "possibilities"):
         close = difflib.get_close_matches(error.option_name, error.possibilities or (), n=1)
         guess = f"; did you mean {close[0]}?" if close else ""
-        return UsageError(f"no option {error.option_name}{guess}", hint=hint)
+        return UsageError(f"unknown option {error.option_name}{guess}", hint=hint)
     if hasattr(error, "option_name"):
-        return UsageError(f"{error.option_name}: expected a value after it", hint=hint)
+        return UsageError(f"{error.option_name}: expected a value", hint=hint)
     text = " ".join(error.format_message().split()).rstrip(".")
     surplus = re.fullmatch(r"Got unexpected extra arguments?(?:\(s\))? \((.*)\)", text)
-    return UsageError(f"not expected here: {surplus[1]}" if surplus else text[:1].lower() + text[1:], hint=hint)
+    return UsageError(f"unexpected argument: {surplus[1]}" if surplus else text[:1].lower() + text[1:], hint=hint)
 
 
 if __name__ == "__main__":

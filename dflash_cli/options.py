@@ -13,7 +13,7 @@ from dflash_runtime.config import EngineConfig
 from dflash_runtime.errors import UsageError
 from dflash_runtime.scheduling.request import SamplingParams
 
-DRAFT_HELP = "Draft: a directory, org/repo[@revision], tiny or tiny:reduced."
+DRAFT_HELP = "Draft: a directory, a hub repository org/repo[@revision], or a bundled one: tiny, tiny:reduced."
 
 DraftArg = Annotated[str, typer.Argument(metavar="DRAFT", help=DRAFT_HELP)]
 OptionalDraftArg = Annotated[str | None, typer.Argument(metavar="DRAFT", help=f"{DRAFT_HELP} Default: tiny.")]
@@ -27,7 +27,8 @@ TargetOption = Annotated[
         "--target",
         "-t",
         metavar="TARGET",
-        help="Target: a directory, org/repo[@revision], or tiny. Default: the one that the draft names.",
+        help="Target: a directory, a hub repository org/repo[@revision], or the bundled one: tiny. Default: the target "
+        "that the draft names.",
         rich_help_panel=ESSENTIALS,
     ),
 ]
@@ -40,7 +41,7 @@ PromptsOption = Annotated[
         "--prompts",
         "-p",
         metavar="FILE",
-        help="JSON Lines with prompt, messages, turns or prompt_token_ids; - reads stdin.",
+        help="JSON Lines, each with prompt, messages, turns or prompt_token_ids; - reads stdin.",
         rich_help_panel=ESSENTIALS,
     ),
 ]
@@ -48,7 +49,8 @@ CausalityOption = Annotated[
     Literal["causal", "non-causal", "layer-types"] | None,
     typer.Option(
         "--causality",
-        help="How the positions of a block attend to each other, whatever the draft's config says.",
+        help="Overrule the draft's config: each position of a block attends to earlier ones only (causal), to all "
+        "(non-causal), or to earlier ones only in sliding-window layers (layer-types).",
         show_default=False,
         rich_help_panel=DRAFTING,
     ),
@@ -56,14 +58,19 @@ CausalityOption = Annotated[
 MaxNewTokensOption = Annotated[
     int,
     typer.Option(
-        "--max-new-tokens", "-n", min=1, metavar="N", help="Tokens to generate a prompt.", rich_help_panel=ESSENTIALS
+        "--max-new-tokens",
+        "-n",
+        min=1,
+        metavar="N",
+        help="Generate at most N tokens for each prompt.",
+        rich_help_panel=ESSENTIALS,
     ),
 ]
 ChatOption = Annotated[
     bool,
     typer.Option(
         "--chat/--raw",
-        help="Put each prompt into the target's chat template, or complete it as it is (for base models).",
+        help="Wrap each prompt in the target's chat template, or continue it as plain text (for base models).",
         rich_help_panel=ESSENTIALS,
     ),
 ]
@@ -72,7 +79,7 @@ TemplateOption = Annotated[
     typer.Option(
         "--chat-template-kwargs",
         metavar="JSON",
-        help='Settings of the chat template, such as {"enable_thinking": false}.',
+        help='Arguments of the chat template, such as {"enable_thinking": false}.',
         rich_help_panel=SAMPLING,
     ),
 ]
@@ -82,11 +89,11 @@ ThreadsOption = Annotated[
         "--threads",
         min=1,
         metavar="N",
-        help="CPU threads. Default: 1 for a small pair, else the cores that this process may use.",
+        help="CPU threads to use. Default: 1 for a small pair, otherwise one for each core this process may use.",
         rich_help_panel=ENGINE,
     ),
 ]
-ForceOption = Annotated[bool, typer.Option("--force", help="Replace files that exist.", rich_help_panel=OUTPUT)]
+ForceOption = Annotated[bool, typer.Option("--force", help="Replace files that already exist.", rich_help_panel=OUTPUT)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +101,14 @@ class SamplingOptions:
     """How tokens are chosen."""
 
     temperature: Annotated[
-        float, typer.Option("--temperature", min=0.0, metavar="X", help="0 is greedy.", rich_help_panel=SAMPLING)
+        float,
+        typer.Option(
+            "--temperature",
+            min=0.0,
+            metavar="X",
+            help="Sampling temperature; 0 always takes the most likely token.",
+            rich_help_panel=SAMPLING,
+        ),
     ] = 0.0
     top_k: Annotated[
         int,
@@ -102,7 +116,7 @@ class SamplingOptions:
             "--top-k",
             min=0,
             metavar="N",
-            help="Sample from the N most likely tokens; 0 is all.",
+            help="Sample from the N most likely tokens only; 0 means all.",
             rich_help_panel=SAMPLING,
         ),
     ] = 0
@@ -111,22 +125,20 @@ class SamplingOptions:
         typer.Option(
             "--top-p",
             metavar="X",
-            help="Sample from the most likely tokens whose probabilities reach X.",
+            help="Sample from the smallest set of most likely tokens whose probabilities add up to X.",
             rich_help_panel=SAMPLING,
         ),
     ] = 1.0
-    seed: Annotated[
-        int, typer.Option("--seed", metavar="N", help="Seed of all sampling.", rich_help_panel=SAMPLING)
-    ] = 0
+    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Seed for sampling.", rich_help_panel=SAMPLING)] = 0
     ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Go on past stop tokens.", rich_help_panel=SAMPLING)
+        bool, typer.Option("--ignore-eos", help="Keep generating past stop tokens.", rich_help_panel=SAMPLING)
     ] = False
     stop_token_id: Annotated[
         list[int] | None,
         typer.Option(
             "--stop-token-id",
             metavar="ID",
-            help="A further id that ends a text; may be repeated.",
+            help="Another token id that ends an answer; may be repeated.",
             rich_help_panel=SAMPLING,
         ),
     ] = None
@@ -136,8 +148,8 @@ class SamplingOptions:
             "--verify-width",
             min=1,
             metavar="N",
-            help="Verify only the first N positions of a block, of which the last committed token is the first. The "
-            "draft still sees its whole block. Default: all of it, K + 1.",
+            help="Verify only the first N positions of each block, counting the last committed token as the first. The "
+            "draft still fills the whole block. Default: all K + 1 positions.",
             rich_help_panel=DRAFTING,
         ),
     ] = None
@@ -167,8 +179,8 @@ class EngineOptions:
             "-k",
             min=0,
             metavar="K",
-            help="Tokens to draft a step. A block is the last committed token and K drafted ones, so the most is the "
-            "draft's block size less one, which is the default. 0 runs the target without a draft.",
+            help="Tokens to draft in each step. A block is the last committed token and K drafted ones, so the "
+            "maximum, and the default, is the draft's block size minus one. 0 runs the target without a draft.",
             rich_help_panel=DRAFTING,
         ),
     ] = None
@@ -176,22 +188,32 @@ class EngineOptions:
         Literal["greedy", "probabilistic"],
         typer.Option(
             "--draft-sampling",
-            help="Draft the most likely tokens, or sample them and verify with the probabilities they were drawn with.",
+            help="Draft the most likely tokens (greedy), or sample them and accept each so that the target's "
+            "distribution is kept (probabilistic).",
             rich_help_panel=DRAFTING,
         ),
     ] = "greedy"
     device: Annotated[
-        str, typer.Option("--device", metavar="DEVICE", help="auto, cpu, cuda or cuda:N.", rich_help_panel=ENGINE)
+        str,
+        typer.Option(
+            "--device", metavar="DEVICE", help="Device to run on: auto, cpu, cuda or cuda:N.", rich_help_panel=ENGINE
+        ),
     ] = "auto"
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float64"],
         typer.Option(
-            "--dtype", help="Arithmetic; auto is bfloat16 on a GPU and float32 on the CPU.", rich_help_panel=ENGINE
+            "--dtype",
+            help="Number format of the models; auto is bfloat16 on a GPU and float32 on the CPU.",
+            rich_help_panel=ENGINE,
         ),
     ] = "auto"
     kernels: Annotated[
         Literal["auto", "triton", "reference"],
-        typer.Option("--kernels", help="auto is triton on a GPU and reference on the CPU.", rich_help_panel=ENGINE),
+        typer.Option(
+            "--kernels",
+            help="Kernels to run; auto is triton on a GPU and reference on the CPU.",
+            rich_help_panel=ENGINE,
+        ),
     ] = "auto"
     max_num_requests: Annotated[
         int,
@@ -200,7 +222,7 @@ class EngineOptions:
             "--max-num-seqs",
             min=1,
             metavar="N",
-            help="Requests that run together at most.",
+            help="Run at most N requests together.",
             rich_help_panel=ENGINE,
         ),
     ] = 16
@@ -210,7 +232,7 @@ class EngineOptions:
             "--max-model-len",
             min=2,
             metavar="N",
-            help="Tokens of prompt and answer at most. Default: what the pair allows.",
+            help="Most tokens that a prompt and its answer may have together. Default: as many as the pair allows.",
             rich_help_panel=ENGINE,
         ),
     ] = None
@@ -221,38 +243,45 @@ class EngineOptions:
             "--max-num-batched-tokens",
             min=1,
             metavar="N",
-            help="Prompt tokens that one step reads at most.",
+            help="Read at most N prompt tokens in one step.",
             rich_help_panel=ENGINE,
         ),
     ] = 2048
     page_size: Annotated[
-        int, typer.Option("--page-size", min=1, metavar="N", help="Tokens a page of KV.", rich_help_panel=ENGINE)
+        int,
+        typer.Option(
+            "--page-size", min=1, metavar="N", help="Tokens in each page of the KV cache.", rich_help_panel=ENGINE
+        ),
     ] = 16
     kv_memory: Annotated[
         str | None,
         typer.Option(
             "--kv-memory",
             metavar="SIZE",
-            help="Memory for KV, such as 512M or 20G, in units of 1,024. Default: what is free.",
+            help="Memory for the KV cache, such as 512M or 20G, in units of 1,024. Default: what is free.",
             rich_help_panel=ENGINE,
         ),
     ] = None
     gpu_memory_utilization: Annotated[
         float,
         typer.Option(
-            "--gpu-memory-utilization", metavar="X", help="Share of the GPU's memory to use.", rich_help_panel=ENGINE
+            "--gpu-memory-utilization", metavar="X", help="Fraction of the GPU's memory to use.", rich_help_panel=ENGINE
         ),
     ] = 0.9
     prefix_cache: Annotated[
         bool,
         typer.Option(
-            "--prefix-cache/--no-prefix-cache", help="Reuse the KV of prompts that begin alike.", rich_help_panel=ENGINE
+            "--prefix-cache/--no-prefix-cache",
+            help="Reuse the KV cache of prompts that begin with the same tokens.",
+            rich_help_panel=ENGINE,
         ),
     ] = True
     scheduling: Annotated[
         Literal["async", "sync"],
         typer.Option(
-            "--scheduling", help="Queue steps ahead of their results, or wait for each.", rich_help_panel=ENGINE
+            "--scheduling",
+            help="Queue steps before earlier ones have returned (async), or wait for each (sync).",
+            rich_help_panel=ENGINE,
         ),
     ] = "async"
 

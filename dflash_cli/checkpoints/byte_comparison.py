@@ -26,7 +26,7 @@ def same_bytes(one: TensorInfo, other: TensorInfo, advance: Advance | None = Non
 
 
 def same_as_made(made: MadeTensor, other: TensorInfo, advance: Advance | None = None) -> bool:
-    """Whether a stored tensor holds the bytes that another is made of, made anew."""
+    """Whether a stored tensor holds the bytes that `made` yields when it is made again."""
     if made.num_bytes != other.num_bytes:
         return False
     with other.file.open("rb") as stream:

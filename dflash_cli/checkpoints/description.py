@@ -21,7 +21,7 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Description:
-    """A draft or a target. `borrowed` names tensors that the file holds and a reader skips."""
+    """A draft or a target. `owned` names the tensors that a reader loads, `borrowed` those that it skips."""
 
     path: Path
     config: DraftConfig | TargetConfig
@@ -74,7 +74,7 @@ class Description:
 
 
 def describe(location: "Location") -> Description:
-    """Read a draft, or a target where it is no draft; a repository on the hub by its headers.
+    """Describe a draft, or a target if no dialect recognises a draft; of a hub repository only headers are read.
 
     Raises:
         CheckpointNotFound, CheckpointError, UnsupportedError: see `errors`.
@@ -85,7 +85,7 @@ def describe(location: "Location") -> Description:
 
 
 def describe_layers(config: DraftConfig) -> str:
-    """Attention of each layer in words, neighbours that agree together."""
+    """Attention of each layer in words; neighbouring layers with the same attention share a phrase."""
     kinds = [
         f"{'full attention' if window is None else f'window {window}'}, {'causal' if causal else 'non-causal'}"
         for window, causal in zip(config.windows, config.causal, strict=True)

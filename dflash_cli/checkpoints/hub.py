@@ -9,7 +9,7 @@ from dflash_runtime.errors import CheckpointNotFound
 
 
 class HubUnreachable(CheckpointNotFound):
-    """Nobody answered, or the hub must not be asked; a local copy may still do."""
+    """The hub does not answer, or offline mode is on; a copy in the local cache may still be used."""
 
 
 @contextmanager
@@ -35,7 +35,8 @@ def explained(repo: str, revision: str | None = None) -> Iterator[None]:
         yield
     except GatedRepoError as error:
         raise CheckpointNotFound(
-            f"{repo}: gated", hint="accept its terms on the hub, then log in (hf auth login) or set HF_TOKEN"
+            f"{repo}: access is gated",
+            hint="accept its terms on the hub, then log in with hf auth login or set HF_TOKEN",
         ) from error
     except RevisionNotFoundError as error:
         raise CheckpointNotFound(f"{repo}: no revision {revision!r}") from error
@@ -44,7 +45,7 @@ def explained(repo: str, revision: str | None = None) -> Iterator[None]:
             f"{repo}: not found on the hub", hint="check the name; a private repository needs HF_TOKEN"
         ) from error
     except HFValidationError as error:
-        raise CheckpointNotFound(f"{repo}: no such directory, and not a name the hub allows") from error
+        raise CheckpointNotFound(f"{repo}: no such directory, and not a valid name of a hub repository") from error
     except (OfflineModeIsEnabled, LocalEntryNotFoundError) as error:
         if isinstance(error.__cause__, HfHubHTTPError):
             raise CheckpointNotFound(f"{repo}: {_first_line(error.__cause__)}") from error

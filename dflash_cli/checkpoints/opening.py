@@ -21,7 +21,7 @@ Causality = Literal["causal", "non-causal", "layer-types"]
 class DraftCheckpoint:
     """A draft on disk, read into canonical form; `checkpoint` gives its tensors under canonical names.
 
-    `quantization` says by what its weights are known to be packed, None where they are plain.
+    `quantization` names the key, file or tensor that shows that its weights are packed, None if they are plain.
     """
 
     checkpoint: Checkpoint
@@ -105,7 +105,7 @@ def override_causality(parsed: ParsedConfig, causality: Causality) -> ParsedConf
         "non-causal": (False,) * config.num_layers,
         "layer-types": tuple(window is not None for window in config.windows),
     }[causality]
-    note = f"attention is read as {causality}, by --causality"
+    note = f"attention is taken as {causality}, because of --causality"
     return replace(
         parsed,
         config=replace(config, causal=causal),

@@ -27,8 +27,8 @@ class PairReferences(Generic[Found]):
 
     @property
     def note(self) -> str | None:
-        """What a user should be told of a target that nobody typed."""
-        return f"target {self.target}, as the draft names it" if self.is_named_by_draft else None
+        """The note that tells the user which target the draft names, if nobody typed one."""
+        return f"using the target that the draft names: {self.target}" if self.is_named_by_draft else None
 
     def find_target(self, find: Callable[[str, Role], FoundTarget]) -> FoundTarget:
         """Where the target is. `find` is `references.fetch_directory` or `references.find_checkpoint`.
@@ -38,14 +38,14 @@ class PairReferences(Generic[Found]):
             CheckpointNotFound, UsageError: see `find`; the message says so where the draft named the target.
         """
         if self.target is None:
-            raise UsageError(f"{self.draft} names no target of its own", hint="add --target REF")
+            raise UsageError(f"{self.draft} does not name its target", hint="add --target TARGET")
         try:
             return find(self.target, Role.TARGET)
         except CheckpointNotFound as error:
             if not self.is_named_by_draft:
                 raise
             message = f"{error.message}; {self.draft} names it as its target"
-            raise CheckpointNotFound(message, hint="add --target REF") from error
+            raise CheckpointNotFound(message, hint="add --target TARGET") from error
 
 
 def complete_pair(
@@ -61,7 +61,7 @@ def complete_pair(
         UsageError: a target without a draft.
     """
     if draft is None and target is not None and needs_draft:
-        raise UsageError("a target is given without a draft", hint="add --draft REF, or -k 0 to decode plainly")
+        raise UsageError("a target is given without a draft", hint="add --draft DRAFT, or -k 0 to run the target alone")
     if draft is None and needs_draft:
         draft = TINY
     location = find(draft, Role.DRAFT) if draft is not None else None

@@ -54,7 +54,7 @@ def fetch_directory(reference: str, role: Role) -> Path:
         return bundled
     if not HUB_ID.match(reference):
         raise CheckpointNotFound(
-            f"{reference}: no such directory, and not a hub reference",
+            f"{reference}: no such directory, and not a hub repository",
             hint="pass a directory, org/repo, org/repo@revision, or tiny",
         )
     return _download(reference)

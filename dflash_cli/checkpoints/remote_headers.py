@@ -29,7 +29,7 @@ from dflash_runtime.checkpoint.files import (
 from dflash_runtime.errors import CheckpointError, TensorMismatch, UnsupportedError
 
 FIRST_BYTES = 128 * 1024
-"""What is asked of a safetensors file at first: the headers of nearly all drafts fit, and of most targets' shards."""
+"""Bytes of a safetensors file that are fetched first: enough for the header of nearly any draft or target shard."""
 
 MAX_SHARDS = 1000
 MAX_LISTING_BYTES = 16_000_000
@@ -39,7 +39,7 @@ WORKERS = 8
 
 @dataclass(slots=True)
 class Traffic:
-    """What was fetched, for telling the user."""
+    """How much was fetched from the hub, for a line on the screen."""
 
     num_requests: int = 0
     num_bytes: int = 0
@@ -47,9 +47,9 @@ class Traffic:
 
     @property
     def text(self) -> str:
-        """`read 212,345 bytes in 4 requests (headers and JSON only) of 16,381,516,904`."""
+        """`read 212,345 of 16,381,516,904 bytes in 4 requests (headers and JSON only)`."""
         whole = f" of {self.whole_bytes:,}" if self.whole_bytes > self.num_bytes else ""
-        return f"read {self.num_bytes:,} bytes in {self.num_requests} requests (headers and JSON only){whole}"
+        return f"read {self.num_bytes:,}{whole} bytes in {self.num_requests} requests (headers and JSON only)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class RemoteRepo:
 
     @property
     def path(self) -> Path:
-        """What stands where a local checkpoint has its directory."""
+        """Stands in messages where a local checkpoint has its directory."""
         return Path(f"{self.repo}@{self.commit[:12]}")
 
     def fetch(self, name: str, begin: int, end: int) -> tuple[bytes, int]:
@@ -220,7 +220,7 @@ def _get(url: str, begin: int | None = None, end: int | None = None) -> Iterator
             response.read()
         utils.hf_raise_for_status(response)
         if begin and response.status_code != 206:
-            raise CheckpointError("the server does not answer ranges of bytes", path=url)
+            raise CheckpointError("the server does not support requests for a range of bytes", path=url)
         yield response
 
 

@@ -17,7 +17,7 @@ from dflash_runtime.checkpoint.files import DTYPE_BYTES, TensorInfo
 from dflash_runtime.errors import CheckpointError
 
 CHUNK_BYTES = 64 * 1024 * 1024
-"""Bytes that one system call moves at most; `advance` is called after each."""
+"""The most bytes that one system call moves. Progress is reported after each call."""
 
 BUFFER_BYTES = 8 * 1024 * 1024
 """Bytes held in memory where the system cannot move them from file to file by itself."""
@@ -36,8 +36,8 @@ Move = Callable[[int, int, int, int], int]
 
 @dataclass(frozen=True, slots=True)
 class MadeTensor:
-    """A tensor whose bytes are not those of a file. `pieces` gives them in order, anew at each call; `file` is where
-    it comes from."""
+    """A tensor whose bytes are not those of a file. `pieces` makes them anew at each call; `file` is the file
+    that it is made from."""
 
     name: str
     dtype: str

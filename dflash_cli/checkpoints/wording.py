@@ -10,19 +10,19 @@ from dflash_cli.formats.native_fields import write_scales
 from dflash_runtime.config import DraftConfig, TargetConfig
 
 MOST_NAMED = 10
-"""Tensors of a group that are named one by one; a longer group is one line, unless all are asked for."""
+"""A group of more tensors than this is one line instead of a line each, unless all are asked for."""
 
 FIELD_NAMES = {
     "num_layers": "layers",
     "num_heads": "attention heads",
     "num_kv_heads": "KV heads",
-    "target_layer_ids": "target layers read",
+    "target_layer_ids": "tapped layers of the target",
     "num_target_layers": "layers of the target",
     "target_hidden_size": "hidden size of the target",
     "verifier name_or_path": "name of the target",
     "verifier architectures": "architecture of the target",
     "vocab_size": "vocabulary",
-    "draft_vocab_size": "ids the draft proposes",
+    "draft_vocab_size": "ids the draft can propose",
 }
 """Field -> its name in words, where the field's own words do not say it."""
 
@@ -34,10 +34,13 @@ def description_lines(found: Description, *, with_tensors: bool = False) -> Iter
     rows = [("kind", title), *rows, ("weights", _weights(found)), ("files", _files(found))]
     if found.borrowed:
         rows.append(
-            ("not loaded", f"{', '.join(found.borrowed)}: copies of the target's weights, or what only training needs")
+            (
+                "not loaded",
+                f"{', '.join(found.borrowed)}: copies of the target's weights, or tensors that only training needs",
+            )
         )
     if found.carried:
-        rows.append(("other keys", f"{', '.join(sorted(found.carried))}: not read here; a conversion copies them"))
+        rows.append(("other keys", f"{', '.join(sorted(found.carried))}: not used here; dflash convert copies them"))
     for label, text in rows:
         yield f"{label:11} {text}"
     if with_tensors:
@@ -48,7 +51,7 @@ def description_lines(found: Description, *, with_tensors: bool = False) -> Iter
 def difference_lines(difference: Difference, *, with_tensors: bool = False) -> Iterator[str]:
     """What differs between two checkpoints."""
     if difference.is_empty:
-        yield f"no difference: every field, key and {difference.num_equal} tensors are equal"
+        yield f"no difference: all fields, all keys and all {difference.num_equal} tensors are equal"
         return
     yield from _field_lines(difference)
     for key, (one, other) in difference.carried.items():
@@ -57,8 +60,8 @@ def difference_lines(difference: Difference, *, with_tensors: bool = False) -> I
     groups: list[tuple[str, Mapping[str, str]]] = [
         ("only in the first", {name: f"{name}: only in the first" for name in difference.only_first}),
         ("only in the second", {name: f"{name}: only in the second" for name in difference.only_second}),
-        ("of another type or shape", reshaped),
-        ("with other values", {name: f"{name}: other values" for name in difference.rewritten}),
+        ("of different type or shape", reshaped),
+        ("with different values", {name: f"{name}: different values" for name in difference.rewritten}),
     ]
     for title, lines in groups:
         if len(lines) > MOST_NAMED and not with_tensors:
@@ -69,16 +72,16 @@ def difference_lines(difference: Difference, *, with_tensors: bool = False) -> I
 
 
 def _draft_rows(config: DraftConfig) -> list[tuple[str, str]]:
-    depth = f" of {config.num_target_layers}" if config.num_target_layers is not None else ""
+    depth = f" of the target's {config.num_target_layers}" if config.num_target_layers is not None else " of the target"
     taps = ", ".join(map(str, config.target_layer_ids))
-    reduced = f", drafts over {config.draft_vocab_size} of them" if config.has_reduced_vocab else ""
+    reduced = f", of which the draft can propose {config.draft_vocab_size}" if config.has_reduced_vocab else ""
     rows = [
-        ("block", f"{config.block_size} ({config.num_draft_tokens} drafted after the anchor)"),
-        ("taps", f"layers {taps}{depth} of the target, counted from 0: the draft reads their outputs"),
-        ("mask", f"token {config.mask_token_id}"),
+        ("block", f"{config.block_size} tokens: the last committed one and {config.num_draft_tokens} drafted ones"),
+        ("tapped", f"layers {taps}{depth} (counted from 0); their outputs feed the draft"),
+        ("mask", f"token id {config.mask_token_id}"),
         ("attention", describe_layers(config)),
         ("rope", _rope(config)),
-        ("sizes", f"{_sizes(config)}, {config.num_taps} taps of {config.feature_size}"),
+        ("sizes", f"{_sizes(config)}, {config.num_taps} tapped layers of width {config.feature_size}"),
         ("vocabulary", f"{config.vocab_size} ids{reduced}"),
     ]
     if config.verifier is not None:
@@ -99,8 +102,8 @@ def _target_rows(config: TargetConfig) -> list[tuple[str, str]]:
 
 def _sizes(config: DraftConfig | TargetConfig) -> str:
     return (
-        f"{config.num_layers} layers, hidden {config.hidden_size}, intermediate {config.intermediate_size}, "
-        f"heads {config.num_heads}/{config.num_kv_heads} of {config.head_dim}"
+        f"{config.num_layers} layers, hidden size {config.hidden_size}, intermediate size {config.intermediate_size}, "
+        f"{config.num_heads} attention and {config.num_kv_heads} KV heads of {config.head_dim}"
     )
 
 

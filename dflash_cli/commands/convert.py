@@ -1,4 +1,4 @@
-"""`dflash convert`: write a draft in another dialect, with a manifest of what became of everything."""
+"""`dflash convert`: write a draft in another dialect, with a manifest of every key, tensor and file."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -11,12 +11,20 @@ import typer
 from dflash_cli import console
 from dflash_cli.conversion.request import ConversionRequest, Verification
 from dflash_cli.formats.dialect import get_writable, writable_formats
-from dflash_cli.options import CausalityOption, ForceOption, JsonOption, TargetOption, parse_size
+from dflash_cli.options import CausalityOption, ForceOption, JsonOption, parse_size
+from dflash_cli.parameters import ESSENTIALS
 
 if TYPE_CHECKING:
     from dflash_cli.conversion.byte_progress import Progress
     from dflash_cli.conversion.changes import Change
     from dflash_cli.conversion.plan import ConversionPlan
+
+
+LEGEND = (
+    "kept: copied under its name; moved: in another place; renamed: under another name; split: rows of a fused tensor; "
+    "derived: made for the new dialect; dropped: not in the result"
+)
+"""What the words mean that `--dry-run` prints before each key, tensor and file."""
 
 
 def _check_dialect(name: str) -> str:
@@ -28,38 +36,65 @@ def _complete_dialect(typed: str) -> list[tuple[str, str]]:
     return [(item.name, item.title) for item in writable_formats() if item.name.startswith(typed)]
 
 
-SourceArg = Annotated[str, typer.Argument(metavar="SRC", help="Draft: a directory, org/repo[@rev], or tiny.")]
-DestinationArg = Annotated[Path, typer.Argument(metavar="DST", help="Directory to write, in a folder that exists.")]
+SourceArg = Annotated[
+    str, typer.Argument(metavar="SRC", help="Draft to convert: a directory, org/repo[@revision], or tiny.")
+]
+DestinationArg = Annotated[Path, typer.Argument(metavar="DST", help="Directory to create, in a folder that exists.")]
 ToOption = Annotated[
     str,
     typer.Option(
         "--to",
         metavar="DIALECT",
-        help=f"Dialect to write: {', '.join(item.name for item in writable_formats())}. One that is named after an "
-        "engine is the native dialect with every field set so that this engine reads the draft as it was trained.",
+        help=f"Dialect to write: {', '.join(item.name for item in writable_formats())}. A dialect named after an "
+        "engine is the native one with every key set so that the engine reads the draft as it was trained.",
         callback=_check_dialect,
         autocompletion=_complete_dialect,
     ),
 ]
+TargetOption = Annotated[
+    str | None,
+    typer.Option(
+        "--target",
+        "-t",
+        metavar="TARGET",
+        help="Target of the draft, from which DST gets what SRC does not state, and with whose tensors SRC is compared "
+        "before tensors are dropped: a directory, org/repo[@revision], or tiny.",
+        rich_help_panel=ESSENTIALS,
+    ),
+]
 VerifierOption = Annotated[
     str | None,
-    typer.Option("--verifier", metavar="NAME", help="Name to store for the target. Default: its hub id."),
+    typer.Option(
+        "--verifier", metavar="NAME", help="Name to store for the target (its verifier). Default: its hub id."
+    ),
 ]
 VerifyOption = Annotated[
     Verification,
-    typer.Option("--verify", help="roundtrip reads the result back; logits also runs both on the CPU and compares."),
+    typer.Option(
+        "--verify",
+        help="How to check the result: roundtrip reads it back; logits also runs SRC and DST on the CPU and compares "
+        "their logits; none does neither.",
+    ),
 ]
-DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and write nothing.")]
-LossyOption = Annotated[bool, typer.Option("--allow-lossy", help="Leave out what the other dialect cannot state.")]
+DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Show what would be done, and write nothing.")]
+LossyOption = Annotated[
+    bool,
+    typer.Option(
+        "--allow-lossy", help="Convert even where the new dialect cannot hold all of the draft's settings or tensors."
+    ),
+]
 TapsOption = Annotated[
-    bool, typer.Option("--normalise-taps", help="Put taps in ascending order, once each, and fc.weight with them.")
+    bool,
+    typer.Option(
+        "--normalise-taps", help="Sort the tapped target layers, list each once, and reorder fc.weight to match."
+    ),
 ]
 ShardOption = Annotated[
     str | None,
     typer.Option(
         "--max-shard-size",
         metavar="SIZE",
-        help="Weights a file at most, such as 500M or 5G, in units of 1,024. Default: the files of SRC.",
+        help="Largest size of a weight file, such as 500M or 5G, in units of 1,024. Default: the same files as SRC.",
     ),
 ]
 
@@ -79,7 +114,10 @@ def convert(
     force: ForceOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Write a draft in another dialect, byte for byte, with a manifest of what became of everything."""
+    """Convert a draft to another dialect, a checkpoint format. Tensors are copied byte for byte.
+
+    conversion.json in the result lists what became of every config key, tensor and file.
+    """
     from dflash_cli.checkpoints.opening import open_draft, open_target
     from dflash_cli.checkpoints.references import TINY, Role, fetch_directory, is_bundled
     from dflash_cli.conversion.execute import convert_draft
@@ -119,6 +157,7 @@ def _show_dry_run(plan: "ConversionPlan", *, as_json: bool) -> None:
     if as_json:
         console.result_json({"dry_run": True, **plan.to_json()})
         return
+    console.status(LEGEND)
     for change in (*plan.key_changes, *plan.tensor_changes, *plan.file_changes):
         is_same = change.result in (None, change.source)
         names = change.source if is_same else f"{change.source or '-'} -> {change.result}"
@@ -130,7 +169,7 @@ def _show_dry_run(plan: "ConversionPlan", *, as_json: bool) -> None:
 def _summary(plan: "ConversionPlan") -> str:
     keys, tensors = _counts(plan.key_changes), _counts(plan.tensor_changes)
     return (
-        f"{plan.draft.format.name} -> {plan.format.name}: tensors {tensors}; keys {keys}; "
+        f"{plan.draft.format.name} -> {plan.format.name}: tensors {tensors}; config keys {keys}; "
         f"{plan.num_bytes / 1e6:.1f} MB of weights"
     )
 
@@ -142,7 +181,7 @@ def _counts(changes: "Sequence[Change]") -> str:
 
 @contextmanager
 def _bars() -> "Iterator[Progress]":
-    """One bar a stage, in bytes."""
+    """A progress bar for each stage of the conversion, in bytes."""
     with console.progress() as display:
         tasks: dict[str, Any] = {}
 

@@ -1,4 +1,4 @@
-"""`dflash diagnose`: why a draft accepts little, in one sentence."""
+"""`dflash diagnose`: why few of a draft's tokens are accepted, in one sentence."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -17,13 +17,16 @@ FOUND = 3
 
 NumPromptsOption = Annotated[
     int,
-    typer.Option("--num-prompts", min=4, metavar="N", help="How many prompts to make where --prompts is not given."),
+    typer.Option("--num-prompts", min=4, metavar="N", help="How many prompts to make up if --prompts is not given."),
 ]
 MaxNewTokensOption = Annotated[
-    int, typer.Option("--max-new-tokens", "-n", min=8, metavar="N", help="Tokens to generate a prompt.")
+    int, typer.Option("--max-new-tokens", "-n", min=8, metavar="N", help="Generate N tokens for each prompt.")
 ]
 DeviceOption = Annotated[
-    str, typer.Option("--device", metavar="DEVICE", help="auto, cpu, cuda or cuda:N.", rich_help_panel=ENGINE)
+    str,
+    typer.Option(
+        "--device", metavar="DEVICE", help="Device to run on: auto, cpu, cuda or cuda:N.", rich_help_panel=ENGINE
+    ),
 ]
 
 
@@ -37,9 +40,11 @@ def diagnose(
     threads: ThreadsOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Find out why a draft accepts little: headers, weights, fit with the target, and other readings of its config.
+    """Find out why few of a draft's tokens are accepted.
 
-    Ends in one sentence with the cause and the next step; exit 3 where there is a cause.
+    Checks headers, weights and the fit with the target, then runs the pair with the draft's config as it is and with
+    one setting changed at a time. Prints one sentence with the cause and the next step; exits with 3 if it finds a
+    cause.
     """
     from dflash_cli.generation.announcements import announce_loading
 
@@ -91,7 +96,7 @@ def diagnose(
 
 
 def _open_draft(location: Path) -> "DraftCheckpoint | None":
-    """The draft; None where its config cannot be read, which the rules then explain."""
+    """The draft; None if its config cannot be read, in which case the findings of the rules say why."""
     from dflash_cli.checkpoints.opening import open_draft
 
     try:

@@ -1,4 +1,4 @@
-"""`dflash env`: what this installation is made of, for a bug report."""
+"""`dflash env`: versions, devices and settings of this installation, for a bug report."""
 
 from dflash_cli import console
 from dflash_cli.options import JsonOption
@@ -16,7 +16,7 @@ def env(as_json: JsonOption = False) -> None:
         console.result(f"{'python':16} {found.python} ({interpreter()}), {found.platform}")
         for name, version in found.packages.items():
             console.result(f"{name:16} {version or 'not installed'}")
-        gpus = "not known: no nvidia-smi" if found.gpus is None else "; ".join(found.gpus) or "none"
+        gpus = "unknown: nvidia-smi not found" if found.gpus is None else "; ".join(found.gpus) or "none"
         console.result(f"{'gpu':16} {gpus}")
         free = f", {found.cache_bytes_free / 2**30:.0f} GiB free" if found.cache_bytes_free is not None else ""
         console.result(f"{'hub cache':16} {found.cache}{free}")

@@ -1,4 +1,4 @@
-"""`dflash eval-acceptance`: how many tokens a step a pair gives, and how sure that is."""
+"""`dflash eval-acceptance`: how many tokens a pair commits per step, with a confidence interval."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -30,24 +30,28 @@ if TYPE_CHECKING:
 
 NumPromptsOption = Annotated[
     int | None,
-    typer.Option("--num-prompts", min=1, metavar="N", help="Use the first N prompts.", rich_help_panel=ESSENTIALS),
+    typer.Option("--num-prompts", min=1, metavar="N", help="Use only the first N prompts.", rich_help_panel=ESSENTIALS),
 ]
 MinAcceptanceOption = Annotated[
     float | None,
     typer.Option(
-        "--min-acceptance", metavar="X", help="Exit 3 when the acceptance length is below X.", rich_help_panel=MEASURING
+        "--min-acceptance",
+        metavar="X",
+        help="Exit with 3 if the acceptance length is below X.",
+        rich_help_panel=MEASURING,
     ),
 ]
 GateOption = Annotated[
     Literal["point", "lower"],
     typer.Option(
         "--gate",
-        help="What --min-acceptance is held against: the length, or the lower end of its interval.",
+        help="Compare --min-acceptance with the acceptance length (point) or the lower end of its interval (lower).",
         rich_help_panel=MEASURING,
     ),
 ]
 ConfidenceOption = Annotated[
-    float, typer.Option("--confidence", metavar="X", help="Level of the interval.", rich_help_panel=MEASURING)
+    float,
+    typer.Option("--confidence", metavar="X", help="Confidence level of the interval.", rich_help_panel=MEASURING),
 ]
 BootstrapOption = Annotated[
     int,
@@ -55,7 +59,7 @@ BootstrapOption = Annotated[
         "--bootstrap",
         min=0,
         metavar="N",
-        help="Resamples of the prompts from which the interval is taken; 0 leaves it out.",
+        help="Bootstrap resamples behind the interval; 0 leaves the interval out.",
         rich_help_panel=MEASURING,
     ),
 ]
@@ -64,17 +68,21 @@ RowsOption = Annotated[
     typer.Option(
         "--rows",
         metavar="FILE",
-        help="Keep each answer's tokens and steps as they come, as JSON Lines.",
+        help="Write each answer with its tokens and steps to FILE as it ends, as JSON Lines.",
         rich_help_panel=ESSENTIALS,
     ),
 ]
 ResumeOption = Annotated[
     bool,
-    typer.Option("--resume", help="Go on from --rows: ask only what is not in it yet.", rich_help_panel=ESSENTIALS),
+    typer.Option(
+        "--resume",
+        help="Continue an interrupted run: answer only prompts that the --rows file lacks.",
+        rich_help_panel=ESSENTIALS,
+    ),
 ]
 AllOption = Annotated[
     bool,
-    typer.Option("--all", help="Show the length by the definition of each other project too.", rich_help_panel=OUTPUT),
+    typer.Option("--all", help="Also show the figure by the definition of each other project.", rich_help_panel=OUTPUT),
 ]
 ReportOption = Annotated[
     Path | None,
@@ -105,14 +113,14 @@ def eval_acceptance(
     force: ForceOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure the acceptance length of a draft: the tokens that a step commits on average, and how sure that is.
+    """Measure the acceptance length of a draft: how many tokens a step commits on average, with an interval.
 
-    Without --prompts the bundled prompts are used, 64 pieces of Python.
+    Without --prompts, the bundled prompts are used: 64 pieces of Python.
     """
     if not 0 < confidence < 1:
         raise UsageError(f"--confidence {confidence:g}, expected a number between 0 and 1")
     if engine.num_speculative_tokens == 0:
-        raise UsageError("-k 0 decodes plainly, so there is no acceptance to measure")
+        raise UsageError("-k 0 runs without a draft, so there is no acceptance to measure")
     if resume and rows_file is None:
         raise UsageError("--resume needs --rows FILE to resume from")
     params, config = sampling.params(max_new_tokens), engine.config()
@@ -124,7 +132,7 @@ def eval_acceptance(
     if report is not None:
         check_output(report, force=force)
     if rows_file is not None:
-        hint = "pass --resume to go on from it, or --force to replace it"
+        hint = "pass --resume to continue it, or --force to replace it"
         check_output(rows_file, force=force or resume, hint=hint)
     rows = gather_rows([], prompts, default=tiny_directory() / "prompts.jsonl")[:num_prompts]
     announce_loading(draft, target, device=config.device)

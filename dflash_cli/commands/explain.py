@@ -1,4 +1,4 @@
-"""`dflash explain`: what a validation rule is about, offline."""
+"""`dflash explain`: what a validation rule checks and why; works offline."""
 
 import difflib
 import textwrap
@@ -13,20 +13,24 @@ from dflash_cli.validation.rule import GENERIC_WORDS, Rule, Severity, all_rules,
 from dflash_runtime.errors import UsageError
 
 WIDTH = 78
-RuleArg = Annotated[str | None, typer.Argument(metavar="[ID]", help="A rule, such as C20. Without it, all are listed.")]
+RuleArg = Annotated[
+    str | None, typer.Argument(metavar="[ID]", help="Id of a rule, such as C20. Default: list all rules.")
+]
 EngineOption = Annotated[
     str | None,
-    typer.Option("--engine", "-e", metavar="NAME,...", help=f"List the rules about an engine: {known_engines()}."),
+    typer.Option(
+        "--engine", "-e", metavar="NAME,...", help=f"List only the rules about these engines: {known_engines()}."
+    ),
 ]
 SeverityOption = Annotated[
-    Severity | None, typer.Option("--severity", help="List the rules of one severity.", show_default=False)
+    Severity | None, typer.Option("--severity", help="List only the rules of one severity.", show_default=False)
 ]
 
 
 def explain(
     rule: RuleArg = None, engine: EngineOption = None, severity: SeverityOption = None, as_json: JsonOption = False
 ) -> None:
-    """Explain a rule of `dflash validate`, or list them by theme."""
+    """Explain a rule that `dflash validate` checks, or list all rules by theme."""
     if rule is None:
         names = {item.name for item in parse_engines(engine)}
         chosen = [
@@ -37,7 +41,7 @@ def explain(
         _list(chosen, as_json=as_json)
         return
     if engine is not None or severity is not None:
-        raise UsageError("--engine and --severity choose from the list, which an ID leaves no room for")
+        raise UsageError("--engine and --severity filter the list of rules; leave them out to explain one rule")
     found = _find(rule)
     if as_json:
         console.result_json(found.to_json())
@@ -56,11 +60,11 @@ def explain(
 
 
 def severity_text(rule: Rule) -> str:
-    """`error, where vllm is named; otherwise warning` for a rule about engines."""
+    """`error if vllm is named; otherwise warning` for a rule about engines."""
     if not rule.engines:
         return rule.severity
     otherwise = f"; otherwise {rule.unnamed}" if rule.unnamed is not None else ""
-    return f"{rule.severity}, where {' or '.join(rule.engines)} is named{otherwise}"
+    return f"{rule.severity} if {' or '.join(rule.engines)} is named by --engine{otherwise}"
 
 
 def _find(name: str) -> Rule:

@@ -1,4 +1,4 @@
-"""`dflash generate`: complete prompts with a pair."""
+"""`dflash generate`: generate text with a pair."""
 
 import time
 from contextlib import ExitStack
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from dflash_runtime.lossless import Lossless
 
 PromptArg = Annotated[
-    list[str] | None, typer.Argument(metavar="PROMPT", help="Text to complete; - reads it from stdin.")
+    list[str] | None, typer.Argument(metavar="PROMPT", help="Text to continue; - reads it from stdin.")
 ]
 OutputOption = Annotated[
     str | None,
@@ -41,7 +41,7 @@ OutputOption = Annotated[
         "--output",
         "-o",
         metavar="FILE",
-        help="Write an answer a line, as JSON; - writes them to stdout.",
+        help="Write the answers to FILE as JSON Lines; - writes them to stdout.",
         rich_help_panel=ESSENTIALS,
     ),
 ]
@@ -49,7 +49,8 @@ TraceOption = Annotated[
     bool,
     typer.Option(
         "--trace",
-        help="Show what was drafted, accepted and replaced, step by step; in --output and --json as well.",
+        help="Show each step: the drafted tokens that were accepted, the target's own token, and the drafted token it "
+        "replaced. Adds them to --output and --json too.",
         rich_help_panel=OUTPUT,
     ),
 ]
@@ -57,7 +58,7 @@ LosslessOption = Annotated[
     bool,
     typer.Option(
         "--check-lossless",
-        help="Hold each token against plain decoding; exit 3 where one differs by more than rounding.",
+        help="Compare each token with the target's own choice; exit with 3 if one differs by more than rounding.",
         rich_help_panel=OUTPUT,
     ),
 ]
@@ -81,14 +82,15 @@ def generate(
     force: ForceOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Complete prompts: text to stdout as it is committed, one line of statistics to stderr.
+    """Generate text with a pair: a target and the draft made for it.
 
-    Without --draft and --target the bundled pair runs.
+    Text goes to stdout as it is generated, one line of statistics to stderr. Without --draft and --target, the bundled
+    pair runs.
     """
     if as_json and output == "-":
         raise UsageError("--json and --output - both write to stdout")
     if check_lossless and sampling.temperature > 0:
-        raise UsageError("--check-lossless judges greedy output; a sampled token has no one right choice")
+        raise UsageError("--check-lossless needs --temperature 0: a sampled token has no single right value")
     params, config = sampling.params(max_new_tokens), engine.config()
     from dflash_cli.generation.announcements import announce_loading, suggest_diagnosis
     from dflash_cli.generation.atomic_file import check_output
@@ -129,7 +131,7 @@ def generate(
 
 
 def _drain(events: "Iterator[Event]", sinks: "Sequence[Sink]") -> bool:
-    """Feed every sink; true where the run was interrupted, in which case what is finished is kept."""
+    """Pass every event to every sink; returns whether the run was interrupted. Finished answers stay either way."""
     try:
         for event in events:
             for sink in sinks:
@@ -144,11 +146,11 @@ def _note_draft_among_prompts(prompts: "Sequence[str]") -> None:
     from dflash_cli.checkpoints.references import is_bundled
 
     if len(prompts) == 1 and (is_bundled(prompts[0]) or (Path(prompts[0]) / "config.json").is_file()):
-        console.note(f"{prompts[0]} is taken as the prompt; to run it as the draft, add --draft {prompts[0]}")
+        console.note(f"{prompts[0]} was read as a prompt; to run it as the draft, pass --draft {prompts[0]}")
 
 
 def _finish(tally: "Tally", interrupted: bool, lossless: "Lossless | None") -> None:
-    """Say what did not go well, and stop with the exit code it has."""
+    """Print errors of single requests, and exit with the code that the worst outcome has."""
     for answer in tally.answers:
         if answer.output.error is not None:
             console.error(answer.output.error)

@@ -1,4 +1,4 @@
-"""`dflash inspect`: what a checkpoint is, or how two differ."""
+"""`dflash inspect`: describe a checkpoint, or show how two differ."""
 
 from pathlib import Path
 from typing import Annotated
@@ -9,9 +9,13 @@ from dflash_cli import console
 from dflash_cli.options import JsonOption
 from dflash_runtime.errors import UsageError
 
-ReferenceArg = Annotated[str, typer.Argument(metavar="REF", help="A directory, org/repo[@rev], or tiny.")]
-OtherArg = Annotated[str | None, typer.Argument(metavar="REF2", help="Show the differences to this one.")]
-TensorsOption = Annotated[bool, typer.Option("--tensors", help="List every tensor; with two, every one that differs.")]
+ReferenceArg = Annotated[str, typer.Argument(metavar="REF", help="A directory, org/repo[@revision], or tiny.")]
+OtherArg = Annotated[
+    str | None, typer.Argument(metavar="REF2", help="Second checkpoint: show how it differs from the first.")
+]
+TensorsOption = Annotated[
+    bool, typer.Option("--tensors", help="List every tensor; with two checkpoints, every tensor that differs.")
+]
 
 
 def inspect(
@@ -50,7 +54,7 @@ def _compare_two(reference: str, other: str, *, with_tensors: bool, as_json: boo
 
     first, second = (describe(fetch_directory(item, Role.DRAFT)) for item in (reference, other))
     if type(first.config) is not type(second.config):
-        raise UsageError(f"{reference} is a {first.kind} and {other} a {second.kind}: nothing to compare")
+        raise UsageError(f"{reference} is a {first.kind} and {other} is a {second.kind}: they cannot be compared")
     difference = compare(first, second)
     if as_json:
         console.result_json(difference.to_json())

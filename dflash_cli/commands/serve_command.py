@@ -1,4 +1,4 @@
-"""`dflash serve-command`: the command that starts an engine with a pair. It prints and never runs anything."""
+"""`dflash serve-command`: print the command that starts an engine with a pair. Nothing is run."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,11 +25,19 @@ from dflash_runtime.errors import CheckpointError, UnsupportedError, UsageError
 
 EngineOption = Annotated[
     str,
-    typer.Option("--engine", "-e", metavar="NAME[@RELEASE],...", help=f"Engines to start: {known_engines()}."),
+    typer.Option(
+        "--engine", "-e", metavar="NAME[@RELEASE],...", help=f"Engines to print the command for: {known_engines()}."
+    ),
 ]
 TokensOption = Annotated[
     int | None,
-    typer.Option("--num-speculative-tokens", "-k", min=1, metavar="K", help="Default: the trained block less one."),
+    typer.Option(
+        "--num-speculative-tokens",
+        "-k",
+        min=1,
+        metavar="K",
+        help="Tokens to draft in each step. Default: the draft's block size minus one.",
+    ),
 ]
 
 
@@ -40,7 +48,10 @@ def serve_command(
     num_speculative_tokens: TokensOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Print the command that serves a pair, with the K that the engine counts in."""
+    """Print the command that serves a pair with an engine. Nothing is run.
+
+    Engines count drafted tokens differently; each command has the number that its engine expects.
+    """
     engines = parse_engines(engine)
     if not engines:
         raise UsageError(f"--engine {engine!r}, expected an engine (known: {known_engines()})")
@@ -88,7 +99,9 @@ def _served_pair(subject: Subject, report: Report, target: str) -> ServedPair:
     config, asked = subject.parsed.config, subject.num_speculative_tokens
     most = config.num_draft_tokens
     if asked is not None and asked > most:
-        raise UsageError(f"{asked} speculative tokens, expected at most {most}: the trained block")
+        raise UsageError(
+            f"{asked} speculative tokens, expected at most {most}: the draft was trained for blocks of {most + 1}"
+        )
     return ServedPair(
         draft=subject.served_name,
         target=target,
@@ -123,6 +136,6 @@ def _refusal(verdict: Verdict, report: Report) -> UnsupportedError | CheckpointE
         return None
     about_engine = [item for item in stopping if item.engines or item.stage == "identity"]
     first: Finding = (about_engine or stopping)[0]
-    text = f"{verdict.engine} cannot serve it: {first.id} {first.location}: {first.message}"
+    text = f"{verdict.engine} cannot serve the draft: {first.id} {first.location}: {first.message}"
     kind = UnsupportedError if about_engine and len(about_engine) == len(stopping) else CheckpointError
     return kind(text, hint=first.fix)

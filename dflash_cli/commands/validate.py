@@ -1,4 +1,4 @@
-"""`dflash validate`: is this draft sound, does it fit the target, what will engines make of it."""
+"""`dflash validate`: is a draft sound, does it fit its target, and which engines can serve it?"""
 
 import shutil
 import sys
@@ -39,27 +39,44 @@ EngineOption = Annotated[
         "--engine",
         "-e",
         metavar="NAME[@RELEASE],...",
-        help=f"Engines that must serve it: {known_engines()}.",
+        help=f"Engines that must be able to serve the draft: {known_engines()}.",
     ),
 ]
 LevelOption = Annotated[
     Level,
-    typer.Option("--level", help="headers reads no weights; weights reads them all; run tries other readings."),
+    typer.Option(
+        "--level",
+        help="headers reads configs and tensor headers; weights also reads every weight; run also runs the pair, with "
+        "the draft's config as it is and with one setting changed at a time.",
+    ),
 ]
-StrictOption = Annotated[bool, typer.Option("--strict", help="Fail on warnings too.")]
+StrictOption = Annotated[bool, typer.Option("--strict", help="Exit with 3 on warnings too.")]
 IgnoreOption = Annotated[
-    list[str] | None, typer.Option("--ignore", metavar="ID", help="Leave out a rule; may be repeated.")
+    list[str] | None, typer.Option("--ignore", metavar="ID", help="Skip the rule of this id; may be repeated.")
 ]
 FixOption = Annotated[
-    Path | None, typer.Option("--fix-out", metavar="DIR", help="Write a corrected copy, and say what is left.")
+    Path | None,
+    typer.Option("--fix-out", metavar="DIR", help="Write a corrected copy to DIR, and list what it could not correct."),
 ]
 TokensOption = Annotated[
     int | None,
-    typer.Option("--num-speculative-tokens", "-k", min=1, metavar="K", help="The K the engine will be started with."),
+    typer.Option(
+        "--num-speculative-tokens",
+        "-k",
+        min=1,
+        metavar="K",
+        help="Tokens that the engine will be told to draft in each step.",
+    ),
 ]
-DeviceOption = Annotated[str, typer.Option(metavar="DEVICE", help="For --level run: auto, cpu, cuda or cuda:N.")]
-NumPromptsOption = Annotated[int, typer.Option(min=4, help="For --level run without --prompts: how many to make.")]
-MaxNewOption = Annotated[int, typer.Option("--max-new-tokens", "-n", min=8, help="For --level run: tokens a prompt.")]
+DeviceOption = Annotated[
+    str, typer.Option(metavar="DEVICE", help="For --level run: device to run on: auto, cpu, cuda or cuda:N.")
+]
+NumPromptsOption = Annotated[
+    int, typer.Option(min=4, help="For --level run without --prompts: how many prompts to make up.")
+]
+MaxNewOption = Annotated[
+    int, typer.Option("--max-new-tokens", "-n", min=8, help="For --level run: tokens to generate for each prompt.")
+]
 
 
 def validate(
@@ -79,10 +96,10 @@ def validate(
     threads: ThreadsOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Check a draft, alone or against its target; exit 3 when something is wrong."""
+    """Check a draft, alone or with its target; exits with 3 if it finds an error."""
     engines = parse_engines(engine)
     if prompts is not None and level != "run":
-        raise UsageError("--prompts is for --level run")
+        raise UsageError("--prompts needs --level run")
     ignored = _ignored(ignore or [])
     find = partial(find_checkpoint, needs_weights=level != "headers" or fix_out is not None)
     pair: PairReferences[Location] = complete_pair(draft, target, find=find)
@@ -152,7 +169,7 @@ def _run(
 
 
 def _find_named_target(pair: PairReferences[Location]) -> "tuple[Location | None, str | None]":
-    """The target that the draft names, where its headers can be read, and what to tell the user of it."""
+    """The target that the draft names, None where its headers cannot be read, and a note about it for the user."""
     try:
         location = pair.find_target(find_checkpoint)
         open_target(open_checkpoint(location))
@@ -185,19 +202,19 @@ def _print(report: Report, *, is_target_missing: bool) -> None:
     against = f" against {report.target}" if report.target is not None else ""
     errors, warnings = report.count("error"), report.count("warning")
     console.result(
-        f"{report.path}: {report.dialect or 'not read'}, {report.num_rules} rules{against}: "
+        f"{report.path}: {report.dialect or 'unknown dialect'}, {report.num_rules} rules checked{against}: "
         f"{_plural(errors, 'error')}, {_plural(warnings, 'warning')}"
     )
     for note in report.notes:
         console.warn(note)
     if is_target_missing:
-        console.note("no --target given: nothing was checked against it")
+        console.note("no --target given, so the draft was not checked against its target")
 
 
 def print_finding(finding: Finding) -> None:
-    """A line that names id, severity, location and fault, then effect and fix below it.
+    """A line with id, severity, location and fault of a finding, then its effect and its fix, a line each.
 
-    Wrapped on a terminal; in a pipe each of them is one line, for grep.
+    Lines are wrapped on a terminal; in a pipe they are not, for grep.
     """
     named = f" [{', '.join(finding.engines)}]" if finding.engines else ""
     _say(f"{finding.id} {finding.severity:7} {finding.location}: {finding.message}{named}", "")
@@ -223,12 +240,12 @@ def _say(text: str, indent: str) -> None:
 def _print_search(report: Report) -> None:
     search = report.search
     assert search is not None
-    rows = [("as configured", f"{search.acceptance_len:.2f}", "", "")]
+    rows = [("its config as it is", f"{search.acceptance_len:.2f}", "", "")]
     for item in search.results:
         interval = item.interval
         span = f"{interval.low:+.2f} to {interval.high:+.2f}" if interval is not None else "too few prompts"
         rows.append((item.reading.name, f"{item.acceptance_len:.2f}", f"{item.difference:+.2f}", span))
-    console.table(("reading", "tokens a step", "difference", "95% interval"), rows)
+    console.table(("draft run with", "tokens per step", "change", "95% interval of the change"), rows)
 
 
 def _print_repaired(destination: Path, dialect: str, fixed: Sequence[str], after: Report) -> None:

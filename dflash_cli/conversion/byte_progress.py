@@ -1,4 +1,4 @@
-"""How a conversion tells how far it is."""
+"""How a conversion reports its progress."""
 
 from collections.abc import Callable
 
@@ -7,4 +7,4 @@ Progress = Callable[[str, int, int], None]
 
 
 def silent(stage: str, count: int, total: int) -> None:
-    """The progress that nobody watches."""
+    """Report nothing."""

@@ -11,21 +11,21 @@ ChangeKind = Literal["kept", "moved", "renamed", "split", "derived", "dropped"]
 WHY_DERIVED = {
     "target_layer_ids": "the dialects number layers differently, from 0 or from 1",
     "causal": "the dialects state causality in different keys",
-    "windows": "windows are stated by layer_types, sliding_window and use_sliding_window together",
-    "rope": "rope is stated in every spelling that readers look for",
-    "block_size": "also stated as the drafted tokens, one less than the block",
+    "windows": "layer_types, sliding_window and use_sliding_window state windows together",
+    "rope": "rope is stated under every key that some reader looks for",
+    "block_size": "also stated as the number of drafted tokens, the block size minus one",
     "num_target_layers": "taken from the target",
-    "verifier": "the name the target is known by",
-    "draft_vocab_size": "the target's whole vocabulary",
+    "verifier": "the name under which others find the target",
+    "draft_vocab_size": "the draft now proposes over the target's whole vocabulary",
 }
 WHY_DROPPED = {
     "auto_map": "names code in the source repository, which is not copied",
-    "_name_or_path": "says where the source was loaded from",
-    "tie_word_embeddings": "a draft has no embedding to tie",
+    "_name_or_path": "says only where the source was loaded from",
+    "tie_word_embeddings": "a draft has no embedding to tie its head to",
     "torch_dtype": "dtype says the same",
-    "max_anchors": "a training setting",
-    "attention_mode": "the numbers of heads say the same",
-    "attention_modes": "the numbers of heads say the same",
+    "max_anchors": "a setting of the training only",
+    "attention_mode": "the numbers of attention heads say the same",
+    "attention_modes": "the numbers of attention heads say the same",
     "partial_rotary_factor": "the draft rotates every dimension, and engines that read the key would not",
     "mrope_section": "the draft's positions have one dimension",
     "mrope_interleaved": "the draft's positions have one dimension",
@@ -34,7 +34,7 @@ WHY_DROPPED = {
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One key, tensor or file. `source` is None for what only the result has, `result` for what only the source had."""
+    """One key, tensor or file. `source` is None if only the result has it, `result` if only the source had it."""
 
     source: str | None
     result: str | None
@@ -78,9 +78,9 @@ def _change(key: str, value: Any, field: str | None, after: Mapping[str, Any], r
                 return Change(key, key, "kept")
             return Change(key, candidate, "moved" if _leaf(candidate) == leaf else "renamed")
     if homes:
-        return Change(key, homes[0], "derived", WHY_DERIVED.get(field or "", "written in this dialect's form"))
+        return Change(key, homes[0], "derived", WHY_DERIVED.get(field or "", "written in the form of the new dialect"))
     if key in after:
-        return Change(key, key, "derived", "stated anew by the writer")
+        return Change(key, key, "derived", "written anew for the new dialect")
     return Change(key, None, "dropped", WHY_DROPPED.get(leaf, f"{result_format.title} has no key for it"))
 
 
@@ -89,7 +89,7 @@ def _new_keys(after: Mapping[str, Any], reached: set[str | None], result_format:
     for key in after:
         if key not in reached:
             yield Change(
-                None, key, "derived", WHY_DERIVED.get(fields.get(key, ""), "stated for readers that look here")
+                None, key, "derived", WHY_DERIVED.get(fields.get(key, ""), "added for readers that look for it here")
             )
 
 

@@ -52,7 +52,7 @@ def convert_draft(
 
 
 def _verify(plan: ConversionPlan, stage: Path, verification: Verification, progress: Progress) -> dict[str, Any]:
-    """What the manifest says of the verification."""
+    """Verify the written result; returns what the manifest states about it."""
     if verification == "none":
         return {}
     verify_roundtrip(plan, stage, progress)

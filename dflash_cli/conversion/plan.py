@@ -115,7 +115,7 @@ def plan_conversion(draft: DraftCheckpoint, request: ConversionRequest) -> Conve
 
 
 def _state(config: DraftConfig, carried: Mapping[str, Any], result: Format) -> tuple[DraftConfig, Json, list[str]]:
-    """The draft as the dialect states it: canonical, as JSON, and what a user should know of its readers."""
+    """The draft in the new dialect: its canonical config, its JSON, and warnings about readers of that dialect."""
     result.refuse_misread(config)
     warnings = list(result.warnings(config, carried))
     config, carried = result.adapt(config, carried)
@@ -123,16 +123,16 @@ def _state(config: DraftConfig, carried: Mapping[str, Any], result: Format) -> t
 
 
 def _refuse_doubt(draft: DraftCheckpoint, result: Format) -> None:
-    """Refuse to write one of two contradicting values, or packed weights where no reader looks for them."""
+    """Refuse a source that contradicts itself on causality, or packed weights if the dialect cannot state them."""
     path = draft.checkpoint.config_path
     if draft.parsed.has_doubtful_causality:
         raise UnsupportedError(
-            f"{path}: is_causal and dflash_config.causal contradict each other, and the result can state one",
-            hint="--causality causal is what NeMo Automodel's JetSpec recipe trains; otherwise --causality non-causal",
+            f"{path}: is_causal and dflash_config.causal contradict each other, but the result can state only one",
+            hint="--causality causal for a draft of NeMo Automodel's JetSpec recipe, otherwise --causality non-causal",
         )
     if draft.quantization is not None and not result.allows_packed and draft.format.name != result.name:
         allowing = ", ".join(item.name for item in writable_formats() if item.allows_packed)
         raise LossyConversion(
-            f"{path}: quantised weights ({draft.quantization}), whose settings have no key in {result.title}",
-            hint=f"--to {allowing} copy them as they are",
+            f"{path}: quantised weights ({draft.quantization}), and {result.title} has no keys for their settings",
+            hint=f"to copy them as they are, convert with --to and one of {allowing}",
         )

@@ -1,7 +1,7 @@
-"""Write a corrected copy of a draft: mend the keys whose right value is beyond doubt, then convert, then look again.
+"""Write a corrected copy of a draft: correct the keys whose right value is beyond doubt, convert, validate again.
 
-What a conversion states anew by itself (both homes of a key, names of tensors, windows that take effect) is mended by
-it; what only a trainer can know is left and listed.
+The conversion itself corrects whatever it writes anew, such as a key that must stand in two places, names of tensors
+and windows without effect. What only the trainer can know is left as it is and listed.
 """
 
 import copy
@@ -27,7 +27,7 @@ from dflash_runtime.errors import CheckpointError, UnsupportedError, UsageError
 
 @dataclass(frozen=True, slots=True)
 class Repaired:
-    """A corrected copy. `fixed` are ids that are gone, `after` is the report on the copy."""
+    """A corrected copy. `fixed` are the ids of rules that it no longer breaks, `after` is the report on it."""
 
     destination: Path
     dialect: str
@@ -52,14 +52,14 @@ def repair_draft(request: ValidationRequest, before: Report, destination: Path, 
         UnsupportedError: the copy would lose something.
     """
     if not isinstance(request.draft, Path):
-        raise UsageError("--fix-out needs the whole draft, not its headers alone")
+        raise UsageError("--fix-out needs the whole draft, not only its headers")
     check_destination(destination, force=force)
     checkpoint = open_checkpoint(request.draft)
     checkpoint.config = mend(checkpoint.config, before.findings)
     try:
         draft = open_draft(checkpoint)
     except (CheckpointError, UnsupportedError) as error:
-        raise type_of(error)(f"{error.message}; this cannot be mended without knowing the draft") from error
+        raise type_of(error)(f"{error.message}; only whoever trained the draft can correct this") from error
     engines = [engine for engine in request.engines if isinstance(engine, ServingEngine)]
     dialect = choose_dialect(engines, draft.detection.format)
     target = open_target(open_checkpoint(request.target)) if isinstance(request.target, Path) else None

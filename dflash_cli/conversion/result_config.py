@@ -16,7 +16,7 @@ from dflash_runtime.config import DraftConfig, Verifier
 def result_config(
     draft: DraftCheckpoint, request: ConversionRequest, result: Format, dropped: Sequence[Change]
 ) -> tuple[DraftConfig, list[str]]:
-    """What the result will state, and what a user should know of it."""
+    """The canonical config of the result, and warnings for the user."""
     config = draft.config
     warnings: list[str] = []
     if request.target is not None and config.num_target_layers is None:
@@ -61,7 +61,7 @@ def _target_name(reference: str, directory: str) -> tuple[str, list[str]]:
     if is_hub_id(reference):
         return reference.partition("@")[0], []
     return directory, [
-        f"the target is stored as {directory!r}, its directory's name: vLLM wants ORG/REPO, see --verifier"
+        f"the target is stored as {directory!r}, the name of its directory; vLLM needs --verifier ORG/REPO"
     ]
 
 
@@ -71,5 +71,5 @@ def _without_scales(config: DraftConfig, result: Format) -> tuple[DraftConfig, l
     lost = [key for key, value in off.items() if getattr(config, key) != value]
     if not lost:
         return config, []
-    warning = f"scales are dropped ({', '.join(lost)}): the result embeds or weighs tokens differently"
+    warning = f"scales are left out ({', '.join(lost)}), so the converted draft computes other values"
     return replace(config, **off), [warning]

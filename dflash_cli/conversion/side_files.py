@@ -1,6 +1,6 @@
-"""What travels with a checkpoint besides config and weights: licence, card, tokenizer, a learned mask embedding.
+"""Files copied besides config and weights: licence, model card, tokenizer, a learned mask embedding.
 
-Everything else is left behind and listed, code and pickles above all.
+Every other file, code and pickles above all, is left out and listed in the manifest.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ CARD = "README.md"
 MANIFEST_FILE = "conversion.json"
 MASK_PICKLE = "mask_embedding.pt"
 MASK_TENSOR = "embedding"
-ALLOW_HINT = "--allow-lossy leaves it behind"
+ALLOW_HINT = "--allow-lossy converts without it"
 
 PAPERS = ("README*", "LICENSE*", "LICENCE*", "NOTICE*")
 TOKENIZER = (
@@ -45,14 +45,16 @@ class SideFile:
     @property
     def change(self) -> Change:
         """For the manifest."""
-        why = {"copy": "", "card": "with a section on this conversion", "tensor": "read without unpickling"}[self.how]
+        why = {"copy": "", "card": "with a section about this conversion", "tensor": "read without unpickling"}[
+            self.how
+        ]
         return Change(self.source.name, self.name, "kept" if self.source.name == self.name else "derived", why)
 
 
 def choose_side_files(
     draft: DraftCheckpoint, result: Format, *, allow_lossy: bool
 ) -> tuple[tuple[SideFile, ...], list[str]]:
-    """The files that travel beside config and weights, and what a user should know of them.
+    """The files copied beside config and weights, and warnings about them.
 
     Raises:
         UnsupportedError: a learned mask embedding that the result's readers would not find.
@@ -64,12 +66,12 @@ def choose_side_files(
     except UnsupportedError as error:
         if not allow_lossy:
             raise UnsupportedError(error.message, hint=ALLOW_HINT) from error
-        mask, warnings = None, ["the learned mask embedding is left behind: the result embeds its mask differently"]
+        mask, warnings = None, ["the learned mask embedding is left out: the result embeds masks differently"]
     return (files if mask is None else (*files, mask)), warnings
 
 
 def _copied_files(draft: DraftCheckpoint) -> Iterator[SideFile]:
-    """The papers, tokenizer files and settings of a source."""
+    """The cards, licences, tokenizer files and settings of a source."""
     path = draft.checkpoint.path
     patterns = (*PAPERS, *TOKENIZER, *SETTINGS)
     found = {item for pattern in patterns for item in path.glob(pattern) if item.is_file()}
@@ -89,9 +91,11 @@ def _find_mask(draft: DraftCheckpoint, result: Format) -> tuple[SideFile | None,
         if result.mask_file == "pickle":
             return SideFile(pickle, MASK_PICKLE), []
         if result.mask_file == "safetensors":
-            warning = f"{MASK_PICKLE} becomes {MASK_FILE}: vLLM and SGLang read the former only, see --to"
+            warning = (
+                f"{MASK_PICKLE} becomes {MASK_FILE}, which vLLM and SGLang do not read: each has a dialect of its own"
+            )
             return SideFile(pickle, MASK_FILE, "tensor", tensor), [warning]
-        raise UnsupportedError(f"{pickle}: a learned mask embedding, which {result.title} has no place for")
+        raise UnsupportedError(f"{pickle}: a learned mask embedding, which {result.title} cannot hold")
     if plain.exists():
         refuse_escape(path, plain)
         _check_mask(read_header(plain).get(MASK_TENSOR), plain, draft)
@@ -151,11 +155,11 @@ def _why(item: Path) -> str:
     if item.is_dir():
         return "a directory"
     if item.suffix == ".py":
-        return "code, which no reader of the result needs"
+        return "code, which is never copied"
     if item.suffix in PICKLE_SUFFIXES:
         return "a pickle file"
     if item.name == MANIFEST_FILE:
         return "the manifest of an earlier conversion"
     if item.suffix in (".safetensors", ".gguf"):
         return "weights that the checkpoint does not name"
-    return "no part of a checkpoint that readers know"
+    return "not a file that readers of a checkpoint look for"

@@ -40,7 +40,9 @@ def normalise_taps(
     warnings: list[str] = []
     if any(len(group) > 1 for group in groups):
         if projection.dtype not in ("F64", "F32", "BF16", "F16"):
-            raise UnsupportedError(f"{PROJECTION} is {projection.dtype}: blocks of repeated taps cannot be added")
+            raise UnsupportedError(
+                f"{PROJECTION} is {projection.dtype}: the columns of a layer that is tapped twice cannot be added"
+            )
         warnings = _check_rounding(blocks, allow_rounding=allow_rounding)
     made = MadeTensor(
         PROJECTION,
@@ -58,7 +60,7 @@ def _plain_projection(config: DraftConfig, tensors: Sequence[WrittenTensor]) -> 
     shape = (config.hidden_size, config.num_taps * config.feature_size)
     found = next((tensor for tensor in tensors if tensor.name == PROJECTION), None)
     if not isinstance(found, TensorInfo) or found.shape != shape or found.dtype in PACKED_DTYPES:
-        raise UnsupportedError(f"{PROJECTION}: packed weights cannot be put in the order of the taps")
+        raise UnsupportedError(f"{PROJECTION}: packed weights cannot be reordered to match the tapped layers")
     return found
 
 
@@ -121,7 +123,9 @@ def _check_rounding(blocks: _Blocks, *, allow_rounding: bool) -> list[str]:
     largest = blocks.largest_rounding()
     if largest == 0:
         return []
-    message = f"{PROJECTION}: the blocks of repeated taps add up to numbers that {blocks.info.dtype} rounds"
+    message = (
+        f"{PROJECTION}: the columns of a layer that is tapped twice add up to numbers that {blocks.info.dtype} rounds"
+    )
     if not allow_rounding:
         raise LossyConversion(f"{message}, by up to {largest:g}", hint="--allow-lossy rounds them")
     return [f"{message}, by up to {largest:g}"]

@@ -1,4 +1,4 @@
-"""Which tensors go along, which do not and what makes that safe, and into which files they go."""
+"""Which tensors are copied and into which files, which are left out, and why that is safe."""
 
 from collections.abc import Iterator, Sequence
 
@@ -18,7 +18,7 @@ ALLOW_HINT = "--allow-lossy converts without it"
 def drop_tensors(
     draft: DraftCheckpoint, skipped: Sequence[str], result: Format, target: TargetSource | None, *, allow_lossy: bool
 ) -> tuple[list[Change], list[str]]:
-    """The tensors that do not go along, each with the reason that makes it safe, and what a user should know of it.
+    """The tensors that are left out, each with the reason why that is safe, and warnings for the user.
 
     `skipped` names the tensors that readers skip.
 
@@ -29,7 +29,7 @@ def drop_tensors(
     names = draft.checkpoint.tensors
     is_full = not draft.config.has_reduced_vocab
     changes = [
-        Change(name, None, "dropped", "not the draft's: readers make it from the target or the config")
+        Change(name, None, "dropped", "readers make it from the target or the config")
         for name in skipped
         if name.startswith("verifier_") or name.endswith("rotary_emb.inv_freq")
     ]
@@ -42,7 +42,7 @@ def drop_tensors(
     if HEAD in names or not is_full:
         changes.append(_drop_copy(draft, result, target, HEAD))
     if not is_full:
-        changes += [Change(name, None, "dropped", "there is no reduced vocabulary any more") for name in maps]
+        changes += [Change(name, None, "dropped", "the result has no reduced vocabulary") for name in maps]
         warnings.append(_reduced_head_warning(draft))
     if EMBEDDING in names:
         change, warned = _drop_embedding(draft, result, target, allow_lossy=allow_lossy)
@@ -52,18 +52,20 @@ def drop_tensors(
 
 
 def keep_tensors(draft: DraftCheckpoint, dropped: Sequence[Change]) -> list[WrittenTensor]:
-    """The tensors that go along, in the order of the source's files."""
+    """The tensors that are copied, in the order of the source's files."""
     names = {change.source for change in dropped}
     in_order = sorted(draft.checkpoint.tensors.values(), key=lambda info: (str(info.file), info.begin))
     return [info for info in in_order if info.name not in names]
 
 
 def tensor_changes(draft: DraftCheckpoint, kept: Sequence[WrittenTensor]) -> Iterator[Change]:
-    """What became of each stored tensor that goes along."""
+    """What became of each stored tensor that is copied."""
     for tensor in kept:
         stored = draft.checkpoint.stored_rows(tensor.name)
         if isinstance(tensor, MadeTensor):
-            yield Change(stored.stored, tensor.name, "derived", "its blocks are put in the order of the taps")
+            yield Change(
+                stored.stored, tensor.name, "derived", "its columns are reordered to match the sorted tapped layers"
+            )
         elif stored.rows is not None:
             begin, end = stored.rows
             yield Change(stored.stored, tensor.name, "split", f"rows {begin} to {end - 1} of a fused projection")
@@ -108,7 +110,7 @@ def _reduced_head_warning(draft: DraftCheckpoint) -> str:
     config = draft.config
     return (
         f"the reduced head ({config.draft_vocab_size} of {config.vocab_size} ids) equals the target's rows and is "
-        f"dropped: the result proposes over the whole vocabulary, so what is drafted changes"
+        f"dropped: the converted draft proposes over the whole vocabulary, so its drafts change"
     )
 
 
@@ -117,14 +119,14 @@ def _drop_copy(draft: DraftCheckpoint, result: Format, target: TargetSource | No
     if target is None:
         raise LossyConversion(
             f"{path}: {name} can be dropped only if it equals the target's rows, and no target is given",
-            hint="pass --target REF to compare them",
+            hint="pass --target TARGET to compare them",
         )
     difference = find_difference(draft, name, target)
     if difference is not None:
         keepers = " or ".join(item.name for item in writable_formats() if item.keeps_head)
         raise LossyConversion(
             f"{path}: {name} cannot be dropped: {difference}",
-            hint=f"{result.title} has no place for it; --to {keepers} keeps it",
+            hint=f"{result.title} cannot hold it; --to {keepers} can",
         )
     return Change(name, None, "dropped", "equals the target's rows bit for bit")
 
@@ -133,8 +135,8 @@ def _drop_embedding(
     draft: DraftCheckpoint, result: Format, target: TargetSource | None, *, allow_lossy: bool
 ) -> tuple[Change, list[str]]:
     if allow_lossy:
-        warning = f"{EMBEDDING} is dropped: readers take the target's, and nothing compared the two"
-        return Change(EMBEDDING, None, "dropped", "readers take the target's (--allow-lossy)"), [warning]
+        warning = f"{EMBEDDING} is dropped: readers use the target's, which was not compared with it"
+        return Change(EMBEDDING, None, "dropped", "readers use the target's (--allow-lossy)"), [warning]
     try:
         return _drop_copy(draft, result, target, EMBEDDING), []
     except LossyConversion as error:

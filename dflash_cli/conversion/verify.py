@@ -21,10 +21,10 @@ def verify_roundtrip(plan: ConversionPlan, directory: Path, progress: Progress) 
     result = open_draft(directory)
     differing = differing_fields(plan.config, result.config, ignored=plan.format.unstated)
     if differing:
-        raise GateFailed(f"the result reads differently: {', '.join(differing)}")
+        raise GateFailed(f"the result reads back with other values of {', '.join(differing)}")
     written = result.checkpoint.tensors
     if set(written) != {info.name for info in plan.kept}:
-        raise GateFailed("the result holds other tensors than were planned")
+        raise GateFailed("the result does not hold the tensors that were planned")
 
     def advance(count: int) -> None:
         progress("verify", count, plan.num_bytes)

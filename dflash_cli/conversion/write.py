@@ -37,7 +37,7 @@ def check_destination(destination: Path, *, force: bool) -> None:
         (destination / name).exists() for name in ("config.json", MANIFEST_FILE)
     )
     if not is_checkpoint and not (destination.is_dir() and not any(destination.iterdir())):
-        raise UsageError(f"{destination}: is no checkpoint, and --force replaces nothing else")
+        raise UsageError(f"{destination}: is not a checkpoint, and --force replaces only checkpoints")
 
 
 def protect_inputs(destination: Path, plan: ConversionPlan) -> None:
@@ -49,7 +49,7 @@ def protect_inputs(destination: Path, plan: ConversionPlan) -> None:
     inputs = {"source": plan.draft.checkpoint} | ({"target": plan.target.checkpoint} if plan.target else {})
     for noun, checkpoint in inputs.items():
         if checkpoint.path.resolve().is_relative_to(destination.resolve()):
-            raise UsageError(f"{destination}: is or holds the {noun}, which the conversion would remove")
+            raise UsageError(f"{destination}: is or contains the {noun}, which the conversion would delete")
 
 
 @contextmanager
@@ -82,7 +82,7 @@ def staged(destination: Path, num_bytes: int) -> Iterator[Path]:
     try:
         free = shutil.disk_usage(parent).free
         if free < num_bytes:
-            raise CapacityError(f"{parent}: {free} bytes free, {num_bytes} needed")
+            raise CapacityError(f"{parent}: {free} bytes are free, but {num_bytes} are needed")
         stage.mkdir()
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):

@@ -23,7 +23,7 @@ Release = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class ServeCommand:
-    """What to type: `commands` in order, and `env` that the last of them needs."""
+    """The commands to type, in order, and the environment variables that the last of them needs."""
 
     commands: tuple[str, ...]
     num_draft_tokens: int
@@ -63,12 +63,12 @@ class ServedPair:
 
 @dataclass(frozen=True, slots=True)
 class ServingEngine:
-    """A serving engine at one release, which compares as a tuple and is empty where the engine has none.
+    """A serving engine at one release. The release is a tuple of numbers, empty if the engine has no releases.
 
     releases               those the rules speak of, oldest first; the last is assumed where none is given
     dialect                the dialect a draft is written in for it
     serves_as_is           dialects it serves without being rewritten
-    strictness             of several engines, the one that reads least decides which dialect suits them all
+    strictness             of several engines, the one with the highest decides the dialect that suits them all
     follows_reference      it reads drafts as z-lab's code does: the native dialect, and the target's head
     finds_by_architecture  it looks its model up under a name in `architectures`
     takes_other_widths     it serves a draft of another width than its target
@@ -108,7 +108,7 @@ def all_engines() -> tuple[type[ServingEngine], ...]:
 
 
 def engines_where(holds: Callable[[type[ServingEngine]], bool]) -> Callable[[], tuple[str, ...]]:
-    """For rules about what several engines have in common: their names, asked for when they are needed."""
+    """The names of all engines for which `holds` is true, computed when a rule about them is asked."""
     return lambda: tuple(engine.name for engine in all_engines() if holds(engine))
 
 
@@ -122,7 +122,7 @@ def parse_engines(text: str | None) -> tuple[ServingEngine, ...]:
     names = [engine.name for engine in engines]
     for name in names:
         if names.count(name) > 1:
-            raise UsageError(f"--engine: {name} is named twice, expected one release of each engine")
+            raise UsageError(f"--engine: {name} is given twice; name one release of each engine")
     return engines
 
 
@@ -160,7 +160,7 @@ def _parse(text: str) -> ServingEngine:
         raise UsageError(f"--engine: {release!r} is no release of {name} (known: {known_engines()})")
     numbers = tuple(int(part) for part in release.split("."))
     if not any(numbers[: len(item)] == item for item in engine.releases):
-        raise UsageError(f"--engine: nothing is known of {name} {release} (known: {known_engines()})")
+        raise UsageError(f"--engine: unknown release {name} {release} (known: {known_engines()})")
     return engine(numbers)
 
 

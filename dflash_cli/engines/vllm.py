@@ -397,8 +397,8 @@ class Vllm(EngineNative):
         yield from super().warnings(config, carried)
         if any(window is not None for window in config.windows) or any(config.causal):
             yield (
-                f"vLLM {release_text(WITHOUT_CAUSALITY)} reads neither windows nor causality, and would run every "
-                f"layer full and non-causal; use {release_text(RELEASES[-1])}"
+                f"vLLM {release_text(WITHOUT_CAUSALITY)} reads neither windows nor causality and runs every "
+                f"layer with full, non-causal attention; use {release_text(RELEASES[-1])}"
             )
         if len(set(config.windows)) > 1:
-            yield f"layers with and without a window: {NEWEST} needs VLLM_USE_V2_MODEL_RUNNER=1"
+            yield f"some layers have a window and some have none: {NEWEST} needs VLLM_USE_V2_MODEL_RUNNER=1"

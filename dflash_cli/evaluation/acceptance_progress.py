@@ -1,4 +1,4 @@
-"""A run's progress with the acceptance length so far and its interval, which costs nothing to keep up to date."""
+"""Progress of an evaluation, with the acceptance length so far and its interval, both kept up to date cheaply."""
 
 import math
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ class RunningAcceptance:
         self._tokens_squared = self._steps_squared = self._product = 0
 
     def add(self, output: RequestOutput) -> None:
-        """Count one request; one without verify steps says nothing."""
+        """Count one request; a request without verify steps is left out."""
         tokens, steps = sum(output.acceptance_lengths), len(output.acceptance_lengths)
         if not steps:
             return
@@ -57,7 +57,7 @@ class RunningAcceptance:
 
 
 class AcceptanceProgress:
-    """Shows how many answers there are and what they say: `12/64 prompts  3.41 [3.2, 3.6]  0:12 left`."""
+    """Shows answers and acceptance so far: `12/64 prompts  3.41 [3.2, 3.6]  0:12 left`."""
 
     def __init__(self, num_answers: int) -> None:
         self._acceptance = RunningAcceptance()

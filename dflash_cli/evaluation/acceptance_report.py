@@ -29,22 +29,22 @@ class Evaluation:
 
 
 def headline(evaluation: Evaluation) -> str:
-    """`acceptance length 3.52 [3.31, 3.74] of 8`."""
+    """`acceptance length 3.52 [3.31, 3.74], at most 8`."""
     total = evaluation.total
     block = total.counts.num_speculative_tokens + 1
-    return f"acceptance length {_length(total)} of {block}"
+    return f"acceptance length {_length(total)}, at most {block}"
 
 
 def legend(evaluation: Evaluation) -> str:
-    """What the headline counts, and what the most would be."""
+    """What the headline counts, and its largest possible value."""
     block = evaluation.total.counts.num_speculative_tokens + 1
     interval = evaluation.total.interval
     lines = [
-        "tokens a verify step gives on average, the target's own included: vLLM's definition",
-        f"{block} is the most a step can give",
+        "average number of tokens committed per verify step, the target's own token included (vLLM's definition)",
+        f"at most {block}: {block - 1} drafted tokens and the target's own",
     ]
     if interval is not None:
-        lines[1] += f"; in brackets the {100 * interval.confidence:g}% interval over prompts"
+        lines[1] += f"; in brackets, the {100 * interval.confidence:g}% interval over prompts"
     return "\n".join(lines)
 
 
@@ -76,7 +76,7 @@ def _position_table(total: Summary) -> Table:
             zip(counts.per_pos_accepted, counts.per_pos_acceptance_rates, total.conditional_rates, strict=False)
         )
     ]
-    return ("position", "accepted", "rate", "if the one before was", ""), rows
+    return ("position", "accepted", "share of steps", "share if the position before was accepted", ""), rows
 
 
 def _definition_table(total: Summary) -> Table:

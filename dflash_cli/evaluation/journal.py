@@ -1,4 +1,4 @@
-"""A file of answers that grows as they come, so that an interrupted evaluation can go on.
+"""A file to which each answer is appended as it ends, so that an interrupted evaluation can continue.
 
 The first line holds the settings; every further line is one answer. A line is written whole or, where the machine
 stopped in the middle of one, dropped when the file is read again.
@@ -43,12 +43,12 @@ class Journal:
                 self._read(path)
             elif not force:
                 raise UsageError(
-                    f"{path}: exists already", hint="pass --resume to go on from it, or --force to replace it"
+                    f"{path}: exists already", hint="pass --resume to continue it, or --force to replace it"
                 )
 
     @property
     def pending(self) -> list[PromptRow]:
-        """Rows with a turn still to answer."""
+        """Rows of which some turn is not answered yet."""
         return [
             row for row in self._rows if any((row.index, turn) not in self._answers for turn in range(row.num_turns))
         ]
@@ -91,11 +91,11 @@ class Journal:
             return
         settings = _parse(lines[0]).get("settings")
         if not isinstance(settings, dict):
-            raise UsageError(f"{path}: not a file of --rows, which starts with its settings")
+            raise UsageError(f"{path}: not a file written by --rows, whose first line holds settings")
         for key in sorted({*settings, *self._settings}):
             if settings.get(key) != self._settings.get(key):
                 raise UsageError(
-                    f"{path}: was made with {key} {settings.get(key)!r}, this run has {self._settings.get(key)!r}",
+                    f"{path}: made with {key} {settings.get(key)!r}, but this run has {self._settings.get(key)!r}",
                     hint="name another file with --rows",
                 )
         by_index = {row.index: row for row in self._rows}

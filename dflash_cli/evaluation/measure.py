@@ -19,10 +19,10 @@ from dflash_runtime.scheduling.request import SamplingParams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationRequest:
-    """What to ask, and how sure to be.
+    """Prompts, how to answer them, and the interval to compute.
 
-    `journal` keeps answers as they come; with `resume` those already in it are not asked again, with `force` alone
-    they are replaced.
+    Each answer is written to `journal` as it ends. With `resume`, prompts answered in that file are not run again; with
+    `force` alone, the file is replaced.
     """
 
     rows: Sequence[PromptRow]
@@ -65,17 +65,17 @@ def measure(
 
 
 def check_gate(evaluation: Evaluation, minimum: float, *, use_lower_bound: bool) -> None:
-    """Hold a threshold against the acceptance length, or against the lower end of its interval.
+    """Require that the acceptance length, or the lower end of its interval, is at least `minimum`.
 
     Raises:
-        GateFailed: it is below, or there is nothing to hold it against.
+        GateFailed: the value is below the minimum, or there were too few steps for one.
     """
     total = evaluation.total
     name = "lower confidence bound" if use_lower_bound else "acceptance length"
     lower = total.interval.low if total.interval is not None else None
     value = lower if use_lower_bound else total.counts.acceptance_len
     if value is None:
-        raise GateFailed(f"{name}: too few steps to say, expected at least {minimum:g}")
+        raise GateFailed(f"{name}: too few steps to measure, expected at least {minimum:g}")
     if value < minimum:
         raise GateFailed(f"{name} {value:.3f}, expected at least {minimum:g}")
 

@@ -1,7 +1,7 @@
 """Acceptance length and its uncertainty, from the verify steps of a set of requests.
 
-The unit of chance is the request, not the step: steps of one text resemble each other, so an interval over steps
-would be too narrow. Intervals are percentile bootstraps that draw whole requests. Source: Efron and Tibshirani 1993,
+Requests are resampled, not steps: steps of one text resemble each other, so an interval over steps would be too
+narrow. Intervals are percentile bootstraps that draw whole requests. Source: Efron and Tibshirani 1993,
 chapter 13; clusters as in Cameron, Gelbach and Miller 2008.
 """
 
@@ -62,14 +62,14 @@ class Summary:
 
 
 DEFINITIONS = {
-    "vllm": "1 + accepted / steps, pooled over steps, whole blocks (vLLM, speculators)",
-    "zlab": "mean over prompts of each prompt's mean step, cut at stops and limits (z-lab dflash 0.1.0)",
-    "zlab_untruncated": "mean over prompts of each prompt's mean step, whole blocks (z-lab, before 0.1.0)",
-    "sglang": "mean over prompts of tokens / steps, the prefill's token included (SGLang, per request)",
-    "committed": "tokens committed a step, pooled over steps, cut at stops and limits",
-    "mlx_ratio": "accepted drafts / tokens generated (dflash-mlx; a ratio, no length)",
+    "vllm": "1 + accepted / steps, over all steps, counting whole blocks (vLLM, speculators)",
+    "zlab": "mean over prompts of tokens / steps, not counting past the end of the answer (z-lab dflash 0.1.0)",
+    "zlab_untruncated": "mean over prompts of tokens / steps, counting whole blocks (z-lab, before 0.1.0)",
+    "sglang": "mean over prompts of answer tokens / steps, with the token after the prompt (SGLang, per request)",
+    "committed": "tokens / steps, over all steps, not counting past the end of the answer",
+    "mlx_ratio": "accepted tokens / generated tokens (dflash-mlx; a ratio, not a length)",
 }
-"""What each project calls acceptance, by our key for it."""
+"""How each project defines acceptance; the keys are those of the JSON output."""
 
 
 def summarise(
@@ -136,7 +136,7 @@ def count_steps(outputs: Sequence[RequestOutput]) -> StepCounts:
 
 
 def pooled_acceptance_len(counts: StepCounts) -> float:
-    """Tokens a step over these requests; 1, which is none accepted, where there was no step."""
+    """Tokens per step over these requests; without any step 1, the value for no accepted token."""
     num_steps = sum(steps for _, steps in counts)
     return sum(tokens for tokens, _ in counts) / num_steps if num_steps else 1.0
 

@@ -32,7 +32,7 @@ BODY_HOMES: Homes = {
 BODY_KEYS = frozenset(key for keys in BODY_HOMES.values() for key in keys) | {"tie_word_embeddings"}
 
 NEVER_CARRIED = frozenset({"auto_map", "_name_or_path", "architectures", "is_causal"})
-"""Keys that say where a file came from, name code that is not copied, or are stated anew by the writer."""
+"""Keys that say where a file came from, name code that is not copied, or are written anew by `write_config`."""
 
 NESTED = "dflash_config."
 """Prefix of carried keys that were found in the native `dflash_config` object."""
@@ -52,7 +52,9 @@ def write_body(config: DraftConfig) -> Json:
     """
     sizes = sorted({window for window in config.windows if window is not None})
     if len(sizes) > 1:
-        raise LossyConversion(f"windows {sizes}: the layers differ, and a config has one sliding_window for all")
+        raise LossyConversion(
+            f"windows {sizes}: the layers have different ones, but a config states one sliding_window"
+        )
     return {
         "model_type": config.model_type,
         "hidden_size": config.hidden_size,
@@ -76,18 +78,20 @@ def write_body(config: DraftConfig) -> Json:
 
 
 def refuse_unserved(config: Mapping[str, Any]) -> None:
-    """Refuse what would be misread if it were ignored: drafts with their own embedding or head.
+    """Refuse drafts with an embedding or a head of their own, which would compute something else without it.
 
     Raises:
         UnsupportedError: naming the key.
     """
     for key in ("has_embed_tokens", "has_lm_head", "has_own_lm_head"):
         if config.get(key):
-            raise UnsupportedError(f"{key}: the draft brings weights that DFlash borrows from the target")
+            raise UnsupportedError(
+                f"{key}: the draft has its own weights where a DFlash draft uses those of the target"
+            )
 
 
 def carried_keys(config: Mapping[str, Any], consumed: Iterable[str], prefix: str = "") -> Json:
-    """The keys of an object that the reader did not consume, prefixed with their container."""
+    """The keys of an object that the reader does not use, prefixed with the name of their container."""
     skipped = {*consumed, *NEVER_CARRIED}
     return {prefix + key: value for key, value in config.items() if key not in skipped}
 

@@ -32,8 +32,8 @@ MaskFile = Literal["pickle", "safetensors"]
 class ParsedConfig:
     """A config read into canonical form.
 
-    `carried` holds keys with no home in the canonical form; they are reported by a conversion and kept where the
-    other dialect has room for them. Keys of the decoder body are plain, others are prefixed with the container they
+    `carried` holds keys that no canonical field stands for; a conversion reports them, and copies them if the other
+    dialect has a place for them. Keys of the decoder body are plain, others are prefixed with the container they
     were found in (`Format.own_prefix`). `notes` are sentences a user should see.
     """
 
@@ -53,7 +53,7 @@ class Format(ABC):
     homes               canonical field -> the dotted keys that state it here
     unstated            canonical fields that no key states
     containers          keys that hold an object of this dialect's own keys
-    own_prefix          what the carried keys that only this dialect has begin with, or nothing
+    own_prefix          prefix of carried keys that only this dialect has, or nothing
     keeps_head          whether its readers use a head, an embedding and an id map from the file
     sorts_taps          whether its readers put taps in ascending order, once each, whatever the file says
     mask_file           the form in which its readers find a learned mask embedding, None where they do not
@@ -101,22 +101,23 @@ class Format(ABC):
         """
         if self.sorts_taps and not taps_ascend(config):
             raise LossyConversion(
-                f"target_layer_ids {list(config.target_layer_ids)}: readers of {self.title} take the taps in ascending "
-                f"order, once each, and would mix up the columns of fc.weight",
-                hint="--normalise-taps puts them in order without changing the draft",
+                f"target_layer_ids {list(config.target_layer_ids)}: readers of {self.title} sort the tapped layers and "
+                f"drop repetitions, which mixes up the columns of fc.weight",
+                hint="--normalise-taps sorts them without changing what the draft computes",
             )
 
     def warnings(self, config: DraftConfig, carried: Mapping[str, Any]) -> Iterator[str]:
-        """What a user should know before serving a draft that was written in this dialect."""
+        """Warnings for a user who is about to serve a draft written in this dialect."""
         if config.num_target_layers is not None and config.num_target_layers - 1 in config.target_layer_ids:
             yield (
-                f"layer {config.num_target_layers - 1} is the target's last: it is kept; transformers gives its output "
-                f"after the final norm, vLLM before it, and SGLang 0.5.23 not at all for Qwen2, Qwen3 and Llama targets"
+                f"the draft taps layer {config.num_target_layers - 1}, the target's last, whose output engines treat "
+                f"differently: transformers passes it on after the final norm, vLLM before it, SGLang 0.5.23 not at "
+                f"all for Qwen2, Qwen3 and Llama targets"
             )
         if not self.sorts_taps and not taps_ascend(config):
             yield (
                 f"target_layer_ids {list(config.target_layer_ids)} are not in ascending order, once each: engines "
-                f"would mix up the columns of fc.weight; --normalise-taps puts them in order"
+                f"mix up the columns of fc.weight unless --normalise-taps sorts the list"
             )
 
 
@@ -127,7 +128,7 @@ PACKAGES = ("dflash_cli.formats", "dflash_cli.engines")
 
 @dataclass(frozen=True, slots=True)
 class Detection:
-    """Which dialect a checkpoint is written in, and what said so."""
+    """The dialect that a checkpoint is written in, and the sentence that names the evidence."""
 
     format: Format
     evidence: str
@@ -143,7 +144,7 @@ def detect(checkpoint: Checkpoint) -> Detection:
 
 
 def detect_from(config: Mapping[str, Any], tensor_names: frozenset[str], path: Path) -> Detection:
-    """`detect`, from what it looks at; `tensor_names` may be empty where headers cannot be read."""
+    """`detect`, from a config and tensor names; `tensor_names` may be empty if headers cannot be read."""
     found = find_dialect(config, tensor_names)
     if found is None:
         raise unknown_format(config, path)
@@ -161,7 +162,7 @@ def find_dialect(config: Mapping[str, Any], tensor_names: frozenset[str]) -> Det
 
 
 def unknown_format(config: Mapping[str, Any], path: Path) -> UnknownFormat:
-    """The error that says by what a draft would have been recognised."""
+    """The error that says what a draft would have been recognised by."""
     return UnknownFormat(
         f"{path}: not a DFlash draft (architectures {config.get('architectures')!r}, no dflash_config, no "
         f"speculators_model_type)",
@@ -203,7 +204,7 @@ def get_writable(name: str) -> Format:
         return found[name]
     known = ", ".join(found)
     if name in FORMATS:
-        raise UsageError(f"dialect {name!r} is only read, never written (written: {known})")
+        raise UsageError(f"dialect {name!r} can be read but not written (can be written: {known})")
     close = difflib.get_close_matches(name, found, n=1)
     guess = f"; did you mean {close[0]!r}?" if close else ""
     raise UsageError(f"unknown dialect {name!r}{guess} (known: {known})")

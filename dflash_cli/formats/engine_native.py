@@ -1,7 +1,7 @@
-"""The native dialect written for one serving engine, which applies settings that drafts are not trained with.
+"""The native dialect as one serving engine needs it, without settings that the engine would apply wrongly.
 
 Sources: vLLM 0.24.0 and 0.33.0 model_executor/models/qwen3_dflash.py and interfaces.py; SGLang 0.5.23
-models/dflash.py, models/qwen3.py. Both read a learned mask embedding from the pickle only.
+models/dflash.py, models/qwen3.py. Both read a learned mask embedding only from the pickle file.
 """
 
 from collections.abc import Iterator, Mapping
@@ -41,4 +41,4 @@ class EngineNative(Native):
         yield from super().warnings(config, carried)
         found = [key for key in PARTIAL_ROPE if key in carried or key in config.rope.params]
         if found:
-            yield f"{', '.join(found)}: left out, since the draft rotates every dimension and {self.engine} would not"
+            yield f"{', '.join(found)}: left out, since {self.engine} would apply it and the draft was trained without"

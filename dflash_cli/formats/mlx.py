@@ -45,4 +45,4 @@ class Mlx(Native):
     def warnings(self, config: DraftConfig, carried: Mapping[str, Any]) -> Iterator[str]:
         yield from super().warnings(config, carried)
         if any(window is not None for window in config.windows):
-            yield "bstnxbt/dflash-mlx ignores windows; z-lab's own MLX loader reads them"
+            yield "bstnxbt/dflash-mlx ignores sliding windows; z-lab's own MLX loader applies them"

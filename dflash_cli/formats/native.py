@@ -93,7 +93,9 @@ class Native(Format):
         layer_types = read_layer_types(config, body["num_layers"], path)
         causal, notes = read_causality(config, source.nested, layer_types, sliding_default=self.trains_causal)
         if config.get("model_type") == "gpt_oss" and config.get("layer_types") is None:
-            notes.append("no layer_types in a gpt_oss config: read as full attention, though its class alternates")
+            notes.append(
+                "a gpt_oss config without layer_types: taken as full attention, though the gpt_oss class alternates"
+            )
         depth = source.stated("num_target_layers")
         canonical = DraftConfig(
             **body,
@@ -151,13 +153,13 @@ class Native(Format):
         refuse_common(config)
         if config.has_reduced_vocab:
             raise LossyConversion(
-                f"draft_vocab_size {config.draft_vocab_size} of {config.vocab_size}: a native draft proposes over the "
-                f"target's whole vocabulary"
+                f"draft_vocab_size {config.draft_vocab_size} of {config.vocab_size}: a native draft must propose over "
+                f"the target's whole vocabulary"
             )
         if config.feature_size != config.hidden_size:
             raise LossyConversion(
-                f"target_hidden_size {config.target_hidden_size}: a native draft is as wide as its target, this one "
-                f"is {config.hidden_size}"
+                f"target_hidden_size {config.target_hidden_size}: a native draft must be as wide as its target, but "
+                f"this one's hidden_size is {config.hidden_size}"
             )
 
 
@@ -167,7 +169,8 @@ def refuse_common(config: DraftConfig) -> None:
         raise LossyConversion("sample_from_anchor: true: the native dialect has no key for it")
     if config.num_target_layers is None:
         raise UsageError(
-            "num_target_layers: the native dialect states it and this source does not", hint="pass --target REF"
+            "num_target_layers: the native dialect needs it, but the source does not state it",
+            hint="pass --target TARGET",
         )
 
 
@@ -175,13 +178,13 @@ def _refuse(source: NativeConfig) -> None:
     refuse_unserved(source.top)
     if source.nested.get("sample_from_anchor") or source.top.get("sample_from_anchor"):
         raise UnsupportedError(
-            "sample_from_anchor: true: the draft also predicts at the anchor, found in DSpark; DFlash "
-            "proposes from the masked positions only"
+            "sample_from_anchor: true: the draft also predicts at the last committed token, as DSpark does; DFlash "
+            "predicts at masked positions only"
         )
     if source.nested.get("attention_sink_bias") or source.top.get("add_swa_attention_sink_bias"):
-        raise UnsupportedError("attention_sink_bias: attention sinks are not served by this version")
+        raise UnsupportedError("attention_sink_bias: this version of dflash has no attention sinks")
     if source.nested.get("attention_value_scale") not in (None, 1, 1.0):
-        raise UnsupportedError("attention_value_scale: scaled values are not served by this version")
+        raise UnsupportedError("attention_value_scale: this version of dflash does not scale attention values")
     for key in MODE_KEYS:
         mode = source.nested.get(key)
         if "mla" in (mode if isinstance(mode, list) else [mode]):

@@ -39,7 +39,7 @@ class NativeConfig:
         found = {home: value for home, value in homes.items() if value is not MISSING}
         values = [value for value in found.values() if value is not None]
         if any(value != values[0] for value in values):
-            raise InvalidConfig(key, found, "one value in both places", path=self.path)
+            raise InvalidConfig(key, found, "the same value in both places", path=self.path)
         if values:
             return values[0]
         return None if found else MISSING
@@ -56,7 +56,7 @@ def guess_taps(num_target_layers: int, num_layers: int) -> list[int]:
 
 
 def read_taps(source: NativeConfig, num_layers: int) -> tuple[int, ...]:
-    """The tapped layers, which no reader may guess."""
+    """The tapped layers; a config without them is refused, since readers would guess differently."""
     value = source.stated("target_layer_ids")
     if value is MISSING or value is None:
         depth = source.stated("num_target_layers")
@@ -64,7 +64,7 @@ def read_taps(source: NativeConfig, num_layers: int) -> tuple[int, ...]:
         raise InvalidConfig(
             "target_layer_ids",
             value,
-            f"the tapped layers; engines would guess {guess}, which is wrong for most published drafts",
+            f"the layers that the draft taps; engines guess {guess}, which is wrong for most published drafts",
             path=source.path,
             hint="write the layers the draft was trained on into dflash_config.target_layer_ids",
         )
@@ -110,22 +110,22 @@ def read_causality(
         notes = []
         if len(set(stated.values())) > 1:
             notes.append(
-                "is_causal and dflash_config.causal contradict each other; is_causal is taken, as engines do; "
-                "--causality decides otherwise"
+                "is_causal and dflash_config.causal contradict each other; is_causal is used, as engines do, unless "
+                "--causality says otherwise"
             )
         elif value and FULL in layer_types:
             notes.append(
-                "causality: full layers attend causally in the block, as JetSpec trains them and DFlash does not"
+                "causality: full-attention layers are causal inside the block, as in JetSpec and unlike in DFlash"
             )
         return (value,) * len(layer_types), notes
     if SLIDING not in layer_types:
         return (False,) * len(layer_types), []
     if not sliding_default:
-        note = "causality is not stated: read as non-causal in every layer, as this exporter trains them"
+        note = "causality is not stated: every layer is taken as non-causal, as this exporter trains them"
         return (False,) * len(layer_types), [note]
     note = (
-        "causality is not stated: sliding layers are read as causal, full layers as non-causal; SpecForge trains all "
-        "as non-causal (--causality non-causal)"
+        "causality is not stated: sliding layers are taken as causal, full layers as non-causal; for a draft trained "
+        "by SpecForge, pass --causality non-causal"
     )
     return tuple(kind == SLIDING for kind in layer_types), [note]
 
@@ -161,8 +161,8 @@ def write_causality(config: DraftConfig) -> bool | None:
     if all(causal == (window is not None) for causal, window in zip(config.causal, config.windows, strict=True)):
         return None
     raise LossyConversion(
-        f"causality {list(config.causal)} by layer: the native dialect states one value for all layers, or leaves "
-        f"sliding layers causal and full layers not"
+        f"causality {list(config.causal)} by layer: the native dialect can state one value for all layers, or "
+        f"none, which makes sliding layers causal and full layers not"
     )
 
 

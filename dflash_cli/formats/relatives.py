@@ -59,12 +59,12 @@ class Relative(Format):
         raise UnknownFormat(
             f"{path}: {self.title} ({self.evidence(config, frozenset()) or 'by its tensors'}), not DFlash: "
             f"{self.difference}",
-            hint=f"served by {self.served_by}; this tool handles DFlash only, and removing what makes it another "
-            f"kind would change the model",
+            hint=f"it is served by {self.served_by}; dflash handles DFlash drafts only, and removing the extra parts "
+            f"would change the model",
         )
 
     def write_config(self, config: DraftConfig, carried: Mapping[str, Any]) -> Json:
-        raise UnsupportedError(f"{self.title} is not written by this tool")
+        raise UnsupportedError(f"dflash does not write {self.title} drafts")
 
     def _architecture(self, config: Mapping[str, Any]) -> str | None:
         found = next((name for name in named_architectures(config) if re.match(self.architectures, name)), None)
@@ -102,7 +102,9 @@ class DSpark(Relative):
     architectures = r".*DSpark"
     keys = frozenset({"markov_rank", "markov_head_type"})
     tensors = r"markov_|confidence_|gate_proj\.|joint_proj\."
-    difference = "it also predicts at the anchor, so a block of B proposes B tokens, and a Markov head joins them"
+    difference = (
+        "it also predicts at the last committed token, so a block of B proposes B tokens, and a Markov head links them"
+    )
     served_by = "vLLM 0.33, and by SGLang unless markov_rank is 0"
 
 
@@ -117,7 +119,9 @@ class DFlash2(Relative):
     architectures = r".*DFlash2"
     keys = frozenset({"conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"})
     tensors = r"(layers\.\d+\.)?(attention_conv|mlp_conv)\.|candidate_selector\."
-    difference = "convolutions surround each sublayer and a candidate selector picks the path"
+    difference = (
+        "convolutions surround each sublayer, and a candidate selector chooses among several drafted continuations"
+    )
     served_by = "vLLM 0.33, SGLang 0.5.23 and z-lab's dflash 0.1.0"
 
 
@@ -130,7 +134,7 @@ class XPress(Relative):
     priority = 13
     types = frozenset({"xpress"})
     architectures = r".*XPress"
-    difference = "its layers and its way of proposing are its own"
+    difference = "its layers and its way of drafting are different"
     served_by = "vLLM 0.33"
 
 
@@ -142,7 +146,7 @@ class LiLiCorr(Relative):
     title = "LiLiCorr"
     priority = 14
     architectures = r"LiLiCorr"
-    difference = "a correction follows the block's proposals"
+    difference = "a correction step changes the tokens that the block proposes"
     served_by = "vLLM 0.33 and SGLang 0.5.23"
 
 
@@ -155,7 +159,7 @@ class Laguna(Relative):
     priority = 15
     architectures = r"DFlashLaguna|Laguna"
     tensors = r"aux_hidden_norms\.|layers\.\d+\.self_attn\.g_proj\."
-    difference = "its attention is gated and each tapped feature has a norm of its own"
+    difference = "its attention is gated, and the output of each tapped layer has a norm of its own"
     served_by = "vLLM 0.33 and SGLang 0.5.23"
 
 
@@ -168,7 +172,7 @@ class Muse(Relative):
     priority = 16
     model_types = frozenset({"muse_glimmer_assistant"})
     architectures = r"MuseGlimmerAssistant|MuseSpark"
-    difference = "its context encoder has other names and its settings are read by transformers only"
+    difference = "its context encoder has other tensor names, and only transformers reads its settings"
     served_by = "transformers 5.23 and vLLM 0.33"
 
 
@@ -182,7 +186,7 @@ class Eagle3(Relative):
     types = frozenset({"eagle", "eagle3"})
     architectures = r".*Eagle"
     tensors = r"midlayer\.|layers\.0\.hidden_norm\."
-    difference = "it drafts one token after another from its own hidden state"
+    difference = "it drafts one token after another, each from the hidden state of the one before"
     served_by = "vLLM and SGLang"
 
 

@@ -87,7 +87,7 @@ class SpeculatorsFormat(Format):
         return "config.json has speculators_config" if "speculators_config" in config else None
 
     def read_config(self, config: Mapping[str, Any], path: Path) -> ParsedConfig:
-        """Read through the type's updater, so that this tool and an engine see the same draft.
+        """Read the config through the updater of its type, so that dflash and an engine see the same draft.
 
         Raises:
             InvalidConfig: a key that is missing or wrong.
@@ -104,8 +104,8 @@ class SpeculatorsFormat(Format):
         refuse_unserved({**body, **config})
         if seen["dflash_config"]["sample_from_anchor"]:
             raise UnsupportedError(
-                "sample_from_anchor: true: the draft also predicts at the anchor, as DSpark does; DFlash "
-                "proposes from the masked positions only"
+                "sample_from_anchor: true: the draft also predicts at the last committed token, as DSpark does; DFlash "
+                "predicts at masked positions only"
             )
         canonical = _canonical(config, body, seen, path)
         return ParsedConfig(config=canonical, carried=_carried(config, body), notes=_notes(config, body, canonical))
@@ -120,7 +120,8 @@ class SpeculatorsFormat(Format):
         _refuse_scales(config)
         if config.verifier is None:
             raise UsageError(
-                "verifier: a speculators checkpoint names its target", hint="pass --verifier NAME or --target REF"
+                "verifier: a speculators checkpoint must name its target",
+                hint="pass --verifier NAME or --target TARGET",
             )
         body = {"max_window_layers": config.num_layers, **plain_keys(carried), **write_body(config)}
         nested = prefixed_keys(carried, NESTED)
@@ -149,8 +150,8 @@ class SpeculatorsFormat(Format):
         yield from super().warnings(config, carried)
         if config.is_causal is None:
             yield (
-                "sliding layers are causal and full layers are not: speculators reads the result so, vLLM 0.33 would "
-                "make every layer causal; serve the native form there"
+                "sliding layers are causal and full layers are not: speculators reads the result so, but vLLM 0.33 "
+                "would make every layer causal; for vLLM, convert with --to vllm"
             )
 
 
@@ -200,7 +201,7 @@ def _notes(config: Mapping[str, Any], body: Mapping[str, Any], canonical: DraftC
             f"transformer_layer_config.is_causal {stated} is ignored: sliding_window_non_causal decides in this dialect"
         )
     if NON_CAUSAL_FLAG not in config and any(window is not None for window in canonical.windows):
-        notes.append("sliding_window_non_causal is not stated: every layer is read as non-causal")
+        notes.append("sliding_window_non_causal is not stated: every layer is taken as non-causal")
     return tuple(notes)
 
 
@@ -211,7 +212,9 @@ def _write_causality(config: DraftConfig) -> bool:
     if True in full:
         raise LossyConversion("causal full-attention layers: in the speculators dialect full layers are never causal")
     if len(sliding) > 1:
-        raise LossyConversion("sliding layers that differ in causality: the speculators dialect has one flag for all")
+        raise LossyConversion(
+            "sliding layers that differ in causality: the speculators dialect has one flag for all of them"
+        )
     return sliding != {True}
 
 

@@ -1,4 +1,4 @@
-"""What a command that runs a pair says before and after: that it loads, and what to do about few accepted tokens."""
+"""Messages of commands that run a pair: that it is being loaded, and what to do if acceptance is low."""
 
 import shlex
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ ENOUGH_STEPS = 20
 
 
 def announce_loading(draft: str | None, target: str | None, *, plain: bool = False, device: str = "auto") -> None:
-    """Say at once what is about to be loaded, as importing torch alone takes seconds."""
+    """Say at once what is about to be loaded, since importing torch alone takes seconds."""
     where = "" if device == "auto" else f" on {device}"
     if plain:
         console.status(f"loading target {target or TINY}{where} ...")
@@ -21,7 +21,7 @@ def announce_loading(draft: str | None, target: str | None, *, plain: bool = Fal
 
 
 def is_low(counts: AcceptanceCounts) -> bool:
-    """Whether there are enough steps to say that a draft accepts little."""
+    """Whether acceptance is low, over enough steps to say so."""
     length = counts.acceptance_len
     return (
         length is not None
@@ -33,7 +33,7 @@ def is_low(counts: AcceptanceCounts) -> bool:
 def is_low_length(length: float, num_drafted: int) -> bool:
     """Whether an acceptance length is so low that something is probably wrong with the draft, or with how it is read.
 
-    Low is less than a quarter of the block, or less than 1.5 tokens a step; where only one token is drafted, 1.25.
+    Low is less than a quarter of the block, or less than 1.5 tokens per step; with one drafted token, less than 1.25.
     """
     return length < max((num_drafted + 1) / 4, min(1.5, 1 + num_drafted / 4))
 
@@ -43,7 +43,9 @@ def suggest_diagnosis(counts: AcceptanceCounts, references: Mapping[str, str | N
     draft, target = references.get("draft"), references.get("target")
     if draft is None or target is None or not is_low(counts):
         return
-    console.note(f"low acceptance: dflash diagnose {shlex.quote(draft)} --target {shlex.quote(target)}")
+    console.note(
+        f"acceptance is low; to find out why: dflash diagnose {shlex.quote(draft)} --target {shlex.quote(target)}"
+    )
 
 
 def _target(draft: str | None, target: str | None) -> str:

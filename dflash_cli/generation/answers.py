@@ -1,4 +1,4 @@
-"""Run rows of prompts through a session, turn by turn, yielding text as it is committed. Knows no terminal."""
+"""Answer prompts turn by turn, yielding text as it is committed. Does not write to the terminal."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -43,7 +43,8 @@ class Answer:
 
 
 def split_step(step: DraftStep, token_ids: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """A step's accepted drafts that were kept, its bonus where it was, and the draft that the bonus replaced."""
+    """Three parts of a step: the accepted drafts and the bonus, as far as the output has them after stops and limits,
+    and the drafted token that the bonus replaced."""
     kept = tuple(token_ids[step.start : step.start + step.num_committed])
     accepted, bonus = kept[: step.num_accepted], kept[step.num_accepted :]
     return accepted, bonus, step.draft_ids[step.num_accepted : step.num_accepted + 1] if bonus else ()
@@ -63,8 +64,8 @@ def _step_json(step: DraftStep, token_ids: Sequence[int]) -> dict[str, Any]:
 class Event:
     """Tokens that one step committed for one row.
 
-    `text` is what can be shown of them by now: a character whose bytes are not all there yet comes with a later event.
-    It is None without a tokenizer. `answer` is set with the last event of a turn.
+    `text` is the new text that no later token can change: a character split over tokens comes with
+    its last token. It is None without a tokenizer. `answer` is set in the last event of a turn.
     """
 
     row: PromptRow
@@ -75,7 +76,7 @@ class Event:
 
 @dataclass(slots=True)
 class Tally:
-    """Running figures over events, for a progress line and a summary."""
+    """Counts over the events of a run, for the statistics and for --json."""
 
     num_speculative_tokens: int
     num_tokens: int = 0
@@ -95,13 +96,13 @@ class Tally:
         return count_acceptance(self.outputs, self.num_speculative_tokens)
 
     def figures(self, seconds: float) -> str:
-        """`128 tokens, 41 steps, acceptance length 3.12, 95.2 tokens/s (prompts included, loading not)`."""
+        """`128 tokens, 41 steps, acceptance length 3.12, 95.2 tokens/s (with prompts, without loading)`."""
         counts = self.counts
         parts = [plural(self.num_tokens, "token")]
         if counts.acceptance_len is not None:
             parts += [plural(counts.num_drafts, "step"), f"acceptance length {counts.acceptance_len:.2f}"]
         if seconds > 0 and self.num_tokens:
-            parts.append(f"{self.num_tokens / seconds:.1f} tokens/s (prompts included, loading not)")
+            parts.append(f"{self.num_tokens / seconds:.1f} tokens/s (with prompts, without loading)")
         return ", ".join(parts)
 
     def to_json(

@@ -11,11 +11,11 @@ from dflash_cli.generation.prompts import PromptRow
 from dflash_cli.generation.tokenizer import Tokenizer
 
 Sink = Callable[[Event], None]
-"""Takes the events of a run. One that must be closed is closed by the stack it was opened on."""
+"""Takes the events of a run. A sink that must be closed is closed by the `ExitStack` it was opened on."""
 
 
 class Headings:
-    """A line before each answer, where several follow each other on a terminal; elsewhere answers stand alone."""
+    """A heading line before each answer, if there are several and stdout is a terminal; otherwise none."""
 
     def __init__(self, rows: Sequence[PromptRow]) -> None:
         self._num_rows = len(rows)
@@ -63,13 +63,19 @@ class TextSink:
             del self._held[index]
 
 
+TRACE_LEGEND = (
+    "each line is a step: accepted/drafted [accepted tokens][the target's own token][the drafted token it replaced]"
+)
+
+
 class TraceSink:
-    """Shows each row as it ends, a line a step: what was accepted, the target's own token, what it replaced."""
+    """Shows each row when it ends, a line per step: accepted tokens, the target's own token, the token it replaced."""
 
     def __init__(self, rows: Sequence[PromptRow], tokenizer: Tokenizer | None) -> None:
         self._in_order = InOrder(rows)
         self._headings = Headings(rows)
         self._tokenizer = tokenizer
+        console.status(TRACE_LEGEND)
 
     def __call__(self, event: Event) -> None:
         for answer in self._in_order.push(event):
@@ -79,7 +85,7 @@ class TraceSink:
 
 
 class RowSink:
-    """Writes a row an answer, in input order, turns in theirs."""
+    """Writes one JSON line per answer, in the order of the prompts and of their turns."""
 
     def __init__(self, rows: Sequence[PromptRow], write: Callable[[str], object], *, with_trace: bool = False) -> None:
         self._in_order = InOrder(rows)
@@ -91,7 +97,7 @@ class RowSink:
             self._write(json_line(answer.to_json(with_trace=self._with_trace)))
 
     def close(self) -> None:
-        """Write what waits for rows that will not come, as after an interruption."""
+        """Write the answers still held back for earlier rows that will not come, as after an interruption."""
         for answer in self._in_order.rest():
             self._write(json_line(answer.to_json(with_trace=self._with_trace)))
 
@@ -119,7 +125,7 @@ class InOrder:
 
 
 class ProgressSink:
-    """How many answers there are, with the acceptance length so far."""
+    """Shows how many prompts are answered, with the acceptance length so far."""
 
     def __init__(self, num_answers: int, stack: ExitStack) -> None:
         self._meter = stack.enter_context(console.Meter(num_answers, "prompts"))

@@ -1,4 +1,4 @@
-"""How many CPU threads a pair runs with. Threads cost a small model more than they give."""
+"""How many CPU threads a pair runs with. For a small model, more threads are slower than one."""
 
 import os
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ TOPOLOGY = Path("/sys/devices/system/cpu")
 def use_threads(asked: int | None, device: str, checkpoints: Iterable[Checkpoint]) -> int:
     """Set torch's threads for running these checkpoints on `device`, and return their number.
 
-    What is asked for counts, then OMP_NUM_THREADS, then the size of the pair.
+    `asked` decides; without it OMP_NUM_THREADS; without that the size of the pair.
     """
     import torch
 
@@ -34,12 +34,12 @@ def choose_threads(num_parameters: int, default: int) -> int:
 
 
 def count_parameters(checkpoints: Iterable[Checkpoint]) -> int:
-    """Stored numbers of all checkpoints, from their headers."""
+    """Number of parameters in all checkpoints, from their headers."""
     return sum(prod(info.shape) for checkpoint in checkpoints for info in checkpoint.tensors.values())
 
 
 def usable_cores() -> int:
-    """Physical cores that this process may run on, and that its control group pays for."""
+    """Physical cores that this process may run on, within the CPU quota of its control group."""
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
     siblings = [_read(TOPOLOGY / f"cpu{number}" / "topology" / "thread_siblings_list") for number in allowed]
     physical = len(set(siblings)) if all(siblings) else len(allowed)

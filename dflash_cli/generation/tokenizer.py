@@ -62,7 +62,7 @@ class StreamDecoder:
         self._released = 0
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Add ids and return the text that is now certain."""
+        """Add ids and return the new text that later ids cannot change."""
         self._ids += token_ids
         # Decoding starts at the last clean boundary, so a long text costs no more than a short one; one clean piece
         # is kept in front because a tokenizer may write a token differently at the start of a text.
@@ -74,7 +74,7 @@ class StreamDecoder:
         return text[len(before) :]
 
     def finish(self) -> str:
-        """The rest, whether it ends cleanly or not."""
+        """Return the remaining text, even if its last character is incomplete."""
         before = self._tokenizer.decode(self._ids[self._start : self._released])
         return self._tokenizer.decode(self._ids[self._start :])[len(before) :]
 

@@ -1,4 +1,4 @@
-"""From everything that was checked to one sentence: the likeliest cause of low acceptance, and what to do next."""
+"""Sum up a run-level report in one sentence: the likeliest cause of low acceptance, and the next step."""
 
 import shlex
 from dataclasses import dataclass
@@ -10,12 +10,12 @@ from dflash_cli.validation.report import Report
 from dflash_cli.validation.rule import Finding
 
 CAUSES = {
-    "causality": "the positions of a block attend to each other in another way than the draft was trained with",
-    "mask": "the mask token is another than the draft was trained with",
-    "rope": "the rope base is another than the draft was trained with",
-    "anchor": "the draft predicts from the anchor on, one position earlier than DFlash drafts do",
+    "causality": "the positions of a block attend to each other differently than in the draft's training",
+    "mask": "the mask token is not the one that the draft was trained with",
+    "rope": "the rope base is not the one that the draft was trained with",
+    "anchor": "the draft's predictions start at the last committed token, one position earlier than in DFlash",
 }
-"""What is wrong where another reading of this factor accepts more; taps say in which direction."""
+"""What is wrong if changing this setting raises acceptance; for tapped layers, `_cause` adds the direction."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +39,8 @@ class Diagnosis:
 def diagnose_report(report: Report, *, draft: str, target: str, num_draft_tokens: int) -> Diagnosis:
     """The likeliest cause among the findings of a run-level report.
 
-    A reading that surely accepts more says most; then an error; then, where acceptance is low, a warning about
-    something that lowers it. `draft` and `target` are what the user typed.
+    A reading that raises acceptance beyond chance comes first, then an error, then, if acceptance is low, a warning
+    about something that lowers it. `draft` and `target` are what the user typed.
     """
     pair = f"{shlex.quote(draft)} --target {shlex.quote(target)}"
     better = [item for item in report.search.results if item.is_better] if report.search is not None else []
@@ -57,14 +57,14 @@ def diagnose_report(report: Report, *, draft: str, target: str, num_draft_tokens
 
 
 def _from_reading(best: ReadingResult, search: ReadingSearch, findings: list[Finding], again: str) -> Diagnosis:
-    found = next((item for item in findings if item.message.startswith(best.reading.name)), None)
+    found = next((item for item in findings if item.message.startswith(f"with {best.reading.name} ")), None)
     where = found.location if found is not None else "the config"
     interval = best.interval
     assert interval is not None
     step = f"correct {where} and run {again} again"
     sentence = (
-        f"{_cause(best)}: with {best.reading.name} it gives {best.acceptance_len:.2f} tokens a step instead of "
-        f"{search.acceptance_len:.2f} ({interval.low:+.2f} to {interval.high:+.2f}); {step}"
+        f"{_cause(best)}: with {best.reading.name} a step commits {best.acceptance_len:.2f} tokens instead of "
+        f"{search.acceptance_len:.2f} (95% interval of the change: {interval.low:+.2f} to {interval.high:+.2f}); {step}"
     )
     return Diagnosis(sentence, True, step, found.id if found is not None else None)
 
@@ -72,7 +72,7 @@ def _from_reading(best: ReadingResult, search: ReadingSearch, findings: list[Fin
 def _cause(best: ReadingResult) -> str:
     if best.reading.factor != "taps":
         return CAUSES.get(best.reading.factor, f"the draft was trained with another {best.reading.factor}")
-    return f"taps are one layer too {'late' if 'earlier' in best.reading.name else 'early'}"
+    return f"the tapped layers are one too {'late' if 'earlier' in best.reading.name else 'early'}"
 
 
 def _from_finding(finding: Finding) -> Diagnosis:
@@ -86,8 +86,10 @@ def _nothing(report: Report, low: bool, step: str) -> Diagnosis:
     if search is None:
         reason = "; ".join(report.notes) or "the pair was not run"
         return Diagnosis(f"nothing found, but {reason}; next: {step}", False, step)
-    found = f"nothing found: no rule is broken and none of {len(search.results)} other readings accepts more than the "
-    found += f"config's {search.acceptance_len:.2f} tokens a step"
+    found = (
+        f"nothing found: no rule is broken, and none of {len(search.results)} changed settings commits more than the "
+    )
+    found += f"{search.acceptance_len:.2f} tokens per step of the config as it is"
     if low:
-        found += ", so the draft itself is weak on these prompts"
+        found += "; the draft itself is weak on these prompts"
     return Diagnosis(f"{found}; next: {step}", False, step)

@@ -1,10 +1,10 @@
-"""How far the run level is: which reading is being tried, of how many."""
+"""Progress of the run level: which alternative reading is running, and how many there are."""
 
 from dflash_cli.console import Meter
 
 
 class ReadingProgress:
-    """Takes what `run_search` observes and shows it; the number of readings is known with the first."""
+    """Shows what `search_readings` observes. The first call brings the number of readings."""
 
     def __init__(self) -> None:
         self._meter: Meter | None = None
@@ -17,7 +17,7 @@ class ReadingProgress:
             self._meter.__exit__(*error)
 
     def __call__(self, name: str, index: int, total: int) -> None:
-        """The reading called `name`, after `index` others, is being tried."""
+        """The reading called `name` is running; `index` of `total` are done."""
         if self._meter is None:
-            self._meter = Meter(total, "readings").__enter__()
+            self._meter = Meter(total, "configs tried").__enter__()
         self._meter.update(index, name)

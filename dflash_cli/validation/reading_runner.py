@@ -1,4 +1,4 @@
-"""Runs readings: the target and the draft's weights are loaded once, and a draft is built from them for each one.
+"""Runs alternative readings: target and draft weights are loaded once, and each reading builds a draft from them.
 
 It loads torch, so it is imported only when a search starts.
 """
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 
 class AnchorFirst:
-    """A draft read as DSpark's are: row i of the block predicts position i + 1, beginning with the anchor's row.
+    """A draft run as DSpark drafts are: row i of the block, from the anchor's row 0 on, predicts position i + 1.
 
-    A draft gives no logits for the first row it is handed. In a non-causal block without a window the order of rows
-    means nothing, positions do, so handing the last row first yields the rows that are wanted here.
+    A draft returns no logits for the first row it is given. In a non-causal block without a window only positions
+    matter and the order of rows does not, so the last row is given first and the anchor's row gets logits.
     """
 
     def __init__(self, draft: Draft) -> None:

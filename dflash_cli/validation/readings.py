@@ -1,8 +1,8 @@
-"""Alternative readings: run a draft as its config reads, and again with one factor changed at a time.
+"""Alternative readings of a draft's config: run the draft with its config as it is, then with one setting changed.
 
-A wrong tap offset, causality, mask or rope base loads without a word and only accepts less. If another reading accepts
-more, surely, the config is wrong. Greedy text does not depend on the draft, so every reading is judged on the same
-steps of the same text, prompt by prompt.
+A wrong tap offset, causality, mask token or rope base loads without an error and only lowers acceptance. If a changed
+setting raises acceptance beyond chance, the config is wrong. The greedy text does not depend on the draft, so all
+readings are compared on the same text, prompt by prompt.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
 THETAS = (10_000.0, 1_000_000.0)
 MAX_MASKS = 6
 MIN_PROMPTS = 4
-"""Fewer prompts give no interval worth the name."""
+"""With fewer prompts an interval over prompts means nothing."""
 
 Observe = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchBudget:
-    """How much to run. Without prompts, random ids are continued by the target for `lead_len` tokens first.
+    """How much to run. Without prompts, the target first continues random ids by `lead_len` tokens.
 
-    `factors` limits the search to some of them; None tries all.
+    `factors` names the settings to change (`AlternativeReading.factor`); None changes each of them.
     """
 
     num_prompts: int = 32
@@ -51,7 +51,7 @@ class SearchBudget:
 
 @dataclass(frozen=True, slots=True)
 class AlternativeReading:
-    """Another way to read a draft's config. `factor` is what it changes, `name` says how."""
+    """A draft's config with one setting changed: `factor` is the setting, `name` says on screen how it is changed."""
 
     factor: str
     name: str
@@ -61,7 +61,7 @@ class AlternativeReading:
 
 @dataclass(frozen=True, slots=True)
 class ReadingResult:
-    """How a draft accepted under another reading, beside the config's own reading on the same prompts."""
+    """Acceptance with one setting changed, compared with the config as it is on the same prompts."""
 
     reading: AlternativeReading
     acceptance_len: float
@@ -86,7 +86,7 @@ class ReadingResult:
 
 @dataclass(frozen=True, slots=True)
 class ReadingSearch:
-    """The config's own reading and every alternative, on the same prompts."""
+    """Acceptance with the config as it is, and with every alternative reading, on the same prompts."""
 
     num_prompts: int
     num_tokens: int
@@ -116,7 +116,7 @@ def alternative_readings(
             if theta != config.rope.theta
         ),
         *(
-            AlternativeReading("mask", f"mask {name} ({token})", replace(config, mask_token_id=token))
+            AlternativeReading("mask", f"mask token {name} ({token})", replace(config, mask_token_id=token))
             for token, name in list(specials.items())[:MAX_MASKS]
             if token != config.mask_token_id and 0 <= token < config.vocab_size
         ),
@@ -155,7 +155,7 @@ def search_readings(
     from dflash_cli.validation.reading_runner import ReadingRunner
 
     if prompts is not None and len(prompts) < MIN_PROMPTS:
-        raise UsageError(f"{len(prompts)} prompts, expected at least {MIN_PROMPTS} for an interval over prompts")
+        raise UsageError(f"{len(prompts)} prompts, expected at least {MIN_PROMPTS}: fewer give no interval")
     readings = [
         reading
         for reading in alternative_readings(draft.config, target, find_specials(target))
@@ -164,9 +164,9 @@ def search_readings(
     runner = ReadingRunner(draft, target, config, budget, longest=max(map(len, prompts)) if prompts else None)
     total = len(readings) + 1
     if prompts is None:
-        observe("prompts", 0, total)
+        observe("making prompts", 0, total)
         prompts = runner.make_prompts()
-    observe("as configured", 0, total)
+    observe("config as it is", 0, total)
     base = count_steps(runner.run(runner.build(draft.config), prompts))
     results = []
     for index, reading in enumerate(readings, start=1):
@@ -177,7 +177,7 @@ def search_readings(
 
 
 def _compare(reading: AlternativeReading, base: StepCounts, other: StepCounts, budget: SearchBudget) -> ReadingResult:
-    """A reading beside the config's own, over the prompts on which both took steps."""
+    """Compare a reading with the config as it is, over the prompts on which both took steps."""
     shared = [pair for pair in zip(base, other, strict=True) if pair[0][1] and pair[1][1]]
     own, alternative = [pair[0] for pair in shared], [pair[1] for pair in shared]
     accepted = pooled_acceptance_len(alternative)
@@ -190,12 +190,12 @@ def _compare(reading: AlternativeReading, base: StepCounts, other: StepCounts, b
 
 
 def _tap_readings(config: DraftConfig, depth: int) -> Iterator[AlternativeReading]:
-    """Taps one layer earlier and later; those at an end stay, unless two would fall together."""
+    """Tapped layers shifted by one; a first or last layer stays where it is, unless two would then be the same."""
     for offset, name in ((-1, "earlier"), (1, "later")):
         taps = tuple(min(max(tap + offset, 0), depth - 1) for tap in config.target_layer_ids)
         if len(set(taps)) == len(set(config.target_layer_ids)) and taps != config.target_layer_ids:
             yield AlternativeReading(
-                "taps", f"taps one layer {name} {list(taps)}", replace(config, target_layer_ids=taps)
+                "taps", f"tapped layers one {name} {list(taps)}", replace(config, target_layer_ids=taps)
             )
 
 
@@ -203,7 +203,7 @@ def _causality_readings(config: DraftConfig) -> Iterator[AlternativeReading]:
     readings = {
         "all layers causal": (True,) * config.num_layers,
         "no layer causal": (False,) * config.num_layers,
-        "sliding layers causal, full layers not": tuple(window is not None for window in config.windows),
+        "only sliding layers causal": tuple(window is not None for window in config.windows),
     }
     tried = {config.causal}
     for name, causal in readings.items():
@@ -213,9 +213,9 @@ def _causality_readings(config: DraftConfig) -> Iterator[AlternativeReading]:
 
 
 def _anchor_readings(config: DraftConfig) -> Iterator[AlternativeReading]:
-    """Predictions from the anchor on, where the runtime can be made to read them: non-causal, without windows."""
+    """Predictions that start at the anchor; the runtime can run these only for non-causal drafts without windows."""
     if not any(config.causal) and set(config.windows) == {None}:
-        yield AlternativeReading("anchor", "predictions from the anchor on", config, is_anchor_first=True)
+        yield AlternativeReading("anchor", "predictions from the last committed token on", config, is_anchor_first=True)
 
 
 def _added_tokens(entries: Any, target: TargetSource) -> Iterator[tuple[int, str]]:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What was found, worst first. `num_rules` counts the rules that ran; `notes` say what could not be done."""
+    """What was found, worst first. `num_rules` counts the rules that ran; `notes` say which checks could not run."""
 
     path: Path
     dialect: str | None

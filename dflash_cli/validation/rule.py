@@ -4,7 +4,7 @@ A rule is a function decorated `@check(id, severity, effect=..., fix=..., source
 a `Problem` for each thing that is wrong. It works on the raw config and the headers, so that a config too broken to be
 read is still explained. The first line of its docstring is what must hold; the rest is for `dflash explain`.
 
-What follows from a rule beside its findings is said by flags of `check`, never by its id.
+Whatever else follows from a rule, beside its findings, is stated by flags of `check`, never by its id.
 """
 
 import inspect
@@ -23,11 +23,12 @@ SEVERITIES: tuple[Severity, ...] = ("error", "warning", "info")
 Level = Literal["headers", "weights", "run"]
 LEVELS: tuple[Level, ...] = ("headers", "weights", "run")
 Outcome = Literal["stops", "drops", "serves"]
-"""What an engine does with a draft that breaks a rule: refuse or crash, accept less, or serve it all the same."""
+"""What an engine does with a draft that breaks a rule: refuse it or crash, serve it with lower acceptance, or serve
+it as usual."""
 
 Stage = Literal["files", "identity", "rest", "unexplained"]
-"""When a rule runs. Without a config only the rules on files do; a checkpoint of another kind is held to no rule after
-those on identity; findings of the last stage are left out where a finding of another stage explains the fault."""
+"""When a rule runs. Without a config, only the rules of stage `files` run. If a rule of stage `identity` finds a draft
+of another kind, no later rule runs. Findings of stage `unexplained` are dropped if another finding explains them."""
 
 BFLOAT16 = "bfloat16"
 """A `serve_flag`: the pair must be served in bfloat16, whatever the target's config says."""
@@ -43,17 +44,17 @@ PLACEHOLDER = re.compile(r"\{(draft|target|out)\}")
 GENERIC_WORDS = {"draft": "DRAFT", "target": "TARGET", "out": "OUT"}
 
 MAX_FINDINGS = 50
-"""Of one rule on one checkpoint."""
+"""The most findings of one rule that a report lists."""
 
 REMOVED: Any = object()
-"""In a repair: take the key out."""
+"""As a value in `Problem.repair`: remove the key."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
     """One thing that is wrong: `location` is file:key, `effect` what it leads to, `fix` what to do.
 
-    `engines` names those it is about, none where it is about all of them. `stage`, `level`, `stops_runtime` and
+    `engines` names those it is about; empty if it is about all. `stage`, `level`, `stops_runtime` and
     `serve_flag` are those of the rule, see `check`.
     """
 
@@ -83,9 +84,9 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What a rule yields; what it leaves open comes from the rule.
+    """A fault that a rule yields; fields that it leaves empty are taken from the rule.
 
-    `repair` maps dotted config keys to the value that is right beyond doubt, or to REMOVED.
+    `repair` maps dotted config keys to the one value that can be right, or to REMOVED.
     """
 
     location: str
@@ -125,12 +126,12 @@ class Rule:
 
     @property
     def text(self) -> str:
-        """What the docstring says beyond its first line."""
+        """The docstring after its first line."""
         return "\n".join(inspect.cleandoc(self.run.__doc__ or "").splitlines()[2:])
 
     @property
     def module(self) -> str:
-        """The file the rule stands in, as `rules.attention` or `engines.vllm`."""
+        """The module that defines the rule, such as `rules.attention` or `engines.vllm`."""
         return ".".join(self.run.__module__.split(".")[-2:])
 
     @property
@@ -140,11 +141,11 @@ class Rule:
 
     @property
     def engines(self) -> tuple[str, ...]:
-        """The engines the rule is about, none where it is about all of them."""
+        """The engines that the rule is about; empty if it is about all."""
         return self.about() if callable(self.about) else self.about
 
     def findings(self, subject: Subject) -> list[Finding]:
-        """What the rule finds; a fault that repeats without end is listed up to a limit."""
+        """The findings of the rule on a draft, at most MAX_FINDINGS and a last one that says there are more."""
         engines = self.engines
         named = tuple(name for name in engines if subject.engine(name) is not None)
         severity = self.unnamed if engines and not named else self.severity
@@ -208,17 +209,17 @@ def check(
     stops_runtime: bool = False,
     serve_flag: str | None = None,
 ) -> Callable[[Check], Check]:
-    """Enter a function as the rule of that id.
+    """Register a function as the rule of that id.
 
-    effect, fix    said where a problem says nothing closer; `fix` holds the command to try, with `{draft}`, `{target}`
-                   and `{out}` where the user's own names belong
+    effect, fix    used unless a problem has its own; `fix` is the command to try, in which `{draft}`, `{target}` and
+                   `{out}` stand for the user's names
     source         the thread or code the rule comes from
     outcome        what engines do; by default they stop at an error and serve the rest
-    engines        those it is about, none where it is about all of them
-    unnamed        its severity where it is about engines and none of them was named; None: it does not run then
+    engines        the engines it is about; empty if it is about all
+    unnamed        its severity if it is about engines of which the user named none; with None it does not run then
     stage          when it runs
-    stops_runtime  an error keeps this tool's own runtime from running the pair too; so does any that stops every engine
-    serve_flag     what a serve command must see to; each engine knows what it does about a flag
+    stops_runtime  an error stops the runtime of dflash too, as does an error that stops every engine
+    serve_flag     a need that the serve command must meet; each engine knows by which option
     """
     assumed: Outcome = "stops" if severity == "error" else "serves"
 
@@ -246,7 +247,7 @@ def check(
 
 @cache
 def all_rules() -> tuple[Rule, ...]:
-    """Every rule, by id: those of a theme, and those that an engine's own file brings."""
+    """Every rule in order of id: those in `rules/`, and those in the file of an engine."""
     for package in ("dflash_cli.validation.rules", "dflash_cli.engines"):
         CHECKS.discover(package)
     return tuple(sorted(CHECKS.values(), key=lambda rule: rule.id))
@@ -258,5 +259,5 @@ def known_ids() -> set[str]:
 
 
 def fill(template: str, words: Mapping[str, str]) -> str:
-    """A command with the user's own names in it."""
+    """A `fix` with names in place of `{draft}`, `{target}` and `{out}`."""
     return PLACEHOLDER.sub(lambda found: words[found[1]], template)

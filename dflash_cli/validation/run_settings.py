@@ -1,4 +1,4 @@
-"""What the run level runs with. Prompts are read, and the tokenizer loaded, only when a pair is run."""
+"""Settings of the run level. Prompts are read and the tokenizer is loaded only when a pair is run."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ MAX_NUM_REQUESTS = 32
 
 @dataclass(frozen=True, slots=True)
 class RunSettings:
-    """How the run level runs. Without prompts it makes its own."""
+    """Settings of the run level. `prompts` returns token ids, or None to have prompts made up."""
 
     config: EngineConfig
     budget: "SearchBudget"

@@ -1,4 +1,4 @@
-"""What rules look at: a draft as far as it can be read, with the target and the engines it is checked against."""
+"""What rules check: everything that could be read of a draft, with the target and engines it is checked against."""
 
 import shlex
 from collections.abc import Mapping, Sequence
@@ -51,12 +51,17 @@ class NamedEngine(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """A draft as far as it can be read, and the target and engines it is checked against.
+    """Everything that could be read of a draft, and the target and engines it is checked against.
 
-    With a `config_error` there is no config. `detection` is None where no dialect recognises the config, and `parsed`
-    where the dialect cannot read it; `parse_error` says why. `dims` is None where not even the draft's sizes are
-    stated. `tensors` is None where the headers cannot be read (`weights_error`). `draft_reference` and
-    `target_reference` are what the user typed.
+    A draft under validation may be broken, so each part may be missing, and an error says why:
+
+    config      empty if config.json cannot be read (`config_error`)
+    detection   None if no dialect recognises the config (`parse_error`)
+    parsed      None if the dialect cannot read the config (`parse_error`)
+    dims        None if the config does not state even the sizes of the draft
+    tensors     None if the headers cannot be read (`weights_error`)
+
+    `draft_reference` and `target_reference` are what the user typed.
     """
 
     path: Path
@@ -201,7 +206,7 @@ def open_subject(
     engines: Sequence[NamedEngine] = (),
     num_speculative_tokens: int | None = None,
 ) -> Subject:
-    """A draft as far as it can be opened, with the errors that stopped it.
+    """Read as much of a draft as can be read, and note the errors that stopped the rest.
 
     Raises:
         CheckpointNotFound: there is no draft.
@@ -244,7 +249,7 @@ def _read_headers(checkpoint: Checkpoint) -> tuple[Mapping[str, TensorInfo] | No
 def _parse(
     checkpoint: Checkpoint, tensor_names: frozenset[str]
 ) -> tuple[Detection | None, ParsedConfig | None, CheckpointError | UnsupportedError | None]:
-    """The dialect, the config as that dialect reads it, and the error that stopped either."""
+    """The dialect, the config as that dialect reads it, and the error because of which one of them is None."""
     detection = None
     try:
         detection = detect_from(checkpoint.config, tensor_names, checkpoint.config_path)

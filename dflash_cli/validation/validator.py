@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValidationRequest:
-    """What to check: a draft, and everything it is to be held against. References are what the user typed."""
+    """What to check: a draft, and the target and engines to check it against. References are what the user typed."""
 
     draft: "Location"
     draft_reference: str | None = None
@@ -44,7 +44,7 @@ def validate_draft(request: ValidationRequest) -> Report:
 
 
 def open_requested(request: ValidationRequest) -> Subject:
-    """What the request is about.
+    """Open the draft that a request names, with its target and engines.
 
     Raises:
         CheckpointNotFound, CheckpointError, UnsupportedError: see `validate_draft`.
@@ -62,7 +62,7 @@ def open_requested(request: ValidationRequest) -> Subject:
 def validate_subject(subject: Subject, request: ValidationRequest) -> Report:
     """`validate_draft`, on a subject that is open."""
     if request.level == "run" and (subject.target_source is None or request.run is None):
-        raise UsageError("--level run needs a target", hint="add --target REF")
+        raise UsageError("--level run needs a target", hint="add --target TARGET")
     findings, num_rules = _run_levels(subject, "weights" if request.level == "run" else request.level)
     notes: tuple[str, ...] = ()
     if request.run is not None and request.level == "run":
@@ -131,7 +131,9 @@ def _reasons_not_to_run(subject: Subject, findings: list[Finding]) -> tuple[str,
     is_stopped = any(item.stops_runtime or item.outcome == "stops" for item in errors)
     if subject.checkpoint is not None and subject.parsed is not None and not is_stopped:
         return ()
-    return (f"not run: the pair cannot run as it is ({', '.join(sorted({item.id for item in errors}))})",)
+    return (
+        f"the pair was not run, because of errors that stop it ({', '.join(sorted({item.id for item in errors}))})",
+    )
 
 
 def _with_readings(subject: Subject, settings: RunSettings) -> Subject:

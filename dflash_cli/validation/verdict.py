@@ -1,4 +1,4 @@
-"""What an engine makes of a draft: its verdict over the findings."""
+"""Whether an engine can serve a draft, and with how much of its acceptance, judged from the findings."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,8 @@ from dflash_cli.validation.subject import NamedEngine, Subject
 class Verdict:
     """What one engine does with the draft. `causal` is None where it is not known for the release.
 
-    `outcome` is that of the findings, or "unknown" for a relative of DFlash, which an engine may serve as what it is.
+    `outcome` is the worst outcome of the findings, or "unknown" for a draft of another kind than DFlash, which the
+    engine may well serve as that kind.
     """
 
     engine: NamedEngine
@@ -23,24 +24,22 @@ class Verdict:
 
     @property
     def text(self) -> str:
-        """`vllm 0.33: loads, serves 5 of 5 layers causally (trained: 0 of 5 causal) -> acceptance drops (C20)`."""
+        """`vllm 0.33: loads, runs 5 of 5 layers causally (trained with 0 of 5 causal) -> acceptance drops (C20)`."""
         because = f" ({', '.join(self.reasons)})" if self.reasons else ""
         if self.outcome == "unknown":
-            return f"{self.engine}: not judged, since it is another kind of draft{because}"
+            return f"{self.engine}: not judged, since the draft is not a DFlash draft{because}"
         if self.outcome == "stops":
-            return f"{self.engine}: does not serve it{because}"
+            return f"{self.engine}: cannot serve the draft{because}"
         ending = f" -> acceptance drops{because}" if self.outcome == "drops" else ""
         return f"{self.engine}: loads{self._attention()}{ending}"
 
     def _attention(self) -> str:
         if self.causal is None:
-            return "" if self.trained is None else ", causality not known for this release"
+            return "" if self.trained is None else ", not known whether causally in this release"
         served, total = sum(self.causal), len(self.causal)
-        text = (
-            f", serves {served} of {total} layers causally" if served else f", serves all {total} layers non-causally"
-        )
+        text = f", runs {served} of {total} layers causally" if served else f", runs all {total} layers non-causally"
         if self.trained is not None and self.trained != self.causal:
-            text += f" (trained: {sum(self.trained)} of {total} causal)"
+            text += f" (trained with {sum(self.trained)} of {total} causal)"
         return text
 
     def to_json(self) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from dflash_kernels.launch_config import jit, tl
 
 @jit
 def _attend(queries, keys, values, is_visible, acc, row_max, weight_sum, scale):
-    """Add one tile of keys to a running softmax, in base 2. Rows that see nothing yet keep `row_max` at -inf."""
+    """Add one tile of keys to a running softmax, in base 2. Rows that have seen no key yet keep `row_max` at -inf."""
     scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
     scores = tl.where(is_visible, scores, float("-inf"))
     new_max = tl.maximum(row_max, tl.max(scores, 1))
@@ -59,7 +59,7 @@ def _context_slots(page_table, position, readable_len, PAGE_SIZE: tl.constexpr):
 
 @jit
 def _load_keys(source, row, row_stride, dim, is_key, HEAD_DIM: tl.constexpr):
-    """[TILE_N, TILE_D] of keys or values. What is no key may be NaN in memory, and is zero here."""
+    """[TILE_N, TILE_D] of keys or values. Rows past the last key may be NaN in memory and are returned as zero."""
     return tl.load(
         source + (row * row_stride)[:, None] + dim[None, :], mask=is_key[:, None] & (dim < HEAD_DIM)[None, :], other=0.0
     )

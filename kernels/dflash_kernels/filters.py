@@ -1,6 +1,6 @@
 """Cut distributions to their top-k and top-p tokens.
 
-The reference sorts each row. The kernels search for each row's threshold, the lowest logit that is kept, by refining a
+The reference sorts each row. The kernels search for each row's threshold, the lowest logit that stays, by refining a
 key of its leading bits: each pass over all rows and tiles of the vocabulary fixes two more bits, and skips the tiles
 whose highest logit lies below every candidate. top-k counts the tokens above a candidate, top-p adds up their
 probabilities, one search after the other. The tokens kept are the reference's, ties included; sums are made in a fixed

@@ -175,8 +175,8 @@ class TargetConfig:
 class EngineConfig:
     """How the engine runs. None and "auto" mean "decide from the checkpoints and the machine".
 
-    `max_batched_tokens` is the prompt rows one step prefills at most. `kv_memory_bytes` sizes the page pool outright;
-    otherwise it takes what `gpu_memory_utilization` leaves of the device. `max_in_flight` steps are queued ahead of
+    A step prefills at most `max_batched_tokens` prompt rows. `kv_memory_bytes` sets the size of the page pool;
+    without it the pool takes the memory that `gpu_memory_utilization` allows. `max_in_flight` steps are queued ahead of
     their results when scheduling is asynchronous.
     """
 

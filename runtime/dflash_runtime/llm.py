@@ -63,7 +63,7 @@ class LLM:
 
     @property
     def limits(self) -> Limits:
-        """The engine's fixed numbers."""
+        """Limits of the engine that are fixed when the pair is loaded."""
         return self.pair.limits
 
     @property
@@ -76,7 +76,7 @@ class LLM:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Which features were switched off, and because of which others."""
+        """A sentence for each feature that was switched off, naming the feature that excludes it."""
         return self.pair.warnings
 
     @property

@@ -15,7 +15,7 @@ from dflash_runtime.device.runner import Runner
 from dflash_runtime.scheduling.request import RequestOutput
 
 TOLERANCE_NATS = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.2}
-"""Regret that rounding explains, by the dtype of the run."""
+"""The largest regret that rounding can explain, by the dtype of the run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +38,9 @@ class Lossless:
         """One line for a person."""
         exact = self.num_tokens - self.num_ties - self.num_wrong
         return (
-            f"lossless check: {exact} of {self.num_tokens} tokens exact, {self.num_ties} near-ties, "
-            f"{self.num_wrong} wrong, largest regret {self.largest_regret:.2g} nat (tolerance {self.tolerance:g})"
+            f"lossless check: {exact} of {self.num_tokens} tokens are the target's best choice, {self.num_ties} "
+            f"near-ties, {self.num_wrong} wrong; largest gap to the best choice {self.largest_regret:.2g} nat "
+            f"(tolerance {self.tolerance:g})"
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -65,7 +66,9 @@ def check_lossless(runner: Runner, outputs: Sequence[RequestOutput], dtype: torc
         num_wrong += sum(regret > tolerance for regret in regrets)
         if regrets and max(regrets) > largest:
             largest = max(regrets)
-            worst = f"prompt {output.index}, token {regrets.index(largest)} is {largest:.3g} nat behind the best"
+            worst = (
+                f"prompt {output.index}, token {regrets.index(largest)} is {largest:.3g} nat less likely than the best"
+            )
     return Lossless(
         num_tokens=num_tokens,
         num_ties=num_ties,

@@ -1,7 +1,7 @@
 """Acceptance counts under the names of vLLM's tests.
 
 `num_accepted` excludes the bonus token, `acceptance_len` includes it. A draft step is a request's verify step with
-drafts; a prefill and a step that decodes plainly are none.
+drafts; a prefill is no draft step, nor is a step that decodes plainly.
 """
 
 from collections.abc import Iterable

@@ -128,7 +128,7 @@ class TestEngine:
     def test_validate_judges_for_it(self, folder: Path) -> None:
         outcome = self.toy(folder, "validate", "tiny", "--engine", "toy")
         assert outcome.code == 0, outcome.err
-        assert "toy 1.1: loads, serves all 3 layers non-causally\n" in outcome.out
+        assert "toy 1.1: loads, runs all 3 layers non-causally\n" in outcome.out
         assert "TOY01 warning config.json:block_size: 8 [toy]\n    effect: Toy 1.1 drafts slowly\n" in outcome.out
         assert "    fix: dflash convert tiny tiny-fixed --to toy-native --target tiny\n" in outcome.out
         assert "TOY01" not in self.toy(folder, "validate", "tiny").out
@@ -137,7 +137,7 @@ class TestEngine:
         draft = support.make_speculators(tmp_path / "draft")
         outcome = self.toy(folder, "validate", draft, "--engine", "toy@1.0")
         assert outcome.code == 3
-        assert "toy 1.0: does not serve it (S14)\n" in outcome.out
+        assert "toy 1.0: cannot serve the draft (S14)\n" in outcome.out
         assert "expected the native one [toy]\n" in outcome.out
 
     def test_its_command_is_printed_with_what_rules_call_for(self, folder: Path) -> None:
@@ -151,7 +151,7 @@ class TestEngine:
             assert "toy@1.0..1.1" in " ".join(self.toy(folder, command, "--help").out.split())
         outcome = self.toy(folder, "validate", "tiny", "--engine", "toy@2")
         assert outcome.code == 2
-        assert "nothing is known of toy 2" in outcome.err
+        assert "unknown release toy 2" in outcome.err
 
     def test_its_rules_are_explained(self, folder: Path) -> None:
         outcome = self.toy(folder, "explain", "toy01")

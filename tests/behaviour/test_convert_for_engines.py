@@ -59,7 +59,7 @@ def test_flat_keys_for_mlx(tmp_path: Path) -> None:
 
 def test_mlx_readers_of_windows_differ(tmp_path: Path) -> None:
     outcome, _ = convert(support.make_native(tmp_path / "source", SLIDING), "mlx")
-    assert "dflash-mlx ignores windows" in outcome.err
+    assert "dflash-mlx ignores sliding windows" in outcome.err
 
 
 def test_mlx_has_no_bias(tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ class TestVllm:
         assert f"{scale}: vLLM 0.33 reads scales for DFlash 2 only" in outcome.err
         outcome, written = convert(source, "vllm", "--allow-lossy")
         assert outcome.code == 0
-        assert f"scales are dropped ({scale})" in outcome.err
+        assert f"scales are left out ({scale})" in outcome.err
         assert scale not in written
         assert scale not in written["dflash_config"]
 

@@ -134,7 +134,7 @@ class TestJetSpec:
 
     def test_one_that_agrees_with_itself_is_named_in_a_note(self, tmp_path: Path) -> None:
         path = support.make_native(tmp_path / "draft", is_causal=True)
-        assert any("as JetSpec trains them" in note for note in open_draft(path).parsed.notes)
+        assert any("as in JetSpec" in note for note in open_draft(path).parsed.notes)
         sliding = support.make_native(tmp_path / "sliding", support.Shape(windows=(16, 16)), is_causal=True)
         assert open_draft(sliding).parsed.notes == ()
 
@@ -169,7 +169,7 @@ class TestOverride:
         assert open_draft(path).config.causal == (True, False)
         draft = open_draft(path, causality="non-causal")
         assert draft.config.causal == (False, False)
-        assert draft.parsed.notes == ("attention is read as non-causal, by --causality",)
+        assert draft.parsed.notes == ("attention is taken as non-causal, because of --causality",)
 
     def test_no_key_of_the_exporter_overrules_the_choice(self, tmp_path: Path) -> None:
         """Mixed layers leave causality unstated, so the result must not pass for SpecForge's any more."""

@@ -58,5 +58,5 @@ def test_documents_that_pages_point_to_exist() -> None:
 
 def test_the_way_out_of_verify_width_and_k_is_in_words() -> None:
     text = " ".join(page("generate").split())
-    assert "the most is the draft's block size less one" in text
-    assert "Verify only the first N positions of a block" in text
+    assert "the maximum, and the default, is the draft's block size minus one" in text
+    assert "Verify only the first N positions of each block" in text

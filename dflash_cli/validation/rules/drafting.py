@@ -1,4 +1,4 @@
-"""Rules on the block, the mask token and what else the config says of drafting."""
+"""Rules on the block, the mask token and the other settings of drafting in the config."""
 
 from collections.abc import Iterator
 

@@ -177,7 +177,7 @@ def no_tensor_is_empty(subject: Subject) -> Iterator[Problem]:
 
 
 def _index(subject: Subject) -> "dict[str, object]":
-    """The index, where there is one that could be read; faults in it are N12's."""
+    """The index of the weight files, None if there is none or it cannot be read; N12 reports faults in it."""
     if subject.checkpoint is None or subject.tensors is None or INDEX_FILE not in subject.files:
         return {}
     return subject.checkpoint.read_optional_json(INDEX_FILE) or {}

@@ -1,4 +1,4 @@
-"""Rules on a draft and the target it is given. Silent where no target is given."""
+"""Rules on whether a draft fits the target that is given. Without a target they find nothing."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -358,7 +358,7 @@ def _verifier(subject: Subject) -> Mapping[str, Any]:
 
 
 def _target_tensors(subject: Subject) -> Mapping[str, TensorInfo]:
-    """The target's headers, empty where they cannot be read: a target may be given by its config alone."""
+    """The tensors of the target, from its headers; empty if they cannot be read, as a config alone may be given."""
     if subject.target_source is None:
         return {}
     try:
@@ -368,7 +368,7 @@ def _target_tensors(subject: Subject) -> Mapping[str, TensorInfo]:
 
 
 def _target_file(subject: Subject, name: str) -> Mapping[str, Any]:
-    """A JSON file beside the target; empty where there is none that can be read."""
+    """A JSON file of the target; empty if there is none that can be read."""
     if subject.target_source is None:
         return {}
     try:

@@ -1,6 +1,6 @@
-"""Rules on how a draft accepts when it is run, for `--level run`: would another reading of its config accept more?
+"""Rules on how a draft accepts when it is run, for `--level run`: would it accept more with one setting changed?
 
-The readings are run once, by `readings`; each rule looks at those that change one factor.
+`readings` runs every alternative reading once; each rule looks at the readings that change one factor.
 """
 
 from collections.abc import Iterator
@@ -107,12 +107,12 @@ def something_is_accepted(subject: Subject) -> Iterator[Problem]:
     if search is not None and search.acceptance_len < NOTHING_ACCEPTED:
         yield Problem(
             CONFIG_FILE,
-            f"{search.acceptance_len:.2f} tokens a step over {search.num_prompts} prompts; 1 means none accepted",
+            f"{search.acceptance_len:.2f} tokens per step over {search.num_prompts} prompts; 1 means none accepted",
         )
 
 
 def _better(subject: Subject, factor: str, location: str) -> Iterator[Problem]:
-    """The reading that accepts most among those of one factor that are surely better than the config's."""
+    """The best of the readings that change one factor, if any is better than the config as it is beyond chance."""
     search = subject.search
     better = [item for item in search.results if item.reading.factor == factor and item.is_better] if search else []
     if search is None or not better:
@@ -122,7 +122,7 @@ def _better(subject: Subject, factor: str, location: str) -> Iterator[Problem]:
     assert interval is not None
     yield Problem(
         location,
-        f"{best.reading.name} accepts {best.acceptance_len:.2f} tokens a step, the config as it is "
-        f"{search.acceptance_len:.2f}: {best.difference:+.2f}, 95% interval {interval.low:+.2f} to "
-        f"{interval.high:+.2f}, {search.num_prompts} prompts",
+        f"with {best.reading.name} a step commits {best.acceptance_len:.2f} tokens, with the config as it is "
+        f"{search.acceptance_len:.2f}: {best.difference:+.2f} (95% interval {interval.low:+.2f} to "
+        f"{interval.high:+.2f}, {search.num_prompts} prompts)",
     )

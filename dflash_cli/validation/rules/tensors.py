@@ -277,7 +277,7 @@ def no_mask_embedding(subject: Subject) -> Iterator[Problem]:
 
 
 def _states_packing(subject: Subject) -> bool:
-    """Whether the config says that weights are quantised; their tensors are then the packer's business."""
+    """Whether the config says that weights are quantised; the rules then expect no particular tensors."""
     return bool(subject.config.get("quantization_config") or subject.body.get("quantization_config"))
 
 
@@ -296,7 +296,7 @@ def _body_tensors(subject: Subject) -> Mapping[str, TensorInfo]:
 
 
 def _prefix(subject: Subject) -> str | None:
-    """A prefix that every layer's name has."""
+    """The prefix that the names of all layer tensors share."""
     names = [name for name in subject.tensors or () if "layers." in name]
     return next((prefix for prefix in PREFIXES if names and all(name.startswith(prefix) for name in names)), None)
 

@@ -1,4 +1,4 @@
-"""Rules on the reduced vocabulary: `d2t` holds offsets (target id = j + d2t[j]), `t2d` marks the ids that are kept."""
+"""Rules on the reduced vocabulary: `d2t` holds offsets (target id = j + d2t[j]), `t2d` marks proposable ids."""
 
 from collections.abc import Iterator
 

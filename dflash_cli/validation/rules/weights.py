@@ -271,7 +271,7 @@ def map_names_each_id_once(subject: Subject) -> Iterator[Problem]:
 
 
 def _has_weights(target: TargetSource) -> bool:
-    """Whether the target's weights are here; of one on the hub there may be headers alone, or no more than a config."""
+    """Whether the target's weights can be read; of a target on the hub there may be only headers, or only a config."""
     try:
         return all(info.file.is_file() for info in target.checkpoint.tensors.values())
     except CheckpointError:
@@ -279,7 +279,7 @@ def _has_weights(target: TargetSource) -> bool:
 
 
 def _floats(subject: Subject) -> "Iterator[tuple[str, torch.Tensor]]":
-    """Every tensor of plain floats that is not empty."""
+    """Every tensor that is not empty and whose elements are unpacked floats."""
     names = [name for name, info in (subject.tensors or {}).items() if info.dtype in FLOATS and info.num_elements]
     if subject.checkpoint is not None:
         yield from subject.checkpoint.load_many(names)
@@ -292,7 +292,7 @@ def _load(subject: Subject, name: str) -> "torch.Tensor | None":
 
 
 def _offsets(subject: Subject) -> "torch.Tensor | None":
-    """d2t, where it is a list of integers; M03 and M04 report what is not."""
+    """The id map d2t, None unless it is a list of integers; M03 and M04 report it otherwise."""
     tensor = _load(subject, DRAFT_TO_TARGET)
     return None if tensor is None or tensor.dim() != 1 or tensor.is_floating_point() else tensor
 

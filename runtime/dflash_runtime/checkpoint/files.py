@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 MASK_FILE = "mask_embedding.safetensors"
-"""A learned mask embedding; it lies beside the weights and is none of them."""
+"""A learned mask embedding, which lies beside the weights and does not count as one of them."""
 MAX_HEADER_BYTES = 100_000_000
 MAX_JSON_BYTES = 64_000_000
 MAX_TENSORS = 250_000
-"""In one file: several times what the largest published checkpoints hold, and still parsed in bounded memory."""
+"""The most tensors in one file: several times what the largest published checkpoint has, yet little to parse."""
 
 MAX_NAME_BYTES = 255
 ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
@@ -275,7 +275,7 @@ def _read_all_headers(path: Path) -> dict[str, TensorInfo]:
 
 
 def _find_index(path: Path) -> Path | None:
-    """The index under its usual name, or the only one of another name where no single file makes it needless."""
+    """The index under its usual name; otherwise the only one of another name, unless there is a single weight file."""
     if (path / INDEX_FILE).exists():
         return path / INDEX_FILE
     others = [item for item in path.glob("*.safetensors.index.json") if not item.name.startswith(".")]
@@ -338,10 +338,10 @@ def _refuse_without_safetensors(path: Path) -> None:
 
 
 def _regular_size(file: Path) -> int:
-    """The bytes of a file that is one: a pipe or a device would keep a reader waiting.
+    """The size of a regular file; a pipe or a device would keep a reader waiting.
 
     Raises:
-        CheckpointError: it is something else.
+        CheckpointError: it is no regular file.
         OSError: it cannot be looked at.
     """
     found = file.stat()

@@ -51,14 +51,14 @@ class StoredRows:
 
 @dataclass(frozen=True, slots=True)
 class TensorSelection:
-    """Which tensors of a file a draft owns, `load`, and which it does not, `skip`."""
+    """The tensors of a file that a reader loads, since the draft owns them, and those that it skips."""
 
     load: tuple[str, ...]
     skip: tuple[str, ...]
 
 
 def body_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
-    """Shapes of the tensors every draft owns: 3 + 11 a layer, or 3 + 15 a layer with attention bias."""
+    """Shapes of the tensors that every draft owns: 3 tensors, and 11 per layer or, with attention bias, 15."""
     hidden = config.hidden_size
     shapes: dict[str, tuple[int, ...]] = {
         "fc.weight": (hidden, config.num_taps * config.feature_size),
@@ -136,7 +136,7 @@ def layer_indices(names: Iterable[str]) -> list[int]:
 def _parts(
     config: DraftConfig, name: str, shape: tuple[int, ...], path: object
 ) -> list[tuple[str, tuple[int, int] | None]]:
-    """The canonical tensors a stored one holds, each with its rows where it holds several."""
+    """The canonical tensors that a stored tensor holds; each with its rows if there are several."""
     fused = next((key for key in FUSED if f".{key}" in name), None)
     if fused is None:
         return [(name, None)]

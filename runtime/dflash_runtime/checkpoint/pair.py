@@ -40,9 +40,9 @@ class TargetSource:
 class TargetExpectations:
     """What a draft states of the target it was made for, None where it states nothing.
 
-    Values come from a config that may be broken, so they may be of any type; what is no integer is left to whoever
-    checks the config itself, but for the two numbers that are compared as they are: `vocab_size` and
-    `num_target_layers`. `target_layer_ids` are layers whose output is tapped, from 0.
+    Values come from a config that may be broken, so they may be of any type. A value that is no integer is left to the
+    rules on the config itself; only `vocab_size` and `num_target_layers` are compared whatever their type is.
+    `target_layer_ids` are the layers whose outputs are tapped, counted from 0.
     """
 
     hidden_size: object
@@ -67,7 +67,7 @@ class TargetExpectations:
 
 @dataclass(frozen=True, slots=True)
 class Misfit:
-    """One way in which a draft does not fit a target: the field of the draft, its value, and what the target is."""
+    """One way in which a draft does not fit a target: a field of the draft, its value, and the target's value."""
 
     field: str
     found: str
@@ -89,7 +89,9 @@ def find_misfits(draft: TargetExpectations, target: TargetConfig) -> Iterator[Mi
     highest = max(draft.target_layer_ids, default=-1)
     if highest >= target.num_layers:
         yield Misfit(
-            "target_layer_ids", f"taps layer {highest} (from 0)", f"the target has layers 0..{target.num_layers - 1}"
+            "target_layer_ids",
+            f"names layer {highest} (counted from 0)",
+            f"the target has layers 0..{target.num_layers - 1}",
         )
     if draft.num_target_layers is not None and draft.num_target_layers != target.num_layers:
         yield Misfit("num_target_layers", repr(draft.num_target_layers), f"the target has {target.num_layers} layers")

@@ -1,8 +1,8 @@
-"""What each attention backend can do, and whether a pair asks for more.
+"""Which attention each backend can compute, and whether a pair needs another.
 
 A backend is a set of kernels, and its entry in `BACKENDS` says which attention it computes. A checkpoint that needs
-another kind is refused before it is loaded, never served with another mask. Only the layers' own needs are asked: a
-causal draft runs on a backend that is causal only.
+another kind is refused before it is loaded, never served with another mask. Each layer is judged by its
+own needs: a causal draft runs on a backend that has only causal attention.
 """
 
 from collections.abc import Mapping

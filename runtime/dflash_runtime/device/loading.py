@@ -27,8 +27,8 @@ logger = logging.getLogger(__name__)
 class LoadedPair:
     """Models on a device with all that was resolved for them; any number of `LLM`s may run on one.
 
-    `config` has no excluded features left, and `warnings` says which were switched off. `draft` may be replaced by an
-    object of your own that keeps the promises of `drafts.draft.Draft`.
+    In `config`, features that exclude each other are switched off, and `warnings` has a sentence about each. `draft`
+    can be any object with the interface of `drafts.draft.Draft`.
     """
 
     target: Target
@@ -56,7 +56,7 @@ def load_pair(target: TargetSource, draft: DraftLike | None, config: EngineConfi
 
     Raises:
         PairMismatch: the draft was not made for the target.
-        UsageError: more tokens to draft than the draft was trained for, or a device that is not there.
+        UsageError: more tokens to draft than the draft was trained for, or a device that does not exist.
         UnsupportedError, TensorMismatch: see `load_target` and `owned_tensors`.
     """
     config = config or EngineConfig()

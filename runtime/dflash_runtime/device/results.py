@@ -2,8 +2,8 @@
 
 Each step packs its results into one small tensor and queues a copy of it to pinned memory behind its own work. Reading
 waits for that copy alone. The engine reads the oldest step only after queueing later ones, so the device always has
-work; a result may therefore be that of a request which has ended meanwhile, and carries the generation number by which
-the scheduler tells.
+work; a result may therefore belong to a request that has ended meanwhile. It carries the generation number by which the
+scheduler recognises that.
 
 Axis letters: R requests, N block rows.
 """
@@ -42,7 +42,7 @@ class StepResults:
 
 @dataclass(frozen=True, slots=True)
 class PendingStep:
-    """A step in flight: whose rows it holds and where its results will be."""
+    """A step in flight: its requests, in the order of the result rows, and the tensor that its results arrive in."""
 
     requests: tuple[Request, ...]
     results: Tensor  # [R, NUM_FIELDS + 2N - 1] int64, on the host

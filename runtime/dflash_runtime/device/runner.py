@@ -92,7 +92,7 @@ class Runner:
 
     @torch.inference_mode()
     def submit(self, batch: Batch) -> PendingStep | None:
-        """Queue one step; None where it gives no tokens, as a chunk in the middle of a prompt.
+        """Queue one step; None if it commits no tokens, as for a chunk in the middle of a prompt.
 
         Chunks run in the batch's order: of two requests with one prefix, the later may read pages that the earlier
         fills in this very step.
@@ -147,7 +147,8 @@ class Runner:
         can_draft = view.is_alive & (view.kv_lens <= self.limits.last_draft_len) & is_drafting
         max_accepted = torch.where(can_draft, self.state.widths[view.rows] - 1, 0)
         proposal = self._propose(view, anchors, positions, sampling) if is_drafting else _no_drafts(anchors)
-        # A draft may decline a position with a negative id: never accepted, and no row of an embedding.
+        # A draft may decline a position with a negative id, which is never accepted. An embedding has no row for it,
+        # so it becomes 0 here.
         block_ids = torch.cat((anchors[:, None], proposal.token_ids.clamp(min=0)), dim=1)
         # Rows past what is reserved get PAD, as do all rows of a request that is done: they store nothing.
         slots = self._slots(view, positions)
@@ -171,7 +172,7 @@ class Runner:
         ).pack()
 
     def _advance(self, view: BatchRows, accepted: Acceptance) -> Tensor:
-        """Move rows on by what they committed; returns which are done now, [R] bool."""
+        """Advance the state of rows by the tokens they committed; returns which rows are done now, [R] bool."""
         state, rows = self.state, view.rows
         remaining = state.remaining[rows] - accepted.num_committed
         is_done = ~view.is_alive | accepted.is_stopped | (remaining <= 0)
@@ -182,7 +183,7 @@ class Runner:
         return is_done
 
     def _prefill(self, chunk: Chunk) -> Tensor | None:
-        """Run a chunk that is not empty; with the last one, choose the first token and switch the request on."""
+        """Run a chunk that is not empty. After the last chunk, choose the first token and start decoding."""
         view = self._chunk_view(chunk)
         token_ids = self._upload.ints(chunk.request.token_ids[chunk.start : chunk.end])
         positions = torch.arange(chunk.start, chunk.end, device=self.device)[None]
@@ -218,7 +219,7 @@ class Runner:
         ).pack()
 
     def _resume(self, request: Request) -> None:
-        """Switch a request on again where it was when it was preempted."""
+        """Let a preempted request decode again from where it was."""
         values = [request.output_token_ids[-1], request.remaining(self.limits.max_model_len)]
         anchor, remaining = self._upload.ints(values)
         self.state.activate(
@@ -246,7 +247,7 @@ class Runner:
         return Proposal(self._to_target(sampled.view(-1, num_drafts)), self._spread_probs(probs, num_drafts))
 
     def _to_target(self, draft_ids: Tensor) -> Tensor:
-        """The draft's ids as the target's."""
+        """Token ids of the draft's vocabulary -> the target's ids."""
         assert self.draft is not None
         return draft_ids if self.draft.target_ids is None else self.draft.target_ids[draft_ids]
 
@@ -263,8 +264,8 @@ class Runner:
     ) -> tuple[Tensor, Tensor]:
         """The target's choice after each row: hidden states [T, hidden] -> token ids [R, N], and the cap [R].
 
-        Sampled drafts are judged by rejection with their own distribution; others by whether the target would say the
-        same.
+        Sampled drafts are judged by rejection with their own distribution; others by whether the target chooses
+        the same token.
         """
         num_rows = positions.shape[1]
         logits = self.target.head(hidden)

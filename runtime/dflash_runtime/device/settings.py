@@ -1,4 +1,4 @@
-"""Turn what was asked for into what will run: device, dtype, kernels, limits, features, the size of the page pool."""
+"""Resolve the engine config into what will run: device, dtype, kernels, limits, features, size of the page pool."""
 
 import os
 from dataclasses import replace
@@ -16,7 +16,7 @@ from dflash_runtime.scheduling.limits import Limits
 MIN_CAPABILITY = (8, 0)
 
 HOST_SHARE = 0.5
-"""Share of a machine's free memory KV may take where no GPU is used."""
+"""Share of the free memory that the KV cache may take on a machine without a GPU."""
 
 
 def resolve_device(name: str) -> torch.device:
@@ -31,9 +31,11 @@ def resolve_device(name: str) -> torch.device:
         raise UnsupportedError(f"device {name!r} is not served (known: cpu, cuda)")
     if device.type == "cuda":
         if not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count():
-            raise UsageError(f"device {name!r} is not there: {torch.cuda.device_count()} CUDA devices found")
+            raise UsageError(f"device {name!r} not found: there are {torch.cuda.device_count()} CUDA devices")
         if torch.cuda.get_device_capability(device) < MIN_CAPABILITY:
-            raise UnsupportedError(f"{torch.cuda.get_device_name(device)}: compute capability below 8.0")
+            raise UnsupportedError(
+                f"{torch.cuda.get_device_name(device)}: compute capability is below 8.0, which is the least"
+            )
     return device
 
 
@@ -65,19 +67,16 @@ def apply_exclusions(
     if config.is_async and placement.kernels.name == "reference" and placement.device.type == "cuda":
         config = replace(config, scheduling="sync")
         warnings.append(
-            "asynchronous scheduling is off because of reference kernels on a GPU: they wait for the device in every "
-            "step"
+            "asynchronous scheduling is off because of reference kernels on a GPU, which wait for it in every step"
         )
     if config.draft_sampling == "probabilistic" and num_draft_tokens == 0:
         config = replace(config, draft_sampling="greedy")
-        warnings.append(
-            "probabilistic drafting is off because of plain decoding: without drafts there is nothing to sample"
-        )
+        warnings.append("probabilistic drafting is off because of plain decoding (-k 0), which drafts no tokens")
     return config, tuple(warnings)
 
 
 def resolve_limits(config: EngineConfig, target: TargetConfig, draft: DraftConfig | None) -> Limits:
-    """K, the model's limit and the batch, from what was asked and what the checkpoints can do."""
+    """K, the longest text and the batch sizes, from the engine config and what the checkpoints allow."""
     trained = draft.num_draft_tokens if draft is not None else 0
     num_draft_tokens = trained if config.num_draft_tokens is None else config.num_draft_tokens
     if num_draft_tokens > trained:
@@ -90,7 +89,7 @@ def resolve_limits(config: EngineConfig, target: TargetConfig, draft: DraftConfi
         served = min(served, draft.max_position_embeddings)
     max_model_len = config.max_model_len or served
     if max_model_len > served:
-        raise UsageError(f"max_model_len {max_model_len}, expected at most {served}: the pair's position limit")
+        raise UsageError(f"max_model_len {max_model_len}, expected at most {served}, the positions that the pair has")
     return Limits(
         num_draft_tokens=num_draft_tokens,
         max_model_len=max_model_len,
@@ -125,15 +124,15 @@ def fit_num_pages(
     needed = 1 + -(-(1 + limits.num_lookahead_tokens) // config.page_size)
     if affordable < needed:
         raise CapacityError(
-            f"KV: one request needs {needed} pages of {config.page_size} tokens, {needed * page_bytes} bytes at "
-            f"{token_bytes} bytes a token; {budget} bytes are there",
-            hint="give KV more memory with --kv-memory or --gpu-memory-utilization",
+            f"KV cache: one request needs {needed} pages of {config.page_size} tokens, {needed * page_bytes} bytes at "
+            f"{token_bytes} bytes per token, but only {budget} bytes are free",
+            hint="give the KV cache more memory with --kv-memory or --gpu-memory-utilization",
         )
     return min(wanted, affordable)
 
 
 def _scratch_bytes(config: EngineConfig, limits: Limits) -> int:
-    """What a step needs beside KV and weights: logits, and both models' distributions where drafts are sampled."""
+    """Bytes that a step needs besides KV and weights: logits, and both models' distributions if drafts are sampled."""
     rows = limits.max_num_requests * limits.num_lookahead_tokens
     copies = 4 if config.draft_sampling == "probabilistic" else 2
     return rows * limits.vocab_size * 8 * copies

@@ -1,9 +1,9 @@
-"""What the device knows of each batch row. Steps read and write it without asking the host.
+"""The state of each batch row on the device, which steps read and write without waiting for the host.
 
 A request holds one row from admission to its end. The host writes a row when a request is admitted, when pages are
 added and when the request is switched on; every step writes lengths, anchor and done flag. All of that happens in
-stream order, so a row may be given to a new request while steps of the old one are still queued: they find it done,
-and their results carry the old generation number.
+stream order, so a row may be given to a new request while steps of the old one are still queued: those steps find
+the row done, and their results carry the old generation number.
 
 Axis letters: B rows of the state, R rows in a step, P pages, S stop ids.
 """

@@ -25,7 +25,7 @@ from dflash_runtime.models.weights import Weights
 
 @DRAFTS.register("dflash")
 class DFlashDraft:
-    """A Qwen3-shaped DFlash draft. It borrows the target's embedding, and its head unless it brings a reduced one."""
+    """A Qwen3-shaped DFlash draft. It uses the target's embedding, and the target's head unless it has its own."""
 
     expected_shapes = staticmethod(owned_shapes)
 
@@ -72,7 +72,7 @@ def _stack_context(projections: list[Linear]) -> Linear:
 
 
 def _target_ids(config: DraftConfig, weights: Weights) -> Tensor | None:
-    """The target id of each draft id, [V] int64, or None where the vocabularies are one.
+    """The target id of each draft id, [V] int64, or None if draft and target have the same vocabulary.
 
     The file stores offsets: target id = draft id + d2t[draft id].
     """

@@ -1,4 +1,4 @@
-"""What the runner asks of a draft, and the registry of draft families.
+"""The interface of a draft, as the runner calls it, and the registry of draft families.
 
 A family is one file in this package with a class decorated `@DRAFTS.register(name)`, where `name` is the `family` of
 `DraftConfig`. A draft is fed context features (the target's hidden states), keeps K and V made from them, and proposes
@@ -75,7 +75,7 @@ def owned_tensors(source: DraftLike) -> tuple[str, ...]:
     """The tensors of a checkpoint that its draft owns, from the headers; the others are not loaded.
 
     Raises:
-        UnsupportedError: packed weights, a mask embedding of its own, or a family nobody serves.
+        UnsupportedError: packed weights, a mask embedding of its own, or a family that is not registered.
         TensorMismatch: missing, unexpected and misshapen tensors, all at once.
     """
     checkpoint = source.checkpoint

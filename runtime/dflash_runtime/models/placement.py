@@ -1,4 +1,4 @@
-"""Where and how models run: the one bundle every model is built with."""
+"""Where and how models run: the settings that every model is built with."""
 
 from dataclasses import dataclass
 

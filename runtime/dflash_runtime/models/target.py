@@ -1,4 +1,4 @@
-"""What the runner asks of a target, and the registry of target families.
+"""The interface of a target, as the runner calls it, and the registry of target families.
 
 A family is one file in this package with a class decorated `@TARGETS.register(model_type)`, where `model_type` is that
 of the checkpoint's config.
@@ -63,7 +63,7 @@ def load_target(source: TargetSource, placement: Placement) -> Target:
     """Load a target's weights onto a device. Tensors its family does not know are left alone.
 
     Raises:
-        UnsupportedError: a model type no family serves.
+        UnsupportedError: a model type that no registered family runs.
         TensorMismatch: tensors that are missing or misshapen, all at once.
     """
     family = target_families()[source.config.model_type]

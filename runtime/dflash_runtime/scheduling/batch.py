@@ -1,4 +1,4 @@
-"""What one step runs and what it gave. Host only.
+"""The batch of one step, and its output. Host only.
 
 Axis letters: R requests, N block rows, K drafted tokens.
 """
@@ -10,7 +10,7 @@ from dflash_runtime.scheduling.request import Request
 
 @dataclass(frozen=True, slots=True)
 class PageAddition:
-    """Pages a request gains, from a column of its row of the page table on."""
+    """Pages that a request gains: they go into its row of the page table, from `column` on."""
 
     row: int
     column: int
@@ -19,7 +19,7 @@ class PageAddition:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Positions `[start, end)` of a request to prefill. The last chunk switches the request on.
+    """Positions `[start, end)` of a request to prefill. After the last chunk the request decodes.
 
     Only the last chunk of a resumed request can be empty: a prompt's last token is always run.
     """
@@ -34,7 +34,8 @@ class Chunk:
 class Batch:
     """One step: requests admitted, pages added, chunks to prefill, and requests to decode.
 
-    Prefill and decode are separate forwards. `longest` bounds the true KV of any decoding request from above.
+    Prefill and decode are separate forwards. `longest` is an upper bound on the true KV length of every
+    decoding request.
     """
 
     admitted: tuple[Request, ...] = ()
@@ -51,7 +52,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What one step gave one request: the committed tokens, and the drafts where it drafted."""
+    """The result of one step for one request: the committed tokens, and the drafted ones if it drafted."""
 
     token_ids: list[int]
     draft_ids: list[int] = field(default_factory=list)

@@ -1,11 +1,11 @@
-"""The engine's fixed numbers, and the arithmetic of how far a step may reach. Host only."""
+"""Limits of the engine that do not change, and how far a step may write past a request's KV. Host only."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Resolved before start. `max_batched_tokens` is the prompt rows one step prefills at most."""
+    """Fixed before the engine starts. A step prefills at most `max_batched_tokens` prompt rows."""
 
     num_draft_tokens: int
     max_model_len: int
@@ -24,7 +24,7 @@ class Limits:
         return self.max_model_len - self.num_lookahead_tokens
 
     def reserved_len(self, known_len: int, num_in_flight: int = 0) -> int:
-        """Tokens to have pages for before a step is queued.
+        """How many tokens a request must have pages for before a step is queued.
 
         `known_len` rows are certain, this call's prompt rows included; each step in flight, and the one to be queued,
         may write a lookahead.

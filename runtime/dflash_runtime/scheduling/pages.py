@@ -1,8 +1,8 @@
-"""The pool of KV pages: which are held by requests, and which stay for their content. Knows page numbers only.
+"""The pool of KV pages: which ones requests hold, and which are kept for their content. Knows page numbers only.
 
 A page is in exactly one place:
 
-    free      nobody holds it and nothing in it is wanted
+    free      held by no request, and its content is not wanted
     held      `references > 0`; published or not
     idle      published, held by nobody; handed out again when the free ones run out, longest idle first
 
@@ -30,7 +30,7 @@ class PagePool:
 
     @property
     def num_available(self) -> int:
-        """Pages that can be had without taking one from anybody."""
+        """Pages that can be allocated without preempting a request."""
         return len(self._free) + len(self._idle)
 
     def is_published(self, page: int) -> bool:
@@ -48,7 +48,7 @@ class PagePool:
         return [self._take() for _ in range(num_pages)]
 
     def share(self, pages: Iterable[int]) -> None:
-        """Hold published pages once more."""
+        """Add a reference to published pages."""
         for page in pages:
             assert page in self._published
             self._idle.pop(page, None)
@@ -60,7 +60,7 @@ class PagePool:
         self._published.add(page)
 
     def release(self, pages: Sequence[int]) -> None:
-        """Let pages go, last first, so that the end of a text is forgotten before its beginning."""
+        """Give pages back, last first, so that of a cached text the end is evicted before the beginning."""
         for page in reversed(pages):
             assert self._references[page] > 0
             self._references[page] -= 1

@@ -7,7 +7,7 @@ Lengths, in tokens:
     total_len - 1              the anchor: committed, its KV row not written yet
     kv_len = total_len - 1     rows of true KV, once prefilled
 
-While steps are in flight the device is ahead of these lengths; `num_in_flight` of them bound by how much.
+While steps are in flight the device is ahead of these lengths, by at most what `num_in_flight` steps can commit.
 """
 
 from collections.abc import Iterable
@@ -60,7 +60,7 @@ class SamplingParams:
         if len(self.stop_token_ids) > MAX_STOP_IDS:
             raise RequestError(f"{len(self.stop_token_ids)} stop ids, expected at most {MAX_STOP_IDS}")
         if self.verify_width is not None and self.verify_width < 1:
-            raise RequestError(f"verify_width must be at least 1 (the anchor), got {self.verify_width}")
+            raise RequestError(f"verify_width must be at least 1 (the last committed token), got {self.verify_width}")
 
     @property
     def is_greedy(self) -> bool:
@@ -163,10 +163,10 @@ class Request:
 class RequestOutput:
     """What became of a request.
 
-    `acceptance_lengths` has accepted + 1 for each verify step, untruncated; the prefill's token is no step.
-    `committed_lengths` has the tokens each of those steps left in the output after stops and limits, and `drafts` what
-    it proposed. A step that decoded plainly is in none of them. `error` says why a request was not served, with
-    `finish_reason` ERROR and the exit code its error has.
+    `acceptance_lengths` has accepted + 1 for each verify step, not cut at stops and limits; the token of a
+    prefill belongs to no step. `committed_lengths` counts the tokens of each of those steps that the output has after
+    stops and limits, and `drafts` holds what the steps proposed. A step that decoded plainly is in none of them.
+    `error` says why a request was not served; its `finish_reason` is then ERROR, and `exit_code` that of the error.
     """
 
     index: int

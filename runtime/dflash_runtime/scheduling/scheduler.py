@@ -1,16 +1,16 @@
-"""Which requests run in a step, and what their results make of them. Host only; knows pages and lengths, no tensors.
+"""Decide which requests run in a step, and commit the results. Host only; knows pages and lengths, no tensors.
 
-A step is queued before the acceptance counts of earlier ones are known, so a request's KV length is known from below
-(`kv_len`, all committed) and from above (every draft of every step in flight accepted). Pages are reserved for the
-upper bound; everything else is decided when results are committed.
+A step is queued before the acceptance counts of earlier ones are known, so only bounds of a request's KV length are
+known: at least `kv_len`, all committed, and at most that plus every draft of every step in flight. Pages are reserved
+for the upper bound; everything else is decided when results are committed.
 
     waiting --admit--> running (prefilling, then decoding) --commit--> finished
        ^                  |
        +----- preempt ----+
 
-The youngest running request is preempted first, so the oldest always gets on. It is preempted only when no step is in
-flight: a queued step goes on writing the pages its request had when it was queued, and its tokens would be lost. What
-the request has published stays in the cache, where it finds it when it resumes.
+The youngest running request is preempted first, so the oldest always makes progress. It is preempted only when no
+step is in flight: a queued step goes on writing the pages its request had when it was queued, and its tokens would be
+lost. Pages that the request has published stay in the cache, where it finds them when it resumes.
 """
 
 from collections import deque
@@ -37,7 +37,7 @@ class Scheduler:
         self.cache = cache
         self.is_drafting = True
         self.num_preemptions = 0
-        # Outlives a call that ends in OutOfPages: pages taken until then belong to their requests.
+        # Survives a call that ends in OutOfPages: the requests own the pages taken until then.
         self._additions: list[PageAddition] = []
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []  # oldest first
@@ -70,7 +70,7 @@ class Scheduler:
         decode = self._plan_decode(is_drained)
         chunks = self._plan_begun(is_drained)
         admitted: list[Request] = []
-        # A step that had to preempt admits nobody: the pages it gained belong to those who run already.
+        # A step that had to preempt admits no request: the pages it gained are for requests that already run.
         if self.num_preemptions == num_preemptions:
             self._plan_new(admitted, chunks)
         additions, self._additions = self._additions, []
@@ -154,7 +154,7 @@ class Scheduler:
     def _plan_new(self, admitted: list[Request], chunks: list[Chunk]) -> None:
         """Admit waiting requests in order, as budget, rows and pages allow.
 
-        Every running request may soon need a page; those are left alone, or admitting would only lead to preempting.
+        A page stays free for every running request, which may soon need it: admitting must not lead to preempting.
         """
         while self._waiting and self._free_rows and self._budget(chunks):
             request = self._waiting[0]
@@ -174,7 +174,7 @@ class Scheduler:
 
         For the same reason their full pages are published here and not with results: prompt tokens are committed from
         the start, and a request that finds such a page reads it in a later forward. A resumed request of which every
-        position is cached has an empty last chunk, which only switches it on.
+        position is cached has an empty last chunk, after which it decodes.
         """
         chunk = Chunk(request, request.prefilled_len, end, is_last=end == request.prefill_len)
         request.prefilled_len = end
@@ -200,7 +200,7 @@ class Scheduler:
         self._additions.append(PageAddition(row, 0, tuple(request.pages)))
 
     def _grow_or_preempt(self, request: Request, num_tokens: int, is_drained: bool) -> bool:
-        """Own pages for `num_tokens` tokens, taking them from the youngest; false where that is the request itself."""
+        """Get pages for `num_tokens` tokens, preempting the youngest for them; false if that is the request itself."""
         while not self._grow(request, num_tokens):
             if not is_drained:
                 raise OutOfPages
@@ -211,7 +211,7 @@ class Scheduler:
         return True
 
     def _grow(self, request: Request, num_tokens: int) -> bool:
-        """Own pages for `num_tokens` tokens; false, and nothing taken, where the pool is short."""
+        """Get pages for `num_tokens` tokens; false, with nothing taken, if the pool has too few."""
         missing = self.pages.pages_for(num_tokens) - len(request.pages)
         if missing <= 0:
             return True
@@ -247,7 +247,7 @@ class Scheduler:
         request.prefilled_len = 0
 
     def _kv_upper(self, request: Request) -> int:
-        """The longest true KV may be once every step in flight has run."""
+        """An upper bound on the request's true KV length once every step in flight has run."""
         upper = request.kv_len + request.num_in_flight * self.limits.num_lookahead_tokens
         return min(max(upper, request.prefilled_len), self.limits.max_model_len)
 
@@ -271,6 +271,6 @@ class Scheduler:
         if needed > self.pages.num_pages - 1:
             raise CapacityError(
                 f"{where}: needs {needed} KV pages of {self.pages.page_size} tokens for {longest} tokens and a "
-                f"lookahead of {self.limits.num_lookahead_tokens}, the pool has {self.pages.num_pages - 1}",
-                hint="lower --max-new-tokens or --max-model-len, or give KV more memory",
+                f"block of {self.limits.num_lookahead_tokens} more, but the pool has {self.pages.num_pages - 1}",
+                hint="lower --max-new-tokens or --max-model-len, or give the KV cache more memory",
             )

@@ -45,7 +45,7 @@ def test_a_draft_alone_takes_the_target_it_names(tmp_path: Path) -> None:
     target = support.make_target(tmp_path / "target")
     pair = complete_pair(str(named(tmp_path / "draft", target)), None, find=fetch_directory)
     assert pair.find_target(fetch_directory) == target
-    assert pair.note == f"target {target}, as the draft names it"
+    assert pair.note == f"using the target that the draft names: {target}"
 
 
 def test_errors_say_who_named_the_target(tmp_path: Path) -> None:
@@ -60,7 +60,7 @@ def test_errors_say_who_named_the_target(tmp_path: Path) -> None:
 def test_a_draft_that_names_none(tmp_path: Path) -> None:
     pair = complete_pair(str(support.make_native(tmp_path / "draft")), None, find=fetch_directory)
     assert pair.target is None
-    with pytest.raises(UsageError, match="names no target of its own"):
+    with pytest.raises(UsageError, match="does not name its target"):
         pair.find_target(fetch_directory)
 
 
@@ -73,7 +73,7 @@ class TestValidate:
         assert outcome.code == 3
         assert "P01 error" in outcome.out
         assert f"against {target}" in outcome.out
-        assert f"note: target {target}, as the draft names it" in outcome.err
+        assert f"note: using the target that the draft names: {target}" in outcome.err
 
     @pytest.mark.parametrize("more", [(), ("--level", "weights")])
     def test_one_that_is_not_there_is_a_note(self, more: tuple[str, ...], tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def test_a_conversion_never_replaces_the_cached_copy_it_reads(environment: dict[
     before = sorted(item.name for item in cached.iterdir())
     outcome = support.launch("convert", "acme/draft", cached, "--to", "native", "--force", env=environment)
     assert outcome.code == 2
-    assert "is or holds the source" in outcome.err
+    assert "is or contains the source" in outcome.err
     assert sorted(item.name for item in cached.iterdir()) == before
 
 
@@ -64,12 +64,12 @@ def test_a_download_says_its_size_and_a_second_one_nothing(environment: dict[str
 @pytest.mark.parametrize(
     ("reference", "message"),
     [
-        ("acme/gated", "acme/gated: gated"),
+        ("acme/gated", "acme/gated: access is gated"),
         ("acme/absent", "acme/absent: not found on the hub"),
         ("acme/draft@v9", "acme/draft: no revision 'v9'"),
         ("acme/broken", "acme/broken: the hub answered: "),
-        ("acme--x/draft", "not a name the hub allows"),
-        ("no such thing", "no such thing: no such directory, and not a hub reference"),
+        ("acme--x/draft", "not a valid name of a hub repository"),
+        ("no such thing", "no such thing: no such directory, and not a hub repository"),
     ],
 )
 def test_each_refusal_reads_differently(
@@ -120,5 +120,5 @@ def test_the_bundled_pair() -> None:
 
 @pytest.mark.parametrize("reference", ["", "~nobody/x/y", "org/repo/extra", "../up/there", "org//repo", "http://x/y"])
 def test_what_is_no_reference(reference: str) -> None:
-    with pytest.raises(CheckpointNotFound, match="not a hub reference"):
+    with pytest.raises(CheckpointNotFound, match="not a hub repository"):
         fetch_directory(reference, Role.DRAFT)

@@ -138,7 +138,7 @@ def test_weights_that_are_gated_though_the_repository_is_listed(
     local_hub.closed.add("model.safetensors")
     outcome = support.launch("inspect", "acme/dflash", env=environment)
     assert outcome.code == 4
-    assert "acme/dflash: gated" in outcome.err
+    assert "acme/dflash: access is gated" in outcome.err
     assert "HF_TOKEN" in outcome.err
 
 
@@ -178,6 +178,6 @@ def test_the_target_that_a_draft_names_is_read_by_its_headers(
     outcome = support.launch("validate", draft, "--level", level, "-e", "vllm", env=environment)
     assert outcome.code == 0, outcome.out + outcome.err
     assert " against acme/target: 0 errors" in outcome.out
-    assert "note: target acme/target, as the draft names it" in outcome.err
+    assert "note: using the target that the draft names: acme/target" in outcome.err
     ranges = [wanted for path, wanted in local_hub.asked if path.endswith(".safetensors") and "/cdn/" in path]
     assert ranges == ["bytes=0-131071"]

@@ -41,7 +41,9 @@ def test_a_wrong_reading_is_named_with_what_to_correct(tmp_path: Path) -> None:
     result = run(draft, "--target", "tiny", "--num-prompts", "12", "-n", "48", "--device", "cpu")
     (sentence,) = result.stdout.splitlines()
     assert result.exit_code == 3
-    assert sentence.startswith("taps are one layer too late: with taps one layer earlier [0, 2, 3, 4] it gives")
+    assert sentence.startswith(
+        "the tapped layers are one too late: with tapped layers one earlier [0, 2, 3, 4] a step commits"
+    )
     key = "config.json:dflash_config.target_layer_ids"
     assert sentence.endswith(f"correct {key} and run dflash diagnose {draft} --target tiny again")
 
@@ -51,7 +53,7 @@ def test_nothing_is_found_in_a_sound_draft() -> None:
     document = json.loads(result.stdout)
     assert result.exit_code == 0
     assert document["has_cause"] is False
-    assert document["sentence"].startswith("nothing found: no rule is broken and none of ")
+    assert document["sentence"].startswith("nothing found: no rule is broken, and none of ")
     assert document["next"] == "dflash eval-acceptance tiny --target tiny --prompts FILE.jsonl"
     assert document["report"]["num_errors"] == 0
 
@@ -60,7 +62,7 @@ def test_an_error_that_keeps_the_pair_from_running_is_the_cause(tmp_path: Path) 
     draft = falsify(tmp_path / "draft", lambda config: config.update(hidden_size=100))
     result = run(draft, "--target", "tiny", *SMALL)
     assert result.exit_code == 3
-    assert "fc.weight: [192, 768], expected [100, 400]" in result.stdout
+    assert "fc.weight: found [192, 768], expected [100, 400]" in result.stdout
     assert "; next: " in result.stdout
 
 
@@ -73,7 +75,7 @@ def test_a_config_that_cannot_be_read_is_explained(tmp_path: Path) -> None:
 
 def test_a_draft_that_names_no_target_needs_one(tmp_path: Path) -> None:
     draft = falsify(tmp_path / "draft", lambda config: None)
-    with pytest.raises(UsageError, match="names no target of its own"):
+    with pytest.raises(UsageError, match="does not name its target"):
         run(draft, *SMALL)
 
 
@@ -83,6 +85,6 @@ def test_the_progress_names_the_reading(monkeypatch: pytest.MonkeyPatch, capsys:
 
     monkeypatch.setattr(Meter, "SECONDS", 0.0)
     with ReadingProgress() as progress:
-        for index, name in enumerate(("as configured", "rope base 10000")):
+        for index, name in enumerate(("config as it is", "rope base 10000")):
             progress(name, index, 2)
-    assert capsys.readouterr().err.splitlines()[-1].startswith("1/2 readings  rope base 10000")
+    assert capsys.readouterr().err.splitlines()[-1].startswith("1/2 configs tried  rope base 10000")

@@ -118,7 +118,8 @@ def test_tables_name_every_definition() -> None:
 
 def test_one_definition_leads_and_says_what_it_counts() -> None:
     text = run("tiny", *SMALL).stdout
-    assert "vLLM's definition\n8 is the most a step can give; in brackets the 95% interval over prompts\n" in text
+    assert "(vLLM's definition)\nat most 8: 7 drafted tokens and the target's own" in text
+    assert "; in brackets, the 95% interval over prompts\n" in text
     assert "zlab" not in text
 
 
@@ -180,7 +181,7 @@ def test_a_draft_is_an_argument_or_an_option() -> None:
 def test_resuming_under_other_settings_is_refused(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     run(*SMALL, "--rows", str(rows))
-    with pytest.raises(UsageError, match="was made with seed 0, this run has 1"):
+    with pytest.raises(UsageError, match="made with seed 0, but this run has 1"):
         run(*SMALL, "--rows", str(rows), "--resume", "--seed", "1")
 
 

@@ -201,7 +201,7 @@ def test_kernels_that_cannot_run_are_refused() -> None:
 def test_a_request_too_large_for_the_pool_exits_6_with_the_arithmetic() -> None:
     done = support.run_main("generate", "x", "-n", "2000", "--kv-memory", "1M")
     assert done.code == 6
-    assert "KV pages of 16 tokens for 2001 tokens and a lookahead of 8, the pool has" in done.err
+    assert "KV pages of 16 tokens for 2001 tokens and a block of 8 more, but the pool has" in done.err
 
 
 def test_what_gives_way_is_said_once() -> None:
@@ -247,8 +247,8 @@ def test_a_device_is_written_to_and_stays_one() -> None:
 def test_a_checkpoint_as_the_only_prompt_is_pointed_out() -> None:
     done = support.run_main("generate", "tiny", "-n", "2")
     assert done.code == 0
-    assert "note: tiny is taken as the prompt; to run it as the draft, add --draft tiny" in done.err.splitlines()
-    assert "taken as the prompt" not in support.run_main("generate", "tiny", "-n", "2", "--draft", "tiny").err
+    assert "note: tiny was read as a prompt; to run it as the draft, pass --draft tiny" in done.err.splitlines()
+    assert "was read as a prompt" not in support.run_main("generate", "tiny", "-n", "2", "--draft", "tiny").err
 
 
 def test_quiet_leaves_only_the_text() -> None:
@@ -301,7 +301,7 @@ def test_lossless_output_is_found_lossless_and_a_wrong_token_is_not(expected: Re
     verdict = llm.check_lossless([expected, wrong])
     assert not verdict.is_lossless
     assert "token 9 is" in verdict.worst
-    with pytest.raises(UsageError, match="--check-lossless judges greedy output"):
+    with pytest.raises(UsageError, match="--check-lossless needs --temperature 0"):
         run(PROMPT, "--check-lossless", "--temperature", "1")
 
 

@@ -15,9 +15,9 @@ def test_a_native_draft(tmp_path: Path) -> None:
     assert outcome.code == 0
     for line in (
         "kind        DFlash, native dialect (architectures names DFlashDraftModel)",
-        "block       4 (3 drafted after the anchor)",
-        "taps        layers 0, 2 of 4 of the target, counted from 0: the draft reads their outputs",
-        "mask        token 31",
+        "block       4 tokens: the last committed one and 3 drafted ones",
+        "tapped      layers 0, 2 of the target's 4 (counted from 0); their outputs feed the draft",
+        "mask        token id 31",
         "attention   all 2 layers: full attention, non-causal",
         "rope        default, theta 1000000, up to 128 positions",
         "vocabulary  32 ids",
@@ -27,9 +27,9 @@ def test_a_native_draft(tmp_path: Path) -> None:
 
 def test_a_reduced_speculators_draft(tmp_path: Path) -> None:
     outcome = support.invoke("inspect", support.make_speculators(tmp_path / "draft", support.REDUCED))
-    assert "vocabulary  32 ids, drafts over 12 of them" in outcome.out
+    assert "vocabulary  32 ids, of which the draft can propose 12" in outcome.out
     assert "target      acme/target" in outcome.out
-    assert "not loaded  t2d: copies of the target's weights, or what only training needs" in outcome.out
+    assert "not loaded  t2d: copies of the target's weights, or tensors that only training needs" in outcome.out
 
 
 def test_a_target(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ class TestTwo:
         assert outcome.out.splitlines() == [
             "block size: 4 in the first, 8 in the second",
             "use_cache: not stated in the first, true in the second",
-            "tensor norm.weight: other values",
+            "tensor norm.weight: different values",
             "24 tensors are equal",
         ]
 
@@ -108,7 +108,7 @@ class TestTwo:
             "rope kind: default in the first, yarn in the second",
             "rope factor: not stated in the first, 4 in the second",
             "rope original max position embeddings: not stated in the first, 32 in the second",
-            "target layers read: 0, 2 in the first; 0, 3 in the second",
+            "tapped layers of the target: 0, 2 in the first; 0, 3 in the second",
             "25 tensors are equal",
         ]
 
@@ -125,11 +125,12 @@ class TestTwo:
         other = support.write_checkpoint(tmp_path / "other", support.native_config(), arrays)
         first, *names = sorted(arrays)
         assert support.invoke("inspect", one, other).out.splitlines() == [
-            f"{len(arrays)} tensors with other values: {first}, {names[0]}, {names[1]}, ... (--tensors names them all)",
+            f"{len(arrays)} tensors with different values: {first}, {names[0]}, {names[1]}, ... "
+            "(--tensors names them all)",
             "0 tensors are equal",
         ]
         lines = support.invoke("inspect", one, other, "--tensors").out.splitlines()
-        assert {f"tensor {name}: other values" for name in arrays} == set(lines[:-1])
+        assert {f"tensor {name}: different values" for name in arrays} == set(lines[:-1])
 
     def test_tensors_of_another_shape(self, tmp_path: Path) -> None:
         one = support.make_native(tmp_path / "one")
@@ -149,4 +150,4 @@ class TestTwo:
     def test_a_draft_and_a_target_do_not_compare(self, tmp_path: Path) -> None:
         outcome = support.invoke("inspect", support.make_native(tmp_path / "a"), support.make_target(tmp_path / "b"))
         assert outcome.code == 2
-        assert "nothing to compare" in outcome.err
+        assert "they cannot be compared" in outcome.err

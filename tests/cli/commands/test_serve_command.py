@@ -119,7 +119,7 @@ class TestRefusal:
         draft, target = support.make_speculators(tmp_path / "draft"), support.make_target(tmp_path / "target")
         outcome = support.invoke("serve-command", draft, "--target", target, "--engine", "sglang")
         assert outcome.code == 5
-        assert "sglang 0.5.23 cannot serve it: S09" in outcome.err
+        assert "sglang 0.5.23 cannot serve the draft: S09" in outcome.err
         assert "hint: dflash convert" in outcome.err
         assert outcome.out == ""
 
@@ -154,7 +154,7 @@ class TestRefusal:
         assert outcome.code == 5
         assert outcome.out.startswith("# vllm 0.33\nvllm serve ")
         assert "sglang.launch_server" not in outcome.out
-        assert "sglang 0.5.23 cannot serve it: S09" in outcome.err
+        assert "sglang 0.5.23 cannot serve the draft: S09" in outcome.err
 
     def test_no_target(self, tmp_path: Path) -> None:
         outcome = support.invoke("serve-command", support.make_native(tmp_path / "draft"), "--engine", "vllm")
@@ -196,8 +196,8 @@ class TestEnv:
         (home / "RECORD").write_text("dflash/__init__.py,,\ndflash_runtime/__init__.py,,\n")
         monkeypatch.setattr(metadata, "distributions", lambda: [metadata.PathDistribution(home)])
         assert find_conflicts() == [
-            "dflash 0.1.0 installs a script named dflash as well; use dflash-cli",
-            "dflash 0.1.0 brings a module named dflash_runtime, which may hide ours",
+            "dflash 0.1.0 also installs a script named dflash; use dflash-cli",
+            "dflash 0.1.0 has a module named dflash_runtime, which may hide the one of dflash-cli",
         ]
 
     def test_our_own_distribution_is_no_conflict(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -65,21 +65,21 @@ class TestCommand:
         draft = support.make_speculators(tmp_path / "draft", sliding_window_non_causal=False)
         outcome = support.invoke("validate", draft, "--engine", "vllm@0.33,sglang,transformers")
         assert (
-            "vllm 0.33: loads, serves 2 of 2 layers causally (trained: 0 of 2 causal) -> acceptance drops (C20)\n"
+            "vllm 0.33: loads, runs 2 of 2 layers causally (trained with 0 of 2 causal) -> acceptance drops (C20)\n"
             in outcome.out
         )
-        assert "sglang 0.5.23: does not serve it (S09)\n" in outcome.out
-        assert "transformers 5.23: does not serve it (S14)\n" in outcome.out
+        assert "sglang 0.5.23: cannot serve the draft (S09)\n" in outcome.out
+        assert "transformers 5.23: cannot serve the draft (S14)\n" in outcome.out
         older = support.invoke("validate", draft, "--engine", "vllm@0.24", "--json")
         verdict = json.loads(older.out)["verdicts"][0]
-        assert verdict["text"] == "vllm 0.24: loads, serves all 2 layers non-causally"
+        assert verdict["text"] == "vllm 0.24: loads, runs all 2 layers non-causally"
         assert verdict["outcome"] == "serves"
 
     def test_a_general_fault_stops_every_engine(self, tmp_path: Path) -> None:
         draft = support.make_native(tmp_path / "draft", num_key_value_heads=3)
         outcome = support.invoke("validate", draft, "--engine", "vllm,sglang")
-        assert "vllm 0.33: does not serve it (" in outcome.out
-        assert "sglang 0.5.23: does not serve it (" in outcome.out
+        assert "vllm 0.33: cannot serve the draft (" in outcome.out
+        assert "sglang 0.5.23: cannot serve the draft (" in outcome.out
         assert "C38" in outcome.out
 
     def test_a_relative_is_not_judged_for_engines(self, tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ class TestCommand:
         draft = support.make_native(tmp_path / "draft", architectures=["DominoDraftModel"])
         outcome = support.invoke("validate", draft, "--engine", "sglang")
         assert outcome.code == 3
-        assert "sglang 0.5.23: not judged, since it is another kind of draft (C01)" in outcome.out
+        assert "sglang 0.5.23: not judged, since the draft is not a DFlash draft (C01)" in outcome.out
 
     def test_every_finding_has_effect_and_fix(self, tmp_path: Path) -> None:
         draft = support.make_native(tmp_path / "draft", block_size=1)
@@ -181,7 +181,7 @@ class TestFixOut:
         draft = support.make_native(tmp_path / "draft", block_size=support.REMOVED)
         outcome = support.invoke("validate", draft, "--fix-out", tmp_path / "out")
         assert outcome.code == 3
-        assert "cannot be mended" in outcome.err
+        assert "only whoever trained the draft can correct this" in outcome.err
         assert not (tmp_path / "out").exists()
 
     def test_an_existing_checkpoint_is_replaced_on_demand_but_never_the_draft_itself(self, tmp_path: Path) -> None:
@@ -192,7 +192,7 @@ class TestFixOut:
         assert json.loads((old / "config.json").read_text())["vocab_size"] == 32
         outcome = support.invoke("validate", draft, "--fix-out", draft, "--force")
         assert outcome.code == 2
-        assert "is or holds the source" in outcome.err
+        assert "is or contains the source" in outcome.err
 
     def test_an_existing_directory_is_refused(self, tmp_path: Path) -> None:
         draft = support.make_native(tmp_path / "draft")

@@ -168,8 +168,8 @@ class TestConversion:
         args = ["convert", source(tmp_path), tmp_path / "out", "--to", "speculators", "--verifier", "a/b"]
         outcome = support.invoke(*args)
         assert outcome.code == 5
-        assert "speculators dialect has no place for" in outcome.err
-        assert "--allow-lossy leaves it behind" in outcome.err
+        assert "speculators dialect cannot hold" in outcome.err
+        assert "--allow-lossy converts without it" in outcome.err
         assert support.invoke(*args, "--allow-lossy").code == 0
         assert not list((tmp_path / "out").glob("mask_embedding*"))
 
@@ -210,10 +210,10 @@ def test_what_travels_and_what_does_not(tmp_path: Path) -> None:
     dropped = {entry["from"]: entry["why"] for entry in manifest["files"] if entry["change"] == "dropped"}
     assert dropped == {
         "assets": "a directory",
-        "modeling_dflash.py": "code, which no reader of the result needs",
+        "modeling_dflash.py": "code, which is never copied",
         "old.gguf": "weights that the checkpoint does not name",
         "optimizer.pt": "a pickle file",
-        "training_args.json": "no part of a checkpoint that readers know",
+        "training_args.json": "not a file that readers of a checkpoint look for",
     }
 
 

@@ -46,7 +46,7 @@ def test_refused_where_readers_sort(to: str, taps: tuple[int, ...], tmp_path: Pa
 def test_kept_with_a_warning_where_readers_follow_the_file(tmp_path: Path) -> None:
     outcome = support.invoke(*arguments(source(tmp_path, (2, 0)), tmp_path / "out", "native"))
     assert outcome.code == 0
-    assert "engines would mix up the columns" in outcome.err
+    assert "engines mix up the columns" in outcome.err
     assert open_draft(tmp_path / "out").config.target_layer_ids == (2, 0)
 
 
@@ -62,7 +62,7 @@ def test_in_order_with_equal_logits(to: str, taps: tuple[int, ...], tmp_path: Pa
     assert manifest["logits"]["max_difference"] < 1e-5
     assert manifest["logits"]["same_best_share"] == 1
     entry = next(item for item in manifest["tensors"] if item["to"] == "fc.weight")
-    assert (entry["change"], entry["why"]) == ("derived", "its blocks are put in the order of the taps")
+    assert (entry["change"], entry["why"]) == ("derived", "its columns are reordered to match the sorted tapped layers")
     assert verify_logits(open_draft(path), result).largest_logit > 0
 
 
@@ -109,7 +109,7 @@ class TestRounding:
         support.write_checkpoint(path, support.native_config(support.Shape(taps=(2, 0))), arrays)
         outcome = support.invoke(*arguments(path, tmp_path / "out", "native", "--normalise-taps"))
         assert outcome.code == 5
-        assert "packed weights cannot be put in the order" in outcome.err
+        assert "packed weights cannot be reordered" in outcome.err
 
 
 def test_ascending_taps_are_left_alone(tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_a_last_layer_tap_is_kept_and_warned_about(to: str, tmp_path: Path) -> N
     path = source(tmp_path, (0, 3))
     outcome = support.invoke(*arguments(path, tmp_path / "out", to))
     assert outcome.code == 0
-    assert "layer 3 is the target's last: it is kept" in outcome.err
+    assert "the draft taps layer 3, the target's last" in outcome.err
     assert open_draft(tmp_path / "out").config.target_layer_ids == (0, 3)
 
 

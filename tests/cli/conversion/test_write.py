@@ -63,7 +63,7 @@ class TestDestination:
         monkeypatch.setattr(references, "tiny_directory", lambda: home)
         outcome = support.invoke("convert", "tiny", home / name, "--to", "speculators", "--force", *more)
         assert outcome.code == 2
-        assert f"is or holds the {'target' if name == 'target' else 'source'}" in outcome.err
+        assert f"is or contains the {'target' if name == 'target' else 'source'}" in outcome.err
         assert open_draft(home / "draft").format.name == "native"
         assert (home / "target" / "model.safetensors").exists()
 
@@ -134,7 +134,7 @@ class TestDestination:
     def test_a_full_disk_is_seen_before_writing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         source = support.make_native(tmp_path / "source")
         monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10))
-        with pytest.raises(CapacityError, match="bytes free"):
+        with pytest.raises(CapacityError, match="bytes are free"):
             convert_draft(plan(source), tmp_path / "out")
         assert [item.name for item in tmp_path.iterdir()] == ["source"]
 

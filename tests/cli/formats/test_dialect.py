@@ -23,7 +23,7 @@ def test_what_can_be_written() -> None:
     [
         ("natve", "unknown dialect 'natve'; did you mean 'native'? (known: mlx, native, sglang, speculators, vllm)"),
         ("xyz", "unknown dialect 'xyz' (known: mlx, native, sglang, speculators, vllm)"),
-        ("specforge", "dialect 'specforge' is only read, never written (written: mlx, native, sglang, "),
+        ("specforge", "dialect 'specforge' can be read but not written (can be written: mlx, native, sglang, "),
     ],
 )
 def test_other_names_are_refused_in_one_line(name: str, message: str, tmp_path: Path) -> None:

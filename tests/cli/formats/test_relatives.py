@@ -62,7 +62,7 @@ def test_by_config(name: str, config: dict[str, Any]) -> None:
     assert found.format.name == name
     with pytest.raises(UnknownFormat, match=f"{found.format.title}.*not DFlash") as caught:
         found.format.read_config(config, PATH)
-    assert str(caught.value.hint).startswith("served by ")
+    assert str(caught.value.hint).startswith("it is served by ")
 
 
 @pytest.mark.parametrize(("tensor", "name"), BY_TENSORS.items())

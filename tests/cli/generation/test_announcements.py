@@ -27,7 +27,10 @@ def test_few_steps_say_nothing() -> None:
 
 def test_the_next_command_has_the_real_names(capsys: pytest.CaptureFixture[str]) -> None:
     suggest_diagnosis(counts(1.1), {"draft": "my draft", "target": "org/model"})
-    assert capsys.readouterr().err == "note: low acceptance: dflash diagnose 'my draft' --target org/model\n"
+    assert (
+        capsys.readouterr().err
+        == "note: acceptance is low; to find out why: dflash diagnose 'my draft' --target org/model\n"
+    )
     suggest_diagnosis(counts(3.1), {"draft": "d", "target": "t"})
     suggest_diagnosis(counts(1.1), {"draft": None, "target": "t"})
     assert capsys.readouterr().err == ""

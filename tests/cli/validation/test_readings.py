@@ -71,7 +71,7 @@ def test_sound_drafts_pass(name: str, num_prompts: int) -> None:
         (
             "R01", "taps", "config.json:dflash_config.target_layer_ids",
             lambda config: config["dflash_config"].update(target_layer_ids=[1, 3, 4, 5]),
-            "taps one layer earlier [0, 2, 3, 4] accepts",
+            "with tapped layers one earlier [0, 2, 3, 4] a step commits",
         ),
         ("R04", "rope", "config.json:rope_theta", lambda config: config.update(rope_theta=10000.0), "rope base 1e+06"),
         (
@@ -169,14 +169,14 @@ def found(rule_id: str, search: ReadingSearch) -> list[str]:
 
 def test_anchor_first_that_accepts_more_is_reported() -> None:
     reading = AlternativeReading(
-        "anchor", "predictions from the anchor on", bundled_draft().config, is_anchor_first=True
+        "anchor", "predictions from the last committed token on", bundled_draft().config, is_anchor_first=True
     )
     better = ReadingResult(reading, 2.8, 1.7, Interval(1.2, 2.1, 0.95))
     same = ReadingResult(reading, 1.2, 0.1, Interval(-0.1, 0.3, 0.95))
-    assert "2.80 tokens a step" in found("R05", ReadingSearch(16, 1000, 1.1, (better,)))[0]
+    assert "a step commits 2.80 tokens" in found("R05", ReadingSearch(16, 1000, 1.1, (better,)))[0]
     assert found("R05", ReadingSearch(16, 1000, 1.1, (same,))) == []
 
 
 def test_a_draft_that_predicts_nothing_is_reported() -> None:
-    assert "1.02 tokens a step over 16 prompts" in found("R06", ReadingSearch(16, 1000, 1.02, ()))[0]
+    assert "1.02 tokens per step over 16 prompts" in found("R06", ReadingSearch(16, 1000, 1.02, ()))[0]
     assert found("R06", ReadingSearch(16, 1000, 1.4, ())) == []

@@ -27,7 +27,7 @@ def test_a_pair_that_fits() -> None:
         ("vocab_size", 7, f"vocab_size 7, the target's is {TARGET.vocab_size}"),
         ("vocab_size", "7", f"vocab_size '7', the target's is {TARGET.vocab_size}"),
         ("mask_token_id", 10**6, "mask_token_id 1000000, which is outside the target's"),
-        ("target_layer_ids", (0, 99), "target_layer_ids taps layer 99 (from 0), the target has layers 0.."),
+        ("target_layer_ids", (0, 99), "target_layer_ids names layer 99 (counted from 0), the target has layers 0.."),
         ("num_target_layers", 99, f"num_target_layers 99, the target has {TARGET.num_layers} layers"),
     ],
 )

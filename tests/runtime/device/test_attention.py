@@ -115,7 +115,9 @@ def test_the_pool_is_what_was_asked_for_or_what_is_needed() -> None:
 
 
 def test_too_little_memory_for_one_request_says_so_with_the_arithmetic() -> None:
-    message = r"one request needs 2 pages of 16 tokens, 16384 bytes at 512 bytes a token; 9000 bytes are there"
+    message = (
+        r"one request needs 2 pages of 16 tokens, 16384 bytes at 512 bytes per token, but only 9000 bytes are free"
+    )
     with pytest.raises(CapacityError, match=message):
         fit_num_pages(EngineConfig(kv_memory_bytes=9000), TARGET, None, LIMITS, placement())
 

@@ -116,7 +116,9 @@ def test_a_prompt_that_cannot_be_served_is_named_and_harms_nobody(
 
 def test_a_request_that_can_never_fit_says_so_with_the_arithmetic() -> None:
     llm = bundled_llm(bundled_draft_model(), 7, num_pages=5)
-    with pytest.raises(CapacityError, match=r"needs 8 KV pages of 16 tokens for 120 tokens and a lookahead of 8, .* 4"):
+    with pytest.raises(
+        CapacityError, match=r"needs 8 KV pages of 16 tokens for 120 tokens and a block of 8 more, .* 4"
+    ):
         llm.engine.add(Request(index=0, prompt_token_ids=(1,) * 20, params=SamplingParams(max_new_tokens=100)))
 
 

@@ -18,7 +18,7 @@ CASES = [
     Case(rule="P03", message="stop token", severity="warning", target=top(eos_token_id=31)),
     Case(rule="P05", message="1000000.0, the target's is 10000.0", severity="warning", target=top(rope_theta=10000)),
     Case(
-        rule="P06", message="taps layer 2", target=top(num_hidden_layers=2, layer_types=["full_attention"] * 2)
+        rule="P06", message="names layer 2", target=top(num_hidden_layers=2, layer_types=["full_attention"] * 2)
     ),
     Case(
         rule="P08", message="trained for other/model", severity="warning", dialect=SPEC, target=nothing,
