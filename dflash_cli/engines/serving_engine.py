@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from dflash_cli.validation.subject import Subject
 from dflash_runtime.checkpoint.hf_config import SLIDING
-from dflash_runtime.config import DraftConfig, TargetConfig
+from dflash_runtime.config import DraftConfig, TargetFacts
 from dflash_runtime.errors import UsageError
 from dflash_runtime.registry import Registry
 
@@ -50,15 +50,15 @@ class ServedPair:
     draft: str
     target: str
     config: DraftConfig
-    target_config: TargetConfig
+    target_facts: TargetFacts
     num_draft_tokens: int
     flags: frozenset[str]
 
     @property
     def context_limit(self) -> int | None:
         """The draft's positions, where the target has more."""
-        limit = self.config.max_position_embeddings
-        return limit if limit < self.target_config.max_position_embeddings else None
+        limit, reach = self.config.max_position_embeddings, self.target_facts.max_position_embeddings
+        return limit if reach is not None and limit < reach else None
 
 
 @dataclass(frozen=True, slots=True)

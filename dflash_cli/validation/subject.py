@@ -12,7 +12,7 @@ from dflash_cli.formats.dialect import Detection, ParsedConfig, detect_from
 from dflash_runtime.checkpoint.files import Checkpoint, TensorInfo
 from dflash_runtime.checkpoint.hf_config import FULL
 from dflash_runtime.checkpoint.pair import TargetSource
-from dflash_runtime.config import DraftConfig, RopeConfig, TargetConfig
+from dflash_runtime.config import DraftConfig, RopeConfig, TargetFacts
 from dflash_runtime.errors import CheckpointError, InvalidConfig, UnsupportedError, naming_file
 from dflash_runtime.json_values import as_object, is_int
 
@@ -78,8 +78,8 @@ class Subject:
     search: "ReadingSearch | None" = None
 
     @property
-    def target(self) -> TargetConfig | None:
-        return self.target_source.config if self.target_source is not None else None
+    def target(self) -> TargetFacts | None:
+        return self.target_source.facts if self.target_source is not None else None
 
     @property
     def target_json(self) -> Mapping[str, Any]:
