@@ -79,7 +79,7 @@ def validate(
     threads: ThreadsOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Check a draft, alone or against its target; exit 3 when something is wrong."""
+    """Check a draft, alone or against its target; exit 3 when something is wrong, 5 when it is no DFlash draft."""
     engines = parse_engines(engine)
     if prompts is not None and level != "run":
         raise UsageError("--prompts is for --level run")
@@ -124,7 +124,8 @@ def validate(
     if as_json:
         console.result_json(document)
     if fails:
-        raise typer.Exit(FAILED)
+        is_other_kind = any(item.stage == "identity" and item.severity == "error" for item in report.findings)
+        raise typer.Exit(UnsupportedError.exit_code if is_other_kind else FAILED)
 
 
 def _run(

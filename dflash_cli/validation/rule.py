@@ -45,6 +45,9 @@ GENERIC_WORDS = {"draft": "DRAFT", "target": "TARGET", "out": "OUT"}
 MAX_FINDINGS = 50
 """Of one rule on one checkpoint."""
 
+MAX_COUNTED = 10_000
+"""Problems of one rule that are looked at to group them."""
+
 REMOVED: Any = object()
 """In a repair: take the key out."""
 
@@ -53,8 +56,8 @@ REMOVED: Any = object()
 class Finding:
     """One thing that is wrong: `location` is file:key, `effect` what it leads to, `fix` what to do.
 
-    `engines` names those it is about, none where it is about all of them. `stage`, `level`, `stops_runtime` and
-    `serve_flag` are those of the rule, see `check`.
+    `engines` names those it is about, none where it is about all of them. `stage`, `level`, `stops_runtime`,
+    `serve_flag` and `is_about_training` are those of the rule, see `check`.
     """
 
     id: str
@@ -71,6 +74,7 @@ class Finding:
     stage: Stage = "rest"
     stops_runtime: bool = False
     serve_flag: str | None = None
+    is_about_training: bool = False
 
     def concerns(self, engine: str) -> bool:
         """Whether the finding is about that engine."""
@@ -85,7 +89,8 @@ class Finding:
 class Problem:
     """What a rule yields; what it leaves open comes from the rule.
 
-    `repair` maps dotted config keys to the value that is right beyond doubt, or to REMOVED.
+    `engines` are those of the rule's engines that this problem is about, where it is not about all of them. `repair`
+    maps dotted config keys to the value that is right beyond doubt, or to REMOVED.
     """
 
     location: str
@@ -94,6 +99,7 @@ class Problem:
     fix: str = ""
     severity: Severity | None = None
     outcome: Outcome | None = None
+    engines: tuple[str, ...] | None = None
     repair: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -118,6 +124,7 @@ class Rule:
     stage: Stage
     stops_runtime: bool
     serve_flag: str | None
+    is_about_training: bool
 
     @property
     def title(self) -> str:
@@ -151,7 +158,7 @@ class Rule:
         if severity is None:
             return []
         words = subject.command_words
-        problems = list(islice(self.run(subject), MAX_FINDINGS + 1))
+        problems = list(islice(_grouped(self.run(subject)), MAX_FINDINGS + 1))
         found = [
             Finding(
                 id=self.id,
@@ -161,13 +168,14 @@ class Rule:
                 effect=item.effect or self.effect,
                 fix=fill(item.fix or self.fix, words),
                 source=self.source,
-                engines=named or engines,
+                engines=item.engines or named or engines,
                 outcome=item.outcome or self.outcome,
                 repair=item.repair,
                 level=self.level,
                 stage=self.stage,
                 stops_runtime=self.stops_runtime,
                 serve_flag=self.serve_flag,
+                is_about_training=self.is_about_training,
             )
             for item in problems[:MAX_FINDINGS]
         ]
@@ -207,6 +215,7 @@ def check(
     stage: Stage = "rest",
     stops_runtime: bool = False,
     serve_flag: str | None = None,
+    is_about_training: bool = False,
 ) -> Callable[[Check], Check]:
     """Enter a function as the rule of that id.
 
@@ -219,6 +228,8 @@ def check(
     stage          when it runs
     stops_runtime  an error keeps this tool's own runtime from running the pair too; so does any that stops every engine
     serve_flag     what a serve command must see to; each engine knows what it does about a flag
+    is_about_training
+                   it doubts how the draft was trained, so that a copy which states something else mends nothing
     """
     assumed: Outcome = "stops" if severity == "error" else "serves"
 
@@ -237,6 +248,7 @@ def check(
             stage=stage,
             stops_runtime=stops_runtime,
             serve_flag=serve_flag,
+            is_about_training=is_about_training,
         )
         CHECKS.register(rule_id)(rule)
         return function
@@ -255,6 +267,19 @@ def all_rules() -> tuple[Rule, ...]:
 def known_ids() -> set[str]:
     """Every id a finding can have."""
     return {rule.id for rule in all_rules()}
+
+
+def _grouped(problems: Iterator[Problem]) -> Iterator[Problem]:
+    """Problems that differ in their place only as one, which names the first place and how many more there are."""
+    alike: dict[tuple[object, ...], list[Problem]] = {}
+    for item in islice(problems, MAX_COUNTED):
+        said = (item.message, item.effect, item.fix, item.severity, item.outcome, item.engines)
+        alike.setdefault(said, []).append(item)
+    for group in alike.values():
+        first, rest = group[0], len(group) - 1
+        repair = {key: value for item in group for key, value in item.repair.items()}
+        places = "place" if rest == 1 else "places"
+        yield replace(first, message=f"{first.message} (and in {rest} more {places})", repair=repair) if rest else first
 
 
 def fill(template: str, words: Mapping[str, str]) -> str:

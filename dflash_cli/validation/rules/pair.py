@@ -139,7 +139,7 @@ def positions_reach_as_far(subject: Subject) -> Iterator[Problem]:
 
 @check(
     "C11",
-    effect="the draft was made for another target; SGLang only warns",
+    effect="the draft was made for another target, or the number is wrong; SGLang only warns",
     fix=FIX_OTHER_TARGET,
     source="SGLang 0.5.23 spec_aux_hidden_state.py",
     outcome="drops",
@@ -178,6 +178,7 @@ def taps_exist_in_the_target(subject: Subject) -> Iterator[Problem]:
     effect="a draft accepts fewer tokens with another target, even one of the same shape",
     fix="dflash eval-acceptance {draft} --target {target} # measures it; or use the target that the draft names",
     source="z-lab/dflash#149; AEON-7#6",
+    is_about_training=True,
 )
 def verifier_is_the_target(subject: Subject) -> Iterator[Problem]:
     """The target that is given is the verifier that the draft names."""
@@ -189,16 +190,17 @@ def verifier_is_the_target(subject: Subject) -> Iterator[Problem]:
     if given != name and given.rpartition("/")[2] != name.rpartition("/")[2]:
         yield Problem(
             subject.location("speculators_config.verifier.name_or_path"),
-            f"trained for {name}, but {reference} is given",
+            f"names {name}, but {reference} is given",
         )
 
 
 @check(
     "P16",
     "warning",
-    effect="the draft was trained on the hidden states of another kind of model",
+    effect="a draft is trained on the hidden states of one model, and the config names one of another kind",
     fix=FIX_OTHER_TARGET,
     source="speculators 0.9.0 VerifierConfig",
+    is_about_training=True,
 )
 def verifier_is_of_the_targets_kind(subject: Subject) -> Iterator[Problem]:
     """The target has the architecture that the draft names for its verifier."""
@@ -274,6 +276,7 @@ def head_is_plain(subject: Subject) -> Iterator[Problem]:
     effect="none by itself, but a block or tapped layers other than usual are worth a second look",
     fix=FIX_RUN_LEVEL,
     source="configs of published drafts, 2026",
+    is_about_training=True,
 )
 def settings_are_the_published_ones(subject: Subject) -> Iterator[Problem]:
     """Block size and tapped layers are those of published drafts for this target."""
