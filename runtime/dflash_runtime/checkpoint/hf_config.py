@@ -129,12 +129,17 @@ def _foreign_parts(text: Mapping[str, Any]) -> tuple[str, ...]:
     foreign = {str(kind) for kind in kinds} - {FULL, SLIDING} if isinstance(kinds, list) else set()
     parts = [f"layer_types {', '.join(sorted(foreign))}"] if foreign else []
     for words, keys in FOREIGN.items():
-        stated = next((key for key in keys if text.get(key) not in (None, False, 0, 1, 1.0, [], "")), None)
+        stated = next((key for key in keys if _says_something(text.get(key))), None)
         if stated is not None:
             parts.append(f"{words} ({stated})")
     if any(_varies_by_kind(text.get(key)) for key in ("rope_parameters", "rope_scaling")):
         parts.append("another rope for each kind of layer (rope_parameters)")
     return tuple(parts)
+
+
+def _says_something(value: Any) -> bool:
+    """Whether a key's value is more than absence; a factor, a share or a count of one changes nothing."""
+    return value is True or (bool(value) and value != 1)
 
 
 def _varies_by_kind(rope: Any) -> bool:
