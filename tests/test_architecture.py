@@ -111,7 +111,7 @@ def test_rooms_import_downwards_only() -> None:
 
 
 def test_a_circle_would_be_seen() -> None:
-    edges = {("top", "a"): [], ("a", "b"): [], ("b", "a"): [], ("b", "base"): []}
+    edges: dict[tuple[str, str], list[str]] = {("top", "a"): [], ("a", "b"): [], ("b", "a"): [], ("b", "base"): []}
     assert DRAWING["floors"](edges) == {"base": 1}
 
 

@@ -10,7 +10,7 @@ from dflash_cli.checkpoints.opening import open_target, read_draft
 from dflash_cli.checkpoints.references import open_checkpoint
 from dflash_cli.formats.dialect import Detection, find_dialect, unknown_format
 from dflash_runtime.checkpoint.files import Checkpoint, TensorInfo
-from dflash_runtime.config import DraftConfig, TargetConfig
+from dflash_runtime.config import DraftConfig, TargetFacts
 from dflash_runtime.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ class Description:
     """A draft or a target. `owned` names the tensors that a reader loads, `borrowed` those that it skips."""
 
     path: Path
-    config: DraftConfig | TargetConfig
+    config: DraftConfig | TargetFacts
     checkpoint: Checkpoint
     owned: tuple[str, ...]
     borrowed: tuple[str, ...] = ()
@@ -125,11 +125,23 @@ def _describe_target(checkpoint: Checkpoint) -> Description:
     except CheckpointError as error:
         raise unknown_format(checkpoint.config, checkpoint.config_path) from error
     return Description(
-        path=checkpoint.path, config=target.config, checkpoint=target.checkpoint, owned=tuple(target.checkpoint.tensors)
+        path=checkpoint.path,
+        config=target.facts,
+        checkpoint=target.checkpoint,
+        owned=tuple(target.checkpoint.tensors),
+        notes=_not_known(target.facts),
     )
 
 
-def _derived(config: DraftConfig | TargetConfig) -> Json:
+def _not_known(facts: TargetFacts) -> tuple[str, ...]:
+    """That a target is not run here, and why."""
+    if not facts.not_known:
+        return ()
+    parts = ", ".join(facts.not_known)
+    return (f"not read, so dflash checks and serves drafts for this target but does not run it: {parts}",)
+
+
+def _derived(config: DraftConfig | TargetFacts) -> Json:
     return {"num_draft_tokens": config.num_draft_tokens} if isinstance(config, DraftConfig) else {}
 
 

@@ -7,11 +7,11 @@ from typing import Literal
 from dflash_cli.formats.dialect import Detection, Format, ParsedConfig, detect
 from dflash_runtime.checkpoint.canonical_names import CanonicalCheckpoint, find_quantization, refuse_packed
 from dflash_runtime.checkpoint.files import Checkpoint
-from dflash_runtime.checkpoint.hf_config import read_target_config
+from dflash_runtime.checkpoint.hf_config import read_target_config, read_target_facts
 from dflash_runtime.checkpoint.layout import NOT_OWNED, TensorSelection, owned_shapes, select_tensors
 from dflash_runtime.checkpoint.pair import DraftSource, TargetSource
-from dflash_runtime.config import DraftConfig
-from dflash_runtime.errors import UnsupportedError, naming_file
+from dflash_runtime.config import DraftConfig, TargetFacts
+from dflash_runtime.errors import MISSING, InvalidConfig, UnsupportedError, naming_file
 
 Causality = Literal["causal", "non-causal", "layer-types"]
 """How a draft's blocks attend, whatever its config says; `layer-types`: sliding layers causal, full layers not."""
@@ -115,7 +115,7 @@ def override_causality(parsed: ParsedConfig, causality: Causality) -> ParsedConf
 
 
 def open_target(path: str | Path | Checkpoint) -> TargetSource:
-    """Read a target's config and headers.
+    """Read what a target's config states. One that the runtime does not run is refused only when it is to be run.
 
     Raises:
         CheckpointNotFound, CheckpointError: see `errors`.
@@ -125,4 +125,21 @@ def open_target(path: str | Path | Checkpoint) -> TargetSource:
     if "speculators_model_type" in checkpoint.config or "dflash_config" in checkpoint.config:
         raise UnsupportedError(f"{checkpoint.path}: is a draft, expected a target")
     with naming_file(checkpoint.config_path):
-        return TargetSource(read_target_config(checkpoint.config, checkpoint.config_path), checkpoint)
+        return TargetSource(_read_target(checkpoint), checkpoint)
+
+
+def _read_target(checkpoint: Checkpoint) -> TargetFacts:
+    """The whole config of a dense decoder, the facts of any other target.
+
+    A key of a dense decoder that holds something wrong is told at once. One that is absent, or lists a value for each
+    layer, need not be wrong in another family; it is named as not known.
+    """
+    facts = read_target_facts(checkpoint.config, checkpoint.config_path)
+    try:
+        return read_target_config(checkpoint.config, checkpoint.config_path)
+    except UnsupportedError:
+        return facts
+    except InvalidConfig as error:
+        if error.found is not MISSING and not isinstance(error.found, list):
+            raise
+        return replace(facts, not_known=tuple(dict.fromkeys((*facts.not_known, error.field))))

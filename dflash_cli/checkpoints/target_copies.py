@@ -48,7 +48,7 @@ def is_identity_map(checkpoint: Checkpoint, name: str) -> bool:
 def target_tensor(target: TargetSource, name: str) -> TensorInfo | None:
     """The target's embedding or head, under whatever prefix; a tied head is the embedding."""
     tensors = target.checkpoint.tensors
-    for suffix in (name, EMBEDDING) if target.config.tie_word_embeddings else (name,):
+    for suffix in (name, EMBEDDING) if target.facts.tie_word_embeddings else (name,):
         found = [info for key, info in tensors.items() if key == suffix or key.endswith(f".{suffix}")]
         if found:
             return min(found, key=lambda info: len(info.name))

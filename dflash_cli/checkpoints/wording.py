@@ -7,7 +7,7 @@ from typing import Any
 from dflash_cli.checkpoints.comparison import Difference
 from dflash_cli.checkpoints.description import Description, describe_layers
 from dflash_cli.formats.native_fields import write_scales
-from dflash_runtime.config import DraftConfig, TargetConfig
+from dflash_runtime.config import DraftConfig, TargetConfig, TargetFacts
 
 MOST_NAMED = 10
 """A group of more tensors than this is one line instead of a line each, unless all are asked for."""
@@ -90,26 +90,29 @@ def _draft_rows(config: DraftConfig) -> list[tuple[str, str]]:
     return [*rows, ("scales", scales)] if scales else rows
 
 
-def _target_rows(config: TargetConfig) -> list[tuple[str, str]]:
+def _target_rows(config: TargetFacts) -> list[tuple[str, str]]:
     tied = ", head tied to the embedding" if config.tie_word_embeddings else ""
     return [
         ("model", config.model_type),
-        ("rope", _rope(config)),
+        *([("rope", _rope(config))] if config.rope is not None else []),
         ("sizes", _sizes(config)),
         ("vocabulary", f"{config.vocab_size} ids{tied}"),
     ]
 
 
-def _sizes(config: DraftConfig | TargetConfig) -> str:
+def _sizes(config: DraftConfig | TargetFacts) -> str:
+    if not isinstance(config, DraftConfig | TargetConfig):
+        return f"{config.num_layers} layers, hidden {config.hidden_size}"
     return (
         f"{config.num_layers} layers, hidden size {config.hidden_size}, intermediate size {config.intermediate_size}, "
         f"{config.num_heads} attention and {config.num_kv_heads} KV heads of {config.head_dim}"
     )
 
 
-def _rope(config: DraftConfig | TargetConfig) -> str:
+def _rope(config: DraftConfig | TargetFacts) -> str:
+    assert config.rope is not None
     params = "".join(f", {key} {value}" for key, value in config.rope.params.items())
-    reach = f"up to {config.max_position_embeddings} positions"
+    reach = f"up to {config.max_position_embeddings or 'an unstated number of'} positions"
     return f"{config.rope.kind}, theta {_value(config.rope.theta)}{params}, {reach}"
 
 

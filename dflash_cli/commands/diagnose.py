@@ -8,7 +8,7 @@ import typer
 from dflash_cli import console
 from dflash_cli.options import DraftArg, JsonOption, PromptsOption, TargetOption, ThreadsOption
 from dflash_cli.parameters import ENGINE
-from dflash_runtime.errors import CheckpointError, UnsupportedError
+from dflash_runtime.errors import CheckpointError, UnknownFormat, UnsupportedError
 
 if TYPE_CHECKING:
     from dflash_cli.checkpoints.opening import DraftCheckpoint
@@ -101,5 +101,7 @@ def _open_draft(location: Path) -> "DraftCheckpoint | None":
 
     try:
         return open_draft(location)
+    except UnknownFormat:
+        raise
     except (CheckpointError, UnsupportedError):
         return None

@@ -53,7 +53,7 @@ def _compare_two(reference: str, other: str, *, with_tensors: bool, as_json: boo
     from dflash_cli.checkpoints.wording import difference_lines
 
     first, second = (describe(fetch_directory(item, Role.DRAFT)) for item in (reference, other))
-    if type(first.config) is not type(second.config):
+    if first.kind != second.kind:
         raise UsageError(f"{reference} is a {first.kind} and {other} is a {second.kind}: they cannot be compared")
     difference = compare(first, second)
     if as_json:

@@ -106,7 +106,7 @@ def _served_pair(subject: Subject, report: Report, target: str) -> ServedPair:
         draft=subject.served_name,
         target=target,
         config=config,
-        target_config=subject.target,
+        target_facts=subject.target,
         num_draft_tokens=most if asked is None else asked,
         flags=frozenset(item.serve_flag for item in report.findings if item.serve_flag is not None),
     )

@@ -96,7 +96,7 @@ def validate(
     threads: ThreadsOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Check a draft, alone or with its target; exits with 3 if it finds an error."""
+    """Check a draft, alone or with its target; exits with 3 if it finds an error, 5 if it is no DFlash draft."""
     engines = parse_engines(engine)
     if prompts is not None and level != "run":
         raise UsageError("--prompts needs --level run")
@@ -141,7 +141,8 @@ def validate(
     if as_json:
         console.result_json(document)
     if fails:
-        raise typer.Exit(FAILED)
+        is_other_kind = any(item.stage == "identity" and item.severity == "error" for item in report.findings)
+        raise typer.Exit(UnsupportedError.exit_code if is_other_kind else FAILED)
 
 
 def _run(

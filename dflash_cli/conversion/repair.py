@@ -68,7 +68,8 @@ def repair_draft(request: ValidationRequest, before: Report, destination: Path, 
     level = "weights" if request.level == "run" else request.level
     after = validate_draft(replace(request, draft=destination, draft_reference=str(destination), level=level, run=None))
     left = {item.id for item in after.findings}
-    fixed = dict.fromkeys(item.id for item in before.findings if item.id not in left and item.level != "run")
+    mended = [item for item in before.findings if item.level != "run" and not item.is_about_training]
+    fixed = dict.fromkeys(item.id for item in mended if item.id not in left)
     return Repaired(destination, dialect, tuple(fixed), after)
 
 

@@ -4,14 +4,22 @@ llama.cpp numbers its builds, and the rules follow its converter and loader as o
 """
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import PurePath
 from typing import ClassVar
 
-from dflash_cli.engines.serving_engine import ENGINES, ServeCommand, ServedPair, ServingEngine
+from dflash_cli.engines.serving_engine import (
+    ENGINES,
+    Habit,
+    ServeCommand,
+    ServedPair,
+    ServingEngine,
+    problem_of_causality,
+)
 from dflash_cli.engines.several_engines import FIX_VLLM
 from dflash_cli.formats.decoder_body import LAYER_KINDS
-from dflash_cli.validation.rule import Problem, check
+from dflash_cli.validation.rule import Outcome, Problem, check
 from dflash_cli.validation.subject import Subject
 
 NAME = "llama.cpp"
@@ -26,6 +34,20 @@ class LlamaCpp(ServingEngine):
     name: ClassVar[str] = NAME
     follows_reference: ClassVar[bool] = True
     takes_other_widths: ClassVar[bool] = False
+    finds_by_architecture: ClassVar[bool] = True
+    habits: ClassVar[Mapping[Habit, Outcome]] = {
+        "model-prefix": "stops",
+        "other-prefix": "stops",
+        "encoder-names": "stops",
+        "fused-projections": "stops",
+        "interleaved-rope": "drops",
+        "interleaved-rope-by-its-name": "drops",
+        "gemma-norms": "drops",
+        "use-swa": "drops",
+        "mask-pickle": "drops",
+        "mask-safetensors": "drops",
+    }
+    """Read in conversion/qwen.py, which puts `model.` before layers and the last norm and finds the rest by name."""
 
     def served_causality(self, subject: Subject) -> tuple[bool, ...] | None:
         """One flag for all layers, false where nothing is stated."""
@@ -67,13 +89,10 @@ def llama_has_no_bias(subject: Subject) -> Iterator[Problem]:
 )
 def llama_serves_one_causality(subject: Subject) -> Iterator[Problem]:
     """All layers share one causality, and it is stated."""
-    engine, trained = subject.engine(NAME), subject.trained_causality
-    served = engine.served_causality(subject) if engine is not None else None
-    if served is not None and trained is not None and served != trained:
-        location = subject.body_location("layer_types" if set(subject.layer_types) == set(LAYER_KINDS) else "is_causal")
-        yield Problem(
-            location, f"{sum(trained)} of {len(trained)} layers are causal, but llama.cpp serves {sum(served)}"
-        )
+    problem = problem_of_causality(NAME, subject)
+    if problem is not None:
+        key = "layer_types" if set(subject.layer_types) == set(LAYER_KINDS) else "is_causal"
+        yield replace(problem, location=subject.body_location(key))
 
 
 @check(

@@ -7,18 +7,26 @@ alone, and the dialect that is written for it. Everything that names engines els
 import difflib
 import re
 import shlex
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
+from dflash_cli.validation.rule import EngineNames, Outcome, Problem
 from dflash_cli.validation.subject import Subject
 from dflash_runtime.checkpoint.hf_config import SLIDING
-from dflash_runtime.config import DraftConfig, TargetConfig
+from dflash_runtime.config import DraftConfig, TargetFacts
 from dflash_runtime.errors import UsageError
 from dflash_runtime.registry import Registry
 
 Release = tuple[int, ...]
+
+Habit = Literal[
+    "model-prefix", "other-prefix", "encoder-names", "fused-projections", "interleaved-rope",
+    "interleaved-rope-by-its-name", "gemma-norms",
+    "unsorted-taps", "repeated-taps", "use-swa", "mask-pickle", "mask-safetensors",
+]  # fmt: skip
+"""What some exporters do and engines differ about; the rule that reports it says what it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,21 +58,22 @@ class ServedPair:
     draft: str
     target: str
     config: DraftConfig
-    target_config: TargetConfig
+    target_facts: TargetFacts
     num_draft_tokens: int
     flags: frozenset[str]
 
     @property
     def context_limit(self) -> int | None:
         """The draft's positions, where the target has more."""
-        limit = self.config.max_position_embeddings
-        return limit if limit < self.target_config.max_position_embeddings else None
+        limit, reach = self.config.max_position_embeddings, self.target_facts.max_position_embeddings
+        return limit if reach is not None and limit < reach else None
 
 
 @dataclass(frozen=True, slots=True)
 class ServingEngine:
     """A serving engine at one release. The release is a tuple of numbers, empty if the engine has no releases.
 
+    habits                 what it does about a habit of exporters, where it does not serve it as meant
     releases               those the rules speak of, oldest first; the last is assumed where none is given
     dialect                the dialect a draft is written in for it
     serves_as_is           dialects it serves without being rewritten
@@ -75,6 +84,7 @@ class ServingEngine:
     """
 
     name: ClassVar[str]
+    habits: ClassVar[Mapping[Habit, Outcome]] = {}
     releases: ClassVar[tuple[Release, ...]] = ()
     dialect: ClassVar[str] = "native"
     serves_as_is: ClassVar[frozenset[str]] = frozenset()
@@ -85,8 +95,17 @@ class ServingEngine:
 
     release: Release = ()
 
+    @classmethod
+    def ends(cls) -> tuple[Release, ...]:
+        """The oldest and the newest release that is known."""
+        return (cls.releases[0], cls.releases[-1]) if cls.releases else ((),)
+
     def __str__(self) -> str:
         return f"{self.name} {release_text(self.release)}".rstrip()
+
+    def outcome_of(self, habit: Habit) -> Outcome:
+        """What this release does with a draft that has the habit."""
+        return self.habits.get(habit, "serves")
 
     def served_causality(self, subject: Subject) -> tuple[bool, ...] | None:
         """Causality of each layer as the engine serves it; None where that is not known for the release."""
@@ -110,6 +129,63 @@ def all_engines() -> tuple[type[ServingEngine], ...]:
 def engines_where(holds: Callable[[type[ServingEngine]], bool]) -> Callable[[], tuple[str, ...]]:
     """The names of all engines for which `holds` is true, computed when a rule about them is asked."""
     return lambda: tuple(engine.name for engine in all_engines() if holds(engine))
+
+
+def engines_that_differ(*habits: Habit) -> EngineNames:
+    """For rules about a habit: the engines that do not serve it as meant in one of their releases, or never."""
+
+    def names() -> tuple[str, ...]:
+        return tuple(
+            engine.name
+            for engine in all_engines()
+            if any(engine(release).outcome_of(habit) != "serves" for habit in habits for release in engine.ends())
+        )
+
+    return names
+
+
+def problems_of(habit: Habit, subject: Subject, problem: Problem, effects: Mapping[Outcome, str]) -> Iterator[Problem]:
+    """A habit that was found, as a problem of those engines that do not serve it as meant.
+
+    An error for engines that were named; where none was, a warning about all of them.
+    """
+    named = [engine for engine in subject.engines if isinstance(engine, ServingEngine)]
+    asked = named or [engine(engine.ends()[-1]) for engine in all_engines()]
+    outcomes: tuple[Outcome, ...] = ("stops", "drops")
+    for outcome in outcomes:
+        about = tuple(engine.name for engine in asked if engine.outcome_of(habit) == outcome)
+        if about:
+            yield replace(
+                problem,
+                effect=effects[outcome],
+                outcome=outcome if named else "serves",
+                severity="error" if named else "warning",
+                engines=about,
+            )
+
+
+def one_stated_causality(subject: Subject) -> dict[str, bool]:
+    """The repair of a draft whose causality is stated where an engine does not look, and is one for all layers."""
+    trained = subject.trained_causality or ()
+    return {"is_causal": trained[0]} if subject.is_causality_stated and len(set(trained)) == 1 else {}
+
+
+def problem_of_causality(name: str, subject: Subject) -> Problem | None:
+    """How an engine serves a draft with another causality than its config is read with, None where it does not.
+
+    Where the config states none, what was trained is not known, so that it is a warning.
+    """
+    engine, trained = subject.engine(name), subject.trained_causality
+    served = engine.served_causality(subject) if engine is not None else None
+    if engine is None or served is None or trained is None or served == trained:
+        return None
+    message = f"{engine} serves {sum(served)} of {len(served)} layers causally, {subject.causality_in_words(trained)}"
+    return Problem(
+        subject.body_location("is_causal"),
+        message,
+        severity=None if subject.is_causality_stated else "warning",
+        outcome=None if subject.is_causality_stated else "serves",
+    )
 
 
 def parse_engines(text: str | None) -> tuple[ServingEngine, ...]:

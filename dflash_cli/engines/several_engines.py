@@ -2,18 +2,23 @@
 
 from collections.abc import Iterator
 
-from dflash_cli.engines.serving_engine import engines_where
+from dflash_cli.engines.serving_engine import Habit, engines_that_differ, engines_where, problems_of
 from dflash_cli.formats.dialect import named_architectures
-from dflash_cli.validation.rule import FIX_TO_NATIVE, Problem, check
+from dflash_cli.validation.rule import FIX_COPY, FIX_REEXPORT, FIX_TO_NATIVE, Problem, check
+from dflash_cli.validation.rules.tensors import ALIASES, WEIGHTS, common_prefix, fused_names
 from dflash_cli.validation.subject import Subject
+from dflash_runtime.checkpoint.files import INDEX_FILE
+from dflash_runtime.checkpoint.hf_config import SLIDING
 
 FIX_VLLM = "dflash serve-command {draft} --target {target} --engine vllm # vLLM serves it"
+NORMALISE = "dflash convert {draft} {out} --to native --normalise-taps"
+NOT_FOUND = "the tensors are not found under these names, and their places keep random values"
 LIKE_THE_REFERENCE = engines_where(lambda engine: engine.follows_reference)
 
 
 @check(
     "C36",
-    effect="vLLM and SGLang have no model registered under this name",
+    effect="vLLM, SGLang and llama.cpp's converter have no model registered under this name",
     fix=FIX_TO_NATIVE,
     source="NVIDIA-NeMo/Automodel serve_vllm.py; vLLM 0.33.0 model registry",
     engines=engines_where(lambda engine: engine.finds_by_architecture),
@@ -83,3 +88,177 @@ def head_is_the_targets(subject: Subject) -> Iterator[Problem]:
     found = subject.vocabulary_sizes
     if found is not None and found[0] < found[1]:
         yield Problem(subject.location("draft_vocab_size"), f"{found[0]} of the target's {found[1]} ids")
+
+
+@check(
+    "N03",
+    effect="vLLM looks for model.model.* and stops",
+    fix=FIX_COPY,
+    source="vLLM 0.33.0 qwen3_dflash.py; SGLang 0.5.23 models/dflash.py; z-lab 0.1.0; llama.cpp conversion/qwen.py",
+    engines=engines_that_differ("model-prefix", "other-prefix"),
+    unnamed="warning",
+)
+def names_are_flat(subject: Subject) -> Iterator[Problem]:
+    """Tensor names have no prefix, because vLLM puts `model.` before every name.
+
+    SGLang and transformers take `model.` away; no engine knows any other prefix.
+    """
+    prefix = common_prefix(subject)
+    if prefix is None:
+        return
+    problem = Problem(WEIGHTS, f"names start with {prefix!r}", fix=FIX_REEXPORT if prefix == "encoder." else "")
+    stops = f"it looks for every name with a prefix of its own, finds {prefix}* there, and stops"
+    habit: Habit = "model-prefix" if prefix == "model." else "other-prefix"
+    yield from problems_of(habit, subject, problem, {"stops": stops, "drops": NOT_FOUND})
+
+
+@check(
+    "N08",
+    effect="readers that look for q_proj, k_proj, v_proj, gate_proj and up_proj find none of them",
+    fix=FIX_COPY,
+    source="vLLM 0.33.0 and SGLang 0.5.23 layers/linear.py; z-lab 0.1.0, run; llama.cpp conversion/qwen.py",
+    engines=engines_that_differ("fused-projections"),
+    unnamed="warning",
+)
+def projections_are_apart(subject: Subject) -> Iterator[Problem]:
+    """Projections are stored one by one, as in every dialect of DFlash.
+
+    vLLM and SGLang hold them fused in memory, and load fused ones as they are.
+    """
+    names = fused_names(subject)
+    if names:
+        problem = Problem(f"{WEIGHTS}:{names[0]}", f"fused projections: {len(names)}, expected separate ones")
+        stops = "it has no tensor for a fused projection, and stops"
+        yield from problems_of("fused-projections", subject, problem, {"stops": stops, "drops": NOT_FOUND})
+
+
+@check(
+    "N23",
+    effect="readers that do not know the other name leave fc and hidden_norm at random values",
+    fix=FIX_COPY,
+    source="vLLM 0.33.0 hf_to_vllm_mapper; SGLang 0.5.23 models/dflash.py; z-lab 0.1.0, run",
+    engines=engines_that_differ("encoder-names"),
+    unnamed="warning",
+)
+def tensors_have_their_usual_names(subject: Subject) -> Iterator[Problem]:
+    """fc and hidden_norm go by these names, rather than by encoder.fc and encoder.output_norm_enc."""
+    names = [name for name in subject.tensors or () if name.startswith(ALIASES)]
+    if names and common_prefix(subject) is None:
+        problem = Problem(f"{WEIGHTS}:{names[0]}", f"{len(names)} tensors under another name than usual")
+        stops = "it has no tensor of that name, and stops"
+        yield from problems_of("encoder-names", subject, problem, {"stops": stops, "drops": NOT_FOUND})
+
+
+@check(
+    "C07",
+    effect="engines that sort the tapped layers leave the columns of fc.weight, so each gets the wrong features",
+    fix=NORMALISE,
+    source="vLLM 0.33.0 models/interfaces.py; SGLang 0.5.23 models/qwen3.py; z-lab/dflash model.py",
+    engines=engines_that_differ("unsorted-taps"),
+    unnamed="warning",
+)
+def taps_ascend(subject: Subject) -> Iterator[Problem]:
+    """Tapped layers are listed in ascending order, each of them once.
+
+    The reference code concatenates them as listed; vLLM sorts them and drops repeats, SGLang takes each where it comes
+    by it. Putting them in order changes nothing if the columns of fc.weight move along, as they do with
+    --normalise-taps.
+    """
+    taps = subject.taps or []
+    stated = subject.stated(subject.tap_key)
+    sorting = "it takes the features in order of the layers, fc.weight has them as listed"
+    missing = "it takes each layer once, so fc.weight gets fewer features than it has columns"
+    if len(set(taps)) != len(taps):
+        fix = f"{NORMALISE} --allow-lossy # adds up the columns of one layer, which rounds"
+        problem = Problem(subject.tap_location, f"{stated} repeats a layer", fix=fix)
+        yield from problems_of("repeated-taps", subject, problem, {"stops": missing, "drops": sorting})
+    elif taps != sorted(taps):
+        problem = Problem(subject.tap_location, f"{stated} is not in ascending order")
+        yield from problems_of("unsorted-taps", subject, problem, {"stops": missing, "drops": sorting})
+
+
+@check(
+    "C41",
+    effect="vLLM 0.33 and SGLang rotate neighbouring pairs, this tool and the reference code rotate halves",
+    fix=f"serve it with an engine that reads the key: {FIX_VLLM}",
+    source="vLLM 0.33.0 qwen3_dflash.py; SGLang 0.5.23 models/dflash.py",
+    engines=engines_that_differ("interleaved-rope", "interleaved-rope-by-its-name"),
+    unnamed="warning",
+)
+def rope_rotates_halves(subject: Subject) -> Iterator[Problem]:
+    """Rope rotates halves, as in NeoX.
+
+    A mismatch raises no error in any engine. vLLM 0.33 and SGLang read the key and rotate as it says; vLLM 0.24,
+    transformers, llama.cpp and this tool rotate halves.
+    """
+    drops = "it does not read the key, and rotates halves"
+    keys: dict[str, Habit] = {"is_neox_style": "interleaved-rope", "rope_is_neox_style": "interleaved-rope-by-its-name"}
+    for key, habit in keys.items():
+        for location, value in subject.homes(key).items():
+            if value is False:
+                problem = Problem(location, "false: the draft rotates interleaved pairs")
+                yield from problems_of(habit, subject, problem, {"stops": drops, "drops": drops})
+
+
+@check(
+    "C44",
+    effect="SGLang adds one to every norm weight and other readers do not: outputs double or halve",
+    fix="export the draft again with plain norms, then check it: dflash validate {draft}",
+    source="SGLang 0.5.23 models/dflash.py use_gemma_norm",
+    engines=engines_that_differ("gemma-norms"),
+    unnamed="warning",
+)
+def norms_are_plain(subject: Subject) -> Iterator[Problem]:
+    """Norms multiply by their weight, rather than by one plus their weight.
+
+    SGLang reads use_gemma_norm as asking for the other kind; vLLM, this tool and the z-lab reference code do not look
+    at it.
+    """
+    for location, value in subject.homes("use_gemma_norm").items():
+        if value is True:
+            problem = Problem(location, "true, which only SGLang reads")
+            drops = "it multiplies by the weight alone, where the config asks for one plus the weight"
+            yield from problems_of("gemma-norms", subject, problem, {"stops": drops, "drops": drops})
+
+
+@check(
+    "S29",
+    effect="engines that do not read use_swa attend to the whole context on every layer",
+    fix=FIX_TO_NATIVE,
+    source="z-lab 0.1.0, run; SGLang 0.5.23 models/dflash.py; llama.cpp conversion/qwen.py; vllm-project/vllm#46104",
+    engines=engines_that_differ("use-swa"),
+    unnamed="warning",
+)
+def windows_are_where_engines_look(subject: Subject) -> Iterator[Problem]:
+    """Windows are stated in layer_types, where every engine looks, and not in use_swa alone."""
+    if subject.nested.get("use_swa") and SLIDING not in subject.layer_types:
+        problem = Problem(subject.location("dflash_config.use_swa"), "true, expected the sliding layers in layer_types")
+        drops = "it does not read the key, and attends to the whole context"
+        yield from problems_of("use-swa", subject, problem, {"stops": drops, "drops": drops})
+
+
+@check(
+    "N15",
+    effect="readers that take the mask token's own row draft worse",
+    fix="dflash serve-command {draft} --target {target} --engine vllm # or sglang: they read mask_embedding.pt",
+    source="vLLM 0.33.0 qwen3_dflash.py, default_loader.py; SGLang 0.5.23 dflash_worker_v2.py; vllm-project/vllm#46104",
+    engines=engines_that_differ("mask-pickle", "mask-safetensors"),
+    unnamed="warning",
+)
+def no_mask_embedding(subject: Subject) -> Iterator[Problem]:
+    """No learned mask embedding lies beside the weights.
+
+    vLLM 0.33 and SGLang read mask_embedding.pt; no engine reads mask_embedding.safetensors, and vLLM takes that file
+    for weights of the draft unless an index leaves it out.
+    """
+    drops = "it does not read the file, and takes the mask token's own row"
+    if "mask_embedding.pt" in subject.files:
+        problem = Problem("mask_embedding.pt", "a learned mask embedding in a pickle file")
+        yield from problems_of("mask-pickle", subject, problem, {"stops": drops, "drops": drops})
+    if "mask_embedding.safetensors" in subject.files:
+        fix = "serve the draft with its mask_embedding.pt, in vLLM or SGLang; then check it: dflash validate {draft}"
+        problem = Problem("mask_embedding.safetensors", "a learned mask embedding, which no engine looks for", fix=fix)
+        stops = "it loads every safetensors file, finds no place for this tensor, and stops"
+        if INDEX_FILE in subject.files:
+            stops = drops
+        yield from problems_of("mask-safetensors", subject, problem, {"stops": stops, "drops": drops})

@@ -1,23 +1,26 @@
 """SGLang: its releases, how it attends, its serve command, its rules, and the dialect that is written for it."""
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import ClassVar
 
 from dflash_cli.engines.serving_engine import (
     ENGINES,
+    Habit,
     Release,
     ServeCommand,
     ServedPair,
     ServingEngine,
-    causality_by_kind,
+    one_stated_causality,
+    problem_of_causality,
     release_text,
     stated_once,
 )
 from dflash_cli.engines.several_engines import FIX_VLLM
 from dflash_cli.formats.dialect import FORMATS
 from dflash_cli.formats.engine_native import EngineNative
-from dflash_cli.validation.rule import BFLOAT16, Problem, check
+from dflash_cli.validation.rule import BFLOAT16, Outcome, Problem, check
 from dflash_cli.validation.subject import CONFIG_FILE, Subject
 from dflash_runtime.config import DraftConfig
 from dflash_runtime.errors import LossyConversion
@@ -55,6 +58,14 @@ class SglangEngine(ServingEngine):
     strictness: ClassVar[int] = 2
     finds_by_architecture: ClassVar[bool] = True
     takes_other_widths: ClassVar[bool] = False
+    habits: ClassVar[Mapping[Habit, Outcome]] = {
+        "other-prefix": "drops",
+        "unsorted-taps": "drops",
+        "repeated-taps": "stops",
+        "use-swa": "drops",
+        "mask-safetensors": "drops",
+    }
+    """Read in 0.5.23: models/dflash.py load_weights, models/qwen3.py layers_to_capture, dflash_worker_v2.py."""
 
     def served_causality(self, subject: Subject) -> tuple[bool, ...] | None:
         """The top-level is_causal, else the layers' kinds. Source: SGLang 0.5.23 models/dflash.py."""
@@ -127,27 +138,17 @@ def sglang_has_no_reduced_head(subject: Subject) -> Iterator[Problem]:
 
 @check(
     "S11",
-    effect="SGLang does not read the key: full attention, and causality by each layer's kind",
+    effect="SGLang does not read the key, and takes causality from each layer's kind",
     fix="dflash validate {draft} --engine sglang --fix-out {out}",
     source=CODE,
     outcome="drops",
     engines=ENGINE,
 )
 def sglang_reads_top_level_keys(subject: Subject) -> Iterator[Problem]:
-    """Windows and causality are stated in layer_types and in the top-level is_causal.
-
-    These are the places where SGLang looks.
-    """
-    if subject.nested.get("use_swa"):
-        yield Problem(subject.location("dflash_config.use_swa"), "true, expected the sliding layers in layer_types")
-    nested = subject.nested.get("causal")
-    by_kind = set(causality_by_kind(subject))
-    if isinstance(nested, bool) and subject.config.get("is_causal") is None and by_kind != {nested}:
-        yield Problem(
-            subject.location("dflash_config.causal"),
-            f"{nested}, but there is no top-level is_causal".lower(),
-            repair={"is_causal": nested},
-        )
+    """Causality is stated in the top-level is_causal, the place where SGLang looks."""
+    problem = problem_of_causality(NAME, subject)
+    if problem is not None:
+        yield replace(problem, repair=one_stated_causality(subject))
 
 
 @check(

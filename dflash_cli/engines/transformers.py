@@ -3,18 +3,22 @@
 A draft is served by a short program, since z-lab's package has no server.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import ClassVar
 
 from dflash_cli.engines.serving_engine import (
     ENGINES,
+    Habit,
     Release,
     ServeCommand,
     ServedPair,
     ServingEngine,
+    one_stated_causality,
+    problem_of_causality,
     stated_once,
 )
-from dflash_cli.validation.rule import Problem, check
+from dflash_cli.validation.rule import Outcome, Problem, check
 from dflash_cli.validation.subject import Subject
 
 NAME = "transformers"
@@ -30,6 +34,18 @@ class Transformers(ServingEngine):
     releases: ClassVar[tuple[Release, ...]] = ((5, 23),)
     follows_reference: ClassVar[bool] = True
     takes_other_widths: ClassVar[bool] = False
+    habits: ClassVar[Mapping[Habit, Outcome]] = {
+        "other-prefix": "drops",
+        "encoder-names": "drops",
+        "fused-projections": "drops",
+        "interleaved-rope": "drops",
+        "interleaved-rope-by-its-name": "drops",
+        "gemma-norms": "drops",
+        "use-swa": "drops",
+        "mask-pickle": "drops",
+        "mask-safetensors": "drops",
+    }
+    """Recorded from z-lab 0.1.0, see tests/golden/engine_habits.json."""
 
     def served_causality(self, subject: Subject) -> tuple[bool, ...] | None:
         """The top-level is_causal, else the layers' kinds. Source: z-lab/dflash 0.1.0 model.py."""
@@ -82,11 +98,6 @@ def keys_are_where_the_reference_looks(subject: Subject) -> Iterator[Problem]:
 )
 def reference_serves_the_trained_causality(subject: Subject) -> Iterator[Problem]:
     """z-lab's code serves every layer with the causality that the config states."""
-    engine, trained = subject.engine(NAME), subject.trained_causality
-    served = engine.served_causality(subject) if engine is not None else None
-    if served is not None and trained is not None and served != trained:
-        yield Problem(
-            subject.location("dflash_config.causal"),
-            f"{sum(served)} of {len(served)} layers are served causally, the config states {sum(trained)}",
-            repair={"is_causal": trained[0]} if len(set(trained)) == 1 else {},
-        )
+    problem = problem_of_causality(NAME, subject)
+    if problem is not None:
+        yield replace(problem, repair=one_stated_causality(subject))

@@ -3,14 +3,17 @@
 import json
 import shlex
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from dflash_cli.engines.serving_engine import (
     ENGINES,
+    Habit,
     Release,
     ServeCommand,
     ServedPair,
     ServingEngine,
+    problem_of_causality,
     release_text,
     stated_once,
 )
@@ -20,7 +23,7 @@ from dflash_cli.formats.engine_native import EngineNative
 from dflash_cli.formats.native import refuse_common
 from dflash_cli.formats.native_fields import SCALES, write_scales
 from dflash_cli.formats.speculators_updaters import NON_CAUSAL_FLAG
-from dflash_cli.validation.rule import BFLOAT16, FIX_COPY, Problem, Severity, check
+from dflash_cli.validation.rule import BFLOAT16, FIX_COPY, Outcome, Problem, Severity, check
 from dflash_cli.validation.rules.drafting import NEUTRAL
 from dflash_cli.validation.rules.tensors import WEIGHTS
 from dflash_cli.validation.subject import CONFIG_FILE, Subject
@@ -39,6 +42,7 @@ WITHOUT_CAUSALITY: Release = (0, 24)
 WIDENS_FLAG: Release = (0, 33)
 """The first release in which the speculators flag was seen to be taken for every layer (vllm-project/vllm#47745)."""
 FIX_SERVE = "dflash serve-command {draft} --target {target} --engine vllm"
+FIX_NEWER = f"no file helps this release; use {NEWEST} or later: {FIX_SERVE}"
 V2_RUNNER = "v2-runner"
 """A serve flag: only the V2 model runner serves the draft."""
 PLAIN_KV_CACHE = "plain-kv-cache"
@@ -55,6 +59,30 @@ class VllmEngine(ServingEngine):
     serves_as_is: ClassVar[frozenset[str]] = frozenset({"speculators"})
     strictness: ClassVar[int] = 0
     finds_by_architecture: ClassVar[bool] = True
+    habits: ClassVar[Mapping[Habit, Outcome]] = {
+        "model-prefix": "stops",
+        "other-prefix": "stops",
+        "interleaved-rope-by-its-name": "drops",
+        "gemma-norms": "drops",
+        "unsorted-taps": "drops",
+        "repeated-taps": "stops",
+        "mask-safetensors": "stops",
+    }
+    """Read in 0.33.0: qwen3_dflash.py load_weights, interfaces.py, model_loader/default_loader.py."""
+
+    early_habits: ClassVar[Mapping[Habit, Outcome]] = {
+        "encoder-names": "stops",
+        "interleaved-rope": "drops",
+        "use-swa": "drops",
+        "mask-pickle": "drops",
+    }
+    """What 0.24.0 does besides, read in its qwen3_dflash.py."""
+
+    def outcome_of(self, habit: Habit) -> Outcome:
+        """0.24 reads fewer names and keys than the releases after it."""
+        if self.release[:2] == WITHOUT_CAUSALITY and habit in self.early_habits:
+            return self.early_habits[habit]
+        return self.habits.get(habit, "serves")
 
     def served_causality(self, subject: Subject) -> tuple[bool, ...] | None:
         """The top-level is_causal, else dflash_config.causal, else the layers' kinds."""
@@ -99,7 +127,7 @@ class VllmEngine(ServingEngine):
 
 @check(
     "C20",
-    effect=f"{NEWEST} makes every layer causal; this draft was trained non-causal",
+    effect=f"{NEWEST} makes every layer causal; full layers of this dialect are non-causal",
     fix=FIX_COPY,
     source="vllm-project/vllm#56692, open in 0.33.0; #47745 brought it",
     outcome="drops",
@@ -147,6 +175,24 @@ def layers_agree_for_vllm(subject: Subject) -> Iterator[Problem]:
             "false with both sliding and full layers: sliding ones are causal, full ones are not",
             severity=severity,
         )
+
+
+@check(
+    "C27",
+    effect="vLLM stops",
+    fix=(
+        "if the training used silu, write it and run dflash validate {draft}; otherwise use an engine that has this "
+        "activation"
+    ),
+    source="vLLM 0.33.0 qwen3_dflash.py",
+    engines=ENGINE,
+    unnamed="warning",
+)
+def activation_is_silu(subject: Subject) -> Iterator[Problem]:
+    """hidden_act is silu, the only activation that vLLM's DFlash model has."""
+    value = subject.body.get("hidden_act", "silu")
+    if value != "silu":
+        yield Problem(subject.body_location("hidden_act"), f"found {value!r}, expected 'silu'")
 
 
 @check(
@@ -251,6 +297,9 @@ def k_is_the_trained_one(subject: Subject) -> Iterator[Problem]:
 )
 def layers_are_of_one_kind(subject: Subject) -> Iterator[Problem]:
     """All layers are sliding, or all are full attention."""
+    engine = subject.engine(NAME)
+    if engine is not None and engine.release[:2] == WITHOUT_CAUSALITY:  # it serves every layer as a full one
+        return
     if set(subject.layer_types) >= set(LAYER_KINDS):
         yield Problem(subject.body_location("layer_types"), "found both sliding and full layers")
 
@@ -294,7 +343,7 @@ def vllm_applies_no_scale(subject: Subject) -> Iterator[Problem]:
 @check(
     "S07",
     effect="whether masked positions attend to later ones differs from training",
-    fix=f"dflash convert {{draft}} {{out}} --to vllm --target {{target}} # then serve it with {NEWEST} or later",
+    fix="dflash convert {draft} {out} --to vllm --target {target}",
     source="vLLM 0.33.0 qwen3_dflash.py, algos.py; vllm-project/vllm#47453 before #47745",
     outcome="drops",
     engines=ENGINE,
@@ -305,16 +354,15 @@ def vllm_serves_the_trained_causality(subject: Subject) -> Iterator[Problem]:
     C20 and C21 report the flag that vLLM 0.33 applies to full layers too; this rule reports every other difference,
     such as vLLM 0.24, which serves causal sliding layers of the speculators dialect non-causally.
     """
-    engine, trained = subject.engine(NAME), subject.trained_causality
-    served = engine.served_causality(subject) if engine is not None else None
-    if engine is None or served is None or trained is None or served == trained:
+    engine, problem = subject.engine(NAME), problem_of_causality(NAME, subject)
+    if engine is None or problem is None:
         return
+    served = engine.served_causality(subject) or ()
     is_told = subject.is_speculators and subject.config.get(NON_CAUSAL_FLAG) is False and all(served)
     if not is_told or subject.body.get("is_causal") is not None:
-        yield Problem(
-            subject.body_location("is_causal") if not subject.is_speculators else subject.location(NON_CAUSAL_FLAG),
-            f"{engine} serves {sum(served)} of {len(served)} layers causally, the config states {sum(trained)}",
-        )
+        location = subject.location(NON_CAUSAL_FLAG) if subject.is_speculators else problem.location
+        is_early = engine.release[:2] == WITHOUT_CAUSALITY
+        yield replace(problem, location=location, fix=FIX_NEWER if is_early else "")
 
 
 @check(
@@ -338,7 +386,7 @@ def kv_cache_is_plain(subject: Subject) -> Iterator[Problem]:
 @check(
     "S28",
     effect="vLLM 0.24 attends to the whole context on every layer",
-    fix=f"{FIX_SERVE} # then serve it with {NEWEST} or later",
+    fix=FIX_NEWER,
     source="vLLM 0.24.0 model_executor/models/qwen3_dflash.py; vllm-project/vllm#46104",
     outcome="drops",
     engines=ENGINE,

@@ -46,6 +46,9 @@ GENERIC_WORDS = {"draft": "DRAFT", "target": "TARGET", "out": "OUT"}
 MAX_FINDINGS = 50
 """The most findings of one rule that a report lists."""
 
+MAX_COUNTED = 10_000
+"""Problems of one rule that are looked at to group them."""
+
 REMOVED: Any = object()
 """As a value in `Problem.repair`: remove the key."""
 
@@ -54,8 +57,8 @@ REMOVED: Any = object()
 class Finding:
     """One thing that is wrong: `location` is file:key, `effect` what it leads to, `fix` what to do.
 
-    `engines` names those it is about; empty if it is about all. `stage`, `level`, `stops_runtime` and
-    `serve_flag` are those of the rule, see `check`.
+    `engines` names those it is about; empty if it is about all. `stage`, `level`, `stops_runtime`, `serve_flag` and
+    `is_about_training` are those of the rule, see `check`.
     """
 
     id: str
@@ -72,6 +75,7 @@ class Finding:
     stage: Stage = "rest"
     stops_runtime: bool = False
     serve_flag: str | None = None
+    is_about_training: bool = False
 
     def concerns(self, engine: str) -> bool:
         """Whether the finding is about that engine."""
@@ -86,7 +90,8 @@ class Finding:
 class Problem:
     """A fault that a rule yields; fields that it leaves empty are taken from the rule.
 
-    `repair` maps dotted config keys to the one value that can be right, or to REMOVED.
+    `engines` are those of the rule's engines that this problem is about, if it is not about all of them. `repair` maps
+    dotted config keys to the one value that can be right, or to REMOVED.
     """
 
     location: str
@@ -95,6 +100,7 @@ class Problem:
     fix: str = ""
     severity: Severity | None = None
     outcome: Outcome | None = None
+    engines: tuple[str, ...] | None = None
     repair: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -119,6 +125,7 @@ class Rule:
     stage: Stage
     stops_runtime: bool
     serve_flag: str | None
+    is_about_training: bool
 
     @property
     def title(self) -> str:
@@ -152,7 +159,7 @@ class Rule:
         if severity is None:
             return []
         words = subject.command_words
-        problems = list(islice(self.run(subject), MAX_FINDINGS + 1))
+        problems = list(islice(_grouped(self.run(subject)), MAX_FINDINGS + 1))
         found = [
             Finding(
                 id=self.id,
@@ -162,13 +169,14 @@ class Rule:
                 effect=item.effect or self.effect,
                 fix=fill(item.fix or self.fix, words),
                 source=self.source,
-                engines=named or engines,
+                engines=item.engines or named or engines,
                 outcome=item.outcome or self.outcome,
                 repair=item.repair,
                 level=self.level,
                 stage=self.stage,
                 stops_runtime=self.stops_runtime,
                 serve_flag=self.serve_flag,
+                is_about_training=self.is_about_training,
             )
             for item in problems[:MAX_FINDINGS]
         ]
@@ -208,6 +216,7 @@ def check(
     stage: Stage = "rest",
     stops_runtime: bool = False,
     serve_flag: str | None = None,
+    is_about_training: bool = False,
 ) -> Callable[[Check], Check]:
     """Register a function as the rule of that id.
 
@@ -220,6 +229,8 @@ def check(
     stage          when it runs
     stops_runtime  an error stops the runtime of dflash too, as does an error that stops every engine
     serve_flag     a need that the serve command must meet; each engine knows by which option
+    is_about_training
+                   it doubts how the draft was trained, so that a copy that states something else repairs nothing
     """
     assumed: Outcome = "stops" if severity == "error" else "serves"
 
@@ -238,6 +249,7 @@ def check(
             stage=stage,
             stops_runtime=stops_runtime,
             serve_flag=serve_flag,
+            is_about_training=is_about_training,
         )
         CHECKS.register(rule_id)(rule)
         return function
@@ -256,6 +268,19 @@ def all_rules() -> tuple[Rule, ...]:
 def known_ids() -> set[str]:
     """Every id a finding can have."""
     return {rule.id for rule in all_rules()}
+
+
+def _grouped(problems: Iterator[Problem]) -> Iterator[Problem]:
+    """Problems that differ only in their location as one, with the first location and how many more there are."""
+    alike: dict[tuple[object, ...], list[Problem]] = {}
+    for item in islice(problems, MAX_COUNTED):
+        said = (item.message, item.effect, item.fix, item.severity, item.outcome, item.engines)
+        alike.setdefault(said, []).append(item)
+    for group in alike.values():
+        first, rest = group[0], len(group) - 1
+        repair = {key: value for item in group for key, value in item.repair.items()}
+        places = "place" if rest == 1 else "places"
+        yield replace(first, message=f"{first.message} (and in {rest} more {places})", repair=repair) if rest else first
 
 
 def fill(template: str, words: Mapping[str, str]) -> str:

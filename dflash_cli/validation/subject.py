@@ -10,9 +10,9 @@ from dflash_cli.checkpoints.pair_references import served_name
 from dflash_cli.checkpoints.references import list_files, open_checkpoint
 from dflash_cli.formats.dialect import Detection, ParsedConfig, detect_from
 from dflash_runtime.checkpoint.files import Checkpoint, TensorInfo
-from dflash_runtime.checkpoint.hf_config import FULL
+from dflash_runtime.checkpoint.hf_config import FULL, SLIDING
 from dflash_runtime.checkpoint.pair import TargetSource
-from dflash_runtime.config import DraftConfig, RopeConfig, TargetConfig
+from dflash_runtime.config import DraftConfig, RopeConfig, TargetFacts
 from dflash_runtime.errors import CheckpointError, InvalidConfig, UnsupportedError, naming_file
 from dflash_runtime.json_values import as_object, is_int
 
@@ -83,8 +83,8 @@ class Subject:
     search: "ReadingSearch | None" = None
 
     @property
-    def target(self) -> TargetConfig | None:
-        return self.target_source.config if self.target_source is not None else None
+    def target(self) -> TargetFacts | None:
+        return self.target_source.facts if self.target_source is not None else None
 
     @property
     def target_json(self) -> Mapping[str, Any]:
@@ -167,6 +167,20 @@ class Subject:
     def trained_causality(self) -> tuple[bool, ...] | None:
         """Causality of each layer as the config states it for its own dialect; None where it cannot be read."""
         return self.parsed.config.causal if self.parsed is not None else None
+
+    @property
+    def is_causality_stated(self) -> bool:
+        """Whether the config says how its sliding layers attend in the block; other layers have one way only."""
+        if SLIDING not in self.layer_types:
+            return True
+        if self.is_speculators:
+            return "sliding_window_non_causal" in self.config
+        return self.config.get("is_causal") is not None or self.nested.get("causal") is not None
+
+    def causality_in_words(self, causal: Sequence[bool]) -> str:
+        """`the config states 2 of 5`, or that it is only read so."""
+        verb = "the config states" if self.is_causality_stated else "the config states none and is read as"
+        return f"{verb} {sum(causal)}"
 
     @property
     def num_target_layers(self) -> int | None:

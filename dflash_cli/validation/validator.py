@@ -61,8 +61,8 @@ def open_requested(request: ValidationRequest) -> Subject:
 
 def validate_subject(subject: Subject, request: ValidationRequest) -> Report:
     """`validate_draft`, on a subject that is open."""
-    if request.level == "run" and (subject.target_source is None or request.run is None):
-        raise UsageError("--level run needs a target", hint="add --target TARGET")
+    if request.level == "run":
+        _refuse_to_run(subject, request)
     findings, num_rules = _run_levels(subject, "weights" if request.level == "run" else request.level)
     notes: tuple[str, ...] = ()
     if request.run is not None and request.level == "run":
@@ -86,6 +86,19 @@ def validate_subject(subject: Subject, request: ValidationRequest) -> Report:
         search=subject.search,
         notes=notes,
     )
+
+
+def _refuse_to_run(subject: Subject, request: ValidationRequest) -> None:
+    """Refuse the run level where no target is given, or one that this tool does not run.
+
+    Raises:
+        UsageError, UnsupportedError, InvalidConfig: see above and `check_target_runs`.
+    """
+    if subject.target_source is None or request.run is None:
+        raise UsageError("--level run needs a target", hint="add --target TARGET")
+    from dflash_runtime.models.target import check_target_runs
+
+    check_target_runs(subject.target_source)
 
 
 def _run_levels(subject: Subject, last: Level) -> tuple[list[Finding], int]:

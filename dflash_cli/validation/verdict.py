@@ -12,8 +12,8 @@ from dflash_cli.validation.subject import NamedEngine, Subject
 class Verdict:
     """What one engine does with the draft. `causal` is None where it is not known for the release.
 
-    `outcome` is the worst outcome of the findings, or "unknown" for a draft of another kind than DFlash, which the
-    engine may well serve as that kind.
+    `trained` is what the config is read as; with `is_stated` the config says so itself. `outcome` is the worst of
+    the findings', or "unknown" for a draft of another kind than DFlash, which the engine may well serve as that kind.
     """
 
     engine: NamedEngine
@@ -21,6 +21,7 @@ class Verdict:
     reasons: tuple[str, ...]
     causal: tuple[bool, ...] | None
     trained: tuple[bool, ...] | None
+    is_stated: bool = True
 
     @property
     def text(self) -> str:
@@ -39,7 +40,8 @@ class Verdict:
         served, total = sum(self.causal), len(self.causal)
         text = f", runs {served} of {total} layers causally" if served else f", runs all {total} layers non-causally"
         if self.trained is not None and self.trained != self.causal:
-            text += f" (trained with {sum(self.trained)} of {total} causal)"
+            said = "trained with" if self.is_stated else "not stated, read as"
+            text += f" ({said} {sum(self.trained)} of {total} causal)"
         return text
 
     def to_json(self) -> dict[str, Any]:
@@ -64,4 +66,5 @@ def _judge(subject: Subject, findings: Sequence[Finding], engine: NamedEngine) -
         return Verdict(engine, "unknown", identity, None, None)
     outcome = next((kind for kind in ("stops", "drops") if any(item.outcome == kind for item in about)), "serves")
     reasons = tuple(dict.fromkeys(item.id for item in about if item.outcome == outcome))
-    return Verdict(engine, outcome, reasons, engine.served_causality(subject), subject.trained_causality)
+    served, trained = engine.served_causality(subject), subject.trained_causality
+    return Verdict(engine, outcome, reasons, served, trained, subject.is_causality_stated)

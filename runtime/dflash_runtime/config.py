@@ -141,32 +141,48 @@ class DraftConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TargetConfig:
-    """A dense decoder target."""
+class TargetFacts:
+    """What a draft has to know of its target, whatever its layers are. None is what the config does not state.
+
+    `not_known` names what the config says of the model beyond a dense decoder of full and sliding layers, such as
+    experts. A target with anything in it can be served by engines, and is not run here.
+    """
 
     model_type: str
     hidden_size: int
-    intermediate_size: int
     num_layers: int
+    vocab_size: int
+    max_position_embeddings: int | None = None
+    rope: RopeConfig | None = None
+    tie_word_embeddings: bool = False
+    eos_token_ids: tuple[int, ...] = ()
+    dtype: str | None = None
+    not_known: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("hidden_size", "num_layers", "vocab_size"):
+            _require_count(name, getattr(self, name))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetConfig(TargetFacts):
+    """A dense decoder target, known well enough to be run."""
+
+    intermediate_size: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
     rms_norm_eps: float
     max_position_embeddings: int
     rope: RopeConfig
-    vocab_size: int
     windows: tuple[int | None, ...]
     hidden_act: str = "silu"
     attention_bias: bool = False
-    tie_word_embeddings: bool = False
-    eos_token_ids: tuple[int, ...] = ()
-    dtype: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"):
+        TargetFacts.__post_init__(self)
+        for name in ("intermediate_size", "num_heads", "num_kv_heads", "head_dim", "max_position_embeddings"):
             _require_count(name, getattr(self, name))
-        _require_count("vocab_size", self.vocab_size)
-        _require_count("max_position_embeddings", self.max_position_embeddings)
         if self.num_heads % self.num_kv_heads:
             raise InvalidConfig("num_attention_heads", self.num_heads, f"a multiple of {self.num_kv_heads} kv heads")
 

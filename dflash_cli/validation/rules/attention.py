@@ -118,33 +118,16 @@ def causality_of_windows_is_stated(subject: Subject) -> Iterator[Problem]:
     In a native config, leave the key out only if sliding layers are causal and full layers are not: that is what its
     absence means.
     """
-    if SLIDING not in subject.layer_types:
+    if subject.is_causality_stated:
         return
     if subject.is_speculators:
-        if NON_CAUSAL_FLAG not in subject.config:
-            yield Problem(
-                subject.location(NON_CAUSAL_FLAG),
-                "missing, although the draft has sliding layers",
-                effect="readers treat the sliding layers as non-causal",
-            )
-    elif subject.body.get("is_causal") is None and subject.nested.get("causal") is None:
+        yield Problem(
+            subject.location(NON_CAUSAL_FLAG),
+            "missing, although the draft has sliding layers",
+            effect="readers treat the sliding layers as non-causal",
+        )
+    else:
         yield Problem(subject.location("is_causal"), "missing, although the draft has sliding layers")
-
-
-@check(
-    "C27",
-    effect="vLLM stops; other readers may compute another activation",
-    fix=(
-        "if the training used silu, write it and run dflash validate {draft}; otherwise use an engine that has this "
-        "activation"
-    ),
-    source="vLLM 0.33.0 qwen3_dflash.py",
-)
-def activation_is_silu(subject: Subject) -> Iterator[Problem]:
-    """hidden_act is silu, the only activation that vLLM's DFlash model has."""
-    value = subject.body.get("hidden_act", "silu")
-    if value != "silu":
-        yield Problem(subject.body_location("hidden_act"), f"found {value!r}, expected 'silu'")
 
 
 @check(

@@ -10,6 +10,8 @@ from dflash_runtime.json_values import as_object, is_int, is_number
 MASK_EXPECTED = "a token id of 0 or more"
 NEUTRAL = {"input_embedding_scale": (1,), "output_multiplier": (1,), "final_logit_softcapping": (0,)}
 LARGEST_EPS = 1e-2
+LARGEST_BLOCK = 256
+"""A block beyond it is taken for a mistake."""
 ENGINE_CODE = "vLLM 0.33.0 v1/spec_decode/dflash.py; SGLang 0.5.23 dflash_utils.py"
 
 
@@ -25,7 +27,7 @@ ENGINE_CODE = "vLLM 0.33.0 v1/spec_decode/dflash.py; SGLang 0.5.23 dflash_utils.
 def block_size_is_one_number(subject: Subject) -> Iterator[Problem]:
     """block_size is stated, is at least 2, and has one value wherever it is stated.
 
-    It counts the anchor: a block of 16 drafts 15 tokens.
+    It counts the anchor: a block of 16 drafts 15 tokens. It is no longer than the draft has positions.
     """
     homes = {location: value for location, value in subject.homes("block_size").items() if value is not None}
     if not homes:
@@ -37,9 +39,27 @@ def block_size_is_one_number(subject: Subject) -> Iterator[Problem]:
             f"stated twice with different values: {stated}",
             effect="readers differ in which of the two values they use",
         )
+    limit = subject.body.get("max_position_embeddings")
     for location, value in homes.items():
         if not is_int(value) or value < 2:
-            yield Problem(location, f"found {value!r}, expected an integer of at least 2: the anchor and a draft token")
+            yield Problem(
+                location,
+                f"found {value!r}, expected an integer of at least 2: the anchor and a draft token",
+                effect="readers stop, or draft nothing",
+            )
+        elif is_int(limit) and value > limit:
+            yield Problem(
+                location,
+                f"found {value}, expected at most the draft's {limit} positions",
+                effect="readers stop, or ask for more memory than there is",
+            )
+        elif value > LARGEST_BLOCK:
+            yield Problem(
+                location,
+                f"found {value}, published drafts have 7 to 16",
+                effect="most of such a block is drafted in vain",
+                severity="warning",
+            )
 
 
 @check(
@@ -131,9 +151,7 @@ def mask_token_is_spare(subject: Subject) -> Iterator[Problem]:
 def embeddings_are_not_tied(subject: Subject) -> Iterator[Problem]:
     """tie_word_embeddings is false, because a draft has no embedding of its own."""
     if subject.body.get("tie_word_embeddings") is True:
-        yield Problem(
-            subject.body_location("tie_word_embeddings"), "true, expected false in a file without an embedding"
-        )
+        yield Problem(subject.body_location("tie_word_embeddings"), "true, expected false in a draft")
 
 
 @check(
@@ -195,21 +213,3 @@ def eps_is_small(subject: Subject) -> Iterator[Problem]:
         yield Problem(
             subject.body_location("rms_norm_eps"), f"found {value}, the usual value is 1e-6", severity="warning"
         )
-
-
-@check(
-    "C44",
-    effect="SGLang adds one to every norm weight and other readers do not: outputs double or halve",
-    fix="export the draft again with plain norms, then check it: dflash validate {draft}",
-    source="SGLang 0.5.23 models/dflash.py use_gemma_norm",
-    outcome="drops",
-)
-def norms_are_plain(subject: Subject) -> Iterator[Problem]:
-    """Norms multiply by their weight, rather than by one plus their weight.
-
-    SGLang reads use_gemma_norm as asking for the other kind; vLLM, this tool and the z-lab reference code do not look
-    at it.
-    """
-    for location, value in subject.homes("use_gemma_norm").items():
-        if value is True:
-            yield Problem(location, "true, which only SGLang reads")

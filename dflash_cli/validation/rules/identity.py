@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dflash_cli.formats.relatives import Relative
 from dflash_cli.validation.rule import FIX_COPY, FIX_INSPECT, REMOVED, Problem, Severity, check
 from dflash_cli.validation.subject import CONFIG_FILE, SPECULATORS_BODY, Subject
-from dflash_runtime.json_values import as_object
+from dflash_runtime.json_values import as_object, is_int
 
 VLLM_CONFIG = "vLLM 0.33.0 transformers_utils/config.py"
 VLLM_BASE = "vLLM 0.33.0 transformers_utils/configs/speculators/base.py, algos.py"
@@ -22,6 +22,7 @@ BODY_REQUIRED = (
     "vocab_size",
     "model_type",
 )
+QWEN3_HEAD_DIM = 128
 PLAIN_PROJECTORS = (None, "", "dflash", "default")
 
 
@@ -154,6 +155,23 @@ def states_its_sizes(subject: Subject) -> Iterator[Problem]:
         if subject.body.get(key) is None:
             severity: Severity = "warning" if key in ("head_dim", "model_type") else "error"
             yield Problem(subject.body_location(key), "missing", severity=severity)
+
+
+@check(
+    "C47",
+    effect="engines build heads of 128, whatever the weights have, and stop at the shapes",
+    fix=FIX_COPY,
+    source="transformers Qwen3Config.head_dim is 128; z-lab 0.1.0, run; vLLM 0.33.0; SGLang 0.5.23",
+)
+def head_dim_is_the_default(subject: Subject) -> Iterator[Problem]:
+    """A draft that leaves out head_dim has heads of 128, the default of the config class that engines read it with."""
+    body = subject.body
+    hidden, heads = body.get("hidden_size"), body.get("num_attention_heads")
+    is_read_as_qwen3 = body.get("model_type", "qwen3") == "qwen3"
+    if body.get("head_dim") is not None or not is_read_as_qwen3 or not is_int(hidden) or not is_int(heads):
+        return
+    if heads > 0 and hidden != heads * QWEN3_HEAD_DIM:
+        yield Problem(subject.body_location("head_dim"), f"missing, and {hidden} / {heads} heads is not 128")
 
 
 @check(

@@ -7,6 +7,7 @@ from dflash_cli.checkpoints.references import TINY, TINY_TARGET_NAME
 from dflash_cli.formats.dialect import named_architectures
 from dflash_cli.validation.rule import BFLOAT16, FIX_OTHER_TARGET, FIX_RUN_LEVEL, Problem, check
 from dflash_cli.validation.subject import CONFIG_FILE, Subject
+from dflash_runtime.checkpoint.canonical_names import find_quantization
 from dflash_runtime.checkpoint.files import TensorInfo
 from dflash_runtime.checkpoint.hf_config import read_rope
 from dflash_runtime.checkpoint.pair import TargetExpectations, find_misfits
@@ -109,7 +110,7 @@ def rope_bases_fit(subject: Subject) -> Iterator[Problem]:
 
     Some drafts differ on purpose.
     """
-    if subject.target is None:
+    if subject.target is None or subject.target.rope is None:
         return
     try:
         theta = read_rope(subject.body, subject.path).theta
@@ -131,16 +132,14 @@ def rope_bases_fit(subject: Subject) -> Iterator[Problem]:
 def positions_reach_as_far(subject: Subject) -> Iterator[Problem]:
     """The draft has as many positions as the target."""
     stated = subject.body.get("max_position_embeddings")
-    if subject.target is not None and is_int(stated) and stated < subject.target.max_position_embeddings:
-        yield Problem(
-            subject.body_location("max_position_embeddings"),
-            f"found {stated}, the target's is {subject.target.max_position_embeddings}",
-        )
+    reach = subject.target.max_position_embeddings if subject.target is not None else None
+    if reach is not None and is_int(stated) and stated < reach:
+        yield Problem(subject.body_location("max_position_embeddings"), f"found {stated}, the target's is {reach}")
 
 
 @check(
     "C11",
-    effect="the draft was made for another target; SGLang only warns",
+    effect="the draft was made for another target, or the number is wrong; SGLang only warns",
     fix=FIX_OTHER_TARGET,
     source="SGLang 0.5.23 spec_aux_hidden_state.py",
     outcome="drops",
@@ -179,6 +178,7 @@ def taps_exist_in_the_target(subject: Subject) -> Iterator[Problem]:
     effect="a draft accepts fewer tokens with another target, even one of the same shape",
     fix="dflash eval-acceptance {draft} --target {target} # measures it; or use the target that the draft names",
     source="z-lab/dflash#149; AEON-7#6",
+    is_about_training=True,
 )
 def verifier_is_the_target(subject: Subject) -> Iterator[Problem]:
     """The target that is given is the verifier that the draft names."""
@@ -190,16 +190,17 @@ def verifier_is_the_target(subject: Subject) -> Iterator[Problem]:
     if given != name and given.rpartition("/")[2] != name.rpartition("/")[2]:
         yield Problem(
             subject.location("speculators_config.verifier.name_or_path"),
-            f"trained for {name}, but {reference} is given",
+            f"names {name}, but {reference} is given",
         )
 
 
 @check(
     "P16",
     "warning",
-    effect="the draft was trained on the hidden states of another kind of model",
+    effect="a draft is trained on the hidden states of one model, and the config names one of another kind",
     fix=FIX_OTHER_TARGET,
     source="speculators 0.9.0 VerifierConfig",
+    is_about_training=True,
 )
 def verifier_is_of_the_targets_kind(subject: Subject) -> Iterator[Problem]:
     """The target has the architecture that the draft names for its verifier."""
@@ -275,6 +276,7 @@ def head_is_plain(subject: Subject) -> Iterator[Problem]:
     effect="none by itself, but a block or tapped layers other than usual are worth a second look",
     fix=FIX_RUN_LEVEL,
     source="configs of published drafts, 2026",
+    is_about_training=True,
 )
 def settings_are_the_published_ones(subject: Subject) -> Iterator[Problem]:
     """Block size and tapped layers are those of published drafts for this target."""
@@ -334,6 +336,31 @@ def target_counts_its_rows(subject: Subject) -> Iterator[Problem]:
                 f"target {info.file.name}:{name}",
                 f"found {list(info.shape)}, the target's vocab_size is {subject.target.vocab_size}",
             )
+
+
+@check(
+    "P17",
+    "info",
+    effect="dflash checks this pair and gives commands to serve it, and does not run it itself",
+    fix="dflash serve-command {draft} --target {target} --engine vllm # then measure acceptance in the engine",
+    source="dflash_runtime/checkpoint/hf_config.py",
+)
+def target_can_be_run_here(subject: Subject) -> Iterator[Problem]:
+    """The target is one that dflash can run: dense attention with one rope, and weights that are not packed.
+
+    What dflash does not know of a target is named. Whether an engine serves it is for the engine's own rules.
+    """
+    source = subject.target_source
+    if source is None:
+        return
+    for part in source.facts.not_known:
+        yield Problem(f"target {CONFIG_FILE}", f"not known to dflash: {part}")
+    try:
+        packing = find_quantization(source.checkpoint)
+    except CheckpointError:  # a target may be given by its config alone
+        packing = "quantization_config" if subject.target_json.get("quantization_config") else None
+    if packing is not None:
+        yield Problem(f"target {CONFIG_FILE}", f"packed weights ({packing})", severity="warning")
 
 
 def _misfits(subject: Subject, field: str, location: str) -> Iterator[Problem]:

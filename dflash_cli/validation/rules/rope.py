@@ -114,24 +114,6 @@ def rope_kind_is_known(subject: Subject) -> Iterator[Problem]:
 
 
 @check(
-    "C41",
-    effect="vLLM and SGLang rotate neighbouring pairs, this tool and the reference code rotate halves",
-    fix=FIX_REEXPORT,
-    source="vLLM 0.33.0 qwen3_dflash.py; SGLang 0.5.23 models/dflash.py",
-    outcome="drops",
-)
-def rope_rotates_halves(subject: Subject) -> Iterator[Problem]:
-    """Rope rotates halves, as in NeoX.
-
-    A mismatch raises no error in any engine.
-    """
-    for key in ("is_neox_style", "rope_is_neox_style"):
-        for location, value in subject.homes(key).items():
-            if value is False:
-                yield Problem(location, "false: the draft rotates interleaved pairs")
-
-
-@check(
     "S06",
     effect="vLLM refuses layers that differ; speculators uses the sliding layers' rope for all",
     fix="train or export the draft with one rope, then check it: dflash validate {draft}",

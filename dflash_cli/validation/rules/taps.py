@@ -7,8 +7,6 @@ from dflash_cli.validation.rule import FIX_RUN_LEVEL, Problem, check
 from dflash_cli.validation.subject import Subject
 from dflash_runtime.json_values import is_int
 
-NORMALISE = "dflash convert {draft} {out} --to native --normalise-taps"
-
 
 @check(
     "C05",
@@ -55,31 +53,6 @@ def taps_exist(subject: Subject) -> Iterator[Problem]:
 
 
 @check(
-    "C07",
-    effect="vLLM sorts the tapped layers but not the columns of fc.weight, so each gets the wrong features",
-    fix=NORMALISE,
-    source="vLLM 0.33.0 models/interfaces.py; z-lab/dflash model.py",
-    outcome="drops",
-)
-def taps_ascend(subject: Subject) -> Iterator[Problem]:
-    """Tapped layers are listed in ascending order, each of them once.
-
-    The reference code concatenates them as listed; vLLM sorts them and drops repeats. Putting them in order changes
-    nothing if the columns of fc.weight move along, as they do with --normalise-taps.
-    """
-    taps = subject.taps or []
-    if len(set(taps)) != len(taps):
-        yield Problem(
-            subject.tap_location,
-            f"{subject.stated(subject.tap_key)} repeats a layer",
-            effect="vLLM captures each layer once, so fc.weight gets fewer features than it has columns",
-            outcome="stops",
-        )
-    elif taps != sorted(taps):
-        yield Problem(subject.tap_location, f"{subject.stated(subject.tap_key)} is not in ascending order")
-
-
-@check(
     "C08",
     effect="vLLM uses this list and other engines use the other, so they capture different layers",
     fix=(
@@ -106,6 +79,7 @@ def tap_lists_agree(subject: Subject) -> Iterator[Problem]:
     effect="if the list was copied from a native draft, every feature comes from one layer too early",
     fix=FIX_RUN_LEVEL,
     source="vllm-project/vllm#40727 (acceptance 3.9, then 4.1 once it was fixed)",
+    is_about_training=True,
 )
 def taps_were_shifted(subject: Subject) -> Iterator[Problem]:
     """Tapped layers of a speculators draft are one higher than in a native draft.
@@ -131,6 +105,7 @@ def taps_were_shifted(subject: Subject) -> Iterator[Problem]:
     effect="if the list was copied from a speculators draft, every feature comes from one layer too late",
     fix=FIX_RUN_LEVEL,
     source="vllm-project/vllm#40727; microsoft/onnxruntime-genai#2538",
+    is_about_training=True,
 )
 def taps_were_not_shifted(subject: Subject) -> Iterator[Problem]:
     """Tapped layers of a native draft are one lower than in a speculators draft.

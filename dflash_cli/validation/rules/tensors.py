@@ -4,8 +4,10 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
-from dflash_cli.validation.rule import FIX_COPY, FIX_INSPECT, FIX_REEXPORT, Problem, check
+from dflash_cli.validation.rule import FIX_INSPECT, FIX_REEXPORT, Problem, check
 from dflash_cli.validation.subject import Subject
+from dflash_runtime.checkpoint import layout
+from dflash_runtime.checkpoint.canonical_names import QUANTIZATION_FILE
 from dflash_runtime.checkpoint.files import TensorInfo
 from dflash_runtime.checkpoint.layout import (
     DRAFT_TO_TARGET,
@@ -13,6 +15,7 @@ from dflash_runtime.checkpoint.layout import (
     HEAD,
     TARGET_TO_DRAFT,
     body_shapes,
+    canonical_name,
     compare_tensors,
     layer_indices,
     owned_shapes,
@@ -21,6 +24,7 @@ from dflash_runtime.json_values import is_int
 
 WEIGHTS = "model.safetensors"
 PREFIXES = ("model.", "dflash_module.", "draft_model.", "encoder.")
+ALIASES = tuple(layout.ALIASES)
 FLOATS = frozenset({"F16", "BF16", "F32", "F64"})
 STORED_AS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "float64": "F64"}
 FUSED = re.compile(r".*\b(qkv_proj|gate_up_proj)\.")
@@ -49,7 +53,7 @@ def every_tensor_is_there(subject: Subject) -> Iterator[Problem]:
     """
     if subject.dims is None or subject.tensors is None or _states_packing(subject):
         return
-    if _prefix(subject) is not None or _fused(subject):
+    if common_prefix(subject) is not None or fused_names(subject):
         return
     missing, _, _ = compare_tensors(body_shapes(subject.dims), _shapes(subject))
     if missing:
@@ -68,7 +72,12 @@ def every_tensor_is_there(subject: Subject) -> Iterator[Problem]:
 )
 def no_tensor_is_unexpected(subject: Subject) -> Iterator[Problem]:
     """Every tensor is one that a DFlash draft has."""
-    if subject.dims is None or subject.tensors is None or _states_packing(subject) or _prefix(subject) is not None:
+    if (
+        subject.dims is None
+        or subject.tensors is None
+        or _states_packing(subject)
+        or common_prefix(subject) is not None
+    ):
         return
     _, unexpected, _ = compare_tensors(owned_shapes(subject.dims), _shapes(subject))
     layers = subject.dims.num_layers
@@ -91,19 +100,6 @@ def no_tensor_is_unexpected(subject: Subject) -> Iterator[Problem]:
                     outcome="serves",
                     fix="dflash convert {draft} {out} --to native --target {target} # drops an exact copy",
                 )
-
-
-@check(
-    "N03",
-    effect="vLLM looks for model.model.* and stops",
-    fix=FIX_COPY,
-    source="NVIDIA-NeMo/Automodel serve_vllm.py; vLLM 0.33.0 qwen3_dflash.py",
-)
-def names_are_flat(subject: Subject) -> Iterator[Problem]:
-    """Tensor names have no prefix, because vLLM puts `model.` before every name."""
-    prefix = _prefix(subject)
-    if prefix is not None:
-        yield Problem(WEIGHTS, f"names start with {prefix!r}")
 
 
 @check(
@@ -156,7 +152,7 @@ def features_fit_the_target(subject: Subject) -> Iterator[Problem]:
 def layers_are_counted(subject: Subject) -> Iterator[Problem]:
     """The file holds the layers 0 to num_hidden_layers - 1."""
     count = subject.body.get("num_hidden_layers")
-    if subject.tensors is None or not is_int(count) or _prefix(subject) is not None:
+    if subject.tensors is None or not is_int(count) or common_prefix(subject) is not None:
         return
     found = layer_indices(subject.tensors)
     if len(found) != 0 and (len(found) != count or found != list(range(len(found)))):
@@ -179,19 +175,6 @@ def biases_fit(subject: Subject) -> Iterator[Problem]:
     biases = [name for name in subject.tensors if pattern.match(name)]
     if biases and subject.body.get("attention_bias") is not True:
         yield Problem(f"{WEIGHTS}:{biases[0]}", f"found {len(biases)} biases, but attention_bias is not true")
-
-
-@check(
-    "N08",
-    effect="readers that look for q_proj, k_proj, v_proj, gate_proj and up_proj find none of them",
-    fix=FIX_COPY,
-    source="poolside Laguna drafts; vLLM keeps weights so in memory",
-)
-def projections_are_apart(subject: Subject) -> Iterator[Problem]:
-    """Projections are stored one by one, as in every dialect of DFlash."""
-    names = _fused(subject)
-    if names:
-        yield Problem(f"{WEIGHTS}:{names[0]}", f"fused projections: {len(names)}, expected separate ones")
 
 
 @check(
@@ -258,34 +241,21 @@ def weights_are_plain(subject: Subject) -> Iterator[Problem]:
         yield Problem(WEIGHTS, f"packed weights ({', '.join(packed)}) without a quantization_config")
 
 
-@check(
-    "N15",
-    "warning",
-    effect="vLLM and SGLang use it; readers that take the mask token's own row draft worse",
-    fix="dflash serve-command {draft} --target {target} --engine vllm # or --engine sglang",
-    source="vllm-project/vllm#46104; XiaomiMiMo/MiMo-V2.5-Pro-FP4-DFlash",
-)
-def no_mask_embedding(subject: Subject) -> Iterator[Problem]:
-    """No learned mask embedding lies beside the weights.
-
-    Most readers ignore such a file.
-    """
-    for name in ("mask_embedding.pt", "mask_embedding.safetensors"):
-        if name in subject.files:
-            kind = " in a pickle file" if name.endswith(".pt") else ""
-            yield Problem(name, f"a learned mask embedding{kind}")
-
-
 def _states_packing(subject: Subject) -> bool:
-    """Whether the config says that weights are quantised; the rules then expect no particular tensors."""
-    return bool(subject.config.get("quantization_config") or subject.body.get("quantization_config"))
+    """Whether the draft says that its weights are quantised; the rules then expect no particular tensors."""
+    stated = subject.config.get("quantization_config") or subject.body.get("quantization_config")
+    return bool(stated) or QUANTIZATION_FILE in subject.files
 
 
 def _shapes(subject: Subject) -> dict[str, tuple[int, ...]]:
-    return {name: info.shape for name, info in (subject.tensors or {}).items()}
+    """Shapes by name, where the two tensors that have another name too go by their usual one."""
+    return {
+        canonical_name(name) if name.startswith(ALIASES) else name: info.shape
+        for name, info in (subject.tensors or {}).items()
+    }
 
 
-def _fused(subject: Subject) -> list[str]:
+def fused_names(subject: Subject) -> list[str]:
     return [name for name in subject.tensors or () if FUSED.match(name)]
 
 
@@ -295,7 +265,7 @@ def _body_tensors(subject: Subject) -> Mapping[str, TensorInfo]:
     return {name: info for name, info in (subject.tensors or {}).items() if name not in skipped}
 
 
-def _prefix(subject: Subject) -> str | None:
+def common_prefix(subject: Subject) -> str | None:
     """The prefix that the names of all layer tensors share."""
     names = [name for name in subject.tensors or () if "layers." in name]
     return next((prefix for prefix in PREFIXES if names and all(name.startswith(prefix) for name in names)), None)

@@ -24,7 +24,12 @@ def reduced_vocabulary_has_its_map(subject: Subject) -> Iterator[Problem]:
         return
     reduced, vocab = found
     if reduced > vocab:
-        yield Problem(subject.location("draft_vocab_size"), f"found {reduced}, expected at most the target's {vocab}")
+        yield Problem(
+            subject.location("draft_vocab_size"),
+            f"found {reduced}, expected at most the target's {vocab}",
+            effect="ids past the vocabulary stand for nothing, and readers stop",
+            outcome="stops",
+        )
     if reduced >= vocab:
         return
     for name, effect in (

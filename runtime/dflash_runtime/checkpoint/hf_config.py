@@ -4,12 +4,12 @@ A field is read in each spelling it is published in, a contradiction between two
 is filled in by a library's class defaults: those differ between readers, which is how drafts break in silence.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dflash_runtime.config import RopeConfig, TargetConfig
-from dflash_runtime.errors import MISSING, InvalidConfig
+from dflash_runtime.config import RopeConfig, TargetConfig, TargetFacts
+from dflash_runtime.errors import MISSING, InvalidConfig, UnsupportedError
 from dflash_runtime.json_values import is_int, is_number
 
 FULL = "full_attention"
@@ -24,6 +24,22 @@ BODY_KEYS = {
     "max_position_embeddings": "max_position_embeddings",
 }
 """Published key -> our field, for the sizes every config must state."""
+
+FOREIGN = {
+    "experts": ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
+    "latent attention": ("kv_lora_rank", "q_lora_rank"),
+    "chunked attention": ("attention_chunk_size",),
+    "linear attention": ("linear_num_value_heads", "linear_conv_kernel_dim", "full_attention_interval"),
+    "convolutions": ("conv_L_cache", "full_attn_idxs"),
+    "state-space layers": ("mamba_d_state", "ssm_state_size", "hybrid_override_pattern"),
+    "another rope for each kind of layer": ("rope_local_base_freq", "no_rope_layers"),
+    "a gated query": ("attn_output_gate",),
+    "multipliers": ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"),
+    "scaled attention": ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"),
+    "layers run in loops": ("num_loops",),
+    "partial rope": ("partial_rotary_factor",),
+}
+"""What a decoder may be beyond what `TargetConfig` describes -> the keys of published configs that say so."""
 
 
 def read_body(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
@@ -42,20 +58,104 @@ def read_body(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
     return body
 
 
+def read_target_facts(config: Mapping[str, Any], path: Path) -> TargetFacts:
+    """What can be told of any target from its config; what cannot is named in `not_known`.
+
+    Raises:
+        InvalidConfig: no width, depth or vocabulary is stated.
+    """
+    text = _text_config(config, path)
+    limit = text.get("max_position_embeddings")
+    rope, unread = _readable_rope(text, path)
+    return TargetFacts(
+        hidden_size=require_int(text, "hidden_size", path),
+        num_layers=require_int(text, "num_hidden_layers", path),
+        max_position_embeddings=limit if is_int(limit) and limit > 0 else None,
+        rope=rope,
+        not_known=(*_foreign_parts(text), *unread),
+        **_identity(config, text, path),
+    )
+
+
 def read_target_config(config: Mapping[str, Any], path: Path) -> TargetConfig:
-    """A target's config, looking into `text_config` where a multimodal wrapper holds one."""
-    outer, text = config, config.get("text_config", config)
-    if not isinstance(text, dict):
-        raise InvalidConfig("text_config", text, "an object", path=path)
+    """A target that the runtime runs, looking into `text_config` where a multimodal wrapper holds one.
+
+    Raises:
+        UnsupportedError: it is no dense decoder of full and sliding layers.
+        InvalidConfig: it is one, and a key is missing or wrong.
+    """
+    text = _text_config(config, path)
+    foreign = _foreign_parts(text)
+    if foreign:
+        raise not_run(str(text.get("model_type", "")), foreign, path)
     body = read_body(text, path)
     return TargetConfig(
-        model_type=str(text.get("model_type", outer.get("model_type", ""))),
-        vocab_size=require_int(text, "vocab_size", path),
-        windows=read_windows(text, body["num_layers"], path),
-        tie_word_embeddings=bool(outer.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
-        eos_token_ids=read_token_ids(outer.get("eos_token_id", text.get("eos_token_id"))),
-        **body,
+        windows=read_windows(text, body["num_layers"], path), **{**_identity(config, text, path), **body}
     )
+
+
+def not_run(model_type: str, reasons: Sequence[str], path: Path) -> UnsupportedError:
+    """The refusal to run a target that engines may serve; `path` is that of its config."""
+    why = f": {', '.join(reasons)}" if reasons else ""
+    return UnsupportedError(
+        f"{path.parent}: this runtime does not run {model_type or 'unnamed'} targets{why}",
+        hint="dflash validate and dflash serve-command work for it; measure acceptance in the engine that serves it",
+    )
+
+
+def _text_config(config: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
+    """The decoder's config, which a multimodal wrapper nests."""
+    text = config.get("text_config", config)
+    if not isinstance(text, dict):
+        raise InvalidConfig("text_config", text, "an object", path=path)
+    return text
+
+
+def _identity(outer: Mapping[str, Any], text: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """The fields that do not depend on what the layers are."""
+    dtype = _optional(text, "dtype", str, path) or _optional(text, "torch_dtype", str, path)
+    return {
+        "model_type": str(text.get("model_type", outer.get("model_type", ""))),
+        "vocab_size": require_int(text, "vocab_size", path),
+        "tie_word_embeddings": bool(outer.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
+        "eos_token_ids": read_token_ids(outer.get("eos_token_id", text.get("eos_token_id"))),
+        "dtype": dtype or outer.get("dtype") or outer.get("torch_dtype"),
+    }
+
+
+def _foreign_parts(text: Mapping[str, Any]) -> tuple[str, ...]:
+    """What the config says of layers that are no dense attention with one rope, each in a few words."""
+    kinds = text.get("layer_types")
+    foreign = {str(kind) for kind in kinds} - {FULL, SLIDING} if isinstance(kinds, list) else set()
+    parts = [f"layer_types {', '.join(sorted(foreign))}"] if foreign else []
+    for words, keys in FOREIGN.items():
+        stated = next((key for key in keys if _says_something(text.get(key))), None)
+        if stated is not None:
+            parts.append(f"{words} ({stated})")
+    if any(_varies_by_kind(text.get(key)) for key in ("rope_parameters", "rope_scaling")):
+        parts.append("another rope for each kind of layer (rope_parameters)")
+    return tuple(parts)
+
+
+def _says_something(value: Any) -> bool:
+    """Whether a key's value is more than absence; a factor, a share or a count of one changes nothing."""
+    return value is True or (bool(value) and value != 1)
+
+
+def _varies_by_kind(rope: Any) -> bool:
+    """Whether rope parameters are nested by layer type and differ."""
+    nested = [item for item in rope.values() if isinstance(item, dict)] if isinstance(rope, dict) else []
+    return any(item != nested[0] for item in nested)
+
+
+def _readable_rope(text: Mapping[str, Any], path: Path) -> tuple[RopeConfig | None, tuple[str, ...]]:
+    """The one rope of a target, and what is not known of it otherwise."""
+    if any(_varies_by_kind(text.get(key)) for key in ("rope_parameters", "rope_scaling")):
+        return None, ()
+    try:
+        return read_rope(text, path), ()
+    except InvalidConfig:
+        return None, ("rope",)
 
 
 def read_rope(config: Mapping[str, Any], path: Path) -> RopeConfig:

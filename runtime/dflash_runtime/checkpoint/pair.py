@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from dflash_runtime.checkpoint.files import Checkpoint
-from dflash_runtime.config import DraftConfig, TargetConfig
+from dflash_runtime.checkpoint.hf_config import read_target_config
+from dflash_runtime.config import DraftConfig, TargetConfig, TargetFacts
 from dflash_runtime.errors import PairMismatch
 from dflash_runtime.json_values import is_int
 
@@ -30,10 +31,22 @@ class DraftLike(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TargetSource:
-    """A target's config and the checkpoint that holds its tensors."""
+    """What is known of a target, a `TargetConfig` where it can be run, and the checkpoint that holds its tensors."""
 
-    config: TargetConfig
+    facts: TargetFacts
     checkpoint: Checkpoint
+
+    @property
+    def config(self) -> TargetConfig:
+        """What running it needs.
+
+        Raises:
+            UnsupportedError: it is no dense decoder, which is all the runtime runs.
+            InvalidConfig: a key is missing or wrong.
+        """
+        if isinstance(self.facts, TargetConfig):
+            return self.facts
+        return read_target_config(self.checkpoint.config, self.checkpoint.config_path)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +90,7 @@ class Misfit:
         return f"{self.field} {self.found}, {self.target}"
 
 
-def find_misfits(draft: TargetExpectations, target: TargetConfig) -> Iterator[Misfit]:
+def find_misfits(draft: TargetExpectations, target: TargetFacts) -> Iterator[Misfit]:
     """Every way in which the draft cannot have been made for this target."""
     yield from _width_misfits(draft, target)
     if draft.vocab_size is not None and draft.vocab_size != target.vocab_size:
@@ -97,7 +110,7 @@ def find_misfits(draft: TargetExpectations, target: TargetConfig) -> Iterator[Mi
         yield Misfit("num_target_layers", repr(draft.num_target_layers), f"the target has {target.num_layers} layers")
 
 
-def _width_misfits(draft: TargetExpectations, target: TargetConfig) -> Iterator[Misfit]:
+def _width_misfits(draft: TargetExpectations, target: TargetFacts) -> Iterator[Misfit]:
     """The draft reads the target's hidden states, and borrows its embedding and head."""
     stated, width = draft.target_hidden_size, draft.hidden_size
     if not is_int(width):
@@ -114,7 +127,7 @@ def check_pair(draft: DraftLike, target: TargetSource) -> None:
     Raises:
         PairMismatch: naming every misfit.
     """
-    misfits = list(find_misfits(TargetExpectations.of(draft.config), target.config))
+    misfits = list(find_misfits(TargetExpectations.of(draft.config), target.facts))
     if misfits:
         raise PairMismatch(
             f"does not fit the target {target.checkpoint.path}: {'; '.join(map(str, misfits))}",

@@ -16,7 +16,7 @@ from dflash_runtime.device.settings import (
 )
 from dflash_runtime.drafts.draft import Draft, build_draft, load_draft_weights, owned_tensors
 from dflash_runtime.models.placement import Placement
-from dflash_runtime.models.target import Target, load_target
+from dflash_runtime.models.target import Target, check_target_runs, load_target
 from dflash_runtime.models.weights import Weights
 from dflash_runtime.scheduling.limits import Limits
 
@@ -60,6 +60,7 @@ def load_pair(target: TargetSource, draft: DraftLike | None, config: EngineConfi
         UnsupportedError, TensorMismatch: see `load_target` and `owned_tensors`.
     """
     config = config or EngineConfig()
+    check_target_runs(target)
     if draft is not None:
         refuse_packed(draft.checkpoint.path, find_quantization(draft.checkpoint))
         check_pair(draft, target)

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from dflash_runtime.checkpoint.hf_config import not_run
 from dflash_runtime.checkpoint.layout import Shapes, compare_tensors
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.config import TargetConfig
@@ -59,6 +60,20 @@ def target_families() -> Registry[TargetFamily]:
     return TARGETS
 
 
+def check_target_runs(source: TargetSource) -> None:
+    """Refuse a target that no family serves, by its config alone.
+
+    Raises:
+        UnsupportedError: its model type, or what its layers are.
+        InvalidConfig: its family is served, and its config is malformed.
+    """
+    kind, known = source.facts.model_type, target_families()
+    if kind not in known:
+        reasons = (f"it runs {', '.join(sorted(known))}", *source.facts.not_known)
+        raise not_run(kind, reasons, source.checkpoint.config_path)
+    _ = source.config
+
+
 def load_target(source: TargetSource, placement: Placement) -> Target:
     """Load a target's weights onto a device. Tensors its family does not know are left alone.
 
@@ -66,6 +81,7 @@ def load_target(source: TargetSource, placement: Placement) -> Target:
         UnsupportedError: a model type that no registered family runs.
         TensorMismatch: tensors that are missing or misshapen, all at once.
     """
+    check_target_runs(source)
     family = target_families()[source.config.model_type]
     expected = family.expected_shapes(source.config)
     found = {name: info.shape for name, info in source.checkpoint.tensors.items()}

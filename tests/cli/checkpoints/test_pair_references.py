@@ -87,7 +87,7 @@ class TestValidate:
         target = support.make_target(tmp_path / "target", layer_types=["linear_attention"] * 4)
         outcome = support.invoke("validate", named(tmp_path / "draft", target))
         assert outcome.code == 0, outcome.err
-        assert "linear_attention" in outcome.err
+        assert "linear_attention" in outcome.out
 
     def test_one_that_was_typed_must_be_there(self, tmp_path: Path) -> None:
         outcome = support.invoke("validate", named(tmp_path / "draft", tmp_path), "--target", tmp_path / "absent")

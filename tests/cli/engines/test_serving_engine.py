@@ -51,7 +51,7 @@ def test_each_engine_has_a_command() -> None:
         draft="org/draft",
         target="org/target",
         config=bundled_draft().config,
-        target_config=open_target(fetch_directory(TINY, Role.TARGET)).config,
+        target_facts=open_target(fetch_directory(TINY, Role.TARGET)).config,
         num_draft_tokens=7,
         flags=frozenset(),
     )

@@ -40,7 +40,7 @@ CASES = [
     Case(rule="C23", message="rope_scaling.type linear", config=top(rope_scaling={**YARN, "type": "linear"})),
     Case(rule="C24", message="missing for rope type yarn", config=top(rope_scaling=YARN)),
     Case(rule="C26", message="0.25", severity="warning", config=top(partial_rotary_factor=0.25)),
-    Case(rule="C27", message="found 'gelu'", config=top(hidden_act="gelu")),
+    Case(rule="C27", message="found 'gelu'", engines="vllm", config=top(hidden_act="gelu")),
     Case(rule="C38", message="not a multiple of 3", config=top(num_key_value_heads=3)),
     Case(
         rule="C39", message="gpt_oss", severity="warning",
@@ -52,7 +52,8 @@ CASES = [
         config=top(sliding_window_non_causal=False),
     ),
     Case(rule="C40", message="found 'spiral'", config=top(rope_scaling={"rope_type": "spiral", "factor": 2.0})),
-    Case(rule="C41", message="interleaved", config=top(is_neox_style=False)),
+    Case(rule="C41", message="interleaved", severity="warning", config=top(is_neox_style=False)),
+    Case(rule="C41", message="interleaved", engines="transformers", config=top(is_neox_style=False)),
     Case(
         rule="C42", message="missing, although use_sliding_window", severity="warning",
         config=both(without("layer_types"), top(use_sliding_window=True, sliding_window=16)),

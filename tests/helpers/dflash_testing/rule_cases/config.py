@@ -12,6 +12,10 @@ CASES = [
     Case(rule="C03", message="block_size 4", config=nested(block_size=8)),
     Case(rule="C03", message="missing", config=without("block_size")),
     Case(rule="C03", message="found True", config=top(block_size=True)),
+    Case(
+        rule="C03", message="at most the draft's", config=top(block_size=10**12),
+    ),
+    Case(rule="C47", message="16 / 4 heads is not 128", config=without("head_dim")),
     Case(rule="C03", message="expected an integer of at least 2", dialect=SPEC, config=top(block_size=1)),
     Case(rule="C04", message="4, expected 3 for a block of 4", dialect=SPEC, config=method(speculative_tokens=4)),
     Case(rule="C05", message="engines guess [1, 1]", config=without("target_layer_ids", inside="dflash_config")),
@@ -19,8 +23,8 @@ CASES = [
     Case(rule="C05", message="missing", dialect=SPEC, config=top(aux_hidden_state_layer_ids=None)),
     Case(rule="C06", message="layer 4 is outside the target's layers 0..3", config=nested(target_layer_ids=[0, 4])),
     Case(rule="C06", message="0 is outside", dialect=SPEC, config=top(aux_hidden_state_layer_ids=[0, 2])),
-    Case(rule="C07", message="not in ascending order", config=nested(target_layer_ids=[2, 0])),
-    Case(rule="C07", message="repeats a layer", config=nested(target_layer_ids=[2, 2])),
+    Case(rule="C07", message="not in ascending order", engines="vllm", config=nested(target_layer_ids=[2, 0])),
+    Case(rule="C07", message="repeats a layer", engines="sglang", config=nested(target_layer_ids=[2, 2])),
     Case(rule="C08", message="[0, 2], expected [1, 3]", config=top(eagle_aux_hidden_state_layer_ids=[0, 2])),
     Case(
         rule="C09", message="usual native list", severity="warning", dialect=SPEC,
@@ -73,7 +77,7 @@ CASES = [
     Case(rule="C37", message="found 64, but", engines="llama.cpp", config=top(target_hidden_size=64)),
     Case(rule="C43", message="found 0", config=top(rms_norm_eps=0)),
     Case(rule="C43", message="the usual value is 1e-6", severity="warning", config=top(rms_norm_eps=0.5)),
-    Case(rule="C44", message="only SGLang reads", config=top(use_gemma_norm=True)),
+    Case(rule="C44", message="only SGLang reads", engines="vllm", config=top(use_gemma_norm=True)),
     Case(
         rule="C45", message="one more than the usual list for 36 layers", severity="warning",
         shape=replace(support.SMALL, taps=(2, 18, 34), target_layers=36, layers=3, windows=(None,) * 3),

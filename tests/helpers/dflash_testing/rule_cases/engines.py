@@ -25,9 +25,9 @@ CASES = [
         config=top(sliding_window_non_causal=False),
     ),
     Case(rule="S08", message="4, but 2 drafted tokens make a block of 3", severity="warning", engines="sglang", k=2),
-    Case(rule="S11", message="true", engines="sglang", config=nested(use_swa=True, swa_window_size=16)),
+    Case(rule="S29", message="true", engines="sglang", config=nested(use_swa=True, swa_window_size=16)),
     Case(
-        rule="S11", message="true, but there is no top-level is_causal", engines="sglang",
+        rule="S11", message="serves 0 of 2 layers causally, the config states 2", engines="sglang",
         config=both(without("is_causal"), nested(causal=True)),
     ),
     Case(
@@ -50,11 +50,12 @@ CASES = [
         target=top(quantization_config={"quant_method": "fp8"}),
     ),
     Case(
-        rule="S24", message="0 of 2 layers are served causally, the config states 2", engines="transformers",
+        rule="S24", message="serves 0 of 2 layers causally, the config states 2", engines="transformers",
         config=both(without("is_causal"), nested(causal=True)),
     ),
     Case(
-        rule="S25", message="1 of 2 layers are causal, but llama.cpp serves 0", engines="llama.cpp", shape=MIXED,
+        rule="S25", message="serves 0 of 2 layers causally, the config states none and is read as 1",
+        severity="warning", engines="llama.cpp", shape=MIXED,
         config=without("is_causal"),
     ),
     Case(

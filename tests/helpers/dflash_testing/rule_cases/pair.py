@@ -21,7 +21,7 @@ CASES = [
         rule="P06", message="names layer 2", target=top(num_hidden_layers=2, layer_types=["full_attention"] * 2)
     ),
     Case(
-        rule="P08", message="trained for other/model", severity="warning", dialect=SPEC, target=nothing,
+        rule="P08", message="names other/model", severity="warning", dialect=SPEC, target=nothing,
         config=outer(verifier={"name_or_path": "other/model", **VERIFIER}),
     ),
 
@@ -53,6 +53,14 @@ CASES = [
     Case(
         rule="P16", message="LlamaForCausalLM, the target is Qwen3", severity="warning", dialect=SPEC, target=nothing,
         config=outer(verifier={"name_or_path": "acme/target", "architectures": ["LlamaForCausalLM"]}),
+    ),
+    Case(
+        rule="P17", message="not known to dflash: experts (num_experts)", severity="info",
+        target=top(num_experts=8),
+    ),
+    Case(
+        rule="P17", message="packed weights (quantization_config)", severity="warning",
+        target=top(quantization_config={"quant_method": "fp8"}),
     ),
     Case(rule="P07", message="'qwen2' is not among", engines="sglang", target=top(model_type="qwen2")),
     Case(

@@ -8,7 +8,10 @@ CASES = [
     Case(rule="N01", message="layers.1.self_attn.k_norm.weight", tensors=without("layers.1.self_attn.k_norm.weight")),
     Case(rule="N02", message="unexpected: left over", tensors=add("optimizer.state", 2)),
     Case(rule="N02", message="a copy", severity="warning", tensors=add("lm_head.weight", 32, 16)),
-    Case(rule="N03", message="start with 'model.'", tensors=rename("layers.", "model.layers.")),
+    Case(rule="N03", message="start with 'model.'", severity="warning", tensors=rename("", "model.")),
+    Case(rule="N03", message="start with 'model.'", engines="vllm", tensors=rename("", "model.")),
+    Case(rule="N03", message="start with 'dflash_module.'", engines="sglang", tensors=rename("", "dflash_module.")),
+    Case(rule="N23", message="another name", engines="transformers", tensors=rename("fc.", "encoder.fc.")),
     Case(rule="N04", message="[16, 48], expected [16, 32] = 2 tapped layers x 16", tensors=add("fc.weight", 16, 48)),
     Case(rule="N04", message="[9], expected [8]", tensors=add("layers.0.self_attn.q_norm.weight", 9)),
     Case(rule="N06", message="found the layers [0, 1, 2]", tensors=add("layers.2.input_layernorm.weight", 16)),
@@ -26,7 +29,10 @@ CASES = [
     ),
 
     Case(rule="N05", message="expected 2 tapped layers x the target's 24 = 48", target=top(hidden_size=24)),
-    Case(rule="N08", message="fused projections: 1", tensors=add("layers.0.self_attn.qkv_proj.weight", 64, 16)),
+    Case(
+        rule="N08", message="fused projections: 1", engines="transformers",
+        tensors=add("layers.0.self_attn.qkv_proj.weight", 64, 16),
+    ),
     Case(rule="N12", message="names model-00002-of-00002.safetensors", spoil=sharded(nothing, drop=True)),
     Case(
         rule="N12", message="expected a file beside the index",
@@ -37,6 +43,7 @@ CASES = [
         spoil=sharded(lambda index: index["weight_map"].update({"ghost": "model-00001-of-00002.safetensors"})),
     ),
     Case(rule="N15", message="in a pickle file", severity="warning", files={"mask_embedding.pt": ""}),
+    Case(rule="N15", message="no engine looks for", engines="vllm", files={"mask_embedding.safetensors": ""}),
     Case(rule="N16", message="truncated", spoil=cut("model.safetensors", 4000)),
     Case(rule="N16", message="not a safetensors file", spoil=cut("model.safetensors", 3)),
     Case(

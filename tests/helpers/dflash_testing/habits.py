@@ -1,0 +1,75 @@
+"""Drafts with the habits of exporters that engines differ about."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dflash_testing import checkpoints as support
+from dflash_testing.rule_cases.base import Case, build, nested, rename, top, without
+
+TAPS = {"unsorted-taps": [2, 0], "repeated-taps": [2, 2]}
+LOADED_IN_SILENCE = frozenset(
+    {"interleaved-rope", "interleaved-rope-by-its-name", "gemma-norms", "use-swa", "mask-pickle", "mask-safetensors"}
+)
+"""Habits that leave the reference's loader as it is: it does not look at the key or the file."""
+
+
+def make(path: Path, habit: str) -> Path:
+    """Write a draft with one habit; `plain` has none."""
+    return build(CASES[habit], path)
+
+
+def fuse(arrays: dict[str, Any]) -> None:
+    """Store projections as one tensor each, from the first part to the last."""
+    for parts, whole in ((("q_proj", "k_proj", "v_proj"), "qkv_proj"), (("gate_proj", "up_proj"), "gate_up_proj")):
+        for name in [name for name in arrays if f".{parts[0]}." in name]:
+            names = [name.replace(parts[0], part) for part in parts]
+            arrays[name.replace(parts[0], whole)] = np.concatenate([arrays.pop(item) for item in names])
+
+
+def _use_encoder_names(arrays: dict[str, Any]) -> None:
+    rename("fc.", "encoder.fc.")(arrays)
+    rename("hidden_norm.", "encoder.output_norm_enc.")(arrays)
+
+
+def _flatten(config: dict[str, Any]) -> None:
+    """The form of z-lab's MLX exports: every key at the top level, and no architecture."""
+    config.update(config.pop("dflash_config"))
+    del config["architectures"]
+
+
+def _case(**changes: Any) -> Case:
+    return Case(rule="", message="", **changes)
+
+
+def _write(name: str) -> Callable[[Path], object]:
+    def spoil(path: Path) -> None:
+        if name.endswith(".safetensors"):
+            from safetensors.numpy import save_file
+
+            save_file({"embedding": np.zeros(support.SMALL.hidden, dtype=np.float32)}, path / name)
+        else:
+            (path / name).write_bytes(b"")
+
+    return spoil
+
+
+CASES: Mapping[str, Case] = {
+    "plain": _case(),
+    "model-prefix": _case(tensors=rename("", "model.")),
+    "other-prefix": _case(tensors=rename("", "dflash_module.")),
+    "encoder-names": _case(tensors=_use_encoder_names),
+    "fused-projections": _case(tensors=fuse),
+    "no-head-dim": _case(config=without("head_dim")),
+    "interleaved-rope": _case(config=top(is_neox_style=False)),
+    "interleaved-rope-by-its-name": _case(config=top(rope_is_neox_style=False)),
+    "gemma-norms": _case(config=top(use_gemma_norm=True)),
+    "unsorted-taps": _case(config=nested(target_layer_ids=[2, 0])),
+    "repeated-taps": _case(config=nested(target_layer_ids=[2, 2])),
+    "use-swa": _case(config=nested(use_swa=True, swa_window_size=16)),
+    "flat-mlx": _case(config=_flatten),
+    "mask-pickle": _case(spoil=_write("mask_embedding.pt")),
+    "mask-safetensors": _case(spoil=_write("mask_embedding.safetensors")),
+}
