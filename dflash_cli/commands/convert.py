@@ -82,12 +82,15 @@ def convert(
     """Write a draft in another dialect, byte for byte, with a manifest of what became of everything."""
     from dflash_cli.checkpoints.opening import open_draft, open_target
     from dflash_cli.checkpoints.references import TINY, Role, fetch_directory, is_bundled
+    from dflash_cli.conversion.destination import check_destination, protect_inputs
     from dflash_cli.conversion.execute import convert_draft
     from dflash_cli.conversion.plan import plan_conversion
-    from dflash_cli.conversion.write import check_destination, protect_inputs
+    from dflash_cli.conversion.staging import clear_remains
 
     max_shard_bytes = None if max_shard_size is None else parse_size(max_shard_size, "--max-shard-size")
     check_destination(destination, force=force)
+    for remain in clear_remains(destination, is_dry=dry_run):
+        console.warn(remain)
     if target is None and is_bundled(source):
         target = TINY
     request = ConversionRequest(
@@ -108,7 +111,7 @@ def convert(
         _show_dry_run(plan, as_json=as_json)
         return
     with _bars() as progress:
-        manifest = convert_draft(plan, destination, verification=verify, progress=progress)
+        manifest = convert_draft(plan, destination, verification=verify, progress=progress, force=force)
     if as_json:
         console.result_json({"destination": str(destination), **manifest})
     else:
