@@ -1,5 +1,6 @@
 """`dflash convert`: write a draft in another dialect, with a manifest of what became of everything."""
 
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -101,6 +102,7 @@ def convert(
         allow_lossy=allow_lossy,
         normalise_taps=normalise_taps,
         max_shard_bytes=max_shard_bytes,
+        argv=("dflash", *sys.argv[1:]),
     )
     plan = plan_conversion(open_draft(fetch_directory(source, Role.DRAFT), causality=causality), request)
     protect_inputs(destination, plan)
@@ -112,6 +114,8 @@ def convert(
         return
     with _bars() as progress:
         manifest = convert_draft(plan, destination, verification=verify, progress=progress, force=force)
+    if verify == "logits":
+        console.status(_logits(manifest["logits"]))
     if as_json:
         console.result_json({"destination": str(destination), **manifest})
     else:
@@ -135,6 +139,13 @@ def _summary(plan: "ConversionPlan") -> str:
     return (
         f"{plan.draft.format.name} -> {plan.format.name}: tensors {tensors}; keys {keys}; "
         f"{plan.num_bytes / 1e6:.1f} MB of weights"
+    )
+
+
+def _logits(found: dict[str, float]) -> str:
+    return (
+        f"logits: the largest difference is {found['max_difference']:g} where the largest logit is "
+        f"{found['largest_logit']:g}; {found['same_best_share']:.2%} of the positions have the same best token"
     )
 
 

@@ -50,9 +50,6 @@ def write_plan(plan: ConversionPlan, stage: Path, progress: Progress) -> None:
 
 
 def _write_side_file(side_file: SideFile, plan: ConversionPlan, path: Path) -> None:
-    if side_file.tensor is not None:
-        write_tensors(path, [side_file.tensor], lambda count: None)
-        return
     shutil.copyfile(side_file.source, path)
     if side_file.how == "card":
         with path.open("a", encoding="utf-8") as card:
