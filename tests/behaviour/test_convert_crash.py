@@ -1,6 +1,7 @@
 """Interrupted, ended, killed, out of room: the destination is whole or absent, and nothing is left in its place."""
 
 import errno
+import json
 import os
 import signal
 import subprocess
@@ -100,6 +101,18 @@ def test_a_killed_run_leaves_the_old_or_the_new_one_whole(step: int, tmp_path: P
             {("out", 32)},
         ][step]
     )
+
+
+@pytest.mark.parametrize("num_kills", [15, pytest.param(200, marks=pytest.mark.slow)])
+def test_kills_at_random_moments(num_kills: int, tmp_path: Path) -> None:
+    """The destination is whole or absent each time, and what is left beside it is named at the next run."""
+    arguments = [sys.executable, "-m", "dflash_testing.killing", str(tmp_path), str(num_kills), "7"]
+    paths = [*support.IMPORT_PATHS["PYTHONPATH"].split(os.pathsep), str(ROOT / "tests" / "helpers")]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    done = subprocess.run(arguments, capture_output=True, text=True, env=env, check=False)
+    assert done.returncode == 0, done.stderr
+    print(done.stdout)
+    assert json.loads(done.stdout)["kills"] == num_kills
 
 
 class TestFullDisk:

@@ -348,7 +348,7 @@ def pick_place(document: dict[str, Any], generator: random.Random) -> tuple[Any,
 def load(spoiled: Spoiled, name: str) -> dict[str, Any] | None:
     """A file's JSON object, where it still is one that is not empty."""
     try:
-        document = json.loads(spoiled.files[name])
+        document = json.loads(spoiled.files.get(name, b""))
     except (ValueError, RecursionError):
         return None
     return copy.deepcopy(document) if isinstance(document, dict) and document else None
