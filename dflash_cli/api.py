@@ -110,10 +110,10 @@ def convert_draft(
         LossyConversion: something would be lost, and `allow_lossy` is not given.
         CheckpointNotFound, CheckpointError, UnsupportedError, GateFailed, CapacityError: see `dflash_runtime.errors`.
     """
+    from dflash_cli.conversion.destination import check_destination
     from dflash_cli.conversion.execute import convert_draft as convert
     from dflash_cli.conversion.plan import plan_conversion
     from dflash_cli.conversion.request import ConversionRequest
-    from dflash_cli.conversion.write import check_destination
 
     result = Path(destination)
     check_destination(result, force=force)
@@ -128,7 +128,8 @@ def convert_draft(
         normalise_taps=normalise_taps,
         max_shard_bytes=max_shard_bytes,
     )
-    return convert(plan_conversion(open_draft(source, causality=causality), request), result, verification=verify)
+    plan = plan_conversion(open_draft(source, causality=causality), request)
+    return convert(plan, result, verification=verify, force=force)
 
 
 def evaluate(

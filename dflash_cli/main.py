@@ -184,7 +184,7 @@ def _foreseen(error: Exception) -> DFlashError | None:
         return UnsupportedError(
             f"this command runs models and needs {error.name}, which is not installed", hint=INSTALL
         )
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return CapacityError(f"{error.filename or 'output'}: no space left on the device")
     if isinstance(error, RuntimeError) and type(error).__name__ == "OutOfMemoryError":
         return CapacityError(str(error).splitlines()[0], hint="lower --max-num-requests or --max-model-len")

@@ -23,6 +23,7 @@ from dflash_runtime.checkpoint.files import (
     SINGLE_FILE,
     Checkpoint,
     TensorInfo,
+    find_orphans,
     parse_json,
     read_header,
 )
@@ -130,13 +131,12 @@ class RemoteCheckpoint(Checkpoint):
             )
         with ThreadPoolExecutor(WORKERS) as pool:
             headers = dict(zip(shards, pool.map(self._read_header, shards), strict=True))
-        merged = {name: info for header in headers.values() for name, info in header.items()}
         if weight_map is not None:
             missing = [f"{name} (in {shard})" for name, shard in weight_map.items() if name not in headers[shard]]
-            orphans = [name for name in merged if name not in weight_map]
+            orphans = find_orphans(weight_map, headers)
             if missing or orphans:
                 raise TensorMismatch(missing=missing, unexpected=orphans, path=self.path / INDEX_FILE)
-        return merged
+        return {name: info for header in headers.values() for name, info in header.items()}
 
     def _weight_map(self) -> dict[str, str] | None:
         """Tensor -> shard from the index, None where there is no index."""

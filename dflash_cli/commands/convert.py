@@ -1,5 +1,6 @@
 """`dflash convert`: write a draft in another dialect, with a manifest of every key, tensor and file."""
 
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -120,12 +121,15 @@ def convert(
     """
     from dflash_cli.checkpoints.opening import open_draft, open_target
     from dflash_cli.checkpoints.references import TINY, Role, fetch_directory, is_bundled
+    from dflash_cli.conversion.destination import check_destination, protect_inputs
     from dflash_cli.conversion.execute import convert_draft
     from dflash_cli.conversion.plan import plan_conversion
-    from dflash_cli.conversion.write import check_destination, protect_inputs
+    from dflash_cli.conversion.staging import clear_remains
 
     max_shard_bytes = None if max_shard_size is None else parse_size(max_shard_size, "--max-shard-size")
     check_destination(destination, force=force)
+    for remain in clear_remains(destination, is_dry=dry_run):
+        console.warn(remain)
     if target is None and is_bundled(source):
         target = TINY
     request = ConversionRequest(
@@ -136,6 +140,7 @@ def convert(
         allow_lossy=allow_lossy,
         normalise_taps=normalise_taps,
         max_shard_bytes=max_shard_bytes,
+        argv=("dflash", *sys.argv[1:]),
     )
     plan = plan_conversion(open_draft(fetch_directory(source, Role.DRAFT), causality=causality), request)
     protect_inputs(destination, plan)
@@ -146,7 +151,9 @@ def convert(
         _show_dry_run(plan, as_json=as_json)
         return
     with _bars() as progress:
-        manifest = convert_draft(plan, destination, verification=verify, progress=progress)
+        manifest = convert_draft(plan, destination, verification=verify, progress=progress, force=force)
+    if verify == "logits":
+        console.status(_logits(manifest["logits"]))
     if as_json:
         console.result_json({"destination": str(destination), **manifest})
     else:
@@ -171,6 +178,13 @@ def _summary(plan: "ConversionPlan") -> str:
     return (
         f"{plan.draft.format.name} -> {plan.format.name}: tensors {tensors}; config keys {keys}; "
         f"{plan.num_bytes / 1e6:.1f} MB of weights"
+    )
+
+
+def _logits(found: dict[str, float]) -> str:
+    return (
+        f"logits: the largest difference is {found['max_difference']:g} where the largest logit is "
+        f"{found['largest_logit']:g}; {found['same_best_share']:.2%} of the positions have the same best token"
     )
 
 

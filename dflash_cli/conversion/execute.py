@@ -5,19 +5,21 @@ Tensor bytes are copied and never decoded. `conversion.json` in the result says 
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from dflash_cli.checkpoints.opening import open_draft
 from dflash_cli.conversion.byte_progress import Progress, silent
+from dflash_cli.conversion.destination import protect_inputs
 from dflash_cli.conversion.logits import verify_logits
 from dflash_cli.conversion.plan import ConversionPlan
 from dflash_cli.conversion.request import Verification
 from dflash_cli.conversion.side_files import MANIFEST_FILE
+from dflash_cli.conversion.staging import staged
 from dflash_cli.conversion.verify import verify_roundtrip
-from dflash_cli.conversion.write import ended_by_sigterm, hash_files, protect_inputs, staged, write_json, write_plan
+from dflash_cli.conversion.write import ended_by_sigterm, hash_files, write_json, write_plan
 
 SLACK_BYTES = 1024 * 1024
 """Room for the config, the manifest and the header beside the weights."""
@@ -29,8 +31,11 @@ def convert_draft(
     *,
     verification: Verification = "roundtrip",
     progress: Progress = silent,
+    force: bool = False,
 ) -> dict[str, Any]:
     """Carry out a plan and return its manifest. Whatever happens, no half-written destination is left.
+
+    With `force` a draft that stands at the destination is replaced.
 
     Raises:
         UsageError: the destination cannot be written, or holds what the plan reads.
@@ -39,7 +44,7 @@ def convert_draft(
     """
     protect_inputs(destination, plan)
     seconds: dict[str, float] = {}
-    with ended_by_sigterm(), staged(destination, _needed_bytes(plan)) as stage:
+    with ended_by_sigterm(), _stage(plan, destination, force=force) as stage:
         with _timed(seconds, "copy_s"):
             write_plan(plan, stage, progress)
         with _timed(seconds, "verify_s"):
@@ -76,8 +81,12 @@ def _hash(plan: ConversionPlan, stage: Path, progress: Progress) -> dict[str, An
     }
 
 
-def _needed_bytes(plan: ConversionPlan) -> int:
-    return plan.num_bytes + sum(item.source.stat().st_size for item in plan.side_files) + SLACK_BYTES
+def _stage(plan: ConversionPlan, destination: Path, *, force: bool) -> AbstractContextManager[Path]:
+    """Where the result is written, once it is known that there is room for it."""
+    side_bytes = [item.source.stat().st_size for item in plan.side_files]
+    weight_bytes = [sum(tensor.num_bytes for tensor in tensors) for tensors in plan.files.values()]
+    needed = sum(weight_bytes) + sum(side_bytes) + SLACK_BYTES
+    return staged(destination, needed, largest_file_bytes=max([0, *weight_bytes, *side_bytes]), force=force)
 
 
 @contextmanager

@@ -7,6 +7,8 @@ from typing import Any
 from dflash_cli.checkpoints.opening import DraftCheckpoint
 from dflash_cli.checkpoints.safetensors_writer import WrittenTensor
 from dflash_cli.conversion.changes import Change, key_changes
+from dflash_cli.conversion.inverse_map import with_inverse
+from dflash_cli.conversion.origin import describe_origin
 from dflash_cli.conversion.request import ConversionRequest
 from dflash_cli.conversion.result_config import result_config
 from dflash_cli.conversion.side_files import SideFile, choose_side_files, left_behind
@@ -24,7 +26,7 @@ class ConversionPlan:
     """Everything that will be written, and why. `files` are the weights by file name."""
 
     draft: DraftCheckpoint
-    target: TargetSource | None
+    request: ConversionRequest
     format: Format
     config: DraftConfig
     config_json: Json
@@ -32,6 +34,11 @@ class ConversionPlan:
     dropped: tuple[Change, ...]
     side_files: tuple[SideFile, ...]
     warnings: tuple[str, ...]
+
+    @property
+    def target(self) -> TargetSource | None:
+        """The target that was given."""
+        return self.request.target
 
     @property
     def kept(self) -> tuple[WrittenTensor, ...]:
@@ -65,7 +72,7 @@ class ConversionPlan:
         return {
             "tool": "dflash",
             "version": __version__,
-            "source": str(self.draft.checkpoint.path),
+            **describe_origin(self.draft.checkpoint.path, self.request),
             "source_dialect": self.draft.format.name,
             "destination_dialect": self.format.name,
             "num_bytes": self.num_bytes,
@@ -98,12 +105,13 @@ def plan_conversion(draft: DraftCheckpoint, request: ConversionRequest) -> Conve
     tap_warnings: list[str] = []
     if request.normalise_taps and not taps_ascend(config):
         config, tensors, tap_warnings = normalise_taps(config, tensors, allow_rounding=request.allow_lossy)
+    tensors, map_warnings = with_inverse(draft, tensors, result)
     with naming_file(draft.checkpoint.config_path):
         config, config_json, reader_warnings = _state(config, draft.parsed.carried, result)
-    warnings = [*file_warnings, *tensor_warnings, *config_warnings, *tap_warnings, *reader_warnings]
+    warnings = [*file_warnings, *tensor_warnings, *config_warnings, *tap_warnings, *map_warnings, *reader_warnings]
     return ConversionPlan(
         draft=draft,
-        target=request.target,
+        request=request,
         format=result,
         config=config,
         config_json=config_json,
@@ -117,6 +125,7 @@ def plan_conversion(draft: DraftCheckpoint, request: ConversionRequest) -> Conve
 def _state(config: DraftConfig, carried: Mapping[str, Any], result: Format) -> tuple[DraftConfig, Json, list[str]]:
     """The draft in the new dialect: its canonical config, its JSON, and warnings about readers of that dialect."""
     result.refuse_misread(config)
+    result.refuse_style(carried)
     warnings = list(result.warnings(config, carried))
     config, carried = result.adapt(config, carried)
     return config, result.write_config(config, carried), warnings

@@ -12,10 +12,10 @@ from typing import Any
 
 from dflash_cli.checkpoints.opening import open_draft, open_target
 from dflash_cli.checkpoints.references import open_checkpoint
+from dflash_cli.conversion.destination import check_destination
 from dflash_cli.conversion.execute import convert_draft
 from dflash_cli.conversion.plan import plan_conversion
 from dflash_cli.conversion.request import ConversionRequest
-from dflash_cli.conversion.write import check_destination
 from dflash_cli.engines.serving_engine import ServingEngine
 from dflash_cli.formats.dialect import Format
 from dflash_cli.formats.native import Native
@@ -64,7 +64,7 @@ def repair_draft(request: ValidationRequest, before: Report, destination: Path, 
     dialect = choose_dialect(engines, draft.detection.format)
     target = open_target(open_checkpoint(request.target)) if isinstance(request.target, Path) else None
     conversion = ConversionRequest(to=dialect, target=target, target_reference=request.target_reference)
-    convert_draft(plan_conversion(draft, conversion), destination)
+    convert_draft(plan_conversion(draft, conversion), destination, force=force)
     level = "weights" if request.level == "run" else request.level
     after = validate_draft(replace(request, draft=destination, draft_reference=str(destination), level=level, run=None))
     left = {item.id for item in after.findings}

@@ -20,6 +20,7 @@ class ConversionRequest:
     allow_lossy         leave out what the dialect cannot state
     normalise_taps      put taps in ascending order, once each
     max_shard_bytes     weights a file at most; None keeps the source's files
+    argv                the command that asked for it, for the manifest
     """
 
     to: str
@@ -29,3 +30,4 @@ class ConversionRequest:
     allow_lossy: bool = False
     normalise_taps: bool = False
     max_shard_bytes: int | None = None
+    argv: tuple[str, ...] = ()

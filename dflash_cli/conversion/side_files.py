@@ -11,10 +11,11 @@ from typing import Literal
 from dflash_cli.checkpoints.opening import DraftCheckpoint
 from dflash_cli.checkpoints.torch_zip import read_torch_zip
 from dflash_cli.conversion.changes import Change
+from dflash_cli.conversion.origin import name_of
 from dflash_cli.formats.dialect import Format
 from dflash_cli.version import __version__
 from dflash_runtime.checkpoint.canonical_names import QUANTIZATION_FILE
-from dflash_runtime.checkpoint.files import MASK_FILE, PICKLE_SUFFIXES, TensorInfo, read_header, refuse_escape
+from dflash_runtime.checkpoint.files import MASK_FILE, PICKLE_SUFFIXES, TensorInfo, refuse_escape
 from dflash_runtime.errors import CheckpointError, UnsupportedError
 
 CARD = "README.md"
@@ -30,25 +31,22 @@ TOKENIZER = (
 )  # fmt: skip
 SETTINGS = ("generation_config.json", QUANTIZATION_FILE)
 
-How = Literal["copy", "card", "tensor"]
+How = Literal["copy", "card"]
 
 
 @dataclass(frozen=True, slots=True)
 class SideFile:
-    """A file of the result: a copy, the card with a section more, or a tensor of its own."""
+    """A file of the result: a copy, or the card with a section more."""
 
     source: Path
     name: str
     how: How = "copy"
-    tensor: TensorInfo | None = None
 
     @property
     def change(self) -> Change:
         """For the manifest."""
-        why = {"copy": "", "card": "with a section about this conversion", "tensor": "read without unpickling"}[
-            self.how
-        ]
-        return Change(self.source.name, self.name, "kept" if self.source.name == self.name else "derived", why)
+        why = {"copy": "", "card": "with a section about this conversion"}[self.how]
+        return Change(self.source.name, self.name, "kept", why)
 
 
 def choose_side_files(
@@ -82,27 +80,24 @@ def _copied_files(draft: DraftCheckpoint) -> Iterator[SideFile]:
 
 
 def _find_mask(draft: DraftCheckpoint, result: Format) -> tuple[SideFile | None, list[str]]:
-    """The learned mask embedding in the form that the result's readers look for."""
+    """The learned mask embedding, as the pickle that is the one form engines read; it is looked at, never executed.
+
+    As safetensors beside the weights it would stop loaders that read every such file as weights.
+    """
     path = draft.checkpoint.path
     pickle, plain = path / MASK_PICKLE, path / MASK_FILE
     if pickle.exists():
         refuse_escape(path, pickle)
-        tensor = read_mask(pickle, draft)
-        if result.mask_file == "pickle":
-            return SideFile(pickle, MASK_PICKLE), []
-        if result.mask_file == "safetensors":
-            warning = (
-                f"{MASK_PICKLE} becomes {MASK_FILE}, which vLLM and SGLang do not read: each has a dialect of its own"
-            )
-            return SideFile(pickle, MASK_FILE, "tensor", tensor), [warning]
-        raise UnsupportedError(f"{pickle}: a learned mask embedding, which {result.title} cannot hold")
+        read_mask(pickle, draft)
+        if not result.keeps_mask:
+            raise UnsupportedError(f"{pickle}: a learned mask embedding, which {result.title} cannot hold")
+        warning = f"{MASK_PICKLE} is copied: vLLM and SGLang read it, other readers embed the mask differently"
+        return SideFile(pickle, MASK_PICKLE), [warning] if result.engine is None else []
     if plain.exists():
         refuse_escape(path, plain)
-        _check_mask(read_header(plain).get(MASK_TENSOR), plain, draft)
-        if result.mask_file == "safetensors":
-            return SideFile(plain, MASK_FILE), []
         raise UnsupportedError(
-            f"{plain}: a learned mask embedding, which {result.title} reads from {MASK_PICKLE} or not at all"
+            f"{plain}: a learned mask embedding, which engines read from {MASK_PICKLE} only, and which stops loaders "
+            f"that take every safetensors file for weights"
         )
     return None, []
 
@@ -135,9 +130,11 @@ def left_behind(draft: DraftCheckpoint, side_files: tuple[SideFile, ...]) -> Ite
 
 def provenance(draft: DraftCheckpoint, result: Format) -> str:
     """The section that a conversion adds to the card."""
+    source = name_of(draft.checkpoint.path)
+    commit = f" at {source['commit']}" if source["commit"] else ""
     return (
         "\n\n## Provenance\n\n"
-        f"Converted with dflash {__version__} from `{draft.checkpoint.path.resolve().name}` "
+        f"Converted with dflash {__version__} from `{source['name']}`{commit} "
         f"({draft.detection.format.title}) to {result.title}. `{MANIFEST_FILE}` says what became of every key, tensor "
         "and file.\n"
     )

@@ -61,6 +61,10 @@ def keep_tensors(draft: DraftCheckpoint, dropped: Sequence[Change]) -> list[Writ
 def tensor_changes(draft: DraftCheckpoint, kept: Sequence[WrittenTensor]) -> Iterator[Change]:
     """What became of each stored tensor that is copied."""
     for tensor in kept:
+        if isinstance(tensor, MadeTensor) and tensor.name == TARGET_TO_DRAFT:
+            source = tensor.name if tensor.name in draft.checkpoint.tensors else None
+            yield Change(source, tensor.name, "derived", f"follows from {DRAFT_TO_TARGET}")
+            continue
         stored = draft.checkpoint.stored_rows(tensor.name)
         if isinstance(tensor, MadeTensor):
             yield Change(

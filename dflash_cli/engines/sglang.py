@@ -236,6 +236,7 @@ class Sglang(EngineNative):
     title: ClassVar[str] = f"DFlash, native dialect for {NEWEST}"
     priority: ClassVar[int] = 201
     engine: ClassVar[str] = NAME
+    style_flags: ClassVar[frozenset[str]] = frozenset({"use_gemma_norm", "is_neox_style", "rope_is_neox_style"})
     unstated: ClassVar[frozenset[str]] = frozenset({"verifier", "target_hidden_size", "input_embedding_scale"})
 
     def refuse_to_write(self, config: DraftConfig) -> None:

@@ -425,6 +425,7 @@ class Vllm(EngineNative):
     priority: ClassVar[int] = 200
     engine: ClassVar[str] = NAME
     keeps_head: ClassVar[bool] = True
+    style_flags: ClassVar[frozenset[str]] = frozenset({"is_neox_style", "rope_is_neox_style"})
     unstated: ClassVar[frozenset[str]] = frozenset({"verifier", *SCALES})
 
     def write_config(self, config: DraftConfig, carried: Mapping[str, Any]) -> Json:

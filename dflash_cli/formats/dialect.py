@@ -10,12 +10,14 @@ DFlash come before DFlash itself, since several of them carry its architecture s
 """
 
 import difflib
+import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from dflash_runtime.checkpoint.files import Checkpoint
 from dflash_runtime.checkpoint.layout import canonical_name
@@ -25,7 +27,9 @@ from dflash_runtime.registry import Registry
 
 Json = dict[str, Any]
 Homes = Mapping[str, tuple[str, ...]]
-MaskFile = Literal["pickle", "safetensors"]
+
+STYLE_FLAGS: Mapping[str, bool] = {"use_gemma_norm": True, "is_neox_style": False, "rope_is_neox_style": False}
+"""Key -> the value that changes what the weights mean: norms of one plus their weight, rope of neighbouring pairs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +60,10 @@ class Format(ABC):
     own_prefix          prefix of carried keys that only this dialect has, or nothing
     keeps_head          whether its readers use a head, an embedding and an id map from the file
     sorts_taps          whether its readers put taps in ascending order, once each, whatever the file says
-    mask_file           the form in which its readers find a learned mask embedding, None where they do not
+    keeps_mask          whether some of its readers take a learned mask embedding from mask_embedding.pt, and the others
+                        do not stop at the file
+    derives_inverse     whether its readers ask for t2d, the inverse of the id map d2t
+    style_flags         keys on norms and rope that all its readers take as they are meant (see STYLE_FLAGS)
     allows_packed       whether packed weights of another dialect can be written in it
     engine              the serving engine it is written for, None where it is written for all
     family              the draft family of the runtime that runs it
@@ -72,7 +79,9 @@ class Format(ABC):
     own_prefix: ClassVar[str] = ""
     keeps_head: ClassVar[bool] = False
     sorts_taps: ClassVar[bool] = False
-    mask_file: ClassVar[MaskFile | None] = None
+    keeps_mask: ClassVar[bool] = False
+    derives_inverse: ClassVar[bool] = False
+    style_flags: ClassVar[frozenset[str]] = frozenset()
     allows_packed: ClassVar[bool] = True
     engine: ClassVar[str | None] = None
     family: ClassVar[str] = "dflash"
@@ -106,6 +115,22 @@ class Format(ABC):
                 hint="--normalise-taps sorts them without changing what the draft computes",
             )
 
+    def refuse_style(self, carried: Mapping[str, Any]) -> None:
+        """Refuse to carry a flag that some reader of this dialect does not look at.
+
+        Raises:
+            LossyConversion: norms or rope of another style than these readers apply.
+        """
+        for key, value in carried.items():
+            flag = key.rpartition(".")[2]
+            if flag in STYLE_FLAGS and value is STYLE_FLAGS[flag] and flag not in self.style_flags:
+                readers = [item.name for item in writable_formats() if flag in item.style_flags]
+                raise LossyConversion(
+                    f"{key} {json.dumps(value)}: readers of {self.title} do not look at it and would apply the weights "
+                    f"otherwise than they were trained",
+                    hint=f"--to {' or '.join(readers)} keeps it, or export the draft in the usual style",
+                )
+
     def warnings(self, config: DraftConfig, carried: Mapping[str, Any]) -> Iterator[str]:
         """Warnings for a user who is about to serve a draft written in this dialect."""
         if config.num_target_layers is not None and config.num_target_layers - 1 in config.target_layer_ids:
@@ -120,6 +145,9 @@ class Format(ABC):
                 f"mix up the columns of fc.weight unless --normalise-taps sorts the list"
             )
 
+
+NUMBER = re.compile(r"\d+")
+"""Names that differ by numbers alone are alike, and the first of them stands for all: there can be very many."""
 
 FORMATS: Registry[type[Format]] = Registry("format")
 PACKAGES = ("dflash_cli.formats", "dflash_cli.engines")
@@ -153,7 +181,11 @@ def detect_from(config: Mapping[str, Any], tensor_names: frozenset[str], path: P
 
 def find_dialect(config: Mapping[str, Any], tensor_names: frozenset[str]) -> Detection | None:
     """The first dialect that recognises a config and its tensors, None where none does."""
-    names = frozenset(map(canonical_name, tensor_names))
+    alike: dict[str, str] = {}
+    for name in tensor_names:
+        key = NUMBER.sub("0", name)
+        alike[key] = min(name, alike.get(key, name))
+    names = frozenset(map(canonical_name, alike.values()))
     for candidate in all_formats():
         evidence = candidate.evidence(config, names)
         if evidence is not None:

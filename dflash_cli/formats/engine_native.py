@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from dflash_cli.formats.dialect import Json, MaskFile
+from dflash_cli.formats.dialect import Json
 from dflash_cli.formats.native import Native
 from dflash_runtime.config import DraftConfig
 from dflash_runtime.errors import LossyConversion
@@ -22,7 +22,6 @@ class EngineNative(Native):
 
     engine: ClassVar[str]
     sorts_taps: ClassVar[bool] = True
-    mask_file: ClassVar[MaskFile | None] = "pickle"
 
     def evidence(self, config: Mapping[str, Any], tensor_names: frozenset[str]) -> str | None:
         return None

@@ -22,6 +22,7 @@ class Mlx(Native):
     name: ClassVar[str] = "mlx"
     title: ClassVar[str] = "DFlash, native dialect with flat keys"
     priority: ClassVar[int] = 63
+    keeps_mask: ClassVar[bool] = False
 
     def evidence(self, config: Mapping[str, Any], tensor_names: frozenset[str]) -> str | None:
         if "dflash_config" in config or not all(key in config for key in FLAT_KEYS):

@@ -23,7 +23,7 @@ from dflash_cli.formats.decoder_body import (
     require_object,
     write_body,
 )
-from dflash_cli.formats.dialect import FORMATS, Format, Homes, Json, MaskFile, ParsedConfig, named_architectures
+from dflash_cli.formats.dialect import FORMATS, Format, Homes, Json, ParsedConfig, named_architectures
 from dflash_cli.formats.native_fields import (
     SCALES,
     NativeConfig,
@@ -58,7 +58,7 @@ class Native(Format):
     writable: ClassVar[bool] = True
     containers: ClassVar[tuple[str, ...]] = ("dflash_config",)
     own_prefix: ClassVar[str] = NESTED
-    mask_file: ClassVar[MaskFile | None] = "safetensors"
+    keeps_mask: ClassVar[bool] = True
     homes: ClassVar[Homes] = {
         **BODY_HOMES,
         **{key: (f"{NESTED}{key}", key) for key in TWO_HOMES},

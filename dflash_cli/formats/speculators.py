@@ -66,6 +66,7 @@ class SpeculatorsFormat(Format):
     keeps_head: ClassVar[bool] = True
     sorts_taps: ClassVar[bool] = True
     allows_packed: ClassVar[bool] = False
+    derives_inverse: ClassVar[bool] = True
     homes: ClassVar[Homes] = {
         **{field: tuple(BODY + key for key in keys) for field, keys in BODY_HOMES.items()},
         "dtype": (BODY + "dtype", BODY + "torch_dtype", "dtype", "torch_dtype"),

@@ -82,10 +82,12 @@ class TensorMismatch(CheckpointError):
         self.wrong = dict(wrong or {})
         parts = []
         if self.missing:
-            parts.append(f"missing tensors: {', '.join(self.missing)}")
+            parts.append(f"missing tensors: {_listed(self.missing, ', ')}")
         if self.unexpected:
-            parts.append(f"unexpected tensors: {', '.join(self.unexpected)}")
-        parts += [f"{name}: found {found}, expected {expected}" for name, (found, expected) in self.wrong.items()]
+            parts.append(f"unexpected tensors: {_listed(self.unexpected, ', ')}")
+        if self.wrong:
+            wrong = [f"{name}: found {found}, expected {expected}" for name, (found, expected) in self.wrong.items()]
+            parts.append(_listed(wrong, "; "))
         super().__init__("; ".join(parts), path=path, hint=hint)
 
 
@@ -146,6 +148,12 @@ def naming_file(path: object) -> Iterator[None]:
         if error.message.startswith(f"{path}: "):
             raise
         raise type(error)(f"{path}: {error.message}", hint=error.hint) from error
+
+
+def _listed(items: Sequence[str], separator: str, limit: int = 100) -> str:
+    """A list that stays readable where a file has thousands of the kind."""
+    rest = len(items) - limit
+    return separator.join(items[:limit]) + (f"{separator}and {rest} more" if rest > 0 else "")
 
 
 def _shorten(value: Any, limit: int = 80) -> str:

@@ -1,6 +1,7 @@
 """Interrupted, ended, killed, out of room: the destination is whole or absent, and nothing is left in its place."""
 
 import errno
+import json
 import os
 import signal
 import subprocess
@@ -26,7 +27,8 @@ def script(source: Path, out: Path, before: str) -> list[str]:
     """A conversion in a process of its own, after some preparation."""
     code = (
         "import os, signal, sys, time\nfrom pathlib import Path\n"
-        "import dflash_cli.conversion.write as write\nfrom dflash_cli.main import main\n"
+        "import dflash_cli.conversion.staging as staging\nimport dflash_cli.conversion.write as write\n"
+        "from dflash_cli.main import main\n"
         f"{before}\n"
         f"sys.argv = ['dflash', 'convert', {str(source)!r}, {str(out)!r}, '--to', 'native', '--force']\n"
         "main()\n"
@@ -73,12 +75,10 @@ def test_a_killed_run_leaves_the_old_or_the_new_one_whole(step: int, tmp_path: P
         "            os.kill(os.getpid(), signal.SIGKILL)\n"
         "        return call(*args, **kwargs)\n"
         "    return wrapped\n"
-        "take = write._rename_to_destination\n"
-        "def patched(*args):\n"
-        "    Path.rename = dying(Path.rename)\n"
-        "    write.shutil.rmtree = dying(write.shutil.rmtree)\n"
-        "    take(*args)\n"
-        "write._rename_to_destination = patched"
+        "staging.move_new = dying(staging.move_new)\n"
+        "staging.remove_checkpoint = dying(staging.remove_checkpoint)\n"
+        "rmtree = staging.shutil.rmtree\n"
+        "staging.shutil.rmtree = dying(rmtree)"
     )
     with run(script(source, tmp_path / "out", die)) as process:
         process.communicate(timeout=30)
@@ -103,6 +103,18 @@ def test_a_killed_run_leaves_the_old_or_the_new_one_whole(step: int, tmp_path: P
     )
 
 
+@pytest.mark.parametrize("num_kills", [15, pytest.param(200, marks=pytest.mark.slow)])
+def test_kills_at_random_moments(num_kills: int, tmp_path: Path) -> None:
+    """The destination is whole or absent each time, and what is left beside it is named at the next run."""
+    arguments = [sys.executable, "-m", "dflash_testing.killing", str(tmp_path), str(num_kills), "7"]
+    paths = [*support.IMPORT_PATHS["PYTHONPATH"].split(os.pathsep), str(ROOT / "tests" / "helpers")]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    done = subprocess.run(arguments, capture_output=True, text=True, env=env, check=False)
+    assert done.returncode == 0, done.stderr
+    print(done.stdout)
+    assert json.loads(done.stdout)["kills"] == num_kills
+
+
 class TestFullDisk:
     @pytest.mark.parametrize("exists", [False, True])
     def test_while_copying(self, exists: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,8 +126,9 @@ class TestFullDisk:
             raise OSError(errno.ENOSPC, "No space left on device")
 
         monkeypatch.setattr(safetensors_writer, "MOVES", (full,))
+        plan = plan_conversion(open_draft(source), ConversionRequest(to="native"))
         with pytest.raises(CapacityError, match="the disk is full; nothing was left behind") as caught:
-            convert_draft(plan_conversion(open_draft(source), ConversionRequest(to="native")), tmp_path / "out")
+            convert_draft(plan, tmp_path / "out", force=exists)
         assert caught.value.exit_code == 6
         assert sorted(item.name for item in tmp_path.iterdir()) == (["out", "source"] if exists else ["source"])
 

@@ -7,12 +7,39 @@ from typing import Any
 import pytest
 
 from dflash_cli.checkpoints.opening import open_draft
+from dflash_cli.formats.dialect import writable_formats
 from dflash_runtime.checkpoint.files import Checkpoint
 from dflash_testing import checkpoints as support
 
 SLIDING = support.Shape(windows=(16, 16))
 MIXED = support.Shape(windows=(16, None))
 ENGINES = ("vllm", "sglang", "mlx")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "keeping"),
+    [
+        ("use_gemma_norm", True, {"sglang"}),
+        ("is_neox_style", False, {"sglang", "vllm"}),
+        ("rope_is_neox_style", False, {"sglang", "vllm"}),
+    ],
+)
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_flags_of_style_go_only_where_every_reader_looks_at_them(
+    key: str, value: bool, keeping: set[str], is_nested: bool, tmp_path: Path
+) -> None:
+    """Norms of one plus their weight, rope of neighbouring pairs: a reader that looks away drafts noise."""
+    config = support.native_config()
+    (config["dflash_config"] if is_nested else config)[key] = value
+    source = support.write_checkpoint(tmp_path / "source", config, support.body_arrays())
+    for item in writable_formats():
+        out = tmp_path / item.name
+        outcome = support.invoke("convert", source, out, "--to", item.name, "--verifier", "acme/target")
+        assert outcome.code == (0 if item.name in keeping else 5), outcome.err
+        if item.name not in keeping:
+            assert f"{key} {json.dumps(value)}: readers of" in outcome.err
+    harmless = support.make_native(tmp_path / "harmless", **{key: not value})
+    assert support.invoke("convert", harmless, tmp_path / "out", "--to", "native").code == 0
 
 
 def convert(path: Path, to: str, *more: str) -> tuple[support.Outcome, dict[str, Any]]:

@@ -6,6 +6,7 @@ from typing import Any
 from dflash_cli.formats.decoder_body import ROPE_KEYS, ROPE_KINDS
 from dflash_cli.validation.rule import FIX_REEXPORT, Problem, check
 from dflash_cli.validation.subject import Subject
+from dflash_runtime.checkpoint.hf_config import rope_parameters
 from dflash_runtime.json_values import as_object, is_number
 
 
@@ -45,7 +46,9 @@ def rope_is_stated_once(subject: Subject) -> Iterator[Problem]:
     """Every spelling of the rope settings gives the same values."""
     thetas = _values(subject, "rope_theta")
     kinds = {**_values(subject, "rope_type"), **_values(subject, "type")}
-    for name, values in (("rope_theta", thetas), ("rope_type", kinds)):
+    parts = [part for key in ROPE_KEYS for part in rope_parameters(as_object(subject.body.get(key)))]
+    others = {name: _values(subject, name) for name in dict.fromkeys(parts)}
+    for name, values in {"rope_theta": thetas, "rope_type": kinds, **others}.items():
         if any(value != next(iter(values.values())) for value in values.values()):
             stated = ", ".join(f"{location.split(':')[1]} {value}" for location, value in values.items())
             yield Problem(subject.body_location(name), f"stated twice with different values: {stated}")

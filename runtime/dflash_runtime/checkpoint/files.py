@@ -6,9 +6,11 @@ header must be named rather than crash a reader. Tensor data is read by the safe
 Layout of a safetensors file: u64 header length, JSON header, data. Source: huggingface/safetensors README, "Format".
 """
 
+import codecs
 import json
 import math
 import re
+import shlex
 import stat
 import struct
 from collections.abc import Iterator, Mapping
@@ -30,10 +32,13 @@ MASK_FILE = "mask_embedding.safetensors"
 """A learned mask embedding, which lies beside the weights and does not count as one of them."""
 MAX_HEADER_BYTES = 100_000_000
 MAX_JSON_BYTES = 64_000_000
-MAX_TENSORS = 250_000
-"""The most tensors in one file: several times what the largest published checkpoint has, yet little to parse."""
+MAX_TENSORS = 50_000
+"""The most tensors in one file: several times what a shard of the largest published checkpoint has, read in seconds."""
 
 MAX_NAME_BYTES = 255
+MAX_DIGITS = 100
+"""Of an integer: more than any that is read, and fewer than Python refuses to turn into one."""
+
 ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
@@ -159,6 +164,12 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def parse_json(text: bytes, path: Path) -> dict[str, Any]:
     """Parse a JSON object with the strictness `read_json` promises."""
+    if text.startswith(codecs.BOM_UTF8):
+        raise CheckpointError(
+            "begins with a byte order mark, expected plain UTF-8",
+            path=path,
+            hint=f"write it without one: sed -i '1s/^\\xEF\\xBB\\xBF//' {shlex.quote(str(path))}",
+        )
     try:
         decoded = text.decode("utf-8")
         value = json.loads(
@@ -294,10 +305,20 @@ def _read_sharded(path: Path, index_path: Path) -> dict[str, TensorInfo]:
         refuse_escape(path, file)
         headers[shard] = read_header(file)
     missing = [f"{name} (in {shard})" for name, shard in weight_map.items() if name not in headers[shard]]
-    orphans = [name for header in headers.values() for name in header if name not in weight_map]
+    orphans = find_orphans(weight_map, headers)
     if missing or orphans:
         raise TensorMismatch(missing=missing, unexpected=orphans, path=index_path)
     return {name: headers[shard][name] for name, shard in weight_map.items()}
+
+
+def find_orphans(weight_map: Mapping[str, str], headers: Mapping[str, Mapping[str, TensorInfo]]) -> list[str]:
+    """What shards hold although the index does not give it to them: some readers take it, others do not."""
+    return [
+        f"{name} (in {shard}; the index gives it to {weight_map[name]})" if name in weight_map else name
+        for shard, header in headers.items()
+        for name in header
+        if weight_map.get(name) != shard
+    ]
 
 
 def _shard_name(shard: Any, index_path: Path) -> str:
@@ -351,11 +372,13 @@ def _regular_size(file: Path) -> int:
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in result:
-            raise ValueError(f"duplicate key {key!r}")
-        result[key] = value
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise ValueError(f"duplicate key {key!r}")
+            seen.add(key)
     return result
 
 
@@ -371,6 +394,8 @@ def _finite(text: str) -> float:
 
 
 def _small(text: str) -> int:
+    if len(text) > MAX_DIGITS:
+        raise ValueError(f"a number of {len(text)} digits is too large")
     value = int(text)
     if abs(value) >= 2**64:
         raise ValueError(f"{text[:20]}... is too large")

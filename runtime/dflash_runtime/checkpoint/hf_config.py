@@ -184,12 +184,17 @@ def read_rope(config: Mapping[str, Any], path: Path) -> RopeConfig:
     }
     if len(kinds) > 1:
         raise InvalidConfig("rope_type", sorted(kinds), "one type in every spelling", path=path)
-    params = {
+    params = _merge_rope(legacy, modern, path)
+    return RopeConfig(theta=next(iter(thetas.values())), kind=kinds.pop() if kinds else "default", params=params)
+
+
+def rope_parameters(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """What one spelling states beyond theta and type; a null states nothing."""
+    return {
         key: value
-        for key, value in {**legacy, **modern}.items()
+        for key, value in rope.items()
         if key not in ("rope_theta", "rope_type", "type") and value is not None
     }
-    return RopeConfig(theta=next(iter(thetas.values())), kind=kinds.pop() if kinds else "default", params=params)
 
 
 def read_layer_types(config: Mapping[str, Any], num_layers: int, path: Path) -> tuple[str, ...]:
@@ -263,6 +268,16 @@ def _read_head_dim(config: Mapping[str, Any], body: Mapping[str, Any], path: Pat
     if body["num_heads"] < 1 or body["hidden_size"] % body["num_heads"]:
         raise InvalidConfig("head_dim", MISSING, "an integer, since heads do not divide hidden_size", path=path)
     return int(body["hidden_size"] // body["num_heads"])
+
+
+def _merge_rope(legacy: Mapping[str, Any], modern: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """The parameters of both spellings, which readers do not choose between in the same way."""
+    old, new = rope_parameters(legacy), rope_parameters(modern)
+    for key in old.keys() & new.keys():
+        if old[key] != new[key]:
+            found = {f"rope_scaling.{key}": old[key], f"rope_parameters.{key}": new[key]}
+            raise InvalidConfig(key, found, "one value in every spelling", path=path)
+    return {**old, **new}
 
 
 def _one_rope(value: Any, key: str, path: Path) -> dict[str, Any]:

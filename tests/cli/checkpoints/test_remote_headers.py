@@ -32,6 +32,9 @@ def local_hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[hub.LocalHub
         cut["model.safetensors"] = cut["model.safetensors"][:-5]
         server.repos["acme/cut"] = cut
         server.repos["acme/hollow"] = {"README.md": b""}
+        shards = sorted(name for name in server.repos["acme/sharded-dflash"] if name.endswith(".safetensors"))
+        files = server.repos["acme/sharded-dflash"]
+        server.repos["acme/twice"] = {**files, shards[1]: files[shards[0]]}
         server.repos["acme/escape"] = {
             **server.repos["acme/sharded-dflash"],
             "model.safetensors.index.json": json.dumps(
@@ -130,6 +133,12 @@ def test_an_index_that_points_elsewhere_is_a_finding(environment: dict[str, str]
     found = document("validate", "acme/escape", env=environment, code=3)
     assert [item["id"] for item in found["findings"]] == ["N12"]
     assert not [path for path, _ in local_hub.asked if "acme/dflash" in path]
+
+
+def test_a_tensor_in_another_shard_than_the_index_says_is_a_finding(environment: dict[str, str]) -> None:
+    found = document("validate", "acme/twice", env=environment, code=3)
+    (finding,) = [item for item in found["findings"] if item["id"] == "N12"]
+    assert "the index gives it to model-00001-of-00003.safetensors" in finding["message"]
 
 
 def test_weights_that_are_gated_though_the_repository_is_listed(

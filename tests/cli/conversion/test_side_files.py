@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from dflash_cli.checkpoints.torch_zip import read_torch_zip
 from dflash_runtime.checkpoint.files import TensorInfo
@@ -138,15 +138,13 @@ class TestReader:
 
 
 class TestConversion:
-    def test_native_gets_safetensors(self, tmp_path: Path) -> None:
-        manifest = support.convert(source(tmp_path), tmp_path / "out", "native")
-        written = (tmp_path / "out" / "mask_embedding.safetensors").read_bytes()
-        assert EMBEDDING.view(torch.uint8).numpy().tobytes() in written
-        assert not (tmp_path / "out" / "mask_embedding.pt").exists()
-        entry = next(item for item in manifest["files"] if item["from"] == "mask_embedding.pt")
-        assert (entry["to"], entry["why"]) == ("mask_embedding.safetensors", "read without unpickling")
-        again = support.convert(tmp_path / "out", tmp_path / "again", "native")
-        assert any(item["to"] == "mask_embedding.safetensors" for item in again["files"])
+    def test_native_keeps_the_pickle_and_says_who_reads_it(self, tmp_path: Path) -> None:
+        """No safetensors file beside the weights: z-lab's MLX loader and vLLM take every one of them for weights."""
+        path = source(tmp_path)
+        manifest = support.convert(path, tmp_path / "out", "native")
+        assert (tmp_path / "out" / "mask_embedding.pt").read_bytes() == (path / "mask_embedding.pt").read_bytes()
+        assert [item.name for item in (tmp_path / "out").glob("*.safetensors")] == ["model.safetensors"]
+        assert "mask_embedding.pt is copied: vLLM and SGLang read it" in manifest["warnings"][-1]
 
     def test_weights_are_not_mistaken(self, tmp_path: Path) -> None:
         """The file lies beside weights of any name and is none of them."""
@@ -164,20 +162,25 @@ class TestConversion:
         loaded = torch.load(tmp_path / "out" / "mask_embedding.pt", weights_only=True)
         assert torch.equal(loaded["embedding"], EMBEDDING)
 
-    def test_speculators_has_no_place(self, tmp_path: Path) -> None:
-        args = ["convert", source(tmp_path), tmp_path / "out", "--to", "speculators", "--verifier", "a/b"]
+    @pytest.mark.parametrize("to", ["speculators", "mlx"])
+    def test_others_have_no_place(self, to: str, tmp_path: Path) -> None:
+        args = ["convert", source(tmp_path), tmp_path / "out", "--to", to, "--verifier", "a/b"]
         outcome = support.invoke(*args)
         assert outcome.code == 5
-        assert "speculators dialect cannot hold" in outcome.err
+        assert "cannot hold" in outcome.err
         assert "--allow-lossy converts without it" in outcome.err
         assert support.invoke(*args, "--allow-lossy").code == 0
         assert not list((tmp_path / "out").glob("mask_embedding*"))
 
-    def test_safetensors_alone_is_not_what_engines_read(self, tmp_path: Path) -> None:
-        support.convert(source(tmp_path), tmp_path / "native", "native")
-        outcome = support.invoke("convert", tmp_path / "native", tmp_path / "out", "--to", "vllm")
+    @pytest.mark.parametrize("to", ["native", "mlx", "vllm", "sglang"])
+    def test_safetensors_is_not_what_engines_read(self, to: str, tmp_path: Path) -> None:
+        path = support.make_native(tmp_path / "source")
+        save_file({"embedding": EMBEDDING.float().numpy()}, path / "mask_embedding.safetensors")
+        outcome = support.invoke("convert", path, tmp_path / "out", "--to", to)
         assert outcome.code == 5
-        assert "reads from mask_embedding.pt" in outcome.err
+        assert "which engines read from mask_embedding.pt only" in outcome.err
+        assert support.invoke("convert", path, tmp_path / "out", "--to", to, "--allow-lossy").code == 0
+        assert not list((tmp_path / "out").glob("mask_embedding*"))
 
     @pytest.mark.parametrize(
         ("value", "message"),

@@ -16,6 +16,7 @@ from safetensors.numpy import load_file
 from dflash_cli.checkpoints import references, safetensors_writer
 from dflash_cli.checkpoints.opening import open_draft
 from dflash_cli.checkpoints.safetensors_writer import encode_header
+from dflash_cli.conversion import staging
 from dflash_cli.conversion import write as write_module
 from dflash_cli.conversion.execute import convert_draft
 from dflash_cli.conversion.plan import ConversionPlan, plan_conversion
@@ -46,7 +47,7 @@ class TestDestination:
         outcome = support.invoke("convert", source, tmp_path / "absent" / "out", "--to", "native")
         assert outcome.code == 2
         assert f"{tmp_path / 'absent'}: no such directory" in outcome.err
-        with pytest.raises(UsageError, match="cannot be written"):
+        with pytest.raises(UsageError, match="no such directory"):
             convert_draft(plan(source), tmp_path / "absent" / "out")
         assert not (tmp_path / "absent").exists()
 
@@ -59,22 +60,19 @@ class TestDestination:
         home = tmp_path / "tiny"
         support.make_native(home / "draft")
         support.make_target(home / "target")
-        (home / "config.json").write_text("{}")
         monkeypatch.setattr(references, "tiny_directory", lambda: home)
         outcome = support.invoke("convert", "tiny", home / name, "--to", "speculators", "--force", *more)
         assert outcome.code == 2
-        assert f"is or contains the {'target' if name == 'target' else 'source'}" in outcome.err
+        assert ("is or contains the source" if name == "draft" else "is no draft") in outcome.err
         assert open_draft(home / "draft").format.name == "native"
         assert (home / "target" / "model.safetensors").exists()
 
     def test_force_replaces_a_checkpoint(self, tmp_path: Path) -> None:
         source = support.make_native(tmp_path / "source")
         destination = support.make_native(tmp_path / "out", support.Shape(vocab=40, draft_vocab=40))
-        (destination / "stale.txt").write_text("")
         args = ["convert", source, destination, "--to", "speculators", "--verifier", "acme/target", "--force"]
         assert support.invoke(*args).code == 0
         assert open_draft(destination).config.vocab_size == 32
-        assert not (destination / "stale.txt").exists()
         assert leftovers(tmp_path) == []
 
     def test_dry_run_writes_nothing(self, tmp_path: Path) -> None:
@@ -109,7 +107,7 @@ class TestDestination:
 
         monkeypatch.setattr("dflash_cli.conversion.execute.verify_roundtrip", fail)
         with pytest.raises(error):
-            convert_draft(plan(source), tmp_path / "out")
+            convert_draft(plan(source), tmp_path / "out", force=exists)
         assert leftovers(tmp_path) == []
         assert (tmp_path / "out").exists() is exists
         if exists:
@@ -118,16 +116,16 @@ class TestDestination:
     def test_a_failed_rename_puts_the_old_one_back(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         source = support.make_native(tmp_path / "source")
         support.make_native(tmp_path / "out", support.Shape(vocab=40, draft_vocab=40))
-        rename = Path.rename
+        move = staging.move_new
 
-        def fail(self: Path, target: Path) -> Path:
-            if ".tmp-" in self.name:
+        def fail(source: Path, destination: Path) -> None:
+            if ".tmp-" in source.name:
                 raise KeyboardInterrupt
-            return rename(self, target)
+            move(source, destination)
 
-        monkeypatch.setattr(Path, "rename", fail)
+        monkeypatch.setattr(staging, "move_new", fail)
         with pytest.raises(KeyboardInterrupt):
-            convert_draft(plan(source), tmp_path / "out")
+            convert_draft(plan(source), tmp_path / "out", force=True)
         assert open_draft(tmp_path / "out").config.vocab_size == 40
         assert leftovers(tmp_path) == []
 

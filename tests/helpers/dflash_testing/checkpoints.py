@@ -362,7 +362,7 @@ def convert(source: Path, destination: Path, to: str, *, target: Path | None = N
         target_reference=None if target is None else str(target),
         **request,
     )
-    convert_draft(plan_conversion(open_draft(source), conversion), destination)
+    convert_draft(plan_conversion(open_draft(source), conversion), destination, force=True)
     return dict(json.loads((destination / "conversion.json").read_text(encoding="utf-8")))
 
 

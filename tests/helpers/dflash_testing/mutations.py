@@ -1,10 +1,12 @@
 """Random faults for checkpoints: in bytes, JSON values, tensors, offsets, shard names, links and kinds of files."""
 
 import copy
+import io
 import json
 import os
 import random
 import struct
+import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -243,10 +245,71 @@ def add_file(spoiled: Spoiled, generator: random.Random) -> None:
     spoiled.files[name] = generator.choice((b"", b"{}", b"GGUF" + b"\0" * 20, generator.randbytes(40)))
 
 
+def repeat_tensor(spoiled: Spoiled, generator: random.Random) -> None:
+    """A tensor of one shard in another, or a shard under another's name."""
+    shards = [name for name in spoiled.files if name.endswith(".safetensors")]
+    if len(shards) > 1:
+        one, other = generator.sample(shards, 2)
+        spoiled.files[one] = spoiled.files[other]
+
+
+def spell_rope(spoiled: Spoiled, generator: random.Random) -> None:
+    """Rope in two spellings, which agree or do not, or by layer type."""
+    document = load(spoiled, CONFIG)
+    if document is None:
+        return
+    body = document.get("transformer_layer_config")
+    body = body if isinstance(body, dict) else document
+    for key in generator.sample(("rope_scaling", "rope_parameters"), generator.choice((1, 2))):
+        rope: Any = {
+            "rope_type": generator.choice(("yarn", "linear", "llama3", "default", None, 7)),
+            "factor": generator.choice((4.0, 16.0, "4", junk(generator))),
+            "original_max_position_embeddings": generator.choice((64, 128, None)),
+            "rope_theta": generator.choice((1e6, 1e4, None)),
+        }
+        body[key] = generator.choice((rope, {"full_attention": rope, "sliding_attention": rope}, [rope]))
+    store(spoiled, CONFIG, document)
+
+
+def set_style(spoiled: Spoiled, generator: random.Random) -> None:
+    """A key that changes what weights mean, at one level or the other."""
+    document = load(spoiled, CONFIG)
+    if document is None:
+        return
+    nested = document.get("dflash_config")
+    place = nested if isinstance(nested, dict) and generator.random() < 0.5 else document
+    key = generator.choice(("use_gemma_norm", "is_neox_style", "rope_is_neox_style", "use_swa", "is_causal"))
+    place[key] = generator.choice((True, False, None, junk(generator)))
+    store(spoiled, CONFIG, document)
+
+
+def mark_bytes(spoiled: Spoiled, generator: random.Random) -> None:
+    """A byte order mark, or another encoding altogether."""
+    name = pick_json(spoiled, generator)
+    data = spoiled.files[name]
+    other = data.decode("utf-8", "replace").encode("utf-16", "replace")
+    spoiled.files[name] = generator.choice((b"\xef\xbb\xbf" + data, b"\xff\xfe" + data, other))
+
+
+def add_pickle(spoiled: Spoiled, generator: random.Random) -> None:
+    """A mask embedding that torch could have written, damaged or not, or a manifest of a conversion."""
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w") as archive:
+        value = generator.choice((b"\x80\x02}q\x00.", b"\x80\x02cposix\nsystem\n.", generator.randbytes(30), b""))
+        archive.writestr("a/data.pkl", value)
+        archive.writestr("a/data/0", generator.randbytes(64))
+    data = bytearray(stream.getvalue())
+    for _ in range(generator.choice((0, 1, 5))):
+        data[generator.randrange(len(data))] = generator.randrange(256)
+    spoiled.files[generator.choice(("mask_embedding.pt", "mask_embedding.safetensors"))] = bytes(data)
+    if generator.random() < 0.3:
+        spoiled.files["conversion.json"] = generator.choice((b'{"tool": "dflash"}', b"{}", b"[]", b"{"))
+
+
 MUTATIONS: tuple[Mutation, ...] = (
     flip_bytes, cut_bytes, insert_bytes, replace_value, replace_value, replace_value, remove_or_add_key, repeat_key,
     change_entry, change_entry, change_tensors, change_length, spoil_index, make_link, make_pipe, make_directory,
-    remove_file, add_file,
+    remove_file, add_file, repeat_tensor, spell_rope, set_style, mark_bytes, add_pickle,
 )  # fmt: skip
 
 
@@ -285,7 +348,7 @@ def pick_place(document: dict[str, Any], generator: random.Random) -> tuple[Any,
 def load(spoiled: Spoiled, name: str) -> dict[str, Any] | None:
     """A file's JSON object, where it still is one that is not empty."""
     try:
-        document = json.loads(spoiled.files[name])
+        document = json.loads(spoiled.files.get(name, b""))
     except (ValueError, RecursionError):
         return None
     return copy.deepcopy(document) if isinstance(document, dict) and document else None

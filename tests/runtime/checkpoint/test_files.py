@@ -2,6 +2,9 @@
 
 import json
 import struct
+import subprocess
+import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +12,9 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
 
-from dflash_runtime.checkpoint.files import INDEX_FILE, Checkpoint, parse_json, read_header
+from dflash_runtime.checkpoint.files import INDEX_FILE, Checkpoint, parse_json, read_header, read_json
 from dflash_runtime.errors import CheckpointError, CheckpointNotFound, TensorMismatch
 from dflash_testing import checkpoints as support
 
@@ -89,6 +93,15 @@ class TestHeader:
         with pytest.raises(CheckpointError, match="takes 4 bytes"):
             read_header(write_file(tmp_path / "x.safetensors", header, b"1234"))
 
+    @pytest.mark.parametrize("count", [49_000, 240_000])
+    def test_very_many_tensors_take_seconds(self, count: int, tmp_path: Path) -> None:
+        header = {f"layers.{at}.x": entry(0, 0, [0]) for at in range(count)}
+        file = write_file(tmp_path / "x.safetensors", header)
+        started = time.perf_counter()
+        with pytest.raises(CheckpointError, match="more than 50000") if count > 50_000 else nullcontext():
+            assert len(read_header(file)) == count
+        assert time.perf_counter() - started < 10
+
     def test_metadata_is_skipped(self, tmp_path: Path) -> None:
         header = {"__metadata__": {"format": "pt"}, "a": entry(0, 1)}
         assert list(read_header(write_file(tmp_path / "x.safetensors", header, b"1"))) == ["a"]
@@ -120,6 +133,8 @@ class TestJson:
             (b'{"a": Infinity}', "Infinity is not JSON"),
             (b'{"a": 1e999}', "1e999 is too large"),
             (b'{"a": ' + b"9" * 30 + b"}", "is too large"),
+            (b'{"a": -' + b"9" * 5000 + b"}", "a number of 5001 digits is too large"),
+            (b"\xef\xbb\xbf{}", "begins with a byte order mark, expected plain UTF-8"),
             (b'{"a": {"b": 1, "b": 2}}', "duplicate key 'b'"),
             (b'{"\xff": 1}', "not UTF-8 at byte 2"),
             (b'{"a":' * 100_000, "nested too deeply|not valid JSON"),
@@ -128,6 +143,15 @@ class TestJson:
     def test_strictness(self, text: bytes, message: str) -> None:
         with pytest.raises(CheckpointError, match=message):
             parse_json(text, PATH)
+
+    def test_a_byte_order_mark_has_a_hint_that_works(self, tmp_path: Path) -> None:
+        path = tmp_path / "it's a config.json"
+        path.write_bytes(b"\xef\xbb\xbf{}")
+        with pytest.raises(CheckpointError) as caught:
+            read_json(path)
+        assert caught.value.hint is not None
+        subprocess.run(caught.value.hint.partition(": ")[2], shell=True, check=True)
+        assert path.read_bytes() == b"{}"
 
     def test_numbers_stay_numbers(self) -> None:
         assert parse_json(b'{"a": 1e-6, "b": -3}', PATH) == {"a": 1e-6, "b": -3}
@@ -186,6 +210,19 @@ class TestDirectory:
             _ = Checkpoint(self.edit_index(tmp_path, change)).tensors
         assert caught.value.unexpected == ("fc.weight",)
         assert caught.value.missing[0].startswith("ghost")
+
+    def test_a_name_in_a_shard_that_the_index_does_not_give_it(self, tmp_path: Path) -> None:
+        """transformers takes the copy of the index, vLLM whichever comes last."""
+        arrays = support.body_arrays()
+        draft = support.write_sharded(tmp_path / "draft", support.native_config(), arrays)
+        second = draft / "model-00002-of-00002.safetensors"
+        save_file({**load_file(second), "fc.weight": -arrays["fc.weight"]}, second)
+        with pytest.raises(TensorMismatch) as caught:
+            _ = Checkpoint(draft).tensors
+        found = (
+            "fc.weight (in model-00002-of-00002.safetensors; the index gives it to model-00001-of-00002.safetensors)"
+        )
+        assert caught.value.unexpected == (found,)
 
     def test_index_without_a_map(self, tmp_path: Path) -> None:
         draft = self.edit_index(tmp_path, lambda index: index.pop("weight_map"))

@@ -38,6 +38,13 @@ CASES = [
     Case(rule="C22", message="found 'big'", config=top(rope_theta="big")),
     Case(rule="C23", message="different values", config=top(rope_parameters={"rope_theta": 10000.0})),
     Case(rule="C23", message="rope_scaling.type linear", config=top(rope_scaling={**YARN, "type": "linear"})),
+    Case(
+        rule="C23", message="rope_parameters.factor 16.0, rope_scaling.factor 4.0",
+        config=top(
+            rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+            rope_parameters={"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 64},
+        ),
+    ),
     Case(rule="C24", message="missing for rope type yarn", config=top(rope_scaling=YARN)),
     Case(rule="C26", message="0.25", severity="warning", config=top(partial_rotary_factor=0.25)),
     Case(rule="C27", message="found 'gelu'", engines="vllm", config=top(hidden_act="gelu")),

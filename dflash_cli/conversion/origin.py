@@ -1,0 +1,45 @@
+"""Where a conversion's inputs came from, in words that mean the same on another machine: no path of this one."""
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from dflash_cli.checkpoints.fingerprint import target_fingerprint
+from dflash_cli.conversion.request import ConversionRequest
+
+SNAPSHOTS = "snapshots"
+REPO_PREFIX = "models--"
+
+
+def describe_origin(source: Path, request: ConversionRequest) -> dict[str, Any]:
+    """Source, target, command and date, for the manifest."""
+    target = request.target
+    return {
+        "source": name_of(source),
+        "target": target and {**name_of(target.checkpoint.path), "fingerprint": target_fingerprint(target).to_json()},
+        "argv": without_paths(request.argv),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def name_of(path: Path) -> dict[str, str | None]:
+    """A checkpoint's repository and commit where the hub's cache holds it, otherwise its directory's name."""
+    resolved = path.resolve()
+    home = resolved.parent.parent
+    if resolved.parent.name == SNAPSHOTS and home.name.startswith(REPO_PREFIX):
+        repo = home.name.removeprefix(REPO_PREFIX).replace("--", "/")
+        return {"name": repo, "repo": repo, "commit": resolved.name}
+    return {"name": resolved.name, "repo": None, "commit": None}
+
+
+def without_paths(argv: Sequence[str]) -> list[str]:
+    """Arguments with absolute paths cut to their last part."""
+    return [_without_path(item) for item in argv]
+
+
+def _without_path(argument: str) -> str:
+    option, equals, value = argument.partition("=")
+    if equals and option.startswith("-"):
+        return f"{option}={_without_path(value)}"
+    return Path(argument).name if argument.startswith(("/", "~")) else argument

@@ -1,0 +1,60 @@
+"""`t2d` follows from `d2t`: speculators cannot load a reduced draft without it."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from dflash_testing import checkpoints as support
+
+SHAPE = support.REDUCED
+EXPECTED = support.reduced_arrays(SHAPE, support.target_arrays(SHAPE))["t2d"]
+
+
+def make(path: Path, **changes: np.ndarray | None) -> Path:
+    arrays = {**support.body_arrays(SHAPE), **support.reduced_arrays(SHAPE, support.target_arrays(SHAPE))}
+    for name, array in changes.items():
+        arrays.pop(name) if array is None else arrays.update({name: array})
+    return support.write_checkpoint(path, support.speculators_config(SHAPE, num_target_layers=4), arrays)
+
+
+def offsets(dtype: type = np.int64) -> np.ndarray:
+    return (support.kept_ids(SHAPE) - np.arange(SHAPE.draft_vocab)).astype(dtype)
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.int32])
+def test_it_is_made_where_it_is_missing(dtype: type, tmp_path: Path) -> None:
+    manifest = support.convert(make(tmp_path / "source", t2d=None, d2t=offsets(dtype)), tmp_path / "out", "speculators")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert found["t2d"].dtype == np.bool_
+    assert found["t2d"].tolist() == EXPECTED.tolist()
+    entry = next(item for item in manifest["tensors"] if item["to"] == "t2d")
+    assert entry == {"from": None, "to": "t2d", "change": "derived", "why": "follows from d2t"}
+    assert support.invoke("validate", tmp_path / "out").code == 0
+
+
+def test_one_that_agrees_is_copied(tmp_path: Path) -> None:
+    manifest = support.convert(make(tmp_path / "source"), tmp_path / "out", "speculators")
+    assert next(item for item in manifest["tensors"] if item["to"] == "t2d")["change"] == "kept"
+
+
+def test_one_that_contradicts_is_made_anew_and_named(tmp_path: Path) -> None:
+    manifest = support.convert(make(tmp_path / "source", t2d=~EXPECTED), tmp_path / "out", "speculators")
+    assert load_file(tmp_path / "out" / "model.safetensors")["t2d"].tolist() == EXPECTED.tolist()
+    assert "t2d contradicts d2t" in manifest["warnings"][-1]
+
+
+@pytest.mark.parametrize(("row", "offset", "message"), [(1, -1, "names an id twice"), (3, 1000, "leads outside")])
+def test_a_map_that_is_none_is_refused(row: int, offset: int, message: str, tmp_path: Path) -> None:
+    spoiled = offsets()
+    spoiled[row] = offset
+    source = make(tmp_path / "source", t2d=None, d2t=spoiled)
+    outcome = support.invoke("convert", source, tmp_path / "out", "--to", "speculators")
+    assert outcome.code == 3
+    assert message in outcome.err
+
+
+def test_engines_get_none_they_do_not_ask_for(tmp_path: Path) -> None:
+    support.convert(make(tmp_path / "source", t2d=None), tmp_path / "out", "vllm")
+    assert "t2d" not in load_file(tmp_path / "out" / "model.safetensors")

@@ -1,0 +1,53 @@
+"""`conversion.json` says where a draft came from in words that mean the same on another machine."""
+
+import json
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from dflash_cli.checkpoints.fingerprint import TargetFingerprint, target_fingerprint
+from dflash_cli.checkpoints.opening import open_target
+from dflash_cli.conversion.origin import name_of, without_paths
+from dflash_testing import checkpoints as support
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+def test_a_local_source_and_its_target(tmp_path: Path) -> None:
+    source, target = support.make_native(tmp_path / "draft"), support.make_target(tmp_path / "target")
+    out = tmp_path / "out"
+    outcome = support.run_main(
+        "convert", source, out, "--to", "speculators", f"--target={target}", "--verify", "logits"
+    )
+    assert outcome.code == 0, outcome.err
+    text = (out / "conversion.json").read_text()
+    found = json.loads(text)
+    assert str(tmp_path) not in text
+    assert str(tmp_path) not in (out / "config.json").read_text()
+    assert found["source"] == {"name": "draft", "repo": None, "commit": None}
+    assert TargetFingerprint.from_json(found["target"]["fingerprint"]) == target_fingerprint(open_target(target))
+    assert found["argv"][:3] == ["dflash", "convert", "draft"]
+    assert "--target=target" in found["argv"]
+    assert abs((datetime.now(UTC) - datetime.fromisoformat(found["date"])).total_seconds()) < 600
+    assert "logits: the largest difference is 0 where the largest logit is" in outcome.err
+    assert "100.00% of the positions have the same best token" in outcome.err
+
+
+@pytest.mark.parametrize("name", ["acme/draft", "draft"])
+def test_a_source_in_the_hubs_cache(name: str, tmp_path: Path) -> None:
+    home = tmp_path / f"models--{name.replace('/', '--')}"
+    snapshot = support.make_native(home / "snapshots" / COMMIT)
+    (snapshot / "README.md").write_text("# A draft\n")
+    assert name_of(snapshot) == {"name": name, "repo": name, "commit": COMMIT}
+    manifest = support.convert(snapshot, tmp_path / "out", "native")
+    assert manifest["source"] == {"name": name, "repo": name, "commit": COMMIT}
+    assert manifest["target"] is None
+    assert manifest["argv"] == []
+    assert f"from `{name}` at {COMMIT}" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_arguments_without_paths() -> None:
+    given = ["convert", "/home/me/a", "~/b/c", "org/repo@v1", "../d", "--target=/e/f", "--to=native", "-t", "/"]
+    cut = ["convert", "a", "c", "org/repo@v1", "../d", "--target=f", "--to=native", "-t", ""]
+    assert without_paths(given) == cut
