@@ -177,7 +177,8 @@ class EngineConfig:
 
     `max_batched_tokens` is the prompt rows one step prefills at most. `kv_memory_bytes` sizes the page pool outright;
     otherwise it takes what `gpu_memory_utilization` leaves of the device. `max_in_flight` steps are queued ahead of
-    their results when scheduling is asynchronous.
+    their results when scheduling is asynchronous. `seed` is what the seeds of requests without one are made from; None
+    is another number each time.
     """
 
     device: str = "auto"
@@ -195,6 +196,7 @@ class EngineConfig:
     prefix_cache: bool = True
     scheduling: str = "async"
     max_in_flight: int = 2
+    seed: int | None = None
 
     def __post_init__(self) -> None:
         for name, choices in CHOICES.items():
