@@ -1,7 +1,7 @@
 """Answer prompts turn by turn, yielding text as it is committed. Does not write to the terminal."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dflash_cli.generation.loaded_pair import PairSession
@@ -9,7 +9,7 @@ from dflash_cli.generation.prompts import Conversation, PromptRow
 from dflash_cli.generation.tokenizer import StreamDecoder, Tokenizer
 from dflash_runtime.lossless import Lossless
 from dflash_runtime.metrics import AcceptanceCounts, count_acceptance
-from dflash_runtime.scheduling.request import DraftStep, RequestOutput, SamplingParams
+from dflash_runtime.scheduling.request import DraftStep, RequestOutput, SamplingParams, derive_seed
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,7 @@ def answer_rows(
     while pending:
         prompts = [conversation.next_prompt(session.tokenizer, chat=chat) for conversation in pending]
         texts = [_Text(session.tokenizer) for _ in pending]
-        for delta in session.llm.stream(prompts, [params(conversation.row) for conversation in pending]):
+        for delta in session.llm.stream(prompts, [_own_seed(params(item.row), item.row) for item in pending]):
             conversation, text = pending[delta.index], texts[delta.index]
             released = text.push(delta.token_ids, is_last=delta.output is not None)
             answer = None
@@ -152,6 +152,11 @@ def answer_rows(
                 conversation.add_answer(text.whole)
             yield Event(conversation.row, delta.token_ids, released, answer)
         pending = [conversation for conversation in pending if not conversation.is_done]
+
+
+def _own_seed(params: SamplingParams, row: PromptRow) -> SamplingParams:
+    """A row's own numbers: with one seed for all, rows would draw the same ones at the same positions."""
+    return params if params.seed is None else replace(params, seed=derive_seed(params.seed, row.index))
 
 
 class _Text:

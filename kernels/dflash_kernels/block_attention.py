@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from dflash_kernels.attention_walk import share_of_tiles, walk_block, walk_context
 from dflash_kernels.launch_config import (
     COMBINE_TILE,
+    MAX_GRID,
     MIN_DOT,
     attention_shape,
     ceil_div,
@@ -202,6 +203,7 @@ def block_attention(
     require(len(page_table) == num_requests == len(context_lens), "a table row and a length for each request")
     require(page_table.stride(1) == 1, "contiguous rows of the page table")
     require(window is None or window > 0, "a window of at least 1")
+    require(num_requests * num_kv <= MAX_GRID, f"at most {MAX_GRID} requests times KV heads")
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     if not out.numel():
         return out

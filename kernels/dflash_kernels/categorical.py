@@ -14,11 +14,14 @@ from dflash_kernels.uniform import RESIDUAL, TARGET, stream, uniform_ref, unifor
 
 
 def categorical_ref(probs: Tensor, uniform: Tensor) -> Tensor:
-    """Invert the cumulative distribution: [T, V] probabilities and [T] numbers in [0, 1) -> [T] int64 tokens."""
+    """Invert the cumulative distribution: [T, V] probabilities and [T] numbers in [0, 1) -> [T] int64 tokens.
+
+    A row that is no distribution, NaN or zero throughout, gives some token of the vocabulary.
+    """
     cumulative = probs.cumsum(-1)
     total = cumulative[:, -1:]
     level = torch.minimum(uniform[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cumulative, level, right=True)[:, 0]
+    return torch.searchsorted(cumulative, level, right=True)[:, 0].clamp(max=probs.shape[-1] - 1)
 
 
 def sample_probs_ref(probs: Tensor, seeds: Tensor, positions: Tensor, purpose: int = TARGET) -> Tensor:
@@ -61,8 +64,8 @@ def _tile_sums_kernel(
     num_rows, vocab_size, num_tiles, HAS_DRAFT: tl.constexpr, TILE_V: tl.constexpr,
 ):  # fmt: skip
     """Sums of a row's tiles; with a draft, of the row at `columns`, and of its residual in a second plane."""
-    tile = tl.program_id(0)
-    request = tl.program_id(1).to(tl.int64)
+    request = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1)
     token = tile.to(tl.int64) * TILE_V + tl.arange(0, TILE_V)
     column = request * 0
     if HAS_DRAFT:
@@ -80,7 +83,7 @@ def _tile_sums_kernel(
                     target_probs, draft_probs, request * num_rows + column, draft_row, token, vocab_size
                 ), 0
             )  # fmt: skip
-        tl.store(tile_sums + (tl.num_programs(1) + request) * num_tiles + tile, residual_sum)
+        tl.store(tile_sums + (tl.num_programs(0) + request) * num_tiles + tile, residual_sum)
 
 
 @jit
@@ -141,7 +144,7 @@ def launch_sample_probs(
     tile_sums = torch.empty((2 if has_draft else 1, num_requests, num_tiles), dtype=torch.float64, device=seeds.device)
     drafts = target_probs if draft_probs is None else draft_probs
     tile = min(VOCAB_TILE, power_of_2(vocab_size))
-    _tile_sums_kernel[(num_tiles, num_requests)](
+    _tile_sums_kernel[(num_requests, num_tiles)](
         target_probs, drafts, columns, is_residual, tile_sums,
         num_rows, vocab_size, num_tiles, HAS_DRAFT=has_draft, TILE_V=tile,
     )  # fmt: skip

@@ -12,7 +12,9 @@ Axis letters: T rows, V vocabulary.
 import torch
 from torch import Tensor
 
-from dflash_kernels.launch_config import jit, power_of_2, tl
+from dflash_kernels.launch_config import MIN_TEMPERATURE, constexpr, jit, power_of_2, tl
+
+_TL_MIN_TEMPERATURE = constexpr(MIN_TEMPERATURE)
 
 _KEY_BITS = {torch.float32: 32, torch.float16: 20, torch.bfloat16: 16}
 """Leading bits that tell any two logits of a dtype apart, once widened to float32; an even number."""
@@ -76,8 +78,8 @@ def _refine_threshold_kernel(
     IS_FIRST: tl.constexpr, BY_MASS: tl.constexpr, NUM_BITS: tl.constexpr, TILE_V: tl.constexpr, TILE_T: tl.constexpr,
 ):  # fmt: skip
     """One pass: how many tokens, or how much probability, a tile has at or above each of three candidate keys."""
-    tile = tl.program_id(0)
-    row = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1)
     level = tl.load(levels + row)
     if level == 0:
         return
@@ -110,8 +112,8 @@ def _tie_stats_kernel(
     NUM_BITS: tl.constexpr, TILE_V: tl.constexpr, TILE_T: tl.constexpr,
 ):  # fmt: skip
     """At the threshold: a tile's number and probability above it, the number equal to it, and one's probability."""
-    tile = tl.program_id(0)
-    row = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1)
     level = tl.load(levels + row)
     if level == 0:
         return
@@ -169,7 +171,7 @@ def _resolve_ties_kernel(
         tl.store(num_ties_kept + row, needed.to(tl.int64))
     if not BY_MASS:
         top_p = tl.load(top_ps + row)
-        is_cut = (tl.load(temperatures + row) > 0) & (top_p < 1)
+        is_cut = (tl.load(temperatures + row) >= _TL_MIN_TEMPERATURE) & (top_p < 1)
         # Above 0, which means that there is nothing to do.
         tl.store(levels + row, tl.where(is_cut, tl.maximum(top_p * mass, 1e-300), 0.0))
 
@@ -178,8 +180,8 @@ def _resolve_ties_kernel(
 def _cut_kernel(
     logits, probs, keys, last_ids, masses, vocab_size, row_stride, NUM_BITS: tl.constexpr, TILE_V: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(1).to(tl.int64)
-    token = tl.program_id(0) * TILE_V + tl.arange(0, TILE_V)
+    row = tl.program_id(0).to(tl.int64)
+    token = tl.program_id(1) * TILE_V + tl.arange(0, TILE_V)
     lowest = tl.load(keys + row)
     key = _load_keys(logits + row * row_stride, token, vocab_size, NUM_BITS)
     is_kept = (key > lowest) | ((key == lowest) & (token <= tl.load(last_ids + row)))
@@ -191,7 +193,7 @@ def _cut_kernel(
 def launch_cut(
     logits: Tensor, probs: Tensor, tile_maxes: Tensor, temperatures: Tensor, top_ks: Tensor, top_ps: Tensor, tile: int
 ) -> None:
-    """`cut_ref` in place; rows of temperature 0 stay as they are. A launch for every two bits of a logit, twice.
+    """`cut_ref` in place; greedy rows stay as they are. A launch for every two bits of a logit, twice.
 
     tile_maxes  [T, tiles] float32   the highest logit of each tile of `tile` tokens
     """
@@ -204,25 +206,25 @@ def launch_cut(
     last_ids, num_ties_kept = (torch.full_like(keys, vocab_size) for _ in range(2))
     masses = torch.ones(num_rows, dtype=torch.float64, device=logits.device)
     tie_stats = torch.empty((num_rows, 4, num_tiles), dtype=torch.float64, device=logits.device)
-    levels = torch.where((temperatures > 0) & (top_ks < vocab_size), top_ks, 0).double()
+    levels = torch.where((temperatures >= MIN_TEMPERATURE) & (top_ks < vocab_size), top_ks, 0).double()
     for by_mass in (False, True):
         pass_keys, tile_sums = keys, tie_stats
         for shift in range(num_bits - 2, -1, -2):
             new_pass_keys = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
             new_tile_sums = torch.empty((num_rows, 3, num_tiles), dtype=torch.float64, device=logits.device)
-            _refine_threshold_kernel[(num_tiles, num_rows)](
+            _refine_threshold_kernel[(num_rows, num_tiles)](
                 logits, probs, tile_maxes, levels, pass_keys, tile_sums, new_pass_keys, new_tile_sums, *sizes, shift,
                 IS_FIRST=shift == num_bits - 2, BY_MASS=by_mass, **tiling,
             )  # fmt: skip
             pass_keys, tile_sums = new_pass_keys, new_tile_sums
         tie_keys = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
-        _tie_stats_kernel[(num_tiles, num_rows)](
+        _tie_stats_kernel[(num_rows, num_tiles)](
             logits, probs, levels, keys, pass_keys, tile_sums, tie_keys, tie_stats, *sizes, **tiling
         )
         _resolve_ties_kernel[(num_rows,)](
             logits, temperatures, top_ks, top_ps, levels, tie_stats, tie_keys, keys, last_ids, masses, num_ties_kept,
             *sizes, BY_MASS=by_mass, **tiling,
         )  # fmt: skip
-    _cut_kernel[(num_tiles, num_rows)](
+    _cut_kernel[(num_rows, num_tiles)](
         logits, probs, keys, last_ids, masses, vocab_size, logits.stride(0), NUM_BITS=num_bits, TILE_V=tile
     )

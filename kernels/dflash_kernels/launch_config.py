@@ -117,6 +117,12 @@ HEAD_TILE = 8
 VOCAB_TILE = 4096
 """Tokens a program covers in one pass over logits or probabilities."""
 
+MAX_GRID = 65_535
+"""Programs along the second and third axis of a launch; only the first, where rows are, goes further."""
+
+MIN_TEMPERATURE = 1e-5
+"""Below this a row is greedy: dividing logits by less tells no two of them apart any better, and overflows."""
+
 
 COMBINE_TILE = 4
 """Rows whose parts one program adds up, a warp each."""

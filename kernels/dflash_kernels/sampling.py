@@ -12,8 +12,21 @@ from torch import Tensor
 
 from dflash_kernels.categorical import categorical_ref, first_above, sample_probs
 from dflash_kernels.filters import cut_ref, launch_cut
-from dflash_kernels.launch_config import VOCAB_TILE, ceil_div, check_dtypes, check_tensors, jit, power_of_2, require, tl
+from dflash_kernels.launch_config import (
+    MIN_TEMPERATURE,
+    VOCAB_TILE,
+    ceil_div,
+    check_dtypes,
+    check_tensors,
+    constexpr,
+    jit,
+    power_of_2,
+    require,
+    tl,
+)
 from dflash_kernels.uniform import TARGET, stream, uniform_ref, uniform_tile
+
+_TL_MIN_TEMPERATURE = constexpr(MIN_TEMPERATURE)
 
 
 def sample_ref(
@@ -28,7 +41,7 @@ def sample_ref(
     has_filters: bool = True,
     purpose: int = TARGET,
 ) -> Tensor:
-    """One token a row: the argmax where the temperature is 0, a sample otherwise.
+    """One token a row: the argmax where the temperature is below MIN_TEMPERATURE, a sample otherwise.
 
     logits        [T, V]   any float dtype
     temperatures  [T] float64
@@ -36,10 +49,11 @@ def sample_ref(
     top_ps        [T] float64   1 keeps all
     seeds         [T] int64
     positions     [T] int64     position of the sampled token
-    is_greedy     every temperature is 0
+    is_greedy     every temperature is below MIN_TEMPERATURE
     has_filters   some top_k or top_p may cut; False promises that none does
     purpose       which stream of random numbers
-    Returns [T] int64. Among equal logits the argmax is the lowest id.
+    Returns [T] int64. Among equal logits the argmax is the lowest id. A row that is not finite gives some id of the
+    vocabulary, which nobody should use.
     """
     if is_greedy:
         return logits.argmax(-1)
@@ -58,7 +72,7 @@ def filtered_probs_ref(
 ) -> Tensor:
     """The distribution a row is sampled from: softmax at its temperature, cut to top-k, then to top-p.
 
-    Shapes and keywords as in `sample_ref`; a temperature of 0 puts everything on the argmax. top-p keeps the smallest
+    Shapes and keywords as in `sample_ref`; a greedy row puts everything on the argmax. top-p keeps the smallest
     set of most likely tokens whose probability reaches `top_p`, after top-k and renormalisation; equal logits rank by
     id. Returns [T, V] float64, rows summing to 1.
     """
@@ -66,7 +80,7 @@ def filtered_probs_ref(
     top.scatter_(1, logits.argmax(-1, keepdim=True), 1.0)
     if is_greedy:
         return top
-    is_sampled = (temperatures > 0)[:, None]
+    is_sampled = (temperatures >= MIN_TEMPERATURE)[:, None]
     probs = (logits.double() / torch.where(is_sampled, temperatures[:, None], 1.0)).softmax(-1)
     if has_filters:
         probs = cut_ref(logits, probs, top_ks, top_ps)
@@ -92,8 +106,8 @@ def _tile_stats_kernel(
     logits, temperatures, tile_maxes, tile_ids, tile_sums, vocab_size, row_stride, num_tiles,
     IS_GREEDY: tl.constexpr, TILE_V: tl.constexpr,
 ):  # fmt: skip
-    tile = tl.program_id(0)
-    row = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1)
     token = tile.to(tl.int64) * TILE_V + tl.arange(0, TILE_V)
     scores = _load_tile(logits, row, token, vocab_size, row_stride)
     max_score = tl.max(scores, 0)
@@ -101,7 +115,7 @@ def _tile_stats_kernel(
     tl.store(tile_ids + row * num_tiles + tile, tl.min(tl.where(scores == max_score, token, vocab_size - 1), 0))
     if not IS_GREEDY:
         temperature = tl.load(temperatures + row)
-        if temperature > 0:
+        if temperature >= _TL_MIN_TEMPERATURE:
             tl.store(tile_sums + row * num_tiles + tile, tl.sum(_weights(scores, max_score, temperature), 0))
 
 
@@ -135,7 +149,7 @@ def _sample_kernel(
     chosen = _best_id(tile_maxes, tile_ids, row, num_tiles, TILE_T)
     if not IS_GREEDY:
         temperature = tl.load(temperatures + row)
-        if temperature > 0:
+        if temperature >= _TL_MIN_TEMPERATURE:
             sums, max_score = _scaled_sums(tile_maxes, tile_sums, row, num_tiles, temperature, TILE_T)
             level = uniform_tile(tl.load(seeds + row), tl.load(positions + row), salt) * tl.sum(sums, 0)
             tile = first_above(sums, 0.0, level, TILE_T)
@@ -152,12 +166,12 @@ def _probs_kernel(
     logits, temperatures, tile_maxes, tile_ids, tile_sums, probs, vocab_size, row_stride, num_tiles,
     IS_GREEDY: tl.constexpr, TILE_V: tl.constexpr, TILE_T: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(1).to(tl.int64)
-    token = tl.program_id(0).to(tl.int64) * TILE_V + tl.arange(0, TILE_V)
+    row = tl.program_id(0).to(tl.int64)
+    token = tl.program_id(1).to(tl.int64) * TILE_V + tl.arange(0, TILE_V)
     chosen = (token == _best_id(tile_maxes, tile_ids, row, num_tiles, TILE_T)).to(tl.float64)
     if not IS_GREEDY:
         temperature = tl.load(temperatures + row)
-        if temperature > 0:
+        if temperature >= _TL_MIN_TEMPERATURE:
             sums, max_score = _scaled_sums(tile_maxes, tile_sums, row, num_tiles, temperature, TILE_T)
             scores = _load_tile(logits, row, token, vocab_size, row_stride)
             chosen = tl.where(scores > float("-inf"), _weights(scores, max_score, temperature), 0.0) / tl.sum(sums, 0)
@@ -206,7 +220,7 @@ def filtered_probs(
     if len(logits):
         stats, tiling = _launch_stats(logits, temperatures, is_greedy)
         num_tiles = stats[0].shape[1]
-        _probs_kernel[(num_tiles, len(logits))](
+        _probs_kernel[(len(logits), num_tiles)](
             logits, temperatures, *stats, probs, logits.shape[1], logits.stride(0), num_tiles,
             IS_GREEDY=is_greedy, **tiling,
         )  # fmt: skip
@@ -225,7 +239,7 @@ def _launch_stats(
     maxes = torch.empty((num_rows, num_tiles), dtype=torch.float32, device=logits.device)
     ids = torch.empty((num_rows, num_tiles), dtype=torch.int64, device=logits.device)
     sums = ids if is_greedy else torch.empty((num_rows, num_tiles), dtype=torch.float64, device=logits.device)
-    _tile_stats_kernel[(num_tiles, num_rows)](
+    _tile_stats_kernel[(num_rows, num_tiles)](
         logits, temperatures, maxes, ids, sums, vocab_size, logits.stride(0), num_tiles,
         IS_GREEDY=is_greedy, TILE_V=tile,
     )  # fmt: skip

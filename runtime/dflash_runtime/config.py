@@ -193,7 +193,8 @@ class EngineConfig:
 
     A step prefills at most `max_batched_tokens` prompt rows. `kv_memory_bytes` sets the size of the page pool;
     without it the pool takes the memory that `gpu_memory_utilization` allows. `max_in_flight` steps are queued ahead of
-    their results when scheduling is asynchronous.
+    their results when scheduling is asynchronous. Requests without a seed get theirs from `seed`; with None, that is
+    another number each time.
     """
 
     device: str = "auto"
@@ -211,6 +212,7 @@ class EngineConfig:
     prefix_cache: bool = True
     scheduling: str = "async"
     max_in_flight: int = 2
+    seed: int | None = None
 
     def __post_init__(self) -> None:
         for name, choices in CHOICES.items():

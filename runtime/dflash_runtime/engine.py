@@ -4,79 +4,213 @@ Synchronous, a step's results are read before the next is scheduled. Asynchronou
 before the oldest one's results are read, so the device never waits for the host. The scheduler then does not know how
 many drafts those steps accept, and plans for every count they can give: pages are reserved as if all were accepted, a
 request that the queued steps end in any case is left out, and nothing is preempted while a step is in flight.
+
+A step that fails is undone: every request begins again from the tokens it has, in a pool without content, and half as
+many run with half as many prompt rows. One that fails alone, and again after that, ends with the error; the others go
+on. So a batch that does not fit the memory is cut until it does, and a request that cannot be run is found by itself.
 """
 
+import logging
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from secrets import randbits
+
+import torch
 
 from dflash_runtime.device.results import PendingStep
 from dflash_runtime.device.runner import Runner
+from dflash_runtime.errors import CapacityError, DFlashError
 from dflash_runtime.scheduling.batch import Batch
-from dflash_runtime.scheduling.request import Request
+from dflash_runtime.scheduling.request import Request, derive_seed
 from dflash_runtime.scheduling.scheduler import OutOfPages, Scheduler
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """Tokens of a request that became final."""
+    """Tokens of a request that became final; none where it only ended."""
 
     request: Request
     token_ids: list[int]
 
 
 class Engine:
-    """Takes requests and steps until none is left. `max_in_flight` 0 is the synchronous loop."""
+    """Takes requests and steps until none is left. `max_in_flight` 0 is the synchronous loop.
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, *, max_in_flight: int = 0) -> None:
+    `seed` is what the seeds of requests without one are made from; None takes another in every engine.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, runner: Runner, *, max_in_flight: int = 0, seed: int | None = None
+    ) -> None:
         self.scheduler = scheduler
         self.runner = runner
         self.max_in_flight = max_in_flight
+        self.failure: DFlashError | None = None  # why nothing runs any more
         self._in_flight: deque[PendingStep] = deque()
+        self._touched: dict[Request, None] = {}  # may have tokens, or an end, that nobody has heard of
+        self._is_whole = True  # host and device agree; false while a step is under way
+        self._num_failures = 0  # since a token was last committed
+        self._seed = randbits(63) if seed is None else seed
+        self._num_added = 0
 
     def add(self, request: Request) -> None:
-        """Queue a request; see `Scheduler.add` for what is refused."""
+        """Queue a request; see `Scheduler.check` for what is refused.
+
+        Raises:
+            DFlashError: the device failed before, and the engine is closed.
+        """
+        if self.failure is not None:
+            raise self.failure
+        self._mend()
         self.scheduler.add(request)
+        if request.params.seed is None:
+            request.seed = derive_seed(self._seed, self._num_added)
+        self._num_added += 1
 
     def step(self) -> list[Committed]:
-        """Queue a step and commit the results that are due; with nothing to queue, commit the oldest."""
-        batch = self._schedule()
-        if batch.is_empty:
-            return self._commit_oldest()
-        pending = self.runner.submit(batch)
-        if pending is not None:
-            self._in_flight.append(pending)
-        committed: list[Committed] = []
-        while len(self._in_flight) > self.max_in_flight:
-            committed += self._commit_oldest()
+        """Queue a step and commit the results that are due; with nothing to queue, commit the oldest.
+
+        What a failing step raises ends the requests it is about; see `RequestOutput.error`. A failed assertion and
+        whatever is no `Exception`, as Ctrl-C, is raised; the next step goes on from the tokens that are committed.
+        """
+        self._mend()
+        self._is_whole = False
+        try:
+            batch = self._schedule()
+            if batch.is_empty:
+                self._commit_oldest()
+            else:
+                self._in_flight.append(self.runner.submit(batch))
+            while len(self._in_flight) > self.max_in_flight:
+                self._commit_oldest()
+        except AssertionError:
+            raise
+        except Exception as error:
+            self._recover(error)
+        self._is_whole = True
+        return self.deliver()
+
+    def run(self, requests: Sequence[Request]) -> Iterator[Committed]:
+        """Queue requests that were checked and step until they have ended. Leaving early drops those that have not.
+
+        When a step raises, what ended in it is yielded before.
+        """
+        own = dict.fromkeys(requests)
+        try:
+            for request in requests:
+                self.add(request)
+            while own and self.scheduler.has_work:
+                try:
+                    committed = self.step()
+                except BaseException:
+                    yield from self._end_of(own, self.deliver())
+                    raise
+                yield from self._end_of(own, committed)
+        finally:
+            self.abort(list(own))
+
+    def deliver(self) -> list[Committed]:
+        """Tokens that were committed and not handed out yet, and requests that ended."""
+        committed = []
+        for request in self._touched:
+            token_ids = request.output_token_ids[request.num_delivered :]
+            if token_ids or request.is_finished:
+                request.num_delivered += len(token_ids)
+                committed.append(Committed(request, token_ids))
+        self._touched = {}
         return committed
 
-    def run(self) -> Iterator[Committed]:
-        """Step until every request has ended. Leaving early drops the requests and frees what they hold."""
-        try:
-            while self.scheduler.has_work:
-                yield from self.step()
-        finally:
-            self.close()
+    def abort(self, requests: Sequence[Request] | None = None) -> None:
+        """Drop requests, by default all, and forget the steps in flight once none is left."""
+        self._mend()
+        self._is_whole = False
+        self.scheduler.abort(requests)
+        self._is_whole = True
+        if not self.scheduler.has_work:
+            self._in_flight.clear()
+            self._num_failures = 0
+            self.scheduler.restore_load()
 
-    def close(self) -> None:
-        """Drop every request and forget the steps in flight."""
-        self.scheduler.abort()
-        self._in_flight.clear()
+    def _end_of(self, own: dict[Request, None], committed: list[Committed]) -> Iterator[Committed]:
+        """Those of a call's own requests, which leave `own` when they have ended."""
+        for item in committed:
+            if item.request in own:
+                if item.request.is_finished:
+                    del own[item.request]
+                yield item
 
-    def _commit_oldest(self) -> list[Committed]:
+    def _commit_oldest(self) -> None:
         """Wait for the results of the oldest step in flight, if there is one, and make its tokens final."""
         if not self._in_flight:
-            return []
-        committed = []
-        for request, output in self._in_flight.popleft().read():
-            token_ids = self.scheduler.commit(request, output)
-            if token_ids:
-                committed.append(Committed(request, token_ids))
-        return committed
+            return
+        pending = self._in_flight.popleft()
+        outputs = pending.read()
+        for chunk in pending.chunks:
+            self.scheduler.finish_chunk(chunk)
+        for request, output in outputs:
+            self._touched[request] = None
+            if self.scheduler.commit(request, output):
+                self._num_failures = 0
 
     def _schedule(self) -> Batch:
         try:
             return self.scheduler.schedule(is_drained=not self._in_flight)
         except OutOfPages:
             return Batch()  # nothing to queue: the oldest results are committed instead, which may free pages
+
+    def _mend(self) -> None:
+        """After a step that was broken off: forget what it left on the device and in the books."""
+        if not self._is_whole:
+            self._in_flight.clear()
+            self.scheduler.restart()
+            self._is_whole = True
+
+    def _recover(self, error: Exception) -> None:
+        """After a step that failed: end the request it is about, or try again with less."""
+        suspects = self.scheduler.num_running or 1
+        self._mend()
+        self._num_failures += 1
+        reason = _explain(error)
+        if isinstance(error, torch.AcceleratorError) and not is_out_of_memory(error):
+            self.failure = DFlashError(f"this LLM is closed: {reason.message}", hint="load the pair in a new process")
+            self._fail(self.scheduler.live, reason)
+        elif not self.scheduler.has_work:
+            logger.warning("a step failed when nothing was left to do: %s", reason.message)
+        elif suspects == 1 and (self._num_failures > 1 or isinstance(error, DFlashError)):
+            self._fail(self.scheduler.live[:1], reason)
+            self._num_failures = 0
+            self.scheduler.restore_load()
+        else:
+            self.scheduler.shed_load(suspects)
+            logger.warning(
+                "a step failed (%s); trying again with %d requests and %d prompt rows at a time",
+                reason.message, self.scheduler.max_running, self.scheduler.max_batched_tokens,
+            )  # fmt: skip
+        if isinstance(reason, CapacityError) and torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def _fail(self, requests: Sequence[Request], reason: DFlashError) -> None:
+        for request in requests:
+            self._touched[request] = None
+            logger.error("prompt %d failed: %s", request.index, reason.message)
+            self.scheduler.fail(request, reason)
+
+
+def _explain(error: Exception) -> DFlashError:
+    """What a step raised, as an error with an exit code."""
+    if isinstance(error, DFlashError):
+        return error
+    text = str(error).strip().split("\n")[0]
+    if is_out_of_memory(error):
+        return CapacityError(f"out of memory: {text}", hint="lower --max-num-requests or --max-batched-tokens")
+    return DFlashError(f"{type(error).__name__}: {text}")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that host or device has no memory left; torch has no class of its own for the host."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and ("out of memory" in str(error) or "can't allocate memory" in str(error))

@@ -5,8 +5,9 @@ From a call to the target's forward it is six calls, and a test counts them:
     LLM.generate -> LLM.stream -> Engine.run -> Engine.step -> Runner.submit -> Runner._decode -> Target
 """
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
+from threading import Lock
 from typing import overload
 
 import torch
@@ -22,13 +23,13 @@ from dflash_runtime.lossless import Lossless, check_lossless
 from dflash_runtime.scheduling.limits import Limits
 from dflash_runtime.scheduling.pages import PagePool
 from dflash_runtime.scheduling.prefix_cache import PrefixCache
-from dflash_runtime.scheduling.request import Request, RequestOutput, SamplingParams
+from dflash_runtime.scheduling.request import Request, RequestOutput, SamplingParams, check_ids
 from dflash_runtime.scheduling.scheduler import Scheduler
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """Tokens one request gained in one step; `output` is set with its last."""
+    """Tokens one request gained in one step; `output` is set with its last, and where it ended without any."""
 
     index: int
     token_ids: tuple[int, ...]
@@ -37,6 +38,9 @@ class Delta:
 
 class LLM:
     """A pair ready to generate: one that is loaded, or a target and a draft to load. A context manager that closes it.
+
+    One `generate` or `stream` runs at a time: a second one, of another thread or begun while a stream is not read to
+    its end, is refused with a UsageError. Any number of LLMs may run on one loaded pair.
 
     Raises:
         CapacityError: the memory left after loading holds no request.
@@ -59,7 +63,9 @@ class LLM:
         cache = PrefixCache(pages, is_enabled=pair.config.prefix_cache)
         max_in_flight = pair.config.max_in_flight if pair.config.is_async else 0
         scheduler = Scheduler(pair.limits, pages, cache)
-        self.engine = Engine(scheduler, Runner(pair, num_pages), max_in_flight=max_in_flight)
+        self.engine = Engine(scheduler, Runner(pair, num_pages), max_in_flight=max_in_flight, seed=pair.config.seed)
+        self._call: object | None = None  # the one that runs
+        self._lock = Lock()
 
     @property
     def limits(self) -> Limits:
@@ -89,7 +95,13 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete prompts of token ids; outputs come in the order of the prompts.
 
-        A prompt that cannot be served has an output with `finish_reason` ERROR; the others are not touched by it.
+        A prompt that cannot be served, or whose request fails on its way, has an output with `finish_reason` ERROR; the
+        others are not touched by it. Ctrl-C is raised, and nothing is left behind; `stream` is for those who want what
+        had ended by then.
+
+        Raises:
+            UsageError: other than one set of parameters or one a prompt; or this LLM is busy.
+            DFlashError: the device failed in an earlier call, which closes an LLM for good.
         """
         finished = []
         for delta in self.stream(prompts, params):
@@ -100,24 +112,55 @@ class LLM:
     def stream(
         self, prompts: Iterable[Sequence[int]], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> Generator[Delta, None, None]:
-        """As `generate`, yielding tokens as they are committed. Leaving early drops what is unfinished."""
-        for request in _requests(prompts, params):
-            try:
-                self.engine.add(request)
-            except DFlashError as error:
-                yield Delta(request.index, (), RequestOutput.refuse(request, error))
-        for committed in self.engine.run():
-            request = committed.request
-            output = RequestOutput.read(request) if request.is_finished else None
-            yield Delta(request.index, tuple(committed.token_ids), output)
+        """As `generate`, yielding tokens as they are committed. Leaving early drops what is unfinished.
+
+        Whatever ends this, Ctrl-C included, the outputs of all requests that had ended are yielded before.
+        """
+        requests, refused = _requests(prompts, params, self.engine.scheduler.check)
+        call = self._begin()
+        try:
+            for output in refused:
+                yield Delta(output.index, (), output)
+            self._check_call(call)
+            for committed in self.engine.run(requests):
+                request = committed.request
+                ended = RequestOutput.read(request) if request.is_finished else None
+                yield Delta(request.index, tuple(committed.token_ids), ended)
+                self._check_call(call)
+        finally:
+            if self._call is call:
+                self._call = None
 
     def check_lossless(self, outputs: Sequence[RequestOutput]) -> Lossless:
         """Judge greedy outputs against plain decoding, token by token; see `lossless`."""
         return check_lossless(self.engine.runner, outputs, self.dtype)
 
     def close(self) -> None:
-        """Drop every request; the LLM can be used again."""
-        self.engine.close()
+        """Drop every request, those of a stream that was not read to its end too; the LLM can be used again."""
+        self._call = None
+        self.engine.abort()
+
+    def _begin(self) -> object:
+        """Take the engine for one call.
+
+        Raises:
+            UsageError: another call has it.
+            DFlashError: the device failed, and the engine is closed.
+        """
+        if self.engine.failure is not None:
+            raise self.engine.failure
+        with self._lock:
+            if self._call is not None:
+                raise UsageError(
+                    "this LLM is busy: another generate or stream of it has not ended",
+                    hint="read the stream to its end or close() it; threads take turns, or have an LLM each",
+                )
+            self._call = call = object()
+        return call
+
+    def _check_call(self, call: object) -> None:
+        if self._call is not call:
+            raise UsageError("this LLM was closed while a stream of it was being read")
 
     def __enter__(self) -> "LLM":
         return self
@@ -127,14 +170,27 @@ class LLM:
 
 
 def _requests(
-    prompts: Iterable[Sequence[int]], params: SamplingParams | Sequence[SamplingParams] | None
-) -> list[Request]:
+    prompts: Iterable[Sequence[int]],
+    params: SamplingParams | Sequence[SamplingParams] | None,
+    check: Callable[[Request], None],
+) -> tuple[list[Request], list[RequestOutput]]:
+    """A request for each prompt that can be served, and the output of each that cannot; nothing is queued."""
     prompts = list(prompts)
     if params is None or isinstance(params, SamplingParams):
         params = [params or SamplingParams()] * len(prompts)
     if len(params) != len(prompts):
         raise UsageError(f"{len(params)} sampling parameters for {len(prompts)} prompts")
-    return [
-        Request(index=index, prompt_token_ids=tuple(prompt), params=item)
-        for index, (prompt, item) in enumerate(zip(prompts, params, strict=True))
-    ]
+    wrong = next((item for item in params if not isinstance(item, SamplingParams)), None)
+    if wrong is not None:
+        raise UsageError(f"sampling parameters of type {type(wrong).__name__}, expected SamplingParams")
+    requests, refused = [], []
+    for index, (prompt, item) in enumerate(zip(prompts, params, strict=True)):
+        token_ids: tuple[int, ...] = ()
+        try:
+            token_ids = check_ids(prompt, f"prompt {index}")
+            request = Request(index=index, prompt_token_ids=token_ids, params=item)
+            check(request)
+            requests.append(request)
+        except DFlashError as error:
+            refused.append(RequestOutput.refuse(index, token_ids, error))
+    return requests, refused

@@ -38,7 +38,7 @@ def test_flags_of_style_go_only_where_every_reader_looks_at_them(
         assert outcome.code == (0 if item.name in keeping else 5), outcome.err
         if item.name not in keeping:
             assert f"{key} {json.dumps(value)}: readers of" in outcome.err
-    harmless = support.make_native(tmp_path / "harmless", **{key: not value})
+    harmless = support.make_native(tmp_path / "harmless", support.SMALL, **{key: not value})
     assert support.invoke("convert", harmless, tmp_path / "out", "--to", "native").code == 0
 
 

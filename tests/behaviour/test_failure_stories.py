@@ -143,11 +143,14 @@ def test_identical_prompts_in_one_step_share_pages_soundly() -> None:
     llm.engine.step()
     llm.engine.scheduler.check_integrity()
     requests = list(llm.engine.scheduler._running)
-    assert all(llm.engine.scheduler.pages._references[page] == 4 for page in requests[0].pages[:3])
+    assert all(llm.engine.scheduler.pages._references[page] == 1 for item in requests for page in item.pages)
+    late = Request(index=4, prompt_token_ids=prompt, params=params)
+    llm.engine.add(late)
     while llm.engine.scheduler.has_work:
         llm.engine.step()
         llm.engine.scheduler.check_integrity()
-    assert all(tuple(request.steps) == wanted.drafts for request in requests)
+    assert late.num_cached == 48
+    assert all(tuple(request.steps) == wanted.drafts for request in [*requests, late])
 
 
 def test_context_kv_of_a_hit_stands_where_a_full_prefill_puts_it() -> None:

@@ -57,7 +57,7 @@ def check_every_step(llm: LLM) -> list[int]:
         published.update(scheduler.cache._digests)
         return schedule(is_drained=is_drained)
 
-    def watched_submit(batch: Batch) -> PendingStep | None:
+    def watched_submit(batch: Batch) -> PendingStep:
         written.clear()
         now = scheduler.cache._digests
         final = {page for page, digest in published.items() if now.get(page) == digest}

@@ -12,9 +12,13 @@ from dflash_runtime.checkpoint.files import Checkpoint, TensorInfo
 from dflash_runtime.checkpoint.layout import PACKED, PACKED_DTYPES, StoredRows, find_stored_rows
 from dflash_runtime.config import DraftConfig
 from dflash_runtime.errors import UnsupportedError
+from dflash_runtime.json_values import as_object
 
 if TYPE_CHECKING:
     import torch
+
+QUANTIZATION_KEYS = ("quantization_config", "compression_config")
+"""Where a config says how the weights were packed."""
 
 QUANTIZATION_FILE = "hf_quant_config.json"
 """Where Model-Optimizer says how it packed the weights."""
@@ -63,11 +67,12 @@ class CanonicalCheckpoint(Checkpoint):
 
 
 def find_quantization(stored: Checkpoint) -> str | None:
-    """What says that a checkpoint's weights are packed, or None where they are plain."""
-    body = stored.config.get("transformer_layer_config")
-    for config in (stored.config, body if isinstance(body, dict) else {}):
-        if config.get("quantization_config"):
-            return "quantization_config"
+    """What says that the weights of a draft or a target are packed or scaled, or None where they are plain."""
+    bodies = (as_object(stored.config.get(key)) for key in ("transformer_layer_config", "text_config"))
+    for config in (stored.config, *bodies):
+        for key in QUANTIZATION_KEYS:
+            if config.get(key):
+                return key
     if (stored.path / QUANTIZATION_FILE).exists():
         return QUANTIZATION_FILE
     for name, info in stored.tensors.items():
@@ -87,7 +92,7 @@ def refuse_packed(path: Path, quantization: str | None) -> None:
     if quantization is not None:
         raise UnsupportedError(
             f"{path}: quantised weights ({quantization}), which this runtime does not run",
-            hint="dflash convert copies them as they are; run the draft in the engine they were packed for",
+            hint="run it in an engine that it was packed for, or take the weights it was packed from",
         )
 
 

@@ -18,6 +18,9 @@ TARGET_TO_DRAFT = "t2d"
 NOT_OWNED = re.compile(r"^(t2d|d2t|embed_tokens\.weight|lm_head\.weight|verifier_.*|.*rotary_emb\.inv_freq)$")
 """Names a file may carry without the draft owning them: copies of the target's weights and training leftovers."""
 
+TARGET_LEFTOVERS = re.compile(r"^(lm_head\.weight|.*rotary_emb\.inv_freq)$")
+"""Names a target's file may carry without changing what it says: a head tied to the embedding, and buffers."""
+
 PREFIXES = ("model.", "dflash_module.", "draft_model.")
 """What a wrapper puts before every name. Sources: NVIDIA/Model-Optimizer hf_spec_export.py, SGLang models/dflash.py."""
 
@@ -31,9 +34,11 @@ FUSED = {
 """Projections that some files hold as one, and their parts from the first row to the last."""
 
 PACKED = re.compile(
-    r".*(weight_packed|weight_zero_point|weight_shape|qweight|qzeros|weight_scale(_2|_inv)?|input_scale)$"
+    r"(.*[._])?(weight_packed|weight_zero_point|weight_shape|qweight|qzeros|scales|g_idx|weight_scale(_2|_inv)?"
+    r"|input_scale|(weight|input)_global_scale|[qkv]_scale|absmax|quant_map|quant_state.*|SCB)$"
 )
-"""Names that only packed weights have: compressed-tensors, NVIDIA/Model-Optimizer, AutoGPTQ and AWQ exports."""
+"""Names that only packed or scaled weights have: compressed-tensors, NVIDIA/Model-Optimizer, AutoGPTQ, AWQ and
+bitsandbytes exports."""
 
 PACKED_DTYPES = frozenset({"U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F4", "I32"})
 """Element types that a matrix has only when it is packed."""

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dflash_runtime.scheduling.batch import StepOutput
+from dflash_runtime.scheduling.batch import Chunk, StepOutput
 from dflash_runtime.scheduling.request import Request
 
-NUM_FIELDS = 5
+NUM_FIELDS = 6
 """Columns of a packed row before its token ids."""
 
 
@@ -29,46 +29,57 @@ class StepResults:
     num_accepted: Tensor  # [R]
     is_drafting: Tensor  # [R] bool, or 0
     is_done: Tensor  # [R] bool
+    num_finite: Tensor  # [R] rows before the first whose logits are not finite
     generations: Tensor  # [R]
     token_ids: Tensor  # [R, N], the first `num_committed` of which count
     draft_ids: Tensor  # [R, N - 1]
 
     def pack(self) -> Tensor:
         """One row a request, fields first: [R, NUM_FIELDS + 2N - 1] int64."""
-        fields = (self.num_committed, self.num_accepted, self.is_drafting, self.is_done, self.generations)
+        counts = (self.num_committed, self.num_accepted, self.is_drafting, self.is_done)
+        fields = (*counts, self.num_finite, self.generations)
         columns = torch.stack([field.to(torch.int64) for field in fields], dim=1)
         return torch.cat((columns, self.token_ids, self.draft_ids), dim=1)
 
 
 @dataclass(frozen=True, slots=True)
 class PendingStep:
-    """A step in flight: its requests, in the order of the result rows, and the tensor that its results arrive in."""
+    """A step in flight: its chunks, its requests in the order of the result rows, and the tensor results arrive in."""
 
+    chunks: tuple[Chunk, ...]
     requests: tuple[Request, ...]
-    results: Tensor  # [R, NUM_FIELDS + 2N - 1] int64, on the host
+    results: Tensor | None  # [R, NUM_FIELDS + 2N - 1] int64, on the host; None where no tokens come of the step
     event: torch.cuda.Event | None
 
     @classmethod
-    def send(cls, requests: Sequence[Request], packed: Tensor) -> "PendingStep":
+    def send(
+        cls, chunks: Sequence[Chunk], requests: Sequence[Request], packed: Tensor | None, device: torch.device
+    ) -> "PendingStep":
         """Start the copy to the host."""
-        if packed.device.type != "cuda":
-            return cls(tuple(requests), packed, None)
-        results = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
-        results.copy_(packed, non_blocking=True)
+        if device.type != "cuda":
+            return cls(tuple(chunks), tuple(requests), packed, None)
+        results = None
+        if packed is not None:
+            results = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
+            results.copy_(packed, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
-        return cls(tuple(requests), results, event)
+        return cls(tuple(chunks), tuple(requests), results, event)
 
     def read(self) -> list[tuple[Request, StepOutput]]:
-        """Wait for the copy and unpack it."""
+        """Wait for the step and unpack what it gave."""
         if self.event is not None:
             self.event.synchronize()
+        if self.results is None:
+            return []
         num_rows = (self.results.shape[1] - NUM_FIELDS + 1) // 2
         outputs = []
         for request, row in zip(self.requests, self.results.tolist(), strict=True):
-            num_committed, num_accepted, is_drafting, is_done, generation = row[:NUM_FIELDS]
-            token_ids = row[NUM_FIELDS : NUM_FIELDS + num_committed]
+            num_committed, num_accepted, is_drafting, is_done, num_finite, generation = row[:NUM_FIELDS]
+            is_finite = num_finite >= num_committed
+            token_ids = row[NUM_FIELDS : NUM_FIELDS + min(num_committed, num_finite)]
             draft_ids = row[NUM_FIELDS + num_rows :] if is_drafting else []
             accepted = num_accepted if is_drafting else None
-            outputs.append((request, StepOutput(token_ids, draft_ids, accepted, bool(is_done), generation)))
+            output = StepOutput(token_ids, draft_ids, accepted, bool(is_done), generation, is_finite)
+            outputs.append((request, output))
         return outputs

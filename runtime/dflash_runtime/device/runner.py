@@ -14,6 +14,7 @@ Axis letters: R requests, N block rows, K drafted tokens, T flat rows (R * N), F
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +29,9 @@ from dflash_runtime.device.results import PendingStep, StepResults
 from dflash_runtime.device.state import DeviceState, Uploader
 from dflash_runtime.scheduling.batch import Batch, Chunk
 from dflash_runtime.scheduling.request import Request
+
+REGRET_ROWS = 256
+"""Rows whose logits are held against the best choice at a time; a whole text's would not fit beside the KV."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,32 +95,28 @@ class Runner:
         self._taps = self.draft.config.target_layer_ids if self.draft else ()
 
     @torch.inference_mode()
-    def submit(self, batch: Batch) -> PendingStep | None:
-        """Queue one step; None if it commits no tokens, as for a chunk in the middle of a prompt.
-
-        Chunks run in the batch's order: of two requests with one prefix, the later may read pages that the earlier
-        fills in this very step.
-        """
-        for request in batch.admitted:
-            self.state.admit(request, request.generation, self.limits.num_lookahead_tokens, self._upload)
-        self.state.add_pages(batch.additions, self.page_size, self._upload)
-        parts: list[Tensor] = []
-        requests: list[Request] = []
-        if batch.decode:
-            parts.append(self._decode(batch))
-            requests += batch.decode
-        for chunk in batch.chunks:
-            if chunk.start == chunk.end:
-                self._resume(chunk.request)  # every row up to its anchor was in the prefix cache
-                continue
-            packed = self._prefill(chunk)
-            if packed is not None:
-                parts.append(packed)
-                requests.append(chunk.request)
-        if not parts:
-            return None
-        width = max(part.shape[1] for part in parts)
-        return PendingStep.send(requests, torch.cat([_widen(part, width) for part in parts]))
+    def submit(self, batch: Batch) -> PendingStep:
+        """Queue one step, on the device of the pair whatever the caller's current one is."""
+        with self._on_device():
+            for request in batch.admitted:
+                self.state.admit(request, request.generation, self.limits.num_lookahead_tokens, self._upload)
+            self.state.add_pages(batch.additions, self.page_size, self._upload)
+            parts: list[Tensor] = []
+            requests: list[Request] = []
+            if batch.decode:
+                parts.append(self._decode(batch))
+                requests += batch.decode
+            for chunk in batch.chunks:
+                if chunk.start == chunk.end:
+                    self._resume(chunk.request)  # every row up to its anchor was in the prefix cache
+                    continue
+                packed = self._prefill(chunk)
+                if packed is not None:
+                    parts.append(packed)
+                    requests.append(chunk.request)
+            width = max((part.shape[1] for part in parts), default=0)
+            packed = torch.cat([_widen(part, width) for part in parts]) if parts else None
+            return PendingStep.send(batch.chunks, requests, packed, self.device)
 
     @torch.inference_mode()
     def regrets(self, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> list[float]:
@@ -124,15 +124,26 @@ class Runner:
 
         Uses no pages and leaves the state alone; waits for the device.
         """
-        text = self._upload.ints([*prompt_ids, *output_ids])
-        positions = torch.arange(len(text) - 1, device=self.device)
-        causal = (True,) * self.target.config.num_layers
-        attend = PagedAttention.in_order(self.kernels, self.target_kv, 0, causal, self.target.config.windows)
-        hidden, _ = self.target(text[:-1], positions, attend, ())
-        logits = self.target.head(hidden[len(prompt_ids) - 1 :])
+        with self._on_device():
+            text = self._upload.ints([*prompt_ids, *output_ids])
+            positions = torch.arange(len(text) - 1, device=self.device)
+            causal = (True,) * self.target.config.num_layers
+            attend = PagedAttention.in_order(self.kernels, self.target_kv, 0, causal, self.target.config.windows)
+            hidden, _ = self.target(text[:-1], positions, attend, ())
+            rows = hidden[len(prompt_ids) - 1 :].split(REGRET_ROWS)
+            said = text[len(prompt_ids) :].split(REGRET_ROWS)
+            parts = [self._behind(*part).tolist() for part in zip(rows, said, strict=True)]
+            return [float(value) for part in parts for value in part]
+
+    def _behind(self, hidden: Tensor, token_ids: Tensor) -> Tensor:
+        """Nats that tokens [T] are behind the best choice after rows [T, hidden]."""
+        logits = self.target.head(hidden)
         log_probs = (logits if logits.dtype == torch.float64 else logits.float()).log_softmax(-1)
-        behind = log_probs.max(-1).values - log_probs.gather(-1, text[len(prompt_ids) :, None])[:, 0]
-        return [float(value) for value in behind.tolist()]
+        return log_probs.max(-1).values - log_probs.gather(-1, token_ids[:, None])[:, 0]
+
+    def _on_device(self) -> AbstractContextManager[object]:
+        """Makes the pair's GPU the current one of this thread, which is where Triton launches."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     def _decode(self, batch: Batch) -> Tensor:
         """One step of every decoding request -> packed results."""
@@ -154,7 +165,7 @@ class Runner:
         slots = self._slots(view, positions)
         attend = self._attend_target(view, slots)
         hidden, features = self.target(block_ids.flatten(), positions.flatten(), attend, self._taps)
-        chosen, max_accepted = self._choose(hidden, positions, sampling, proposal, max_accepted)
+        chosen, max_accepted, num_finite = self._choose(hidden, positions, sampling, proposal, max_accepted)
         stop_ids = self.state.stop_ids[view.rows]
         accepted = self.kernels.accept_block(proposal.token_ids, chosen, max_accepted, stop_ids, view.remaining)
         # Context KV of committed rows only, in the step that commits them and also where nothing was drafted: a later
@@ -166,6 +177,7 @@ class Runner:
             num_accepted=accepted.num_accepted,
             is_drafting=can_draft,
             is_done=self._advance(view, accepted),
+            num_finite=num_finite,
             generations=self.state.generations[view.rows],
             token_ids=chosen,
             draft_ids=proposal.token_ids,
@@ -202,7 +214,7 @@ class Runner:
         """Choose the token after a prompt from its last row's hidden state [1, hidden] -> packed results."""
         state, rows = self.state, view.rows
         nothing, zero = _no_drafts(rows), torch.zeros_like(rows)
-        chosen, _ = self._choose(hidden, positions, self._sampling(rows, [request]), nothing, zero)
+        chosen, _, num_finite = self._choose(hidden, positions, self._sampling(rows, [request]), nothing, zero)
         num_remaining = request.remaining(self.limits.max_model_len)
         remaining = torch.full_like(rows, num_remaining)
         accepted = self.kernels.accept_block(nothing.token_ids, chosen, zero, state.stop_ids[rows], remaining)
@@ -213,6 +225,7 @@ class Runner:
             num_accepted=zero,
             is_drafting=zero,
             is_done=is_done,
+            num_finite=num_finite,
             generations=state.generations[rows],
             token_ids=chosen,
             draft_ids=nothing.token_ids,
@@ -261,14 +274,18 @@ class Runner:
 
     def _choose(
         self, hidden: Tensor, positions: Tensor, sampling: Sampling, proposal: Proposal, max_accepted: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """The target's choice after each row: hidden states [T, hidden] -> token ids [R, N], and the cap [R].
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The target's choice after each row: hidden states [T, hidden] -> token ids [R, N], and two counts, [R] each.
 
-        Sampled drafts are judged by rejection with their own distribution; others by whether the target chooses
-        the same token.
+        The first caps how many drafts count. The second is that of the rows before the first whose logits are not
+        finite: what is chosen from there on is some id of the vocabulary, and not to be committed. Sampled drafts are
+        judged by rejection with their own distribution; others by whether the target would say the same.
         """
         num_rows = positions.shape[1]
         logits = self.target.head(hidden)
+        # The highest logit of a row is NaN where any is, and infinite where nothing can be said: one token, or none.
+        is_finite = logits.amax(-1).isfinite().view_as(positions)
+        num_finite = is_finite.to(torch.int64).cumprod(1).sum(1)
         temperatures, top_ks, top_ps, seeds = sampling.spread(num_rows)
         if proposal.probs is None:
             chosen = self.kernels.sample(
@@ -281,13 +298,13 @@ class Runner:
                 is_greedy=sampling.is_greedy,
                 has_filters=sampling.has_filters,
             )
-            return chosen.view_as(positions), max_accepted
+            return chosen.view_as(positions), max_accepted, num_finite
         probs = self.kernels.filtered_probs(logits, temperatures, top_ks, top_ps, has_filters=sampling.has_filters)
         probs = probs.view(*positions.shape, -1)
         num_accepted, chosen = self.kernels.reject(
             proposal.token_ids, probs, proposal.probs, sampling.seeds, positions[:, 1], max_accepted
         )
-        return chosen, num_accepted
+        return chosen, num_accepted, num_finite
 
     def _attend_target(self, view: BatchRows, slots: Tensor) -> PagedAttention:
         """The target's attention over the rows' pages; stores the KV of rows [R, N] in slots [R, N]."""

@@ -6,6 +6,7 @@ from typing import cast
 
 import torch
 
+from dflash_kernels.launch_config import MAX_GRID
 from dflash_kernels.suite import KernelChoice, Kernels, pick_kernels
 from dflash_runtime.config import DraftConfig, EngineConfig, TargetConfig
 from dflash_runtime.device.kv import bytes_per_token
@@ -90,6 +91,12 @@ def resolve_limits(config: EngineConfig, target: TargetConfig, draft: DraftConfi
     max_model_len = config.max_model_len or served
     if max_model_len > served:
         raise UsageError(f"max_model_len {max_model_len}, expected at most {served}, the positions that the pair has")
+    num_kv_heads = max(item.num_kv_heads for item in (target, draft) if item is not None)
+    if config.max_num_requests * num_kv_heads > MAX_GRID:
+        raise UsageError(
+            f"max_num_requests {config.max_num_requests}, expected at most {MAX_GRID // num_kv_heads}: attention runs "
+            f"up to {MAX_GRID} requests times KV heads, of which there are {num_kv_heads}"
+        )
     return Limits(
         num_draft_tokens=num_draft_tokens,
         max_model_len=max_model_len,

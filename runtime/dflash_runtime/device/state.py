@@ -65,7 +65,7 @@ class DeviceState:
         params = request.params
         width = min(params.verify_width or full_width, full_width)
         stops = [*params.effective_stops, *[-1] * (MAX_STOP_IDS - len(params.effective_stops))]
-        ints = upload.ints([generation, width, params.top_k, params.seed, *stops])
+        ints = upload.ints([generation, width, params.top_k, request.seed, *stops])
         floats = upload.floats([params.temperature, params.top_p])
         row = request.row
         self.generations[row], self.widths[row], self.top_ks[row], self.seeds[row] = ints[0], ints[1], ints[2], ints[3]

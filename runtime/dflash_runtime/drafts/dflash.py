@@ -80,10 +80,20 @@ def _target_ids(config: DraftConfig, weights: Weights) -> Tensor | None:
         return None
     offsets = weights[DRAFT_TO_TARGET].to(torch.int64)
     ids = torch.arange(len(offsets), device=offsets.device) + offsets
-    if bool(((ids < 0) | (ids >= config.vocab_size)).any()):
+    outside = ids[(ids < 0) | (ids >= config.vocab_size)]
+    if len(outside):
         raise CheckpointError(
-            f"{DRAFT_TO_TARGET}: maps to id {int(ids.max())}, expected ids below {config.vocab_size}; offsets, not "
+            f"{DRAFT_TO_TARGET}: maps to id {int(outside[0])}, expected ids in [0, {config.vocab_size}); offsets, not "
             f"absolute ids",
+            hint="dflash validate DRAFT --level weights",
+        )
+    target_ids, counts = ids.unique(return_counts=True)
+    if len(target_ids) < len(ids):
+        twice = int(target_ids[counts > 1][0])
+        both = (ids == twice).nonzero()[:2, 0].tolist()
+        raise CheckpointError(
+            f"{DRAFT_TO_TARGET}: draft ids {both[0]} and {both[1]} both map to target id {twice}, expected each target "
+            f"id once",
             hint="dflash validate DRAFT --level weights",
         )
     return ids

@@ -12,11 +12,12 @@ from typing import Protocol
 
 from torch import Tensor
 
+from dflash_runtime.checkpoint.canonical_names import find_quantization, refuse_packed
 from dflash_runtime.checkpoint.hf_config import not_run
-from dflash_runtime.checkpoint.layout import Shapes, compare_tensors
+from dflash_runtime.checkpoint.layout import TARGET_LEFTOVERS, Shapes, compare_tensors
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.config import TargetConfig
-from dflash_runtime.errors import TensorMismatch
+from dflash_runtime.errors import TensorMismatch, UnsupportedError
 from dflash_runtime.models.layers import Attend, Linear
 from dflash_runtime.models.placement import Placement
 from dflash_runtime.models.weights import Weights, load_weights
@@ -50,6 +51,9 @@ class TargetFamily(Protocol):
     def __call__(self, config: TargetConfig, weights: Weights, placement: Placement) -> Target: ...
 
 
+NUM_NAMED = 5
+"""Tensors that a message names before it counts the rest."""
+
 TARGETS: Registry[TargetFamily] = Registry("target family")
 
 
@@ -75,17 +79,33 @@ def check_target_runs(source: TargetSource) -> None:
 
 
 def load_target(source: TargetSource, placement: Placement) -> Target:
-    """Load a target's weights onto a device. Tensors its family does not know are left alone.
+    """Load a target's weights onto a device; see `target_shapes` for what is refused."""
+    expected = target_shapes(source)
+    family = target_families()[source.config.model_type]
+    return family(source.config, load_weights(source.checkpoint, expected, placement), placement)
+
+
+def target_shapes(source: TargetSource) -> Shapes:
+    """Every tensor that is loaded of a target, with its shape; from the headers, so before anything runs.
 
     Raises:
-        UnsupportedError: a model type that no registered family runs.
+        UnsupportedError: a model type that no family runs, packed weights, or tensors its family does not apply.
         TensorMismatch: tensors that are missing or misshapen, all at once.
     """
     check_target_runs(source)
-    family = target_families()[source.config.model_type]
-    expected = family.expected_shapes(source.config)
+    path = source.checkpoint.path
+    refuse_packed(path, find_quantization(source.checkpoint))
+    expected = target_families()[source.config.model_type].expected_shapes(source.config)
     found = {name: info.shape for name, info in source.checkpoint.tensors.items()}
     missing, _, wrong = compare_tensors(expected, found)
     if missing or wrong:
-        raise TensorMismatch(missing=missing, wrong=wrong, path=source.checkpoint.path)
-    return family(source.config, load_weights(source.checkpoint, expected, placement), placement)
+        raise TensorMismatch(missing=missing, wrong=wrong, path=path)
+    surplus = [name for name in found if name not in expected and not TARGET_LEFTOVERS.match(name)]
+    if surplus:
+        more = f" and {len(surplus) - NUM_NAMED} more" if len(surplus) > NUM_NAMED else ""
+        raise UnsupportedError(
+            f"{path}: {', '.join(surplus[:NUM_NAMED])}{more}: tensors that this runtime does not apply to a "
+            f"{source.config.model_type} target",
+            hint="without them it would be another model",
+        )
+    return expected

@@ -28,6 +28,7 @@ class Chunk:
     start: int
     end: int
     is_last: bool
+    generation: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +53,14 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """The result of one step for one request: the committed tokens, and the drafted ones if it drafted."""
+    """What one step gave one request: the committed tokens, and the drafts where it drafted.
+
+    With `is_finite` false the logits after the last of these tokens were not finite, and there are no more to come.
+    """
 
     token_ids: list[int]
     draft_ids: list[int] = field(default_factory=list)
     num_accepted: int | None = None
     is_done: bool = False
     generation: int = 0
+    is_finite: bool = True

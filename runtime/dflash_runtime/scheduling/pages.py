@@ -9,6 +9,7 @@ A page is in exactly one place:
 Page 0 is never given out, so that 0 can mean "none" in a page table.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
 from dflash_runtime.errors import CapacityError
@@ -23,9 +24,14 @@ class PagePool:
         self.num_pages = num_pages
         self.page_size = page_size
         self.on_evict = on_evict
-        self._free = list(range(num_pages - 1, 0, -1))
-        self._idle: dict[int, None] = {}  # in the order they became idle
-        self._references = [0] * num_pages
+        self.clear()
+
+    def clear(self) -> None:
+        """Make every page free, whoever holds it and whatever it holds."""
+        self._free = list(range(self.num_pages - 1, 0, -1))
+        # In the order they became idle. A plain dict would be walked past all that was ever taken from its front.
+        self._idle: OrderedDict[int, None] = OrderedDict()
+        self._references = [0] * self.num_pages
         self._published: set[int] = set()
 
     @property
@@ -92,8 +98,7 @@ class PagePool:
         if self._free:
             page = self._free.pop()
         else:
-            page = next(iter(self._idle))
-            del self._idle[page]
+            page, _ = self._idle.popitem(last=False)
             self._published.discard(page)
             if self.on_evict is not None:
                 self.on_evict(page)

@@ -28,6 +28,11 @@ class PrefixCache:
     def __len__(self) -> int:
         return len(self._pages)
 
+    def clear(self) -> None:
+        """Forget every page."""
+        self._pages.clear()
+        self._digests.clear()
+
     def match(self, request: Request) -> None:
         """Give a request the longest run of cached pages its tokens begin with."""
         if not self.is_enabled:

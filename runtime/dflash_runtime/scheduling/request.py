@@ -10,14 +10,23 @@ Lengths, in tokens:
 While steps are in flight the device is ahead of these lengths, by at most what `num_in_flight` steps can commit.
 """
 
+import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from numbers import Real
+from operator import index as as_integer
 
 from dflash_runtime.errors import DFlashError, RequestError
 
 MAX_STOP_IDS = 16
 """Stop ids a request may have; the device compares with all of them in every step."""
+
+MIN_TEMPERATURE = 1e-5
+"""Below this a request is greedy: dividing logits by less tells no two of them apart any better, and overflows."""
+
+INT64 = range(-(2**63), 2**63)
+"""What an integer on the device can hold."""
 
 
 class FinishReason(StrEnum):
@@ -32,39 +41,57 @@ class FinishReason(StrEnum):
 class SamplingParams:
     """How a request's tokens are chosen, and when it ends.
 
-    `stop_token_ids` end a request and stay its last token; `ignore_eos` makes them ordinary tokens.
-    `verify_width` verifies only so many rows of the block, the anchor included; the draft sees the whole block all the
-    same.
+    A temperature below `MIN_TEMPERATURE` is greedy. With a `seed` a request samples the same text in every run; without
+    one the engine draws a seed for each request, so that equal prompts give different texts. `stop_token_ids` end a
+    request and stay its last token; `ignore_eos` makes them ordinary tokens. `verify_width` verifies only so many rows
+    of the block, the anchor included; the draft sees the whole block all the same.
+
+    Raises:
+        RequestError: a value of another type than stated, or out of its range.
     """
 
     max_new_tokens: int = 256
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
-    seed: int = 0
+    seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     verify_width: int | None = None
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise RequestError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
-        if not 0 <= self.temperature < float("inf"):
-            raise RequestError(f"temperature must be 0 or more and finite, got {self.temperature}")
-        if self.top_k < 0:
-            raise RequestError(f"top_k must be 0 (off) or more, got {self.top_k}")
-        if not 0 < self.top_p <= 1:
-            raise RequestError(f"top_p must be in (0, 1], got {self.top_p}")
-        if not -(2**63) <= self.seed < 2**63:
-            raise RequestError(f"seed must be a 64-bit integer, got {self.seed}")
-        if len(self.stop_token_ids) > MAX_STOP_IDS:
-            raise RequestError(f"{len(self.stop_token_ids)} stop ids, expected at most {MAX_STOP_IDS}")
-        if self.verify_width is not None and self.verify_width < 1:
-            raise RequestError(f"verify_width must be at least 1 (the last committed token), got {self.verify_width}")
+        self._check_integer("max_new_tokens", range(1, INT64.stop), "at least 1")
+        self._check_integer("top_k", range(INT64.stop), "0 (off) or more")
+        self._check_integer("seed", INT64, "a 64-bit integer")
+        self._check_integer("verify_width", range(1, INT64.stop), "at least 1 (the last committed token)")
+        if not isinstance(self.temperature, Real) or not 0 <= self.temperature < float("inf"):
+            raise RequestError(f"temperature must be 0 or more and finite, got {self.temperature!r}")
+        if not isinstance(self.top_p, Real) or not 0 < self.top_p <= 1:
+            raise RequestError(f"top_p must be in (0, 1], got {self.top_p!r}")
+        stops = check_ids(self.stop_token_ids, "stop_token_ids")
+        if len(stops) > MAX_STOP_IDS:
+            raise RequestError(f"{len(stops)} stop ids, expected at most {MAX_STOP_IDS}")
+        wrong = next((stop for stop in stops if not 0 <= stop < INT64.stop), None)
+        if wrong is not None:
+            raise RequestError(f"stop_token_ids must be 64-bit integers of 0 or more, got {wrong}")
+        object.__setattr__(self, "stop_token_ids", stops)
+
+    def _check_integer(self, name: str, allowed: range, expected: str) -> None:
+        """Hold a field that is not None against its range, and keep it as a plain integer."""
+        value = getattr(self, name)
+        if value is None and name in ("seed", "verify_width"):
+            return
+        try:
+            number = as_integer(value)
+        except TypeError as error:
+            raise RequestError(f"{name} must be an integer, got {value!r}") from error
+        if number not in allowed:
+            raise RequestError(f"{name} must be {expected}, got {_shorten(number)}")
+        object.__setattr__(self, name, number)
 
     @property
     def is_greedy(self) -> bool:
-        return self.temperature == 0
+        return self.temperature < MIN_TEMPERATURE
 
     @property
     def has_filters(self) -> bool:
@@ -97,7 +124,13 @@ class DraftStep:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Request:
-    """A prompt on its way through the engine. Only the scheduler changes it."""
+    """A prompt on its way through the engine. Only the scheduler changes it.
+
+    `seed` is that of its parameters, or one the engine drew. `num_delivered` of its output tokens have been handed out.
+
+    Raises:
+        RequestError: token ids that are no integers.
+    """
 
     index: int
     prompt_token_ids: tuple[int, ...]
@@ -105,6 +138,9 @@ class Request:
     output_token_ids: list[int] = field(default_factory=list)
     steps: list[DraftStep] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    error: DFlashError | None = None
+    seed: int = 0
+    num_delivered: int = 0
 
     row: int | None = None
     generation: int = 0
@@ -115,6 +151,10 @@ class Request:
     prefill_len: int = 0  # `rows_to_prefill` when the row was given
     num_in_flight: int = 0
     num_preemptions: int = 0
+
+    def __post_init__(self) -> None:
+        self.prompt_token_ids = check_ids(self.prompt_token_ids, f"prompt {self.index}")
+        self.seed = self.params.seed or 0
 
     @property
     def prompt_len(self) -> int:
@@ -158,15 +198,20 @@ class Request:
         elif self.remaining(max_model_len) <= 0:
             self.finish_reason = FinishReason.LENGTH
 
+    def fail(self, error: DFlashError) -> None:
+        """End it where it is, for a reason of its own."""
+        self.finish_reason = FinishReason.ERROR
+        self.error = error
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOutput:
     """What became of a request.
 
-    `acceptance_lengths` has accepted + 1 for each verify step, not cut at stops and limits; the token of a
-    prefill belongs to no step. `committed_lengths` counts the tokens of each of those steps that the output has after
-    stops and limits, and `drafts` holds what the steps proposed. A step that decoded plainly is in none of them.
-    `error` says why a request was not served; its `finish_reason` is then ERROR, and `exit_code` that of the error.
+    `acceptance_lengths` has accepted + 1 for each verify step, untruncated; the prefill's token is no step.
+    `committed_lengths` has the tokens each of those steps left in the output after stops and limits, and `drafts` what
+    it proposed. A step that decoded plainly is in none of them. `error` says why a request was not served, or not
+    finished, with `finish_reason` ERROR, the exit code its error has, and the tokens it had until then.
     """
 
     index: int
@@ -195,16 +240,48 @@ class RequestOutput:
             drafts=tuple(request.steps),
             num_cached=request.num_cached,
             num_preemptions=request.num_preemptions,
+            error=request.error.message if request.error is not None else None,
+            exit_code=request.error.exit_code if request.error is not None else 0,
         )
 
     @classmethod
-    def refuse(cls, request: Request, error: DFlashError) -> "RequestOutput":
-        """The output of a request that was never run."""
+    def refuse(cls, index: int, prompt_token_ids: tuple[int, ...], error: DFlashError) -> "RequestOutput":
+        """The output of a prompt that was never run."""
         return cls(
-            index=request.index,
-            prompt_token_ids=request.prompt_token_ids,
+            index=index,
+            prompt_token_ids=prompt_token_ids,
             token_ids=(),
             finish_reason=FinishReason.ERROR,
             error=error.message,
             exit_code=error.exit_code,
         )
+
+
+def check_ids(token_ids: Iterable[int], where: str) -> tuple[int, ...]:
+    """Token ids as plain integers; what only rounds to one is refused, since it was meant for something else.
+
+    Raises:
+        RequestError: naming the first that is no integer, after `where`.
+    """
+    try:
+        values = tuple(token_ids)
+    except TypeError as error:
+        raise RequestError(f"{where}: {_shorten(token_ids)}, expected a sequence of token ids") from error
+    ids = []
+    for value in values:
+        try:
+            ids.append(as_integer(value))
+        except TypeError as error:
+            raise RequestError(f"{where}: {_shorten(value)} is no token id, expected integers") from error
+    return tuple(ids)
+
+
+def derive_seed(base: int, index: int) -> int:
+    """The seed of the request `index` among those that share the base: a 64-bit integer."""
+    digest = hashlib.blake2b(f"{base}:{index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def _shorten(value: object, limit: int = 60) -> str:
+    text = repr(value)
+    return text if len(text) <= limit else f"{text[: limit - 1]}…"

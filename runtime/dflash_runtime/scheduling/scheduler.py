@@ -8,20 +8,32 @@ for the upper bound; everything else is decided when results are committed.
        ^                  |
        +----- preempt ----+
 
-The youngest running request is preempted first, so the oldest always makes progress. It is preempted only when no
-step is in flight: a queued step goes on writing the pages its request had when it was queued, and its tokens would be
-lost. Pages that the request has published stay in the cache, where it finds them when it resumes.
+The youngest running request is preempted first, so the oldest always gets on. It is preempted only when no step is in
+flight: a queued step goes on writing the pages its request had when it was queued, and its tokens would be lost. What
+the request has published stays in the cache, where it finds it when it resumes.
+
+A prompt gets the pages of all its rows when it is admitted, however many steps its prefill takes, so once begun it
+waits for nobody. Nothing is published before the results of the step that filled it are committed: a step that fails
+leaves no page behind that holds less than its digest says.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from dflash_runtime.errors import CapacityError, RequestError
+from dflash_runtime.errors import CapacityError, DFlashError, RequestError
 from dflash_runtime.scheduling.batch import Batch, Chunk, PageAddition, StepOutput
 from dflash_runtime.scheduling.limits import Limits
 from dflash_runtime.scheduling.pages import PagePool
 from dflash_runtime.scheduling.prefix_cache import PrefixCache
 from dflash_runtime.scheduling.request import DraftStep, Request
+
+FIRST_SHARE = 0.25
+"""Share of the tokens it is allowed that a request is expected to use, before any has ended."""
+
+LOWEST_SHARE = 1 / 16
+
+SHARE_WEIGHT = 1 / 8
+"""How much of the expected share each request that ends replaces by its own."""
 
 
 class OutOfPages(Exception):
@@ -37,7 +49,11 @@ class Scheduler:
         self.cache = cache
         self.is_drafting = True
         self.num_preemptions = 0
-        # Survives a call that ends in OutOfPages: the requests own the pages taken until then.
+        self.max_batched_tokens = limits.max_batched_tokens  # lowered where memory is short
+        self.max_running = limits.max_num_requests
+        self.expected_share = FIRST_SHARE
+        self._live: dict[Request, None] = {}  # everything added that has not ended, in the order it came
+        # Outlives a call that ends in OutOfPages: pages taken until then belong to their requests.
         self._additions: list[PageAddition] = []
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []  # oldest first
@@ -46,16 +62,21 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._waiting or self._running)
+        return bool(self._live)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def live(self) -> tuple[Request, ...]:
+        """Every request that has not ended, in the order they came."""
+        return tuple(self._live)
 
     def add(self, request: Request) -> None:
-        """Queue a request.
-
-        Raises:
-            RequestError: a prompt this model cannot take.
-            CapacityError: the request would not fit an empty pool.
-        """
-        self._check(request)
+        """Queue a request; see `check` for what is refused."""
+        self.check(request)
+        self._live[request] = None
         self._waiting.append(request)
 
     def schedule(self, *, is_drained: bool) -> Batch:
@@ -68,14 +89,12 @@ class Scheduler:
         """
         num_preemptions = self.num_preemptions
         decode = self._plan_decode(is_drained)
-        chunks = self._plan_begun(is_drained)
+        chunks = self._plan_begun()
         admitted: list[Request] = []
         # A step that had to preempt admits no request: the pages it gained are for requests that already run.
         if self.num_preemptions == num_preemptions:
             self._plan_new(admitted, chunks)
         additions, self._additions = self._additions, []
-        # A begun prompt may have taken its pages from a younger request that was to decode.
-        decode = [request for request in decode if request.row is not None]
         longest = max((self._kv_upper(request) for request in decode), default=0)
         for request in decode:
             request.num_in_flight += 1
@@ -96,6 +115,8 @@ class Scheduler:
         if request.is_finished or request.row is None or output.generation != request.generation:
             return []
         request.num_in_flight -= 1
+        if not output.is_finite:
+            return self._end_not_finite(request, output)
         if not output.token_ids:
             return []
         start = len(request.output_token_ids)
@@ -106,14 +127,57 @@ class Scheduler:
             request.steps.append(step)
         self.cache.publish(request, request.kv_len)
         if request.is_finished:
-            self._remove(request)
+            self._learn(request)
+            self._end(request)
         return output.token_ids
 
-    def abort(self) -> None:
-        """Drop every request and give back what they hold."""
-        self._waiting.clear()
-        for request in list(self._running):
-            self._remove(request)
+    def finish_chunk(self, chunk: Chunk) -> None:
+        """Publish the pages a chunk has filled, now that its step has run."""
+        request = chunk.request
+        if request.row is not None and request.generation == chunk.generation:
+            self.cache.publish(request, chunk.end)
+
+    def fail(self, request: Request, error: DFlashError) -> None:
+        """End a request for a reason of its own; it keeps the tokens it has."""
+        request.fail(error)
+        self._end(request)
+
+    def abort(self, requests: Iterable[Request] | None = None) -> None:
+        """Drop requests, by default every one, and give back what they hold; those that have ended are left alone.
+
+        Steps in flight go on writing the pages of such a request, before anyone who gets them next does.
+        """
+        for request in self.live if requests is None else requests:
+            if request in self._live:
+                self._end(request)
+
+    def restart(self) -> None:
+        """Begin again with every request that has not ended, each from the tokens it has; no page is trusted.
+
+        For after a step that failed, wherever it failed: whatever it left half done is undone.
+        """
+        self._additions = []
+        self._running = []
+        self._free_rows = list(range(self.limits.max_num_requests - 1, -1, -1))
+        self.cache.clear()
+        self.pages.clear()
+        self._live = {request: None for request in self._live if not request.is_finished}
+        for request in self._live:
+            request.num_preemptions += request.row is not None
+            request.row = None
+            request.num_in_flight = 0
+            _forget_pages(request)
+        self._waiting = deque(self._live)
+
+    def shed_load(self, num_running: int) -> None:
+        """Run half as many requests as ran, with half as many prompt rows a step."""
+        self.max_running = max(1, min(self.max_running, num_running) // 2)
+        self.max_batched_tokens = max(1, self.max_batched_tokens // 2)
+
+    def restore_load(self) -> None:
+        """Run as many requests and prompt rows as the limits allow again."""
+        self.max_running = self.limits.max_num_requests
+        self.max_batched_tokens = self.limits.max_batched_tokens
 
     def check_integrity(self) -> None:
         """Assert what must hold between steps: pages, references, cache and rows."""
@@ -122,6 +186,7 @@ class Scheduler:
         rows = [request.row for request in self._running]
         assert len(set(rows)) == len(rows)
         assert {*rows, *self._free_rows} == set(range(self.limits.max_num_requests))
+        assert {*self._running, *self._waiting} == set(self._live)
 
     def _plan_decode(self, is_drained: bool) -> list[Request]:
         """Requests that decode in this step, their lookahead reserved."""
@@ -134,58 +199,73 @@ class Scheduler:
                 decode.append(request)
         return decode
 
-    def _plan_begun(self, is_drained: bool) -> list[Chunk]:
-        """The next chunks of prompts that were begun in earlier steps, oldest first.
-
-        While steps are in flight a prompt that finds no pages waits for them to free some, and so do younger ones.
-        """
+    def _plan_begun(self) -> list[Chunk]:
+        """The next chunks of prompts that were begun in earlier steps, oldest first; their pages are theirs already."""
         chunks: list[Chunk] = []
-        for request in list(self._running):
-            if request.row is None or request.is_prefilled:
+        for request in self._running:
+            if request.is_prefilled:
                 continue
             end = min(request.prefill_len, request.prefilled_len + self._budget(chunks))
-            needed = self.limits.reserved_len(end)
-            if end == request.prefilled_len or not (is_drained or self._grow(request, needed)):
+            if end == request.prefilled_len:
                 break
-            if self._grow_or_preempt(request, needed, is_drained):
-                chunks.append(self._chunk(request, end))
+            chunks.append(self._chunk(request, end))
         return chunks
 
     def _plan_new(self, admitted: list[Request], chunks: list[Chunk]) -> None:
-        """Admit waiting requests in order, as budget, rows and pages allow.
-
-        A page stays free for every running request, which may soon need it: admitting must not lead to preempting.
-        """
-        while self._waiting and self._free_rows and self._budget(chunks):
+        """Admit waiting requests in order, as budget, rows and pages allow, each with the pages of its whole prompt."""
+        while self._waiting and self._free_rows and len(self._running) < self.max_running and self._budget(chunks):
             request = self._waiting[0]
             self.cache.match(request)
-            needed = self.pages.pages_for(self.limits.reserved_len(request.rows_to_prefill)) - len(request.pages)
-            if needed + len(self._running) > self.pages.num_available and self._running:
+            if self._running and not self._has_room(request):
                 self._release_pages(request)
                 return
             self._admit(self._waiting.popleft(), admitted)
-            end = min(request.prefill_len, request.prefilled_len + self._budget(chunks))
-            is_grown = self._grow(request, self.limits.reserved_len(end))
+            is_grown = self._grow(request, self.limits.reserved_len(request.prefill_len))
             assert is_grown, "an admitted request was promised its pages"
+            end = min(request.prefill_len, request.prefilled_len + self._budget(chunks))
             chunks.append(self._chunk(request, end))
+
+    def _has_room(self, request: Request) -> bool:
+        """Whether the pool has the pages a waiting request and those that run are expected to need.
+
+        Admitting more would only lead to preempting, and then to prefilling the same rows again.
+        """
+        needed = self.pages.pages_for(self.limits.reserved_len(request.rows_to_prefill)) - len(request.pages)
+        needed = max(needed, self._expected_growth(request))
+        return needed + sum(map(self._expected_growth, self._running)) <= self.pages.num_available
+
+    def _expected_growth(self, request: Request) -> int:
+        """Pages a request is expected to take yet; at least one, while it may need one at all."""
+        remaining = request.remaining(self.limits.max_model_len)
+
+        def missing(num_tokens: float) -> int:
+            known_len = request.total_len + int(num_tokens)
+            reserved_len = self.limits.reserved_len(known_len, request.num_in_flight)
+            return max(0, self.pages.pages_for(reserved_len) - len(request.pages))
+
+        return max(missing(self.expected_share * remaining), min(1, missing(remaining)))
+
+    def _learn(self, request: Request) -> None:
+        """Expect of the others what a request that ended by itself has used of the tokens it was allowed."""
+        num_used = len(request.output_token_ids)
+        share = num_used / (num_used + request.remaining(self.limits.max_model_len))
+        self.expected_share += (max(share, LOWEST_SHARE) - self.expected_share) * SHARE_WEIGHT
 
     def _chunk(self, request: Request, end: int) -> Chunk:
         """Count positions `[prefilled_len, end)` as prefilled: whatever is queued later runs after them.
 
-        For the same reason their full pages are published here and not with results: prompt tokens are committed from
-        the start, and a request that finds such a page reads it in a later forward. A resumed request of which every
-        position is cached has an empty last chunk, after which it decodes.
+        A resumed request of which every position is cached has an empty last chunk, which only switches it on.
         """
-        chunk = Chunk(request, request.prefilled_len, end, is_last=end == request.prefill_len)
+        is_last = end == request.prefill_len
+        chunk = Chunk(request, request.prefilled_len, end, is_last, request.generation)
         request.prefilled_len = end
-        self.cache.publish(request, end)
         if chunk.is_last and not request.output_token_ids:
             request.num_in_flight += 1  # its first token
         return chunk
 
     def _budget(self, chunks: Sequence[Chunk]) -> int:
         """Prompt rows this step may still prefill."""
-        return max(0, self.limits.max_batched_tokens - sum(chunk.end - chunk.start for chunk in chunks))
+        return max(0, self.max_batched_tokens - sum(chunk.end - chunk.start for chunk in chunks))
 
     def _admit(self, request: Request, admitted: list[Request]) -> None:
         row = self._free_rows.pop()
@@ -229,6 +309,7 @@ class Scheduler:
         self._remove(request)
         request.num_preemptions += 1
         self.num_preemptions += 1
+        self.expected_share = min(1.0, 2 * self.expected_share)
         self._waiting.appendleft(request)
 
     def _remove(self, request: Request) -> None:
@@ -240,11 +321,24 @@ class Scheduler:
         request.num_in_flight = 0
         self._release_pages(request)
 
+    def _end(self, request: Request) -> None:
+        """Forget a request, wherever it is."""
+        del self._live[request]
+        if request.row is not None:
+            self._remove(request)
+        else:
+            self._waiting.remove(request)
+
+    def _end_not_finite(self, request: Request, output: StepOutput) -> list[int]:
+        """Keep the tokens before the logits that are not finite, and end the request there."""
+        if output.token_ids:
+            request.commit(output.token_ids, self.limits.max_model_len)
+        self.fail(request, DFlashError(f"the model gave non-finite logits at position {request.total_len}"))
+        return output.token_ids
+
     def _release_pages(self, request: Request) -> None:
         self.pages.release(request.pages)
-        request.pages = []
-        request.page_digests = []
-        request.prefilled_len = 0
+        _forget_pages(request)
 
     def _kv_upper(self, request: Request) -> int:
         """An upper bound on the request's true KV length once every step in flight has run."""
@@ -255,7 +349,13 @@ class Scheduler:
         """Whether the steps in flight end the request even if they accept nothing: each gives at least one token."""
         return request.num_in_flight >= request.remaining(self.limits.max_model_len)
 
-    def _check(self, request: Request) -> None:
+    def check(self, request: Request) -> None:
+        """Refuse what can never run.
+
+        Raises:
+            RequestError: a prompt this model cannot take.
+            CapacityError: the request would not fit an empty pool.
+        """
         where = f"prompt {request.index}"
         if not request.prompt_token_ids:
             raise RequestError(f"{where}: empty, expected at least one token")
@@ -274,3 +374,9 @@ class Scheduler:
                 f"block of {self.limits.num_lookahead_tokens} more, but the pool has {self.pages.num_pages - 1}",
                 hint="lower --max-new-tokens or --max-model-len, or give the KV cache more memory",
             )
+
+
+def _forget_pages(request: Request) -> None:
+    request.pages = []
+    request.page_digests = []
+    request.prefilled_len = 0

@@ -1,5 +1,6 @@
 """Nothing is removed that neither a conversion nor a checkpoint has, whatever stands or appears at the destination."""
 
+import ctypes
 from pathlib import Path
 
 import pytest
@@ -122,7 +123,7 @@ class TestAppearing:
     @pytest.fixture(autouse=True)
     def _system(self, has_system_call: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         if not has_system_call:
-            monkeypatch.setattr(staging.ctypes, "CDLL", lambda *args, **kwargs: object())
+            monkeypatch.setattr(ctypes, "CDLL", lambda *args, **kwargs: object())
 
     def convert(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, force: bool = False) -> None:
         """Convert while somebody puts a file at the destination."""
