@@ -21,7 +21,10 @@ RUN_TESTS = {
     "R03": "test_a_falsified_config_is_caught[mask]",
     "R04": "test_a_falsified_config_is_caught[rope]",
     "R05": "test_anchor_first_that_accepts_more_is_reported",
-    "R06": "test_a_draft_that_predicts_nothing_is_reported",
+    "R06": "test_a_draft_that_predicts_little_is_reported",
+    "R07": "test_a_falsified_config_is_caught[window]",
+    "R08": "test_every_factor_has_a_rule",
+    "R09": "test_rewritten_tensors_are_named",
 }
 """The run level has no cases: each of its rules takes a draft that is run."""
 

@@ -33,6 +33,8 @@ from dflash_runtime.errors import CheckpointError, CheckpointNotFound, Unsupport
 FAILED = 3
 INDENT = "    "
 WIDEST = 100
+SHOWN_READINGS = 12
+"""Of the alternative readings, the best first; --json has all."""
 EngineOption = Annotated[
     str | None,
     typer.Option(
@@ -242,11 +244,14 @@ def _print_search(report: Report) -> None:
     search = report.search
     assert search is not None
     rows = [("its config as it is", f"{search.acceptance_len:.2f}", "", "")]
-    for item in search.results:
+    for item in search.results[:SHOWN_READINGS]:
         interval = item.interval
-        span = f"{interval.low:+.2f} to {interval.high:+.2f}" if interval is not None else "too few prompts"
+        span = f"{interval.low:+.2f} to {interval.high:+.2f}" if interval is not None else "estimated"
         rows.append((item.reading.name, f"{item.acceptance_len:.2f}", f"{item.difference:+.2f}", span))
-    console.table(("draft run with", "tokens per step", "change", "95% interval of the change"), rows)
+    console.table(("draft run with", "tokens per step", "change", "interval of the change"), rows)
+    rest = search.num_readings - len(rows) + 1
+    if rest > 0:
+        console.result(f"{INDENT}and {rest} other settings, none of them better")
 
 
 def _print_repaired(destination: Path, dialect: str, fixed: Sequence[str], after: Report) -> None:

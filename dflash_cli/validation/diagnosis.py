@@ -9,14 +9,6 @@ from dflash_cli.validation.readings import ReadingResult, ReadingSearch
 from dflash_cli.validation.report import Report
 from dflash_cli.validation.rule import Finding
 
-CAUSES = {
-    "causality": "the positions of a block attend to each other differently than in the draft's training",
-    "mask": "the mask token is not the one that the draft was trained with",
-    "rope": "the rope base is not the one that the draft was trained with",
-    "anchor": "the draft's predictions start at the last committed token, one position earlier than in DFlash",
-}
-"""What is wrong if changing this setting raises acceptance; for tapped layers, `_cause` adds the direction."""
-
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
@@ -39,14 +31,13 @@ class Diagnosis:
 def diagnose_report(report: Report, *, draft: str, target: str, num_draft_tokens: int) -> Diagnosis:
     """The likeliest cause among the findings of a run-level report.
 
-    A reading that raises acceptance beyond chance comes first, then an error, then, if acceptance is low, a warning
-    about something that lowers it. `draft` and `target` are what the user typed.
+    A reading that explains the draft says most; then an error; then, where acceptance is low, a warning about
+    something that lowers it. `draft` and `target` are what the user typed.
     """
     pair = f"{shlex.quote(draft)} --target {shlex.quote(target)}"
-    better = [item for item in report.search.results if item.is_better] if report.search is not None else []
+    best = report.search.explanation if report.search is not None else None
     about_all = [item for item in report.findings if not item.engines]
-    if report.search is not None and better:
-        best = max(better, key=lambda item: item.difference)
+    if report.search is not None and best is not None:
         return _from_reading(best, report.search, about_all, f"dflash diagnose {pair}")
     low = report.search is not None and is_low_length(report.search.acceptance_len, num_draft_tokens)
     errors = [item for item in about_all if item.severity == "error"]
@@ -63,16 +54,10 @@ def _from_reading(best: ReadingResult, search: ReadingSearch, findings: list[Fin
     assert interval is not None
     step = f"correct {where} and run {again} again"
     sentence = (
-        f"{_cause(best)}: with {best.reading.name} a step commits {best.acceptance_len:.2f} tokens instead of "
-        f"{search.acceptance_len:.2f} (95% interval of the change: {interval.low:+.2f} to {interval.high:+.2f}); {step}"
+        f"{best.reading.cause}: with {best.reading.name} a step commits {best.acceptance_len:.2f} tokens instead of "
+        f"{search.acceptance_len:.2f} (interval of the change: {interval.low:+.2f} to {interval.high:+.2f}); {step}"
     )
     return Diagnosis(sentence, True, step, found.id if found is not None else None)
-
-
-def _cause(best: ReadingResult) -> str:
-    if best.reading.factor != "taps":
-        return CAUSES.get(best.reading.factor, f"the draft was trained with another {best.reading.factor}")
-    return f"the tapped layers are one too {'late' if 'earlier' in best.reading.name else 'early'}"
 
 
 def _from_finding(finding: Finding) -> Diagnosis:
@@ -86,9 +71,7 @@ def _nothing(report: Report, low: bool, step: str) -> Diagnosis:
     if search is None:
         reason = "; ".join(report.notes) or "the pair was not run"
         return Diagnosis(f"nothing found, but {reason}; next: {step}", False, step)
-    found = (
-        f"nothing found: no rule is broken, and none of {len(search.results)} changed settings commits more than the "
-    )
+    found = f"nothing found: no rule is broken, and none of {search.num_readings} changed settings explains the "
     found += f"{search.acceptance_len:.2f} tokens per step of the config as it is"
     if low:
         found += "; the draft itself is weak on these prompts"

@@ -4,14 +4,16 @@ It loads torch, so it is imported only when a search starts.
 """
 
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from dflash_cli.checkpoints.opening import DraftCheckpoint
+from dflash_cli.validation.alternatives import AlternativeReading
+from dflash_cli.validation.reading_screen import ReadingScreen
 from dflash_cli.validation.readings import SearchBudget
 from dflash_runtime.checkpoint.pair import TargetSource
-from dflash_runtime.config import DraftConfig, EngineConfig
+from dflash_runtime.config import EngineConfig
 from dflash_runtime.device.loading import LoadedPair, load_pair
 from dflash_runtime.device.settings import resolve_limits
 from dflash_runtime.drafts.draft import Draft
@@ -64,14 +66,37 @@ class ReadingRunner:
         config = replace(config, max_num_requests=min(config.max_num_requests, 32), prefix_cache=False)
         limits = resolve_limits(config, target.config, draft.config)
         prompt_len = effort.start_len + effort.lead_len if longest is None else longest
-        wanted = prompt_len + effort.max_new_tokens + limits.num_lookahead_tokens
+        # Twice the lookahead: a reading may have blocks up to twice as long.
+        self.text_len = prompt_len + effort.max_new_tokens
+        wanted = self.text_len + 2 * limits.num_lookahead_tokens
         config = replace(config, max_model_len=min(limits.max_model_len, wanted))
         self._pair = load_pair(target, draft, config)
 
-    def build(self, config: DraftConfig, *, is_anchor_first: bool = False) -> LoadedPair:
-        """The pair with its draft's weights read by another config."""
-        pair = self._pair.with_draft(config)
-        return replace(pair, draft=AnchorFirst(pair.draft)) if is_anchor_first and pair.draft is not None else pair
+    def build(self, reading: AlternativeReading) -> LoadedPair:
+        """The pair with its draft read another way."""
+        pair = self._pair
+        assert pair.draft_weights is not None
+        if reading.rewrite is not None:
+            pair = replace(pair, draft_weights=reading.rewrite(pair.draft_weights, reading.config))
+        limits = replace(pair.limits, num_draft_tokens=reading.config.num_draft_tokens)
+        pair = replace(pair, limits=limits).with_draft(reading.config)
+        return replace(pair, draft=AnchorFirst(pair.draft)) if reading.is_anchor_first and pair.draft else pair
+
+    def screen(self, outputs: Sequence[RequestOutput], taps: Collection[int]) -> ReadingScreen:
+        """What estimates acceptance along these outputs, for readings that tap no other layers than these."""
+        assert self._pair.draft is not None
+        return ReadingScreen(self._pair, outputs, taps, self._pair.limits.num_draft_tokens)
+
+    def rare_ids(self, count: int) -> list[int]:
+        """Ids whose rows of the target's embedding look unused: nearest to the mean of all rows, or of extreme norm.
+
+        What no text holds is not trained, so it stays where training began: a mask is usually such a row.
+        """
+        rows = self._pair.target.embedding.float()
+        distances = (rows - rows.mean(dim=0)).norm(dim=1)
+        nearest = distances.argsort()[: count - count // 4].tolist()
+        norms = rows.norm(dim=1).argsort()
+        return list(dict.fromkeys([*nearest, *norms[: count // 8].tolist(), *norms[-(count // 8) :].tolist()]))
 
     def run(self, pair: LoadedPair, prompts: Sequence[Sequence[int]]) -> list[RequestOutput]:
         """Complete the prompts greedily; stop tokens are passed over, so that every reading sees the same text."""

@@ -1,12 +1,16 @@
-"""Alternative readings of a draft's config: run the draft with its config as it is, then with one setting changed.
+"""The search for another reading: run a draft as its config reads, and again with one thing read another way.
 
-A wrong tap offset, causality, mask token or rope base loads without an error and only lowers acceptance. If a changed
-setting raises acceptance beyond chance, the config is wrong. The greedy text does not depend on the draft, so all
-readings are compared on the same text, prompt by prompt.
+A wrong tap offset, causality, mask or rope base loads without a word and only accepts less. If another reading accepts
+more, surely and by much, it names the cause. Greedy text does not depend on the draft, so every reading is judged on
+the same text, prompt by prompt. All readings are estimated first, along the text of the first run (`reading_screen`);
+the few that look better are run.
+
+Many readings are tried, so one could look better by chance: the interval of one that is run is that of a single test at
+5% divided by the number of readings (Bonferroni), which holds whichever of them are run.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dflash_cli.checkpoints.opening import DraftCheckpoint
@@ -17,18 +21,42 @@ from dflash_cli.evaluation.statistics import (
     paired_interval,
     pooled_acceptance_len,
 )
+from dflash_cli.validation.alternatives import AlternativeReading, ReadingSpace, alternative_readings
+from dflash_cli.validation.mask_candidates import find_specials
 from dflash_runtime.checkpoint.pair import TargetSource
-from dflash_runtime.config import DraftConfig, EngineConfig
+from dflash_runtime.config import EngineConfig
 from dflash_runtime.errors import UsageError
-from dflash_runtime.json_values import is_int
+from dflash_runtime.scheduling.request import RequestOutput
 
 if TYPE_CHECKING:
-    pass
+    from dflash_cli.validation.reading_runner import ReadingRunner
+    from dflash_cli.validation.reading_screen import ReadingScreen
 
-THETAS = (10_000.0, 1_000_000.0)
-MAX_MASKS = 6
 MIN_PROMPTS = 4
 """With fewer prompts an interval over prompts means nothing."""
+
+MAX_RUN = 4
+"""How many of the readings that look better are run."""
+
+MIN_ESTIMATE = 0.02
+"""Tokens a block that a reading must seem to gain to be run."""
+
+VERY_FEW_ANCHORS, FEW_ANCHORS, MANY_ANCHORS = 16, 64, 256
+MAX_GUESSES, MAX_SCREENED_AGAIN = 6, 12
+"""Guesses are screened at very few anchors, the best of them and all others at few, the best of those at many."""
+
+NUM_RARE_IDS = 96
+
+MIN_GAIN = 0.1
+"""Tokens a step that a reading must gain to explain a draft."""
+
+MIN_GAIN_SHARE = 0.1
+"""And its gain as a share of the drafts a step that the config's own reading has accepted."""
+
+MIN_BLOCK_SHARE = 1 / 8
+"""And its acceptance length as a share of the block."""
+
+SIGNIFICANCE = 0.05
 
 Observe = Callable[[str, int, int], None]
 
@@ -44,24 +72,18 @@ class SearchBudget:
     max_new_tokens: int = 96
     start_len: int = 8
     lead_len: int = 48
-    num_resamples: int = 2000
+    num_resamples: int = 4000
     seed: int = 0
     factors: frozenset[str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class AlternativeReading:
-    """A draft's config with one setting changed: `factor` is the setting, `name` says on screen how it is changed."""
-
-    factor: str
-    name: str
-    config: DraftConfig
-    is_anchor_first: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class ReadingResult:
-    """Acceptance with one setting changed, compared with the config as it is on the same prompts."""
+    """How a draft accepted under another reading, beside the config's own reading on the same prompts.
+
+    Where the reading was not run, the lengths are estimates of the screen and there is no interval. `explains` says
+    whether the reading, taken by itself, explains why the draft accepts little.
+    """
 
     reading: AlternativeReading
     acceptance_len: float
@@ -69,9 +91,12 @@ class ReadingResult:
     interval: Interval | None
 
     @property
-    def is_better(self) -> bool:
-        """Whether the paired interval excludes zero from above."""
-        return self.interval is not None and self.interval.low > 0
+    def explains(self) -> bool:
+        """Whether it accepts enough, surely more than the config's own reading, and by enough to matter."""
+        own = self.acceptance_len - self.difference
+        floor = max(self.reading.min_len, MIN_BLOCK_SHARE * self.reading.config.block_size)
+        is_large = self.difference > MIN_GAIN and self.difference > MIN_GAIN_SHARE * (own - 1)
+        return self.interval is not None and self.interval.low > 0 and self.acceptance_len >= floor and is_large
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -80,62 +105,38 @@ class ReadingResult:
             "acceptance_len": self.acceptance_len,
             "difference": self.difference,
             "interval": self.interval.to_json() if self.interval is not None else None,
-            "is_better": self.is_better,
+            "is_estimate": self.interval is None,
+            "explains": self.explains,
         }
 
 
 @dataclass(frozen=True, slots=True)
 class ReadingSearch:
-    """Acceptance with the config as it is, and with every alternative reading, on the same prompts."""
+    """The config's own reading and the alternatives, on the same prompts; those that were run come first.
+
+    `num_readings` counts all that were tried, poor guesses included, which `results` leaves out.
+    """
 
     num_prompts: int
     num_tokens: int
     acceptance_len: float
     results: tuple[ReadingResult, ...]
+    num_readings: int = 0
+
+    @property
+    def explanation(self) -> ReadingResult | None:
+        """The reading that explains the draft, if one does: of several, the one that gains most."""
+        found = [item for item in self.results if item.explains]
+        return max(found, key=lambda item: item.difference, default=None)
 
     def to_json(self) -> dict[str, Any]:
         return {
             "num_prompts": self.num_prompts,
             "num_tokens": self.num_tokens,
             "acceptance_len": self.acceptance_len,
+            "num_readings": self.num_readings,
             "readings": [item.to_json() for item in self.results],
         }
-
-
-def alternative_readings(
-    config: DraftConfig, target: TargetSource, specials: Mapping[int, str]
-) -> tuple[AlternativeReading, ...]:
-    """Every reading to run; `specials` are ids that might be the mask, with their names."""
-    return (
-        *_tap_readings(config, target.config.num_layers),
-        *_causality_readings(config),
-        *_anchor_readings(config),
-        *(
-            AlternativeReading("rope", f"rope base {theta:g}", replace(config, rope=replace(config.rope, theta=theta)))
-            for theta in dict.fromkeys((target.config.rope.theta, *THETAS))
-            if theta != config.rope.theta
-        ),
-        *(
-            AlternativeReading("mask", f"mask token {name} ({token})", replace(config, mask_token_id=token))
-            for token, name in list(specials.items())[:MAX_MASKS]
-            if token != config.mask_token_id and 0 <= token < config.vocab_size
-        ),
-    )
-
-
-def find_specials(target: TargetSource) -> dict[int, str]:
-    """Ids of the target that a trainer might have taken for the mask, mask-like names first."""
-    tokenizer = target.checkpoint.read_optional_json("tokenizer_config.json") or {}
-    contents = dict(_added_tokens(tokenizer.get("added_tokens_decoder"), target))
-    named = {token: text for token, text in contents.items() if "mask" in text.lower()}
-    found = dict(named)
-    config = target.checkpoint.config
-    for key in ("eos_token_id", "pad_token_id", "bos_token_id"):
-        value = config.get(key)
-        for token in value if isinstance(value, list) else [value]:
-            if is_int(token):
-                found.setdefault(token, key.removesuffix("_token_id"))
-    return found
 
 
 def search_readings(
@@ -156,76 +157,101 @@ def search_readings(
 
     if prompts is not None and len(prompts) < MIN_PROMPTS:
         raise UsageError(f"{len(prompts)} prompts, expected at least {MIN_PROMPTS}: fewer give no interval")
-    readings = [
-        reading
-        for reading in alternative_readings(draft.config, target, find_specials(target))
-        if budget.factors is None or reading.factor in budget.factors
-    ]
     runner = ReadingRunner(draft, target, config, budget, longest=max(map(len, prompts)) if prompts else None)
+    readings = _readings_of(runner, draft, target, budget)
     total = len(readings) + 1
     if prompts is None:
         observe("making prompts", 0, total)
         prompts = runner.make_prompts()
     observe("config as it is", 0, total)
-    base = count_steps(runner.run(runner.build(draft.config), prompts))
+    own = AlternativeReading("", "config as it is", draft.config)
+    outputs = runner.run(runner.build(own), prompts)
+    base = count_steps(outputs)
+    screen = runner.screen(outputs, {tap for item in (own, *readings) for tap in item.config.target_layer_ids})
+    screened = _screen(Screening(runner, screen, own), readings, observe)
+    chosen = [item for item in screened[:MAX_RUN] if item.difference > MIN_ESTIMATE]
+    confidence = 1 - SIGNIFICANCE / max(1, len(readings))
     results = []
-    for index, reading in enumerate(readings, start=1):
+    for item in chosen:
+        observe(item.reading.name, total, total)
+        counts = _count(runner.run(runner.build(item.reading), prompts), draft.config.block_size)
+        results.append(_compare(item.reading, base, counts, budget, confidence))
+    results.sort(key=lambda item: -item.difference)
+    length = pooled_acceptance_len(base)
+    return ReadingSearch(
+        len(base), budget.max_new_tokens * len(base), length, (*results, *screened[len(chosen) :]), len(readings)
+    )
+
+
+class Screening:
+    """Estimates of readings beside the config's own, which is estimated once for each number of anchors."""
+
+    def __init__(self, runner: "ReadingRunner", screen: "ReadingScreen", own: AlternativeReading) -> None:
+        self._runner, self._screen = runner, screen
+        self._own = runner.build(own)
+        self._own_lengths: dict[int, float] = {}
+
+    def estimate(self, reading: AlternativeReading, num_anchors: int) -> ReadingResult:
+        if num_anchors not in self._own_lengths:
+            self._own_lengths[num_anchors] = self._screen.acceptance_len(self._own, num_anchors)
+        found = self._screen.acceptance_len(self._runner.build(reading), num_anchors)
+        return ReadingResult(reading, found, found - self._own_lengths[num_anchors], None)
+
+
+def _screen(screening: Screening, readings: Sequence[AlternativeReading], observe: Observe) -> list[ReadingResult]:
+    """Estimates of all readings but the worse guesses, the best first."""
+
+    def gain(item: ReadingResult) -> float:
+        return -item.difference
+
+    total = len(readings) + 1
+    guesses = [item for item in readings if item.is_guess]
+    tried = [item for item in readings if not item.is_guess]
+    if guesses:
+        observe("rarely used ids as the mask", 0, total)
+        estimates = sorted([screening.estimate(item, VERY_FEW_ANCHORS) for item in guesses], key=gain)
+        tried += [item.reading for item in estimates[:MAX_GUESSES]]
+    found = []
+    for index, reading in enumerate(tried, start=1 + len(readings) - len(tried)):
         observe(reading.name, index, total)
-        pair = runner.build(reading.config, is_anchor_first=reading.is_anchor_first)
-        results.append(_compare(reading, base, count_steps(runner.run(pair, prompts)), budget))
-    return ReadingSearch(len(base), budget.max_new_tokens * len(base), pooled_acceptance_len(base), tuple(results))
+        found.append(screening.estimate(reading, FEW_ANCHORS))
+    found.sort(key=gain)
+    again = [screening.estimate(item.reading, MANY_ANCHORS) for item in found[:MAX_SCREENED_AGAIN]]
+    return [*sorted(again, key=gain), *found[len(again) :]]
 
 
-def _compare(reading: AlternativeReading, base: StepCounts, other: StepCounts, budget: SearchBudget) -> ReadingResult:
-    """Compare a reading with the config as it is, over the prompts on which both took steps."""
+def _readings_of(
+    runner: "ReadingRunner", draft: DraftCheckpoint, target: TargetSource, budget: SearchBudget
+) -> list[AlternativeReading]:
+    """The readings to try, without the config's own."""
+    space = ReadingSpace(
+        config=draft.config,
+        target=target.config,
+        masks=find_specials(target),
+        rare_ids=runner.rare_ids(NUM_RARE_IDS),
+        text_len=runner.text_len,
+    )
+    return [
+        reading for reading in alternative_readings(space) if budget.factors is None or reading.factor in budget.factors
+    ]
+
+
+def _count(outputs: Sequence[RequestOutput], block_size: int) -> StepCounts:
+    """What steps gave; of a longer block no more counts than one of the config's size holds."""
+    lengths = [[min(length, block_size) for length in output.acceptance_lengths] for output in outputs]
+    return [(sum(item), len(item)) for item in lengths]
+
+
+def _compare(
+    reading: AlternativeReading, base: StepCounts, other: StepCounts, budget: SearchBudget, confidence: float
+) -> ReadingResult:
+    """A reading beside the config's own, over the prompts on which both took steps."""
     shared = [pair for pair in zip(base, other, strict=True) if pair[0][1] and pair[1][1]]
     own, alternative = [pair[0] for pair in shared], [pair[1] for pair in shared]
     accepted = pooled_acceptance_len(alternative)
     interval = None
     if len(shared) >= MIN_PROMPTS:
         interval = paired_interval(
-            own, alternative, confidence=0.95, num_resamples=budget.num_resamples, seed=budget.seed
+            own, alternative, confidence=confidence, num_resamples=budget.num_resamples, seed=budget.seed
         )
     return ReadingResult(reading, accepted, accepted - pooled_acceptance_len(own), interval)
-
-
-def _tap_readings(config: DraftConfig, depth: int) -> Iterator[AlternativeReading]:
-    """Tapped layers shifted by one; a first or last layer stays where it is, unless two would then be the same."""
-    for offset, name in ((-1, "earlier"), (1, "later")):
-        taps = tuple(min(max(tap + offset, 0), depth - 1) for tap in config.target_layer_ids)
-        if len(set(taps)) == len(set(config.target_layer_ids)) and taps != config.target_layer_ids:
-            yield AlternativeReading(
-                "taps", f"tapped layers one {name} {list(taps)}", replace(config, target_layer_ids=taps)
-            )
-
-
-def _causality_readings(config: DraftConfig) -> Iterator[AlternativeReading]:
-    readings = {
-        "all layers causal": (True,) * config.num_layers,
-        "no layer causal": (False,) * config.num_layers,
-        "only sliding layers causal": tuple(window is not None for window in config.windows),
-    }
-    tried = {config.causal}
-    for name, causal in readings.items():
-        if causal not in tried:
-            tried.add(causal)
-            yield AlternativeReading("causality", name, replace(config, causal=causal))
-
-
-def _anchor_readings(config: DraftConfig) -> Iterator[AlternativeReading]:
-    """Predictions that start at the anchor; the runtime can run these only for non-causal drafts without windows."""
-    if not any(config.causal) and set(config.windows) == {None}:
-        yield AlternativeReading("anchor", "predictions from the last committed token on", config, is_anchor_first=True)
-
-
-def _added_tokens(entries: Any, target: TargetSource) -> Iterator[tuple[int, str]]:
-    """Special tokens with their ids: from tokenizer_config.json, or from the list at the head of tokenizer.json."""
-    if isinstance(entries, dict):
-        for key, entry in entries.items():
-            if key.isdigit() and isinstance(entry, dict) and isinstance(entry.get("content"), str):
-                yield int(key), entry["content"]
-        return
-    listed = (target.checkpoint.read_optional_json("tokenizer.json") or {}).get("added_tokens")
-    for entry in listed if isinstance(listed, list) else []:
-        if isinstance(entry, dict) and isinstance(entry.get("id"), int) and isinstance(entry.get("content"), str):
-            yield entry["id"], entry["content"]

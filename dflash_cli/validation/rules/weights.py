@@ -4,8 +4,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from dflash_cli.checkpoints.opening import open_draft
+from dflash_cli.checkpoints.row_matches import find_misplaced
 from dflash_cli.checkpoints.target_copies import find_difference
-from dflash_cli.validation.rule import Problem, Severity, check
+from dflash_cli.validation.rule import Problem, check
 from dflash_cli.validation.rules.tensors import FLOATS, WEIGHTS
 from dflash_cli.validation.subject import Subject
 from dflash_runtime.checkpoint.layout import DRAFT_TO_TARGET, EMBEDDING, HEAD, TARGET_TO_DRAFT
@@ -22,6 +23,15 @@ if TYPE_CHECKING:
 
 NORM_LIMIT = 1e-6
 FLOAT16_MAX = 65504.0
+OFFSET_MEAN = 0.5
+OFFSET_NEGATIVE = 0.1
+"""A norm whose mean is nearer to 0 than that, with such a share of negative values, holds offsets from 1."""
+
+ZERO_SHARE = 1 / 8
+MIN_VALUES = 16384
+DISTINCT_8_BITS = 128
+"""Sizes of values that a sign and 7 bits tell apart."""
+
 HEADROOM = 1 / 8
 """Share of float16's range above which a product of a few such values leaves it."""
 
@@ -39,16 +49,22 @@ def values_are_sane(subject: Subject) -> Iterator[Problem]:
     """Weights are finite, no tensor is all zeros, and no norm weight is near zero."""
     import torch
 
+    zero_biases = []
     for name, tensor in _floats(subject):
         location = f"{WEIGHTS}:{name}"
         finite = torch.isfinite(tensor)
         if not bool(finite.all()):
             yield Problem(location, f"NaN or infinite values: {int((~finite).sum())}")
         elif not bool(tensor.any()):
-            severity: Severity = "warning" if name.endswith(".bias") else "error"
-            yield Problem(location, "every value is zero", severity=severity)
+            if name.endswith(".bias"):
+                zero_biases.append(name)
+            else:
+                yield Problem(location, "every value is zero")
         elif "norm" in name and float(tensor.abs().max()) < NORM_LIMIT:
             yield Problem(location, f"every value is below {NORM_LIMIT:g}", severity="warning")
+    if zero_biases:
+        others = f", and in {len(zero_biases) - 1} other biases" if len(zero_biases) > 1 else ""
+        yield Problem(f"{WEIGHTS}:{zero_biases[0]}", f"every value is zero{others}", severity="warning")
 
 
 @check(
@@ -123,6 +139,92 @@ def values_vary(subject: Subject) -> Iterator[Problem]:
         first = tensor.flatten()[0]
         if tensor.numel() > 1 and bool(first) and bool((tensor == first).all()):
             yield Problem(f"{WEIGHTS}:{name}", f"every value is {float(first):g}")
+
+
+@check(
+    "N31",
+    level="weights",
+    effect="nearly every norm multiplies by values near 0, so everything drafted is noise",
+    fix="add 1 to the weights of all norms when you export, then check it: dflash validate {draft} --level weights",
+    source="huggingface/transformers Gemma norms multiply by 1 + w; this layout multiplies by w",
+    outcome="drops",
+)
+def norms_are_not_offsets(subject: Subject) -> Iterator[Problem]:
+    """The weights of norms are what is multiplied by, not what is to be added to 1.
+
+    Offsets lie around 0 with both signs; weights that were trained from 1 are hardly ever negative.
+    """
+    shifted, total = [], 0
+    for name, tensor in _floats(subject):
+        if not name.endswith("norm.weight") or tensor.dim() != 1:
+            continue
+        total += 1
+        values = tensor.float()
+        if abs(float(values.mean())) < OFFSET_MEAN and float((values < 0).float().mean()) > OFFSET_NEGATIVE:
+            shifted.append(name)
+    if shifted and 3 * len(shifted) >= total:
+        yield Problem(
+            f"{WEIGHTS}:{shifted[0]}", f"values around 0 with both signs in {len(shifted)} of {total} norms: 1 + w?"
+        )
+
+
+@check(
+    "N32",
+    "warning",
+    level="weights",
+    effect="part of the matrix does nothing: it was lost on the way, or cut to another size",
+    fix=FIX_REEXPORT_WEIGHTS,
+    source="copying faults in exporters; speculators converter slices fc by taps",
+    outcome="drops",
+)
+def matrices_are_whole(subject: Subject) -> Iterator[Problem]:
+    """No matrix has an eighth or more of its rows or columns all zero."""
+    for name, tensor in _floats(subject):
+        if tensor.dim() != 2 or not bool(tensor.any()):
+            continue
+        for kind, dim in (("rows", 1), ("columns", 0)):
+            zeros = int((~tensor.bool().any(dim=dim)).sum())
+            count = tensor.shape[1 - dim]
+            if zeros >= max(1, count * ZERO_SHARE):
+                yield Problem(f"{WEIGHTS}:{name}", f"{zeros} of {count} {kind} are all zero")
+
+
+@check(
+    "N33",
+    "warning",
+    level="weights",
+    effect="the weights went through 8 bits on the way here; what they lost does not come back",
+    fix="export again from the weights of training, then check it: dflash validate {draft} --level weights",
+    source="sgl-project/sglang#39087 (a quantised draft accepts less)",
+)
+def values_have_their_precision(subject: Subject) -> Iterator[Problem]:
+    """Matrices hold more distinct values than 8 bits can tell apart, and float32 ones use their low bits.
+
+    A float32 file of bfloat16 values works as well as one of half its size, so that is a remark.
+    """
+    import torch
+
+    low, wide = [], []
+    for name, tensor in _floats(subject):
+        if tensor.dim() != 2 or tensor.numel() < MIN_VALUES:
+            continue
+        sample = tensor.flatten()[:: max(1, tensor.numel() // (8 * MIN_VALUES))]
+        if len(sample.float().abs().unique()) <= DISTINCT_8_BITS:
+            low.append(name)
+        elif tensor.dtype == torch.float32 and not bool((sample.contiguous().view(torch.int32) & 0xFFFF).any()):
+            wide.append(name)
+    if low:
+        yield Problem(
+            f"{WEIGHTS}:{low[0]}", f"at most {DISTINCT_8_BITS} distinct sizes of values in {len(low)} matrices"
+        )
+    if wide:
+        yield Problem(
+            f"{WEIGHTS}:{wide[0]}",
+            f"float32 that holds bfloat16 values, in {len(wide)} matrices",
+            effect="the file is twice as large as it need be",
+            fix="if that was not meant, export it in the type of training: dflash validate {draft} --level weights",
+            severity="info",
+        )
 
 
 @check(
@@ -249,6 +351,35 @@ def copies_are_the_targets(subject: Subject) -> Iterator[Problem]:
         difference = find_difference(draft, name, target) if name in (subject.tensors or {}) else None
         if difference is not None:
             yield Problem(f"{WEIGHTS}:{name}", difference)
+
+
+@check(
+    "M12",
+    level="weights",
+    effect="what the draft proposes with these rows comes out as other tokens",
+    fix=FIX_REEXPORT_WEIGHTS,
+    source="speculators 0.9.0 train/vocab_mapping.py; vLLM 0.33.0 qwen3_dflash.py maps by position",
+    outcome="drops",
+)
+def rows_are_in_their_places(subject: Subject) -> Iterator[Problem]:
+    """No row of the draft's head or embedding is the target's row of another id.
+
+    Training changes a row; only a fault of order makes it equal another.
+    """
+    target, checkpoint = subject.target_source, subject.checkpoint
+    if target is None or subject.parsed is None or checkpoint is None or not _has_weights(target):
+        return
+    draft = open_draft(checkpoint)
+    for name in (HEAD, EMBEDDING):
+        if name not in (subject.tensors or {}) or find_difference(draft, name, target) is None:
+            continue
+        found = find_misplaced(draft, name, target)
+        if found is not None:
+            yield Problem(
+                f"{WEIGHTS}:{name}",
+                f"{found.count} of {found.num_rows} rows are the target's rows of other ids: row {found.row} stands "
+                f"for id {found.expected_id} and holds that of id {found.found_id}",
+            )
 
 
 @check(

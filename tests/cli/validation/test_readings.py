@@ -9,23 +9,20 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from dflash_cli.checkpoints.opening import open_target
+from dflash_cli.checkpoints.opening import open_draft, open_target
 from dflash_cli.checkpoints.references import TINY, Role, fetch_directory
 from dflash_cli.evaluation.statistics import Interval
+from dflash_cli.validation import alternatives
+from dflash_cli.validation.alternatives import AlternativeReading, ReadingSpace, alternative_readings
+from dflash_cli.validation.mask_candidates import find_specials
 from dflash_cli.validation.reading_runner import AnchorFirst
-from dflash_cli.validation.readings import (
-    AlternativeReading,
-    ReadingResult,
-    ReadingSearch,
-    SearchBudget,
-    alternative_readings,
-    find_specials,
-)
+from dflash_cli.validation.readings import ReadingResult, ReadingSearch, SearchBudget, search_readings
 from dflash_cli.validation.report import Report
 from dflash_cli.validation.rule import all_rules
 from dflash_cli.validation.run_settings import RunSettings
-from dflash_cli.validation.subject import Subject
+from dflash_cli.validation.subject import open_subject
 from dflash_cli.validation.validator import ValidationRequest, validate_draft
 from dflash_runtime.config import EngineConfig
 from dflash_runtime.errors import UsageError
@@ -61,8 +58,8 @@ def test_sound_drafts_pass(name: str, num_prompts: int) -> None:
     assert report.findings == ()
     assert report.search is not None
     assert report.search.acceptance_len > 2
-    assert {item.reading.factor for item in report.search.results} == {"taps", "causality", "anchor", "rope", "mask"}
-    assert all(item.difference < 0 for item in report.search.results)
+    assert {item.reading.factor for item in report.search.results} >= {"taps", "causality", "rope", "mask", "weights"}
+    assert report.search.explanation is None
 
 
 @pytest.mark.parametrize(
@@ -75,11 +72,27 @@ def test_sound_drafts_pass(name: str, num_prompts: int) -> None:
         ),
         ("R04", "rope", "config.json:rope_theta", lambda config: config.update(rope_theta=10000.0), "rope base 1e+06"),
         (
+            "R04", "rope", "config.json:rope_theta",
+            lambda config: config.update(rope_scaling={"rope_type": "linear", "factor": 8.0}), "target's rope (default",
+        ),
+        (
+            "R07", "window", "config.json:sliding_window",
+            lambda config: config.update(
+                sliding_window=5, use_sliding_window=True, layer_types=["sliding_attention"] * 3
+            ),
+            "no attention window accepts",
+        ),
+        (
+            "R01", "taps", "config.json:dflash_config.target_layer_ids",
+            lambda config: config["dflash_config"].update(target_layer_ids=[2, 4, 3, 0]),
+            "taps in the order [0, 2, 3, 4] accepts",
+        ),
+        (
             "R03", "mask", "config.json:dflash_config.mask_token_id",
             lambda config: config["dflash_config"].update(mask_token_id=4), "mask <|mask|> (3)",
         ),
     ],
-    ids=["taps", "rope", "mask"],
+    ids=["taps", "rope", "scaling", "window", "order", "mask"],
 )  # fmt: skip
 def test_a_falsified_config_is_caught(
     rule: str, factor: str, location: str, change: Any, message: str, tmp_path: Path
@@ -92,11 +105,93 @@ def test_a_falsified_config_is_caught(
     assert report.fails()
 
 
-def test_a_causal_flag_is_caught(tmp_path: Path) -> None:
-    """The smallest effect of all: the bundled draft loses 4 % of its accepted tokens."""
-    draft = falsify(tmp_path / "draft", lambda config: config.update(is_causal=True))
-    report = run(draft, "causality", num_prompts=32, max_new_tokens=96)
-    assert [item.id for item in report.findings if item.severity == "error"] == ["R02"]
+def rewrite(path: Path, change: Callable[[dict[str, torch.Tensor]], object], name: str = TINY) -> Path:
+    """The bundled draft with other tensors."""
+    shutil.copytree(fetch_directory(name, Role.DRAFT), path)
+    tensors = load_file(path / "model.safetensors")
+    change(tensors)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+def lower_norms(tensors: dict[str, torch.Tensor]) -> None:
+    tensors.update({name: item - 1 for name, item in tensors.items() if name.endswith("norm.weight")})
+
+
+def exchange(first: str, second: str) -> Callable[[dict[str, torch.Tensor]], None]:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        old = dict(tensors)
+        for name in old:
+            if first in name:
+                other = name.replace(first, second)
+                tensors[name], tensors[other] = old[other], old[name]
+
+    return change
+
+
+def interleave(tensors: dict[str, torch.Tensor]) -> None:
+    """Rows of queries and keys as pairs side by side, as a model trained with interleaved rope has them."""
+    for name, item in tensors.items():
+        if any(part in name for part in ("q_proj", "k_proj", "q_norm", "k_norm")):
+            halves = item.unflatten(0, (-1, 2, 16))
+            tensors[name] = halves.transpose(1, 2).flatten(0, 2).contiguous()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lower_norms, "norm weights read as 1 + w"),
+        (exchange("gate_proj", "up_proj"), "gate and up exchanged"),
+        (exchange("k_proj", "v_proj"), "keys and values exchanged"),
+        (exchange("input_layernorm", "post_attention_layernorm"), "each layer's two norms exchanged"),
+        (interleave, "rope over interleaved pairs"),
+        (exchange("layers.0.", "layers.1."), "layers in the order [1, 0, 2]"),
+    ],
+    ids=["norms", "gate", "values", "layer norms", "interleaved", "layers"],
+)
+def test_rewritten_tensors_are_named(change: Any, message: str, tmp_path: Path) -> None:
+    report = run(rewrite(tmp_path / "draft", change), "weights", num_prompts=8, max_new_tokens=32)
+    (found,) = [item for item in report.findings if item.level == "run"]
+    assert (found.id, found.severity) == ("R09", "error")
+    assert found.message.startswith(message)
+
+
+def search(name: str, causality: Any, *factors: str) -> ReadingSearch:
+    """The search on a bundled draft that is read with another causality."""
+    budget = SearchBudget(num_prompts=16, max_new_tokens=64, factors=frozenset(factors))
+    draft = open_draft(fetch_directory(name, Role.DRAFT), causality=causality)
+    config = EngineConfig(max_num_requests=32)
+    return search_readings(draft, open_target(TARGET), None, config=config, budget=budget, observe=lambda *_: None)
+
+
+def test_a_causal_flag_is_caught() -> None:
+    """The reduced draft loses 14 % of its accepted tokens; the full one 4 %, which is no cause to name."""
+    found = search("tiny:reduced", "causal", "causality").explanation
+    assert found is not None
+    assert found.reading.name == "no layer causal"
+    assert search("tiny", "causal", "causality").explanation is None
+
+
+def test_a_mask_is_found_among_rarely_used_ids() -> None:
+    """What no special token names is searched for where the embedding looks unused."""
+    space = ReadingSpace(config=bundled_draft().config, target=open_target(TARGET).config, rare_ids=(7, 11))
+    guesses = [item for item in alternative_readings(space) if item.is_guess]
+    assert [item.config.mask_token_id for item in guesses] == [7, 11]
+
+
+def test_an_untrained_draft_has_no_cause(tmp_path: Path) -> None:
+    """Noise reads as noise whatever is changed, so no reading is named."""
+    generator = torch.Generator().manual_seed(0)
+
+    def forget(tensors: dict[str, torch.Tensor]) -> None:
+        for name, item in tensors.items():
+            if item.dim() == 2:
+                tensors[name] = (torch.randn(item.shape, generator=generator) * 0.02).to(item.dtype)
+
+    report = run(rewrite(tmp_path / "draft", forget), num_prompts=8, max_new_tokens=32)
+    (found,) = report.findings
+    assert (found.id, found.severity) == ("R06", "error")
+    assert "none of" in found.message
 
 
 def test_through_the_command(tmp_path: Path) -> None:
@@ -134,12 +229,30 @@ def test_no_target_is_refused(tmp_path: Path) -> None:
 
 def test_readings_change_one_factor() -> None:
     config, target = bundled_draft().config, open_target(TARGET)
-    for reading in alternative_readings(config, target, find_specials(target)):
-        names = {"taps": "target_layer_ids", "causality": "causal", "rope": "rope", "mask": "mask_token_id"}
+    space = ReadingSpace(config=config, target=target.config, masks=find_specials(target), text_len=100)
+    names = {
+        "taps": "target_layer_ids", "causality": "causal", "rope": "rope", "mask": "mask_token_id",
+        "window": "windows", "block": "block_size",
+    }  # fmt: skip
+    for reading in alternative_readings(space):
         key = names.get(reading.factor)
         kept = replace(reading.config, **{key: getattr(config, key)}) if key is not None else reading.config
         assert kept == config, reading.name
         assert key is None or getattr(reading.config, key) != getattr(config, key)
+        assert (key is None) == (reading.rewrite is not None or reading.is_anchor_first)
+        assert reading.cause
+
+
+def test_every_factor_has_a_rule() -> None:
+    """A reading that no rule looks at would explain a draft in silence."""
+    target = open_target(TARGET)
+    space = ReadingSpace(config=bundled_draft().config, target=target.config, rare_ids=(9,), text_len=100)
+    factors = {reading.factor for family in alternatives.FAMILIES for reading in family(space)}
+    for factor in factors:
+        reading = AlternativeReading(factor, "another reading", bundled_draft().config)
+        search = ReadingSearch(16, 1000, 1.1, (ReadingResult(reading, 2.8, 1.7, Interval(1.2, 2.1, 0.95)),), 60)
+        named = [rule.id for rule in all_rules() if rule.level == "run" and found(rule.id, search)]
+        assert len(named) == 1, factor
 
 
 def test_special_tokens_put_masks_first() -> None:
@@ -161,22 +274,50 @@ def test_anchor_first_reads_the_rows_before() -> None:
     assert not torch.allclose(shifted[:, 0], usual[:, 0])
 
 
-def found(rule_id: str, search: ReadingSearch) -> list[str]:
+def found(rule_id: str, search: ReadingSearch) -> list[tuple[str, str]]:
+    """Severity and message of what one rule finds in a draft with blocks of 8."""
     rule = next(rule for rule in all_rules() if rule.id == rule_id)
-    subject = Subject(path=Path("draft"), config=support.native_config(), search=search)
-    return [item.message for item in rule.findings(subject)]
+    subject = replace(open_subject(fetch_directory(TINY, Role.DRAFT)), search=search)
+    return [(item.severity, item.message) for item in rule.findings(subject)]
+
+
+def result(own: float, length: float, low: float, factor: str = "rope", **changes: Any) -> ReadingResult:
+    reading = AlternativeReading(factor, f"another {factor}", bundled_draft().config, **changes)
+    return ReadingResult(reading, length, length - own, Interval(low, low + 1, 0.95))
 
 
 def test_anchor_first_that_accepts_more_is_reported() -> None:
-    reading = AlternativeReading(
-        "anchor", "predictions from the last committed token on", bundled_draft().config, is_anchor_first=True
+    better = result(1.1, 2.8, 1.2, "anchor", is_anchor_first=True, min_len=2.0)
+    same = result(1.1, 1.2, -0.1, "anchor", is_anchor_first=True, min_len=2.0)
+    assert "2.80 tokens a step" in found("R05", ReadingSearch(16, 1000, 1.1, (better,), 60))[0][1]
+    assert found("R05", ReadingSearch(16, 1000, 1.1, (same,), 60)) == []
+
+
+@pytest.mark.parametrize(
+    ("item", "explains"),
+    [
+        (result(1.1, 2.8, 1.2), True),
+        (result(1.1, 2.8, -0.1), False),  # not sure
+        (result(1.01, 1.41, 0.2), False),  # surely more, and yet next to nothing
+        (result(2.40, 2.48, 0.02), False),  # surely more, by less than a tenth of a token
+        (result(2.40, 2.52, 0.02), False),  # by less than a tenth of what is accepted
+        (result(1.01, 1.90, 0.5, min_len=2.0), False),  # less than this reading must accept
+    ],
+)
+def test_what_explains_a_draft(item: ReadingResult, explains: bool) -> None:
+    assert item.explains is explains
+
+
+def test_the_reading_that_gains_most_is_named_alone() -> None:
+    search = ReadingSearch(16, 1000, 1.2, (result(1.2, 1.9, 0.5, "mask"), result(1.2, 2.8, 1.0, "taps")), 60)
+    assert [len(found(rule, search)) for rule in ("R01", "R03", "R06")] == [1, 0, 0]
+
+
+def test_a_draft_that_predicts_little_is_reported() -> None:
+    (error,), (warning,) = (found("R06", ReadingSearch(16, 1000, length, (), 60)) for length in (1.4, 1.8))
+    assert error == (
+        "error",
+        "1.40 tokens a step of at most 8, 6% of the drafts, over 16 prompts; none of 60 other readings explains it",
     )
-    better = ReadingResult(reading, 2.8, 1.7, Interval(1.2, 2.1, 0.95))
-    same = ReadingResult(reading, 1.2, 0.1, Interval(-0.1, 0.3, 0.95))
-    assert "a step commits 2.80 tokens" in found("R05", ReadingSearch(16, 1000, 1.1, (better,)))[0]
-    assert found("R05", ReadingSearch(16, 1000, 1.1, (same,))) == []
-
-
-def test_a_draft_that_predicts_nothing_is_reported() -> None:
-    assert "1.02 tokens per step over 16 prompts" in found("R06", ReadingSearch(16, 1000, 1.02, ()))[0]
-    assert found("R06", ReadingSearch(16, 1000, 1.4, ())) == []
+    assert warning[0] == "warning"
+    assert found("R06", ReadingSearch(16, 1000, 1.9, (), 60)) == []

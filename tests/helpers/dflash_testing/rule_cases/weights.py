@@ -1,11 +1,23 @@
 """Faults in the weights themselves."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from dflash_testing import checkpoints as support
-from dflash_testing.rule_cases.base import SPEC, Case, add, edit, nothing, top
+from dflash_testing.rule_cases.base import SPEC, Case, add, both, edit, nothing, top
+
+WIDE = replace(support.SMALL, hidden=128, head_dim=16)
+
+
+def _follow_moved_id(mask: Any) -> Any:
+    """The mask of the kept ids after the fifth was moved on by one."""
+    moved = mask.copy()
+    fifth = np.flatnonzero(mask)[4]
+    moved[[fifth, fifth + 1]] = False, True
+    return moved
+
 
 CASES = [
     Case(
@@ -65,5 +77,59 @@ CASES = [
     Case(
         rule="M11", message="repeated target ids: 1", level="weights", dialect=SPEC,
         shape=support.REDUCED, tensors=edit("d2t", lambda item: item - (np.arange(12) == 1)),
+    ),
+    Case(
+        rule="N13", message="every value is zero, and in 7 other biases", severity="warning", level="weights",
+        shape=replace(support.SMALL, bias=True),
+        tensors=lambda arrays: arrays.update(
+            {name: np.zeros_like(item) for name, item in arrays.items() if name.endswith(".bias")}
+        ),
+    ),
+    Case(
+        rule="N31", message="values around 0 with both signs in 10 of 10 norms", level="weights",
+        tensors=lambda arrays: arrays.update(
+            {name: item - 1 for name, item in arrays.items() if name.endswith("norm.weight")}
+        ),
+    ),
+    Case(
+        rule="N32", message="8 of 16 rows are all zero", severity="warning", level="weights",
+        tensors=edit("fc.weight", lambda item: item * (np.arange(16) < 8).astype(np.float32)[:, None]),
+    ),
+    Case(
+        rule="N33", message="128 sizes of values in", severity="warning", level="weights", shape=WIDE,
+        tensors=edit("fc.weight", lambda item: (np.round(item * 100) / 100).astype(np.float32)),
+    ),
+    Case(
+        rule="N33", message="float32 that holds bfloat16 values", severity="info", level="weights", shape=WIDE,
+        tensors=edit(
+            "fc.weight",
+            lambda item: (np.ascontiguousarray(item).view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32),
+        ),
+    ),
+    Case(
+        rule="M12", message="12 of 12 rows are the target's rows of other ids", dialect=SPEC, shape=support.REDUCED,
+        level="weights", target=nothing, tensors=edit("lm_head.weight", lambda item: np.roll(item, 1, axis=0)),
+    ),
+    Case(
+        rule="M12", message="1 of 12 rows", dialect=SPEC, shape=support.REDUCED, level="weights", target=nothing,
+        tensors=both(
+            edit("d2t", lambda item: item + (np.arange(12) == 4)),
+            edit("t2d", _follow_moved_id),
+        ),
+    ),
+    Case(
+        rule="P31", message="2 of 3 tokens have other ids than in the target's: 'b' is 2, there 1", severity="warning",
+        level="weights", target=nothing, files={"tokenizer.json": {"model": {"vocab": {"a": 0, "b": 2, "c": 1}}}},
+        target_files={"tokenizer.json": {"model": {"vocab": {"a": 0, "b": 1, "c": 2}}}},
+    ),
+    Case(
+        rule="P31", message="1 tokens are in one of the two", severity="warning", level="weights", target=nothing,
+        files={"tokenizer.json": {"model": {"vocab": {"a": 0}}}},
+        target_files={"tokenizer.json": {"model": {"vocab": {"a": 0, "b": 1}}}},
+    ),
+    Case(
+        rule="P32", message="the target differs from the one converted for: other tensors", severity="warning",
+        level="weights", target=nothing,
+        files={"conversion.json": {"target": {"fingerprint": {"headers": "0" * 64, "rows": None}}}},
     ),
 ]  # fmt: skip

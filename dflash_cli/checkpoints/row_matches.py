@@ -1,0 +1,76 @@
+"""Which of the target's rows a draft's copies of head or embedding hold: a copy in a wrong place is no training.
+
+torch is imported when a comparison runs.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from dflash_cli.checkpoints.opening import DraftCheckpoint
+from dflash_cli.checkpoints.target_copies import target_tensor
+from dflash_runtime.checkpoint.files import TensorInfo
+from dflash_runtime.checkpoint.layout import DRAFT_TO_TARGET, HEAD
+from dflash_runtime.checkpoint.pair import TargetSource
+
+if TYPE_CHECKING:
+    import torch
+
+PIECE_ROWS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Misplaced:
+    """Rows of a draft that are the target's rows of other ids: how many of all, and the first, with the ids."""
+
+    count: int
+    num_rows: int
+    row: int
+    expected_id: int
+    found_id: int
+
+
+def find_misplaced(draft: DraftCheckpoint, name: str, target: TargetSource) -> Misplaced | None:
+    """Rows of the draft's `embed_tokens.weight` or `lm_head.weight` that belong to other ids than the map says."""
+    mine, theirs = draft.checkpoint.tensors[name], target_tensor(target, name)
+    if theirs is None or len(mine.shape) != 2 or mine.shape[1:] != theirs.shape[1:]:
+        return None
+    ours = draft.checkpoint.load(name)
+    ids = _ids(draft, name, len(ours))
+    by_digest: dict[bytes, int] = {}
+    expected: dict[int, bytes] = {}
+    wanted = set(ids)
+    for token, digest in _digests(theirs, ours.dtype):
+        by_digest.setdefault(digest, token)
+        if token in wanted:
+            expected[token] = digest
+    bad = []
+    for row, digest in enumerate(map(_digest, ours)):
+        if digest != expected.get(ids[row]) and digest in by_digest:
+            bad.append((row, ids[row], by_digest[digest]))
+    return Misplaced(len(bad), len(ours), *bad[0]) if bad else None
+
+
+def _ids(draft: DraftCheckpoint, name: str, num_rows: int) -> list[int]:
+    """The target's id of each row."""
+    if name != HEAD or not draft.config.has_reduced_vocab:
+        return list(range(num_rows))
+    offsets = draft.checkpoint.load(DRAFT_TO_TARGET).tolist()
+    return [row + offset for row, offset in enumerate(offsets)]
+
+
+def _digests(info: TensorInfo, dtype: "torch.dtype") -> Iterator[tuple[int, bytes]]:
+    from safetensors import safe_open
+
+    with safe_open(info.file, framework="pt") as stream:
+        rows = stream.get_slice(info.name)
+        for begin in range(0, info.shape[0], PIECE_ROWS):
+            piece = rows[begin : begin + PIECE_ROWS].to(dtype)
+            yield from enumerate(map(_digest, piece), start=begin)
+
+
+def _digest(row: "torch.Tensor") -> bytes:
+    import torch
+
+    return hashlib.blake2b(row.contiguous().view(torch.uint8).numpy().tobytes(), digest_size=16).digest()
