@@ -116,7 +116,10 @@ class SamplingOptions:
         ),
     ] = 1.0
     seed: Annotated[
-        int, typer.Option("--seed", metavar="N", help="Seed of all sampling.", rich_help_panel=SAMPLING)
+        int,
+        typer.Option(
+            "--seed", min=0, max=2**63 - 1, metavar="N", help="Seed of all sampling.", rich_help_panel=SAMPLING
+        ),
     ] = 0
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Go on past stop tokens.", rich_help_panel=SAMPLING)
@@ -125,6 +128,7 @@ class SamplingOptions:
         list[int] | None,
         typer.Option(
             "--stop-token-id",
+            min=0,
             metavar="ID",
             help="A further id that ends a text; may be repeated.",
             rich_help_panel=SAMPLING,

@@ -31,7 +31,7 @@ def resolve_device(name: str) -> torch.device:
         raise UnsupportedError(f"device {name!r} is not served (known: cpu, cuda)")
     if device.type == "cuda":
         if not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count():
-            raise UsageError(f"device {name!r} is not there: {torch.cuda.device_count()} CUDA devices found")
+            raise UnsupportedError(f"device {name!r} is not there: {torch.cuda.device_count()} CUDA devices found")
         if torch.cuda.get_device_capability(device) < MIN_CAPABILITY:
             raise UnsupportedError(f"{torch.cuda.get_device_name(device)}: compute capability below 8.0")
     return device
