@@ -144,18 +144,30 @@ def evaluate(
 ) -> "Evaluation":
     """Measure the acceptance of a pair, as `dflash eval-acceptance` does. Without `prompts`, on the bundled ones.
 
-    `Evaluation.total.counts.acceptance_len` is the acceptance length, `Evaluation.total.interval` its interval.
+    `Evaluation.total.counts.acceptance_len` is the acceptance length, `Evaluation.total.interval` its interval, and
+    `Evaluation.failures` are the prompts that could not be measured, which are in neither.
 
     Raises:
         UsageError, RequestError: a pair or prompts that cannot be served; and whatever loading raises.
     """
+    from dflash_cli.evaluation.acceptance_report import PromptSource
     from dflash_cli.evaluation.measure import EvaluationRequest, measure
     from dflash_cli.generation.loaded_pair import open_session
 
     session = open_session(
         str(draft), None if target is None else str(target), config or EngineConfig(), causality=causality
     )
-    request = EvaluationRequest(rows=_rows(prompts), params=params or SamplingParams(max_new_tokens=128), chat=chat)
+    rows = _rows(prompts)
+    is_tiny = is_bundled(str(draft)) and (target is None or is_bundled(str(target)))
+    source = PromptSource(
+        name="bundled" if prompts is None else str(prompts) if isinstance(prompts, str | Path) else "given",
+        num_available=len(rows),
+        is_bundled=prompts is None,
+        is_foreign=prompts is None and not is_tiny,
+    )
+    request = EvaluationRequest(
+        rows=rows, params=params or SamplingParams(max_new_tokens=128), source=source, chat=chat
+    )
     return measure(session, request)
 
 

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -18,15 +18,18 @@ if TYPE_CHECKING:
 SCHEMA_VERSION = 1
 
 _is_quiet = False
+_kind: str | None = None
 _verbosity = -1  # not set yet
 
 
-def configure(*, quiet: bool | None = None, verbosity: int | None = None) -> None:
+def configure(*, quiet: bool | None = None, verbosity: int | None = None, kind: str | None = None) -> None:
     """Set how much is printed; None leaves a setting as it is.
 
     `quiet` lets only results, warnings and errors through. A `verbosity` of 1 logs what our packages do, 2 everything.
+    `kind` is what the JSON documents of this run are, the name of the command that writes them.
     """
-    global _is_quiet, _verbosity
+    global _is_quiet, _verbosity, _kind
+    _kind = _kind if kind is None else kind
     _is_quiet = _is_quiet if quiet is None else quiet
     if verbosity is not None and verbosity != _verbosity:
         _verbosity = verbosity
@@ -45,8 +48,12 @@ def result(text: str, *, end: str = "\n") -> None:
 
 
 def result_json(document: dict[str, Any]) -> None:
-    """Write the one JSON document of a `--json` run, with its schema version first."""
-    result(json.dumps({"schema_version": SCHEMA_VERSION, **document}, ensure_ascii=False, allow_nan=False))
+    """Write the one JSON document of a `--json` run, with its schema version and its kind first.
+
+    The kind is the command's name unless the document has one of its own.
+    """
+    head = {"schema_version": SCHEMA_VERSION, "kind": _kind}
+    result(json.dumps(head | document, ensure_ascii=False, allow_nan=False))
 
 
 def note(text: str) -> None:
@@ -81,14 +88,17 @@ def error_text(text: str) -> None:
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str | None = None) -> None:
     """A table on stdout. The first column is left-aligned, a column of numbers right-aligned."""
+    rows = [list(map(str, row)) for row in rows]
+    if not is_terminal():
+        _plain_table(columns, rows, title)
+        return
     from rich.table import Table
     from rich.text import Text
 
-    rows = [list(map(str, row)) for row in rows]
     drawn = Table(title=title, title_justify="left", box=None, pad_edge=False, show_header=any(columns))
     for index, column in enumerate(columns):
-        numeric = bool(rows) and all(_is_numeric(row[index]) for row in rows)
-        drawn.add_column(Text(column), justify="right" if numeric else "left", overflow="fold")
+        justify: Literal["left", "right"] = "right" if _is_column_numeric(rows, index) else "left"
+        drawn.add_column(Text(column), justify=justify, overflow="fold")
     for row in rows:
         drawn.add_row(*(Text(cell) for cell in row))
     _rich_stdout().print(drawn)
@@ -233,11 +243,31 @@ def _log_to_stderr(verbosity: int) -> None:
             logger.setLevel(logging.INFO if verbosity == 1 else logging.DEBUG)
 
 
+def _plain_table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str | None) -> None:
+    """The table as plain lines: no row is folded, and no line ends in spaces."""
+    from rich.cells import cell_len
+
+    shown = [columns, *rows] if any(columns) else rows
+    widths = [max((cell_len(row[index]) for row in shown), default=0) for index in range(len(columns))]
+    rights = [_is_column_numeric(rows, index) for index in range(len(columns))]
+    for line in [title] if title else []:
+        result(line)
+    for row in shown:
+        cells = []
+        for cell, width, is_right in zip(row, widths, rights, strict=True):
+            space = " " * (width - cell_len(cell))
+            cells.append(space + cell if is_right else cell + space)
+        result("  ".join(cells).rstrip())
+
+
 def _rich_stdout() -> "Console":
     from rich.console import Console
 
-    width = None if sys.stdout.isatty() else 200  # a pipe must not fold rows at 80 columns
-    return Console(width=width, highlight=False, soft_wrap=False)
+    return Console(highlight=False, soft_wrap=False)
+
+
+def _is_column_numeric(rows: Sequence[Sequence[str]], index: int) -> bool:
+    return bool(rows) and all(_is_numeric(row[index]) for row in rows)
 
 
 def _say(label: str, colour: str, text: str) -> None:

@@ -12,6 +12,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from dflash_cli import console
 from dflash_cli.help_page import usage_pieces, write_examples, write_page, write_rows, write_text
+from dflash_cli.interruption import turned_into_errors
 from dflash_cli.parameters import COMMON, DRAFT_OPTION, Parameter, Signature, read_signature
 from dflash_runtime.errors import UsageError
 
@@ -52,8 +53,20 @@ class LazyGroup(TyperGroup):
         entry = self.table.get(cmd_name)
         return load_command(cmd_name, entry) if entry is not None else None
 
+    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        """As Typer does, which must not see an interruption: it would end without a word."""
+        with turned_into_errors():
+            return super().make_context(info_name, args, parent, **extra)
+
+    def invoke(self, ctx: Any) -> Any:
+        """As Typer does; see `make_context`."""
+        with turned_into_errors():
+            return super().invoke(ctx)
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """With nothing typed, show help, and exit as for wrong use."""
+        """With nothing typed, show help, and exit as for wrong use; `help COMMAND` is `COMMAND --help`."""
+        if args[:1] == ["help"] and not ctx.resilient_parsing:
+            args = [*args[1:], "--help"]
         if not args and not ctx.resilient_parsing:
             console.error_text(self.get_help(ctx))
             raise typer.Exit(2)
@@ -146,7 +159,8 @@ def load_command(name: str, entry: Entry) -> PlainCommand:
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
-    app.command(name, cls=PlainCommand, help=signature.function.__doc__)(_callback(signature))
+    kind = attribute.replace("_", "-")
+    app.command(name, cls=PlainCommand, help=signature.function.__doc__)(_callback(signature, kind))
     command = typer.main.get_command(app)
     assert isinstance(command, PlainCommand)
     command.entry, command.signature = entry, signature
@@ -186,8 +200,8 @@ def _expectation(item: Parameter) -> str:
     return f": {item.help[0].lower()}{item.help[1:].rstrip('.')}" if item.help else ""
 
 
-def _callback(signature: Signature) -> Any:
-    """The function that Typer calls; its signature is what Typer sees of the command."""
+def _callback(signature: Signature, kind: str) -> Any:
+    """The function that Typer calls; its signature is what Typer sees of the command, `kind` that of its documents."""
     import inspect
 
     def run(**values: Any) -> None:
@@ -195,7 +209,7 @@ def _callback(signature: Signature) -> Any:
             del values[DRAFT_OPTION]
         # What stands before the command's name has been set by now; here it is only added to.
         quiet, verbose, debug = (values.pop(item.name) for item in COMMON)
-        console.configure(quiet=quiet or None, verbosity=2 if debug else 1 if verbose else None)
+        console.configure(quiet=quiet or None, verbosity=2 if debug else 1 if verbose else None, kind=kind)
         signature.call(values)
 
     parameters = [item.for_typer() for item in signature.parameters]

@@ -11,6 +11,14 @@ from typing import Annotated, Any
 import typer
 
 from dflash_cli import console
+from dflash_cli.interruption import (
+    Interrupted,
+    ReaderGone,
+    discard,
+    open_closed_streams,
+    signals_raise,
+    turned_into_errors,
+)
 from dflash_cli.lazy_group import Entry, LazyGroup
 from dflash_cli.version import __version__
 from dflash_runtime.errors import CapacityError, DFlashError, UnsupportedError, UsageError
@@ -145,33 +153,55 @@ def root(
     console.configure(quiet=quiet, verbosity=2 if debug else int(verbose))
 
 
-INTERRUPTED = 130
 RUNS_MODELS = ("torch", "transformers", "numpy", "tokenizers")
 INSTALL = "pip install 'dflash-cli[gpu]', or on a machine without a GPU: pip install torch transformers"
+FULL = {
+    errno.ENOSPC: "no space left on the device",
+    errno.EDQUOT: "the disk quota is used up",
+    errno.EFBIG: "larger than a file may be here",
+}
 TYPER_USAGE_ERROR: Any = typer.BadParameter.__base__
 """Typer exports one of its usage errors; this is what all of them are."""
 
 
 def main() -> None:
     """Run the command line; every foreseen error becomes one line and its documented exit code."""
+    open_closed_streams()
+    # Libraries warn users of their own, such as of texts longer than a model reads, which here are refused by name.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    with signals_raise():
+        code = _run()
+    sys.exit(code)
+
+
+def _run() -> int:
+    """The exit code; 0 where a reader of stdout that has had enough goes, as `head` does."""
     try:
-        code = app(standalone_mode=False)
-        if code == INTERRUPTED:  # which Typer makes of KeyboardInterrupt
-            raise KeyboardInterrupt
-        sys.exit(code)
-    except KeyboardInterrupt:
-        console.error("interrupted")
-        sys.exit(INTERRUPTED)
-    except BrokenPipeError:
-        # The reader of stdout has gone, which is how `| head` ends; Python would complain while closing stdout.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
+        with turned_into_errors():
+            return app(standalone_mode=False) or 0
+    except KeyboardInterrupt:  # once more, while the first is reported
+        return Interrupted().exit_code
+    except ReaderGone:
+        discard(sys.stdout)
+        return 0
     except Exception as error:
         foreseen = _foreseen(error)
         if foreseen is None:
             raise
-        console.error(foreseen.message, foreseen.hint)
-        sys.exit(foreseen.exit_code)
+        _report(foreseen)
+        return foreseen.exit_code
+
+
+def _report(error: DFlashError) -> None:
+    """Say why the command stops, unless nobody hears it."""
+    try:
+        console.error(error.message, error.hint)
+    except OSError:
+        discard(sys.stderr)
+    try:
+        sys.stdout.flush()
+    except (OSError, ValueError):
+        discard(sys.stdout)
 
 
 def _foreseen(error: Exception) -> DFlashError | None:
@@ -184,8 +214,14 @@ def _foreseen(error: Exception) -> DFlashError | None:
         return UnsupportedError(
             f"this command runs models and needs {error.name}, which is not installed", hint=INSTALL
         )
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return CapacityError(f"{error.filename or 'output'}: no space left on the device")
+    if isinstance(error, OSError) and error.errno in FULL:
+        return CapacityError(f"{error.filename or 'stdout'}: {FULL[error.errno]}")
+    if isinstance(error, OSError) and error.errno == errno.EROFS:
+        return UsageError(f"{error.filename or 'output'}: is on a read-only file system")
+    if isinstance(error, PermissionError):
+        return UsageError(f"{error.filename or 'output'}: permission denied")
+    if isinstance(error, MemoryError):
+        return CapacityError("out of memory", hint="lower --max-num-requests or --max-model-len")
     if isinstance(error, RuntimeError) and type(error).__name__ == "OutOfMemoryError":
         return CapacityError(str(error).splitlines()[0], hint="lower --max-num-requests or --max-model-len")
     return None

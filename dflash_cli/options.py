@@ -129,7 +129,10 @@ class SamplingOptions:
             rich_help_panel=SAMPLING,
         ),
     ] = 1.0
-    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Seed for sampling.", rich_help_panel=SAMPLING)] = 0
+    seed: Annotated[
+        int,
+        typer.Option("--seed", min=0, max=2**63 - 1, metavar="N", help="Seed for sampling.", rich_help_panel=SAMPLING),
+    ] = 0
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Keep generating past stop tokens.", rich_help_panel=SAMPLING)
     ] = False
@@ -137,6 +140,7 @@ class SamplingOptions:
         list[int] | None,
         typer.Option(
             "--stop-token-id",
+            min=0,
             metavar="ID",
             help="Another token id that ends an answer; may be repeated.",
             rich_help_panel=SAMPLING,

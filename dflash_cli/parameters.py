@@ -123,9 +123,9 @@ class Parameter:
     def _check_bounds(self, value: float, text: str, spelling: str) -> None:
         # Written so that nan, which compares false with everything, is outside of any bound.
         if self.low is not None and not value >= self.low:
-            raise UsageError(f"{spelling} {text}: expected {self.low:g} or more")
+            raise UsageError(f"{spelling} {text}: expected {_number(self.low)} or more")
         if self.high is not None and not value <= self.high:
-            raise UsageError(f"{spelling} {text}: expected {self.high:g} or less")
+            raise UsageError(f"{spelling} {text}: expected {_number(self.high)} or less")
 
     def _annotated(self, kind: Any, info: Any, default: Any) -> inspect.Parameter:
         return inspect.Parameter(
@@ -288,6 +288,10 @@ def _metavar(given: str | None, name: str, kind: Any, *, is_argument: bool) -> s
     if isinstance(kind, tuple):
         return given or "|".join(_text(choice) for choice in kind)
     return given or {int: "N", float: "X", Path: "FILE"}.get(kind, "TEXT")
+
+
+def _number(value: float) -> str:
+    return str(value) if isinstance(value, int) else f"{value:g}"
 
 
 def _choose(text: str, choices: Sequence[Any], spelling: str) -> Any:

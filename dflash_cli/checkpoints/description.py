@@ -58,7 +58,7 @@ class Description:
         tensors = {"tensors": [_tensor(info) for info in self.checkpoint.tensors.values()]} if with_tensors else {}
         return {
             "path": str(self.path),
-            "kind": self.kind,
+            "role": self.kind,
             "dialect": self.dialect,
             "evidence": self.evidence,
             "config": config,

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from dflash_cli import console
+from dflash_cli.interruption import Interrupted
 from dflash_cli.options import (
     CausalityOption,
     ChatOption,
@@ -24,13 +25,23 @@ from dflash_cli.parameters import ESSENTIALS, MEASURING, OUTPUT
 from dflash_runtime.errors import UsageError
 
 if TYPE_CHECKING:
-    from dflash_cli.evaluation.acceptance_report import Evaluation
+    from dflash_cli.evaluation.acceptance_report import Evaluation, PromptSource
     from dflash_cli.evaluation.measure import EvaluationRequest
+    from dflash_cli.generation.answers import Tally
     from dflash_cli.generation.loaded_pair import PairSession
+    from dflash_cli.generation.prompts import PromptRow
+
+SHOWN_FAILURES = 5
 
 NumPromptsOption = Annotated[
     int | None,
-    typer.Option("--num-prompts", min=1, metavar="N", help="Use only the first N prompts.", rich_help_panel=ESSENTIALS),
+    typer.Option(
+        "--num-prompts",
+        min=1,
+        metavar="N",
+        help="Measure a sample of N prompts, drawn from each category in proportion by --seed. Default: all.",
+        rich_help_panel=ESSENTIALS,
+    ),
 ]
 MinAcceptanceOption = Annotated[
     float | None,
@@ -80,6 +91,14 @@ ResumeOption = Annotated[
         rich_help_panel=ESSENTIALS,
     ),
 ]
+AllowFailedOption = Annotated[
+    bool,
+    typer.Option(
+        "--allow-failed",
+        help="Exit 0 although prompts could not be measured; they are left out and named all the same.",
+        rich_help_panel=MEASURING,
+    ),
+]
 AllOption = Annotated[
     bool,
     typer.Option("--all", help="Also show the figure by the definition of each other project.", rich_help_panel=OUTPUT),
@@ -106,6 +125,7 @@ def eval_acceptance(
     confidence: ConfidenceOption = 0.95,
     bootstrap: BootstrapOption = 10_000,
     report: ReportOption = None,
+    allow_failed: AllowFailedOption = False,
     chat_template_kwargs: TemplateOption = None,
     causality: CausalityOption = None,
     threads: ThreadsOption = None,
@@ -121,20 +141,11 @@ def eval_acceptance(
         raise UsageError(f"--confidence {confidence:g}, expected a number between 0 and 1")
     if engine.num_speculative_tokens == 0:
         raise UsageError("-k 0 runs without a draft, so there is no acceptance to measure")
-    if resume and rows_file is None:
-        raise UsageError("--resume needs --rows FILE to resume from")
     params, config = sampling.params(max_new_tokens), engine.config()
-    from dflash_cli.checkpoints.references import tiny_directory
-    from dflash_cli.generation.announcements import announce_loading, suggest_diagnosis
-    from dflash_cli.generation.atomic_file import check_output
-    from dflash_cli.generation.prompts import gather_rows
+    from dflash_cli.generation.announcements import announce_loading, note_cut_answers, suggest_diagnosis
 
-    if report is not None:
-        check_output(report, force=force)
-    if rows_file is not None:
-        hint = "pass --resume to continue it, or --force to replace it"
-        check_output(rows_file, force=force or resume, hint=hint)
-    rows = gather_rows([], prompts, default=tiny_directory() / "prompts.jsonl")[:num_prompts]
+    _check_outputs(rows_file, report, resume=resume, force=force)
+    rows, source = _choose_prompts(prompts, num_prompts, sampling.seed, draft=draft, target=target)
     announce_loading(draft, target, device=config.device)
     from dflash_cli.evaluation.measure import EvaluationRequest, check_gate
     from dflash_cli.generation.loaded_pair import open_session
@@ -142,6 +153,7 @@ def eval_acceptance(
     request = EvaluationRequest(
         rows=rows,
         params=params,
+        source=source,
         chat=chat,
         confidence=confidence,
         num_resamples=bootstrap,
@@ -152,28 +164,97 @@ def eval_acceptance(
     session = open_session(
         draft, target, config, causality=causality, template_options=chat_template_kwargs, threads=threads
     )
-    evaluation = _measure(session, request)
+    session.check_chat(rows, chat=chat)
+    if source.warning is not None:
+        console.warn(source.warning)
+    evaluation, tally = _measure(session, request)
     if report is not None:
         _write_report(evaluation, report)
     if as_json:
         console.result_json(evaluation.to_json())
     else:
         _print(evaluation, show_all=show_all)
+    note_cut_answers(tally.outputs, params, session.llm.limits.max_model_len)
     suggest_diagnosis(evaluation.total.counts, session.references)
+    if evaluation.failures:
+        _finish_failed(evaluation, is_allowed=allow_failed)
     if min_acceptance is not None:
         check_gate(evaluation, min_acceptance, use_lower_bound=gate == "lower")
 
 
-def _measure(session: "PairSession", request: "EvaluationRequest") -> "Evaluation":
+def _check_outputs(rows_file: Path | None, report: Path | None, *, resume: bool, force: bool) -> None:
+    """Refuse outputs before anything is measured."""
+    from dflash_cli.generation.atomic_file import check_output
+
+    if resume and rows_file is None:
+        raise UsageError("--resume needs --rows FILE to resume from")
+    if report is not None:
+        check_output(report, force=force)
+    if rows_file is not None:
+        hint = "pass --resume to go on from it, or --force to replace it"
+        check_output(rows_file, force=force or resume, hint=hint)
+
+
+def _choose_prompts(
+    prompts: str | None, num_prompts: int | None, seed: int, *, draft: str | None, target: str | None
+) -> "tuple[list[PromptRow], PromptSource]":
+    """The rows to measure, in the order of their file, and where they come from."""
+    from dflash_cli.checkpoints.references import is_bundled, tiny_directory
+    from dflash_cli.evaluation.acceptance_report import PromptSource
+    from dflash_cli.generation.prompts import gather_rows, sample_rows
+
+    rows = gather_rows([], prompts, default=tiny_directory() / "prompts.jsonl")
+    num_available = len(rows)
+    is_sample = num_prompts is not None and num_prompts < num_available
+    if is_sample:
+        assert num_prompts is not None
+        rows = sample_rows(rows, num_prompts, seed=seed)
+    source = PromptSource(
+        name="bundled" if prompts is None else prompts,
+        num_available=num_available,
+        sample_seed=seed if is_sample else None,
+        is_bundled=prompts is None,
+        is_foreign=prompts is None and not all(is_bundled(item) for item in (draft, target) if item is not None),
+    )
+    return rows, source
+
+
+def _finish_failed(evaluation: "Evaluation", *, is_allowed: bool) -> None:
+    """Name the prompts that could not be measured, and stop unless that is accepted and something was measured.
+
+    Raises:
+        typer.Exit: with the code of the gravest failure.
+    """
+    failures = evaluation.failures
+    say = console.warn if is_allowed else console.error
+    say(f"{len(failures)} of {evaluation.num_prompts} prompts not measured, and not in the result:")
+    for failure in failures[:SHOWN_FAILURES]:
+        console.error_text(f"    {failure.error}")
+    if len(failures) > SHOWN_FAILURES:
+        console.error_text(f"    and {len(failures) - SHOWN_FAILURES} more, which --json lists")
+    if not is_allowed or not evaluation.total.num_conversations:
+        raise typer.Exit(max(failure.exit_code for failure in failures))
+
+
+def _measure(session: "PairSession", request: "EvaluationRequest") -> "tuple[Evaluation, Tally]":
     from dflash_cli.evaluation.acceptance_progress import AcceptanceProgress
     from dflash_cli.evaluation.measure import measure
     from dflash_cli.generation.answers import Tally
 
     tally = Tally(session.llm.num_draft_tokens)
     with AcceptanceProgress(sum(row.num_turns for row in request.rows)) as progress:
-        evaluation = measure(session, request, tally=tally, progress=progress)
+        try:
+            evaluation = measure(session, request, tally=tally, progress=progress)
+        except KeyboardInterrupt as error:
+            raise Interrupted(progress.text, hint=_how_to_go_on(request)) from error
     console.status(tally.figures(evaluation.seconds))
-    return evaluation
+    return evaluation, tally
+
+
+def _how_to_go_on(request: "EvaluationRequest") -> str:
+    if request.journal is None:
+        return "nothing is kept; with --rows FILE answers are, and --resume goes on from them"
+    return f"the answers are kept in {request.journal}; give the same command with --resume to go on"
 
 
 def _print(evaluation: "Evaluation", *, show_all: bool) -> None:

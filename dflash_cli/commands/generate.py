@@ -3,11 +3,12 @@
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
 from dflash_cli import console
+from dflash_cli.interruption import Interrupted
 from dflash_cli.options import (
     CausalityOption,
     ChatOption,
@@ -29,8 +30,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from dflash_cli.generation.answers import Event, Tally
+    from dflash_cli.generation.loaded_pair import PairSession
     from dflash_cli.generation.outputs import Sink
+    from dflash_cli.generation.prompts import PromptRow
     from dflash_runtime.lossless import Lossless
+
+SHOWN_FAILURES = 20
 
 PromptArg = Annotated[
     list[str] | None, typer.Argument(metavar="PROMPT", help="Text to continue; - reads it from stdin.")
@@ -92,7 +97,7 @@ def generate(
     if check_lossless and sampling.temperature > 0:
         raise UsageError("--check-lossless needs --temperature 0: a sampled token has no single right value")
     params, config = sampling.params(max_new_tokens), engine.config()
-    from dflash_cli.generation.announcements import announce_loading, suggest_diagnosis
+    from dflash_cli.generation.announcements import announce_loading, note_cut_answers, suggest_diagnosis
     from dflash_cli.generation.atomic_file import check_output
     from dflash_cli.generation.prompts import gather_rows
 
@@ -104,30 +109,47 @@ def generate(
     announce_loading(draft, target, plain=engine.num_speculative_tokens == 0, device=config.device)
     from dflash_cli.generation.answers import Tally, answer_rows
     from dflash_cli.generation.loaded_pair import open_session
-    from dflash_cli.generation.outputs import ProgressSink, Sink, TextSink, TraceSink, open_row_sink
 
     session = open_session(
         draft, target, config, causality=causality, template_options=chat_template_kwargs, threads=threads
     )
+    session.check_params(params)
+    session.check_chat(rows, chat=chat)
     params = params.with_stops(session.stop_token_ids)
     tally = Tally(session.llm.num_draft_tokens)
     started = time.perf_counter()
     with ExitStack() as stack:
-        sinks: list[Sink] = [tally.add]
-        if output is not None:
-            sinks.append(open_row_sink(rows, output, stack, with_trace=trace))
-        if output is not None or as_json:
-            sinks.append(ProgressSink(sum(row.num_turns for row in rows), stack))
-        else:
-            sinks.append(TraceSink(rows, session.tokenizer) if trace else TextSink(rows))
+        sinks = [tally.add, *_open_sinks(session, rows, output, stack, trace=trace, as_json=as_json)]
         interrupted = _drain(answer_rows(session, rows, lambda row: params, chat=chat), sinks)
     seconds = time.perf_counter() - started
-    lossless = session.llm.check_lossless(tally.outputs) if check_lossless else None
+    lossless = session.llm.check_lossless(tally.outputs) if check_lossless and not interrupted else None
     if as_json:
         console.result_json(tally.to_json(session, seconds, with_trace=trace, lossless=lossless))
     console.status(tally.figures(seconds))
+    note_cut_answers(tally.outputs, params, session.llm.limits.max_model_len)
     suggest_diagnosis(tally.counts, session.references)
-    _finish(tally, interrupted, lossless)
+    if interrupted:
+        _stop(tally, sum(row.num_turns for row in rows), output)
+    _finish(tally, lossless)
+
+
+def _open_sinks(
+    session: "PairSession", rows: "Sequence[PromptRow]", output: str | None, stack: ExitStack, *, trace: bool,
+    as_json: bool,
+) -> "Iterator[Sink]":  # fmt: skip
+    """Where the events go: rows to a file, with a meter; a trace; or text."""
+    from dflash_cli.generation.outputs import ProgressSink, TextSink, TraceSink, open_row_sink
+
+    if output is not None:
+        yield open_row_sink(rows, output, stack, with_trace=trace)
+    if output is not None or as_json:
+        yield ProgressSink(sum(row.num_turns for row in rows), stack)
+    elif trace:
+        yield TraceSink(rows, session.tokenizer)
+    else:
+        text = TextSink(rows)
+        stack.callback(text.end_line)
+        yield text
 
 
 def _drain(events: "Iterator[Event]", sinks: "Sequence[Sink]") -> bool:
@@ -149,13 +171,19 @@ def _note_draft_among_prompts(prompts: "Sequence[str]") -> None:
         console.note(f"{prompts[0]} was read as a prompt; to run it as the draft, pass --draft {prompts[0]}")
 
 
-def _finish(tally: "Tally", interrupted: bool, lossless: "Lossless | None") -> None:
-    """Print errors of single requests, and exit with the code that the worst outcome has."""
-    for answer in tally.answers:
-        if answer.output.error is not None:
-            console.error(answer.output.error)
-    if interrupted:
-        raise KeyboardInterrupt
+def _stop(tally: "Tally", num_answers: int, output: str | None) -> NoReturn:
+    """Say what is kept of an interrupted run."""
+    finished = f"{len(tally.answers)} of {num_answers} answered"
+    raise Interrupted(finished if output in (None, "-") else f"{finished}, which {output} holds")
+
+
+def _finish(tally: "Tally", lossless: "Lossless | None") -> None:
+    """Say what did not go well, and stop with the exit code it has."""
+    failed = [answer.output.error for answer in tally.answers if answer.output.error is not None]
+    for text in failed[:SHOWN_FAILURES]:
+        console.error(text)
+    if len(failed) > SHOWN_FAILURES:
+        console.error(f"and {len(failed) - SHOWN_FAILURES} more prompts that could not be answered")
     if lossless is not None:
         console.status(lossless.summary)
         if not lossless.is_lossless:

@@ -1,38 +1,97 @@
 """One evaluation as JSON, as tables, and as Markdown."""
 
 import math
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dflash_cli.evaluation.statistics import DEFINITIONS, Summary
+from dflash_cli.evaluation.statistics import DEFINITIONS, MIN_CONVERSATIONS, Summary
 
 Table = tuple[Sequence[str], Sequence[Sequence[str]]]
 
 
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A prompt that could not be measured, and why."""
+
+    index: int
+    id: str | int | None
+    where: str
+    error: str
+    exit_code: int
+
+    def to_json(self) -> dict[str, Any]:
+        return {"index": self.index, "id": self.id, "error": self.error}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptSource:
+    """Where the prompts of an evaluation come from: `num_available` of which `sample_seed`, if any, drew a sample.
+
+    With `is_foreign` they are the bundled prompts, short pieces of Python, and the pair is another than the bundled.
+    """
+
+    name: str
+    num_available: int
+    sample_seed: int | None = None
+    is_bundled: bool = False
+    is_foreign: bool = False
+
+    @property
+    def warning(self) -> str | None:
+        """What must be said wherever a number on foreign prompts is shown."""
+        if not self.is_foreign:
+            return None
+        return "measured on the bundled prompts, short pieces of Python; measure your own use with --prompts FILE"
+
+    def to_json(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.__dataclass_fields__} | {"warning": self.warning}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """What `dflash eval-acceptance` found."""
+    """What `dflash eval-acceptance` found.
+
+    `settings` decide the result, `measured` says what it was measured with, `failures` what is not in it.
+    """
 
     total: Summary
     categories: Mapping[str, Summary]
     settings: Mapping[str, Any]
+    measured: Mapping[str, Any]
+    source: PromptSource
+    failures: tuple[Failure, ...] = ()
     seconds: float
+
+    @property
+    def num_prompts(self) -> int:
+        """Prompts that were asked for, measured or not."""
+        return self.total.num_conversations + len(self.failures)
 
     def to_json(self) -> dict[str, Any]:
         return {
             **self.total.to_json(),
+            "num_failed": len(self.failures),
+            "failed": [failure.to_json() for failure in self.failures],
             "categories": {name: summary.to_json() for name, summary in self.categories.items()},
             "settings": dict(self.settings),
+            "prompts": self.source.to_json(),
+            "measured": dict(self.measured),
             "seconds": round(self.seconds, 6),
         }
 
 
 def headline(evaluation: Evaluation) -> str:
-    """`acceptance length 3.52 [3.31, 3.74], at most 8`."""
+    """`acceptance length 3.52 [3.31, 3.74], at most 8`, and what must not be overlooked about it."""
     total = evaluation.total
     block = total.counts.num_speculative_tokens + 1
-    return f"acceptance length {_length(total)}, at most {block}"
+    parts = [f"acceptance length {_length(total)}, at most {block}"]
+    if evaluation.failures:
+        parts.append(f"{len(evaluation.failures)} of {evaluation.num_prompts} prompts not measured")
+    if evaluation.source.is_foreign:
+        parts.append("on the bundled Python prompts")
+    return ", ".join(parts)
 
 
 def legend(evaluation: Evaluation) -> str:
@@ -45,6 +104,14 @@ def legend(evaluation: Evaluation) -> str:
     ]
     if interval is not None:
         lines[1] += f"; in brackets, the {100 * interval.confidence:g}% interval over prompts"
+    elif evaluation.total.num_conversations < MIN_CONVERSATIONS:
+        lines[1] += f"; no interval, which takes {MIN_CONVERSATIONS} prompts or more"
+    source, num_prompts = evaluation.source, evaluation.num_prompts
+    if source.sample_seed is not None:
+        lines.append(
+            f"{num_prompts} of {source.num_available} prompts, drawn from each category in proportion "
+            f"(seed {source.sample_seed})"
+        )
     return "\n".join(lines)
 
 
@@ -61,11 +128,27 @@ def tables(evaluation: Evaluation, *, with_definitions: bool = True) -> dict[str
 def to_markdown(evaluation: Evaluation) -> str:
     """A report to keep beside a checkpoint."""
     lines = ["# Acceptance", "", f"**{headline(evaluation)}**", "", legend(evaluation), ""]
-    lines += [f"- {name}: `{value}`" for name, value in evaluation.settings.items() if value is not None]
+    if evaluation.source.warning is not None:
+        lines += [f"Note: {evaluation.source.warning}.", ""]
+    facts = {**evaluation.settings, "prompts": evaluation.source.name, **_flat(evaluation.measured)}
+    lines += [f"- {name}: `{value}`" for name, value in facts.items() if value is not None]
+    if evaluation.failures:
+        lines += ["", "## Not measured", "", *(f"- {failure.error}" for failure in evaluation.failures)]
     for title, (columns, rows) in tables(evaluation).items():
         lines += ["", f"## {title.capitalize()}", "", _markdown_row(columns), _markdown_row(["---"] * len(columns))]
         lines += [_markdown_row(row) for row in rows]
     return "\n".join(lines) + "\n"
+
+
+def _flat(measured: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested facts on one level, such as `draft.commit`."""
+    flat: dict[str, Any] = {}
+    for name, value in measured.items():
+        if isinstance(value, Mapping):
+            flat |= {f"{name}.{key}": item for key, item in value.items()}
+        else:
+            flat[name] = shlex.join(value) if name == "argv" else value
+    return flat
 
 
 def _position_table(total: Summary) -> Table:
@@ -89,11 +172,11 @@ def _definition_table(total: Summary) -> Table:
 
 def _category_table(evaluation: Evaluation) -> Table:
     rows = [
-        (name, str(summary.num_requests), str(summary.counts.num_drafts), _length(summary))
+        (name, str(summary.num_conversations), str(summary.counts.num_drafts), _length(summary))
         for name, summary in evaluation.categories.items()
     ]
     total = evaluation.total
-    rows.append(("all", str(total.num_requests), str(total.counts.num_drafts), _length(total)))
+    rows.append(("all", str(total.num_conversations), str(total.counts.num_drafts), _length(total)))
     return ("category", "prompts", "steps", "acceptance length"), rows
 
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dflash_cli.evaluation.acceptance_progress import AcceptanceProgress
-from dflash_cli.evaluation.acceptance_report import Evaluation
+from dflash_cli.evaluation.acceptance_report import Evaluation, Failure, PromptSource
 from dflash_cli.evaluation.journal import Journal
-from dflash_cli.evaluation.statistics import Summary, summarise
-from dflash_cli.generation.answers import Answer, Tally, answer_rows
+from dflash_cli.evaluation.statistics import MIN_CONVERSATIONS, Summary, summarise
+from dflash_cli.generation.answers import Answer, Tally, answer_rows, plural
 from dflash_cli.generation.loaded_pair import PairSession
 from dflash_cli.generation.outputs import Sink
 from dflash_cli.generation.prompts import PromptRow, digest_rows
@@ -27,6 +27,7 @@ class EvaluationRequest:
 
     rows: Sequence[PromptRow]
     params: SamplingParams
+    source: PromptSource
     chat: bool = False
     confidence: float = 0.95
     num_resamples: int = 10_000
@@ -42,10 +43,15 @@ def measure(
     tally: Tally | None = None,
     progress: AcceptanceProgress | None = None,
 ) -> Evaluation:
-    """Answer the request's rows and pool their verify steps, all together and by category."""
+    """Answer the request's rows and pool their verify steps, all together and by category.
+
+    Conversations in which a turn cannot be served are left out and named. `tally` sees whatever is generated.
+    """
+    session.check_params(request.params)
     params = request.params.with_stops(session.stop_token_ids)
     settings = session.run_settings(params, chat=request.chat)
     sinks: list[Sink] = [] if tally is None else [tally.add]
+    failures: list[Failure] = []
     started = time.perf_counter()
     with Journal(request.journal, settings, request.rows, resume=request.resume, force=request.force) as journal:
         if progress is not None:
@@ -56,12 +62,25 @@ def measure(
                 sink(event)
             if event.answer is not None:
                 journal.add(event.answer)
+                failures += _failure(event.answer, failures)
+    journal.drop_unfinished()
     return Evaluation(
         total=_pool(journal.answers, session, request),
         categories={name: _pool(answers, session, request) for name, answers in _by_category(journal.answers).items()},
-        settings=settings | {"num_prompts": len(request.rows), "prompts_digest": digest_rows(request.rows)},
+        settings={**session.references, **settings},
+        source=request.source,
+        measured=session.describe() | {"num_prompts": len(request.rows), "prompts_digest": digest_rows(request.rows)},
+        failures=tuple(failures),
         seconds=time.perf_counter() - started,
     )
+
+
+def _failure(answer: Answer, known: Sequence[Failure]) -> list[Failure]:
+    """The failure of a row, at the first of its turns that failed."""
+    row, output = answer.row, answer.output
+    if output.error is None or any(item.index == row.index for item in known):
+        return []
+    return [Failure(row.index, row.id, row.where, output.error, output.exit_code)]
 
 
 def check_gate(evaluation: Evaluation, minimum: float, *, use_lower_bound: bool) -> None:
@@ -74,6 +93,11 @@ def check_gate(evaluation: Evaluation, minimum: float, *, use_lower_bound: bool)
     name = "lower confidence bound" if use_lower_bound else "acceptance length"
     lower = total.interval.low if total.interval is not None else None
     value = lower if use_lower_bound else total.counts.acceptance_len
+    if value is None and 0 < total.num_conversations < MIN_CONVERSATIONS and use_lower_bound:
+        raise GateFailed(
+            f"{name}: {plural(total.num_conversations, 'prompt')} measured, expected {MIN_CONVERSATIONS} or more",
+            hint="measure more prompts, or use --gate point",
+        )
     if value is None:
         raise GateFailed(f"{name}: too few steps to measure, expected at least {minimum:g}")
     if value < minimum:
@@ -84,6 +108,7 @@ def _pool(answers: Sequence[Answer], session: PairSession, request: EvaluationRe
     return summarise(
         [answer.output for answer in answers],
         session.llm.num_draft_tokens,
+        conversations=[answer.row.index for answer in answers],
         confidence=request.confidence,
         num_resamples=request.num_resamples,
     )

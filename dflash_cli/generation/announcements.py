@@ -1,11 +1,12 @@
 """Messages of commands that run a pair: that it is being loaded, and what to do if acceptance is low."""
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from dflash_cli import console
 from dflash_cli.checkpoints.references import TINY, is_bundled
 from dflash_runtime.metrics import AcceptanceCounts
+from dflash_runtime.scheduling.request import FinishReason, RequestOutput, SamplingParams
 
 ENOUGH_STEPS = 20
 """Fewer steps say too little about a draft to call its acceptance low."""
@@ -46,6 +47,19 @@ def suggest_diagnosis(counts: AcceptanceCounts, references: Mapping[str, str | N
     console.note(
         f"acceptance is low; to find out why: dflash diagnose {shlex.quote(draft)} --target {shlex.quote(target)}"
     )
+
+
+def note_cut_answers(outputs: Sequence[RequestOutput], params: SamplingParams, max_model_len: int) -> None:
+    """Say where answers end before they are as long as was asked for, because the model reads no more."""
+    num_cut = sum(
+        output.finish_reason is FinishReason.LENGTH and len(output.token_ids) < params.max_new_tokens
+        for output in outputs
+    )
+    if num_cut:
+        which = "1 answer ends" if num_cut == 1 else f"{num_cut} answers end"
+        console.note(
+            f"{which} before -n {params.max_new_tokens}: prompt and answer have {max_model_len} tokens at most"
+        )
 
 
 def _target(draft: str | None, target: str | None) -> str:

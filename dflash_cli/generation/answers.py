@@ -7,9 +7,10 @@ from typing import Any
 from dflash_cli.generation.loaded_pair import PairSession
 from dflash_cli.generation.prompts import Conversation, PromptRow
 from dflash_cli.generation.tokenizer import StreamDecoder, Tokenizer
+from dflash_runtime.errors import RequestError
 from dflash_runtime.lossless import Lossless
 from dflash_runtime.metrics import AcceptanceCounts, count_acceptance
-from dflash_runtime.scheduling.request import DraftStep, RequestOutput, SamplingParams, derive_seed
+from dflash_runtime.scheduling.request import DraftStep, FinishReason, RequestOutput, SamplingParams, derive_seed
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +119,7 @@ class Tally:
             "seconds": round(seconds, 6),
             **self.counts.to_json(),
             "lossless": lossless.to_json() if lossless is not None else None,
+            "measured": session.describe(),
             "rows": [answer.to_json(with_trace=with_trace) for answer in answers],
         }
 
@@ -136,15 +138,24 @@ def answer_rows(
 ) -> Iterator[Event]:
     """Answer every row. All rows take their first turn together, then their second, and so on.
 
-    Raises:
-        RequestError: a row that cannot be served, before its turn runs.
+    A turn that cannot be served has an answer with an error, as have those after it; other rows are not touched by it.
     """
     pending = [Conversation(row) for row in rows]
     while pending:
-        prompts = [conversation.next_prompt(session.tokenizer, chat=chat) for conversation in pending]
+        prompts, ready = [], []
+        for conversation in pending:
+            try:
+                prompts.append(conversation.next_prompt(session.tokenizer, chat=chat))
+                ready.append(conversation)
+            except RequestError as error:
+                yield from _fail(conversation, error.message, error.exit_code)
+        pending = ready
         texts = [_Text(session.tokenizer) for _ in pending]
         for delta in session.llm.stream(prompts, [_own_seed(params(item.row), item.row) for item in pending]):
             conversation, text = pending[delta.index], texts[delta.index]
+            if delta.output is not None and delta.output.error is not None:
+                yield from _fail(conversation, delta.output.error, delta.output.exit_code, delta.output)
+                continue
             released = text.push(delta.token_ids, is_last=delta.output is not None)
             answer = None
             if delta.output is not None:
@@ -157,6 +168,26 @@ def answer_rows(
 def _own_seed(params: SamplingParams, row: PromptRow) -> SamplingParams:
     """A row's own numbers: with one seed for all, rows would draw the same ones at the same positions."""
     return params if params.seed is None else replace(params, seed=derive_seed(params.seed, row.index))
+
+
+def _fail(conversation: Conversation, reason: str, code: int, output: RequestOutput | None = None) -> Iterator[Event]:
+    """The answers of a turn that could not be served, and of those that were to follow it."""
+    row, failed = conversation.row, conversation.turn
+    for turn in range(failed, row.num_turns):
+        if turn > failed or output is None:
+            error = (
+                reason if turn == failed else f"{row.where}: turn {turn + 1} is not asked, as turn {failed + 1} failed"
+            )
+            output = RequestOutput(
+                index=row.index,
+                prompt_token_ids=(),
+                token_ids=(),
+                finish_reason=FinishReason.ERROR,
+                error=error,
+                exit_code=code,
+            )
+        yield Event(row, (), None, Answer(row, turn, output, None))
+    conversation.fail()
 
 
 class _Text:

@@ -3,9 +3,10 @@
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Literal, TextIO
 
 from dflash_runtime.errors import UsageError
 
@@ -27,8 +28,35 @@ def is_stream(path: Path) -> bool:
     return path.exists() and not path.is_file() and not path.is_dir()
 
 
+@dataclass(frozen=True, slots=True)
+class Output:
+    """A text file that is being written; an error of writing it has its name, which the system does not give."""
+
+    path: Path
+    stream: TextIO
+
+    def write(self, text: str) -> None:
+        """Add text.
+
+        Raises:
+            OSError: it cannot be written, as on a full disk.
+        """
+        with naming_output(self.path):
+            self.stream.write(text)
+
+    def flush(self) -> None:
+        """Hand everything written to the system."""
+        with naming_output(self.path):
+            self.stream.flush()
+
+    def close(self) -> None:
+        """Flush and close."""
+        with naming_output(self.path):
+            self.stream.close()
+
+
 @contextmanager
-def atomic_text(path: Path) -> Iterator[TextIO]:
+def atomic_text(path: Path) -> Iterator[Output]:
     """A text file that appears under its name only when the block ends without an error.
 
     A link stays a link to it. A device or a pipe is written to.
@@ -41,17 +69,43 @@ def atomic_text(path: Path) -> Iterator[TextIO]:
     if not path.parent.is_dir():
         raise UsageError(f"{path.parent}: no such directory")
     if is_stream(path):
-        with path.open("w", encoding="utf-8") as stream:
-            yield stream
+        with open_output(path, "w") as output:
+            yield output
         return
-    path = path.resolve()
-    partial = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    resolved = path.resolve()
+    partial = resolved.with_name(f".{resolved.name}.tmp-{os.getpid()}")
     try:
-        with partial.open("w", encoding="utf-8") as stream:
-            yield stream
-        partial.replace(path)
+        with open_output(path, "w", at=partial) as output:
+            yield output
+        with naming_output(path):
+            partial.replace(resolved)
     finally:
         partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def open_output(path: Path, mode: Literal["w", "a"], *, at: Path | None = None) -> Iterator[Output]:
+    """A file to write to, named `path` in errors, wherever it lies `at` meanwhile."""
+    with naming_output(path):
+        stream = (at or path).open(mode, encoding="utf-8")
+    output = Output(path, stream)
+    try:
+        yield output
+    except BaseException:
+        with suppress(OSError):  # which would hide why the block failed
+            stream.close()
+        raise
+    output.close()
+
+
+@contextmanager
+def naming_output(path: Path) -> Iterator[None]:
+    """Give an error of the system the name of the output that it is about."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = str(path)
+        raise
 
 
 def json_line(row: dict[str, Any]) -> str:

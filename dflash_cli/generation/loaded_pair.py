@@ -1,26 +1,38 @@
 """Open a pair for running: resolve references, load the models, find the tokenizer and the stop tokens."""
 
 import logging
+import platform
+import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from functools import cached_property
+from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 from dflash_cli import console
+from dflash_cli.checkpoints.identity import Identity, identify
 from dflash_cli.checkpoints.opening import Causality, DraftCheckpoint, open_draft, open_target
 from dflash_cli.checkpoints.pair_references import complete_pair
-from dflash_cli.checkpoints.references import fetch_directory
+from dflash_cli.checkpoints.references import fetch_directory, is_bundled
+from dflash_cli.generation.prompts import PromptRow
 from dflash_cli.generation.threads import use_threads
 from dflash_cli.generation.tokenizer import Tokenizer, find_tokenizer
 from dflash_cli.version import __version__
 from dflash_runtime.checkpoint.hf_config import read_token_ids
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.config import EngineConfig
+from dflash_runtime.errors import UsageError
 from dflash_runtime.llm import LLM
 from dflash_runtime.scheduling.request import SamplingParams
+
+PACKAGES = ("dflash-cli", "torch", "transformers", "safetensors", "tokenizers", "triton", "numpy")
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PairSession:
     """A pair that is loaded and can answer prompts. `draft` is None when decoding plainly."""
 
@@ -34,23 +46,89 @@ class PairSession:
     template_options: str | None = None
 
     def run_settings(self, params: SamplingParams, *, chat: bool) -> dict[str, Any]:
-        """Everything that decides what a run produces, for results and for resuming."""
-        import torch
+        """Everything that decides what a run produces, for results and for resuming.
 
+        The checkpoints are told by their digests, whatever they are called and wherever they lie.
+        """
+        pair = self.llm.pair
+        identities = {role: asdict(item) for role, item in self.identities.items()}
         return {
-            **self.references,
+            **{f"{role}_{key}": item[key] for role, item in identities.items() for key in ("digest", "modified_ns")},
             "num_speculative_tokens": self.llm.num_draft_tokens,
+            "draft_sampling": pair.config.draft_sampling,
             "max_model_len": self.llm.limits.max_model_len,
-            "dtype": str(self.llm.dtype).removeprefix("torch."),
+            "dtype": pair.placement.dtype_name,
             "device": self.llm.device.type,
+            "kernels": pair.placement.kernels.name,
             "causality": self.causality,
             "chat": chat,
             "chat_template_kwargs": self.template_options,
             **asdict(params),
             "stop_token_ids": list(params.stop_token_ids),
+            **{name: _release(name) for name in ("torch", "transformers")},
             "dflash": __version__,
-            "torch": torch.__version__,
         }
+
+    def describe(self) -> dict[str, Any]:
+        """What a result is of, beside `run_settings`: the checkpoints by name, the machine, and the command."""
+        config = self.llm.pair.config
+        return {
+            "draft": self.identities["draft"].to_json() if self.draft is not None else None,
+            "target": self.identities["target"].to_json(),
+            "device_name": self.device_name,
+            "python": platform.python_version(),
+            "packages": {name: _release(name) for name in PACKAGES},
+            "max_num_requests": config.max_num_requests,
+            "scheduling": config.scheduling,
+            "prefix_cache": config.prefix_cache,
+            "argv": [Path(sys.argv[0]).name, *sys.argv[1:]],
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        }
+
+    @property
+    def device_name(self) -> str:
+        """The GPU by its name, or the processor's architecture."""
+        import torch
+
+        is_cuda = self.llm.device.type == "cuda"
+        return torch.cuda.get_device_name(self.llm.device) if is_cuda else f"cpu ({platform.machine()})"
+
+    @cached_property
+    def identities(self) -> dict[str, Identity]:
+        """The checkpoints by role; a draft is missing when decoding plainly."""
+        found = {"target": identify(self.target.checkpoint, self.references["target"] or "")}
+        if self.draft is not None:
+            found["draft"] = identify(self.draft.checkpoint, self.references["draft"] or "")
+        return found
+
+    def check_chat(self, rows: Sequence[PromptRow], *, chat: bool) -> None:
+        """Refuse --chat where no prompt could be put into a template; say so where the target was not trained on one.
+
+        Raises:
+            UsageError: the target has a tokenizer and no chat template.
+        """
+        if not chat or not any(row.kind == "prompt" for row in rows):
+            return
+        if self.tokenizer is not None and not self.tokenizer.has_template:
+            raise UsageError(
+                "--chat: the target's tokenizer has no chat template",
+                hint="leave --chat out, or give a target that was trained on chats",
+            )
+        if is_bundled(self.references["target"] or ""):
+            console.note("the bundled target is a base model: it goes on with a chat as with any text")
+
+    def check_params(self, params: SamplingParams) -> None:
+        """Refuse sampling parameters that mean nothing for this pair.
+
+        Raises:
+            UsageError: more positions to verify than a block has, or a stop id outside the vocabulary.
+        """
+        block, vocab = self.llm.num_draft_tokens + 1, self.target.config.vocab_size
+        if params.verify_width is not None and params.verify_width > block:
+            raise UsageError(f"--verify-width {params.verify_width}: expected at most {block}, the block in use")
+        for token in params.stop_token_ids:
+            if not 0 <= token < vocab:
+                raise UsageError(f"--stop-token-id {token}: expected an id in [0, {vocab})")
 
 
 def open_session(
@@ -97,6 +175,15 @@ def open_session(
         causality=causality,
         template_options=template_options,
     )
+
+
+def _release(name: str) -> str | None:
+    if name == "dflash-cli":
+        return __version__
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _stop_token_ids(target: TargetSource, tokenizer: Tokenizer | None) -> tuple[int, ...]:

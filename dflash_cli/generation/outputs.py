@@ -38,13 +38,22 @@ class TextSink:
         self._pending = {row.index: row.num_turns for row in rows}
         self._headings = Headings(rows)
         self._held: dict[int, list[str]] = {row.index: [self._headings.before(row, 0)] for row in rows}
+        self._is_line_open = False
+
+    def end_line(self) -> None:
+        """End the line that an interruption left open, so that nothing is written on its end."""
+        if self._is_line_open:
+            console.result("")
+            self._is_line_open = False
 
     def __call__(self, event: Event) -> None:
         index = event.row.index
         ids = "".join(f"{token} " for token in event.token_ids)
         self._held[index].append(ids if event.text is None else event.text)
         if event.answer is not None:
-            self._held[index].append("\n")
+            # What failed before its first token has no line of its own, not even an empty one.
+            has_failed = event.answer.output.error is not None
+            self._held[index].append("\n" if event.answer.output.token_ids or not has_failed else "")
             self._pending[index] -= 1
             if self._pending[index]:
                 self._held[index].append(self._headings.before(event.row, event.row.num_turns - self._pending[index]))
@@ -58,6 +67,7 @@ class TextSink:
             self._held[index].clear()
             if text:
                 console.result(text, end="")
+                self._is_line_open = not text.endswith("\n")
             if self._pending[index]:
                 return
             del self._held[index]
@@ -79,6 +89,8 @@ class TraceSink:
 
     def __call__(self, event: Event) -> None:
         for answer in self._in_order.push(event):
+            if answer.output.error is not None:
+                continue
             console.result(self._headings.before(answer.row, answer.turn), end="")
             for line in trace_lines(answer, self._tokenizer):
                 console.spans(line)

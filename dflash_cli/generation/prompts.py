@@ -12,6 +12,7 @@ and may hold `id` and `category`.
 
 import hashlib
 import json
+import random
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -78,11 +79,21 @@ class Conversation:
             )
         if kind == "prompt" and not chat:
             return tokenizer.encode(value)
+        if not tokenizer.has_template:
+            why = "--chat" if kind == "prompt" else f"holds {kind}"
+            raise RequestError(
+                f"{self.row.where}: {why}, but the target's tokenizer has no chat template",
+                hint="give rows with prompt, without --chat, or a target that was trained on chats",
+            )
         if kind == "messages":
             self.messages = list(value)
         else:
             self.messages.append({"role": "user", "content": value[self.turn] if kind == "turns" else value})
         return tokenizer.render(self.messages, where=self.row.where)
+
+    def fail(self) -> None:
+        """End it: a turn was not answered, on which the later ones build."""
+        self.turn = self.row.num_turns
 
     def add_answer(self, text: str | None) -> None:
         """Take the answer to the current turn."""
@@ -129,6 +140,24 @@ def parse_rows(lines: Iterable[str], name: str) -> list[PromptRow]:
     if not rows:
         raise RequestError(f"{name}: no rows, expected one JSON object a line")
     return rows
+
+
+def sample_rows(rows: Sequence[PromptRow], count: int, *, seed: int) -> list[PromptRow]:
+    """So many rows, drawn from all categories in proportion to their sizes, in the order in which they were given.
+
+    With the same seed a smaller sample is part of a larger one, so that what was answered for it need not be again.
+    """
+    generator = random.Random(seed)
+    categories: dict[str | None, list[PromptRow]] = {}
+    for row in rows:
+        categories.setdefault(row.category, []).append(row)
+    places = []
+    for members in categories.values():
+        drawn = generator.sample(members, len(members))
+        tie = generator.random()
+        places += [((place + 0.5) / len(drawn), tie, row.index) for place, row in enumerate(drawn)]
+    chosen = {index for _, _, index in sorted(places)[:count]}
+    return [row for row in rows if row.index in chosen]
 
 
 def digest_rows(rows: Iterable[PromptRow]) -> str:

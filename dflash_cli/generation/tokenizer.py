@@ -32,13 +32,26 @@ class Tokenizer:
         """Ids of a text, with the special tokens this tokenizer adds by itself."""
         return list(self._tokenizer(text)["input_ids"])
 
+    @property
+    def has_template(self) -> bool:
+        """Whether it can render conversations."""
+        return bool(self._tokenizer.chat_template)
+
     def render(self, messages: Sequence[dict[str, Any]], *, where: str) -> list[int]:
-        """Ids of a conversation, ready for the assistant's answer."""
-        if not self._tokenizer.chat_template:
-            raise RequestError(f"{where}: holds messages, but the target's tokenizer has no chat template")
-        text = self._tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=True, **self._template_options
-        )
+        """Ids of a conversation, ready for the assistant's answer.
+
+        Raises:
+            RequestError: the template refuses it, as some do roles that they do not know.
+        """
+        from jinja2 import TemplateError
+
+        try:
+            text = self._tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=True, **self._template_options
+            )
+        except (TemplateError, TypeError, ValueError, KeyError) as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise RequestError(f"{where}: the chat template does not take it: {reason}") from error
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def decode(self, token_ids: Sequence[int]) -> str:

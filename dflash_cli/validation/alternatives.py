@@ -154,7 +154,9 @@ def _rope(space: ReadingSpace) -> Iterator[AlternativeReading]:
         )
     for theta in dict.fromkeys((target.theta, *THETAS)):
         cause = "the rope base is another than the draft was trained with"
-        yield AlternativeReading("rope", f"rope base {theta:.12g}", replace(config, rope=replace(own, theta=theta)), cause)
+        yield AlternativeReading(
+            "rope", f"rope base {theta:.12g}", replace(config, rope=replace(own, theta=theta)), cause
+        )
 
 
 def _masks(space: ReadingSpace) -> Iterator[AlternativeReading]:

@@ -32,7 +32,7 @@ def resolve_device(name: str) -> torch.device:
         raise UnsupportedError(f"device {name!r} is not served (known: cpu, cuda)")
     if device.type == "cuda":
         if not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count():
-            raise UsageError(f"device {name!r} not found: there are {torch.cuda.device_count()} CUDA devices")
+            raise UnsupportedError(f"device {name!r} not found: there are {torch.cuda.device_count()} CUDA devices")
         if torch.cuda.get_device_capability(device) < MIN_CAPABILITY:
             raise UnsupportedError(
                 f"{torch.cuda.get_device_name(device)}: compute capability is below 8.0, which is the least"

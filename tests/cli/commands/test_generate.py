@@ -136,8 +136,9 @@ def test_a_target_without_a_tokenizer_takes_ids_and_gives_ids(tmp_path: Path, ex
     assert answer["token_ids"] == list(expected.token_ids)
     shown = run("--draft", "tiny", "--target", str(target), "-p", "-", "-n", "40", "--ignore-eos", stdin=rows)
     assert shown.stdout.split() == [str(token) for token in expected.token_ids]
-    with pytest.raises(RequestError, match="the target has no tokenizer"):
-        run(PROMPT, "--draft", "tiny", "--target", str(target))
+    refused = support.run_main("generate", PROMPT, "--draft", "tiny", "--target", target)
+    assert (refused.code, refused.out) == (2, "")
+    assert "error: prompt: holds text, but the target has no tokenizer" in refused.err
 
 
 @pytest.mark.parametrize(
@@ -263,17 +264,99 @@ def test_verbose_logs_what_was_loaded() -> None:
     assert "INFO dflash_cli.generation.loaded_pair: running on 1 CPU thread" in done.stderr
 
 
-def test_a_failed_run_leaves_no_file(tmp_path: Path) -> None:
-    output = tmp_path / "rows.jsonl"
+def target_without_template(path: Path) -> Path:
+    """The bundled target, whose tokenizer completes text and knows no chats."""
+    shutil.copytree(tiny_directory() / "target", path)
+    (path / "chat_template.jinja").unlink(missing_ok=True)
+    config = path / "tokenizer_config.json"
+    settings = json.loads(config.read_text())
+    settings.pop("chat_template", None)
+    config.write_text(json.dumps(settings))
+    return path
+
+
+def test_a_chat_without_a_template_fails_alone(tmp_path: Path, expected: RequestOutput) -> None:
+    """Rows that need the template have errors of their own, turn by turn; the row of ids is answered."""
+    target = target_without_template(tmp_path / "target")
     prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"prompt_token_ids": [1]}\n{"turns": ["x"]}\n')
-    target = tmp_path / "target"
-    target.mkdir()
-    for name in ("config.json", "model.safetensors"):
-        shutil.copy(tiny_directory() / "target" / name, target)
-    with pytest.raises(RequestError, match="the target has no tokenizer"):
-        run("--draft", "tiny", "--target", str(target), "--prompts", str(prompts), "--output", str(output))
-    assert sorted(item.name for item in tmp_path.iterdir()) == ["prompts.jsonl", "target"]
+    rows: list[dict[str, Any]] = [
+        {"messages": [{"role": "user", "content": "hello"}]},
+        {"prompt_token_ids": list(expected.prompt_token_ids)},
+        {"turns": ["a", "b"]},
+    ]
+    prompts.write_text("\n".join(map(json.dumps, rows)))
+    options = ["--draft", "tiny", "--target", target, "-n", "40", "--ignore-eos"]
+    done = support.run_main("generate", *options, "--prompts", prompts, "--output", "-")
+    assert done.code == 2
+    answers = [json.loads(line) for line in done.out.splitlines()]
+    assert [answer["finish_reason"] for answer in answers] == ["error", "length", "error", "error"]
+    assert "prompts.jsonl:1: holds messages, but the target's tokenizer has no chat template" in answers[0]["error"]
+    assert answers[1]["token_ids"] == list(expected.token_ids)
+    assert "turn 2 is not asked, as turn 1 failed" in answers[3]["error"]
+    text = support.run_main("generate", *options, "--prompts", prompts)
+    assert text.out == bundled_tokenizer().decode(expected.token_ids) + "\n"
+
+
+def test_chat_needs_a_template_for_any_prompt(tmp_path: Path) -> None:
+    target = target_without_template(tmp_path / "target")
+    done = support.run_main("generate", "x", "--chat", "--draft", "tiny", "--target", target)
+    assert (done.code, done.out) == (2, "")
+    assert "error: --chat: the target's tokenizer has no chat template" in done.err.splitlines()
+    assert "hint: leave --chat out, or give a target that was trained on chats" in done.err.splitlines()
+    base = support.run_main("generate", "x", "--chat", "-n", "2")
+    assert "note: the bundled target is a base model" in base.err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--verify-width", "9"], "--verify-width 9: expected at most 8, the block in use"),
+        (["--verify-width", "4", "-k", "2"], "--verify-width 4: expected at most 3"),
+        (["--stop-token-id", "99999"], "--stop-token-id 99999: expected an id in [0, 2048)"),
+        (["--stop-token-id", "-1"], "--stop-token-id -1: expected 0 or more"),
+        (["--seed", "-1"], "--seed -1: expected 0 or more"),
+        (["--seed", str(2**63)], "--seed 9223372036854775808: expected 9223372036854775807 or less"),
+    ],
+)
+@pytest.mark.parametrize("command", [["generate", "x"], ["eval-acceptance", "--num-prompts", "1"]])
+def test_settings_that_mean_nothing_are_refused(command: list[str], options: list[str], message: str) -> None:
+    done = support.run_main(*command, *options)
+    assert (done.code, done.out) == (2, "")
+    assert f"error: {message}" in done.err
+
+
+def test_an_answer_that_the_model_cuts_is_pointed_out() -> None:
+    done = support.run_main("generate", "x", "-n", "50", "--max-model-len", "40", "--ignore-eos")
+    assert done.code == 0
+    assert "note: 1 answer ends before -n 50: prompt and answer have 40 tokens at most" in done.err.splitlines()
+    assert "note: 1 answer" not in support.run_main("generate", "x", "-n", "20", "--max-model-len", "40").err
+
+
+def test_an_empty_prompt_leaves_stdout_empty() -> None:
+    done = support.run_main("generate", "")
+    assert (done.code, done.out) == (2, "")
+    assert "error: " in done.err
+
+
+def test_transformers_does_not_speak_to_users(tmp_path: Path) -> None:
+    """A text longer than the tokenizer says it takes is refused by us, in one line."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt": "x = 1\n" * 3000}))
+    done = process("--prompts", str(prompts), "-n", "2")
+    assert done.returncode == 2
+    assert "Token indices sequence length" not in done.stderr
+    assert [line for line in done.stderr.splitlines() if line.startswith("error: ")] != []
+
+
+def test_a_failed_run_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: LLM, *_: Any) -> Any:
+        raise RuntimeError("broken")
+        yield
+
+    monkeypatch.setattr(LLM, "stream", broken)
+    with pytest.raises(RuntimeError, match="broken"):
+        run(PROMPT, "--output", str(tmp_path / "rows.jsonl"))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_trace_shows_what_was_drafted_accepted_and_replaced(expected: RequestOutput) -> None:
@@ -322,8 +405,9 @@ def test_an_interruption_keeps_what_is_finished(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(LLM, "stream", interrupted)
     options = ["-n", "9", "--max-num-requests", "1", "--output", str(output)]
-    result = CliRunner().invoke(app, ["generate", "--prompts", str(prompts), *options])
-    assert result.exit_code == 130 or isinstance(result.exception, KeyboardInterrupt)
+    done = support.run_main("generate", "--prompts", prompts, *options)
+    assert done.code == 130
+    assert done.err.splitlines()[-1] == f"error: interrupted: 2 of 3 answered, which {output} holds"
     assert [json.loads(line)["index"] for line in output.read_text().splitlines()] == [0, 1]
 
 

@@ -38,7 +38,7 @@ def test_a_target(tmp_path: Path) -> None:
     assert outcome.code == 0
     assert "model       qwen3" in outcome.out
     document = json.loads(support.invoke("inspect", target, "--json").out)
-    assert (document["kind"], document["dialect"], document["config"]["num_layers"]) == ("target", None, 4)
+    assert (document["role"], document["dialect"], document["config"]["num_layers"]) == ("target", None, 4)
 
 
 def test_json_has_the_canonical_fields(tmp_path: Path) -> None:

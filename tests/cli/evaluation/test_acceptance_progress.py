@@ -35,21 +35,36 @@ def test_value_and_interval_agree_with_the_result() -> None:
     running = RunningAcceptance()
     made = outputs(64)
     for item in made:
-        running.add(item)
+        running.add(item, item.index)
     assert running.value == pytest.approx(summarise(made, 7, num_resamples=0).counts.acceptance_len)
     exact = bootstrap_interval(made, confidence=0.95, num_resamples=4000, seed=0)
     assert exact is not None
     assert running.interval == pytest.approx((exact.low, exact.high), abs=0.15 * (exact.high - exact.low))
 
 
-def test_one_request_has_no_interval_and_none_no_value() -> None:
+def test_few_requests_have_no_interval_and_none_no_value() -> None:
     running = RunningAcceptance()
     assert (running.value, running.interval, running.text) == (None, None, "")
-    running.add(output(0, []))
-    running.add(output(1, [1, 4]))
+    running.add(output(0, []), 0)
+    running.add(output(1, [1, 4]), 1)
     assert (running.interval, running.text) == (None, "2.50")
-    running.add(output(2, [3, 4]))
-    assert running.text.startswith("3.00 [")
+    for index in range(2, 8):
+        running.add(output(index, [3, 4]), index)
+    assert running.interval is None
+    running.add(output(8, [3, 4]), 8)
+    assert running.text.startswith("3.38 [")
+
+
+def test_turns_of_one_conversation_are_one_unit() -> None:
+    """The interval over conversations of five turns is that over their sums."""
+    by_turn, by_sum = RunningAcceptance(), RunningAcceptance()
+    turns = outputs(60)
+    for index, item in enumerate(turns):
+        by_turn.add(item, index // 5)
+    for index in range(12):
+        lengths = [length for item in turns[5 * index : 5 * index + 5] for length in item.acceptance_lengths]
+        by_sum.add(output(index, lengths), index)
+    assert by_turn.interval == pytest.approx(by_sum.interval)
 
 
 def test_a_resumed_run_counts_what_is_there(capsys: pytest.CaptureFixture[str]) -> None:
@@ -59,4 +74,4 @@ def test_a_resumed_run_counts_what_is_there(capsys: pytest.CaptureFixture[str]) 
         progress.resume(answers[:3])
         progress._meter.SECONDS = 0.0
         progress(Event(rows[3], (1,), "x", answers[3]))
-    assert capsys.readouterr().err == "4/4 prompts  2.50 [2.5, 2.5]\n"
+    assert capsys.readouterr().err == "4/4 prompts  2.50\n"

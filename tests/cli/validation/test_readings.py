@@ -70,7 +70,10 @@ def test_sound_drafts_pass(name: str, num_prompts: int) -> None:
             lambda config: config["dflash_config"].update(target_layer_ids=[1, 3, 4, 5]),
             "with tapped layers one earlier [0, 2, 3, 4] a step commits",
         ),
-        ("R04", "rope", "config.json:rope_theta", lambda config: config.update(rope_theta=10000.0), "rope base 1e+06"),
+        (
+            "R04", "rope", "config.json:rope_theta",
+            lambda config: config.update(rope_theta=10000.0), "rope base 1000000",
+        ),
         (
             "R04", "rope", "config.json:rope_theta",
             lambda config: config.update(rope_scaling={"rope_type": "linear", "factor": 8.0}), "target's rope (default",

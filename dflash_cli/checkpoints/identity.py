@@ -1,0 +1,81 @@
+"""Which checkpoint a result is of: its name without a path of this machine, its commit on the hub, and a digest.
+
+The digest is over what decides a result: config, tokenizer and template files, the headers of the weights, and the
+weights themselves; of large ones a sample of every tensor, which a further step of training changes.
+"""
+
+import hashlib
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dflash_cli.checkpoints.references import TINY, is_bundled
+from dflash_runtime.checkpoint.files import Checkpoint
+
+TEXT_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".pt")
+NOT_DECIDING = ("conversion.json", "requirements.txt")
+WHOLE_BYTES = 512 * 2**20
+"""Weights up to this size are read to the end."""
+SAMPLE_BYTES = 16 * 2**10
+SNAPSHOT = re.compile(r"models--(?P<repo>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})$")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """One checkpoint, to be told from every other.
+
+    `modified_ns` is when its weights were last written, where they are too large to be read for the digest and no
+    commit names them.
+    """
+
+    name: str
+    digest: str
+    commit: str | None = None
+    modified_ns: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return {"name": self.name, "commit": self.commit, "digest": self.digest, "modified_ns": self.modified_ns}
+
+
+def identify(checkpoint: Checkpoint, reference: str) -> Identity:
+    """The identity of a checkpoint in a directory, as `reference` names it."""
+    path = checkpoint.path.resolve()
+    snapshot = SNAPSHOT.search(str(path))
+    weights = checkpoint.weight_files
+    is_whole = sum(file.stat().st_size for file in weights) <= WHOLE_BYTES
+    hashed = hashlib.sha256()
+    for label, part in _parts(checkpoint, path, is_whole=is_whole):
+        hashed.update(f"{label}\0{len(part)}\0".encode())
+        hashed.update(part)
+    name = reference if is_bundled(reference) else path.name
+    return Identity(
+        name=snapshot["repo"].replace("--", "/", 1) if snapshot else name,
+        commit=snapshot["commit"] if snapshot else None,
+        digest=hashed.hexdigest()[:16],
+        modified_ns=None if is_whole or snapshot else max(file.stat().st_mtime_ns for file in weights),
+    )
+
+
+def is_tiny(identity: Identity) -> bool:
+    """Whether it is of the bundled pair."""
+    return identity.name.partition(":")[0] == TINY
+
+
+def _parts(checkpoint: Checkpoint, path: Path, *, is_whole: bool) -> Iterator[tuple[str, bytes]]:
+    for file in sorted(path.iterdir()):
+        if file.suffix in TEXT_SUFFIXES and file.name not in NOT_DECIDING and file.is_file():
+            yield file.name, file.read_bytes()
+    for file in checkpoint.weight_files:
+        yield file.name, str(file.stat().st_size).encode()
+        with file.open("rb") as stream:
+            yield "header", stream.read(min(info.begin for info in checkpoint.tensors.values() if info.file == file))
+            if is_whole:
+                while block := stream.read(2**20):
+                    yield "data", block
+                continue
+            for name, info in sorted(checkpoint.tensors.items()):
+                if info.file == file:
+                    stream.seek(info.begin)
+                    yield name, stream.read(min(SAMPLE_BYTES, info.num_bytes))

@@ -1,0 +1,113 @@
+"""What ends a run from outside: Ctrl-C, SIGTERM, a reader of stdout that goes away, streams that are closed.
+
+Typer answers KeyboardInterrupt and EPIPE by itself and without a word, so both are turned into errors of our own before
+it sees them.
+"""
+
+import errno
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from dflash_runtime.errors import DFlashError
+
+INTERRUPTED = 130
+TERMINATED = 143
+
+_received: int | None = None
+
+
+class Interrupted(DFlashError):
+    """The run was ended by Ctrl-C or SIGTERM. The message says what was kept, the hint how to go on."""
+
+    def __init__(self, message: str = "", *, hint: str | None = None) -> None:
+        is_terminated = _received == signal.SIGTERM
+        word = "terminated" if is_terminated else "interrupted"
+        super().__init__(f"{word}: {message}" if message else word, hint=hint)
+        self.exit_code = TERMINATED if is_terminated else INTERRUPTED
+
+
+class ReaderGone(Exception):
+    """Whoever read stdout has gone, which is how `| head` ends."""
+
+
+@contextmanager
+def turned_into_errors() -> Iterator[None]:
+    """Turn interruptions and a closed pipe on stdout into exceptions that Typer lets through.
+
+    Raises:
+        Interrupted: at KeyboardInterrupt, or whatever else an interruption was made into on its way.
+        ReaderGone: at EPIPE on a stream without a name; a named pipe is an output like others.
+    """
+    try:
+        yield
+    except Interrupted:
+        raise
+    except KeyboardInterrupt as error:
+        raise Interrupted from error
+    except OSError as error:
+        if _received is not None:
+            raise Interrupted from error
+        if error.errno != errno.EPIPE:
+            raise
+        if error.filename is None:
+            raise ReaderGone from error
+        raise DFlashError(f"{error.filename}: its reader has gone") from error
+    except Exception as error:
+        # A library that is interrupted while it is imported may raise anything.
+        if _received is not None:
+            raise Interrupted from error
+        raise
+
+
+@contextmanager
+def signals_raise() -> Iterator[None]:
+    """Let SIGINT and SIGTERM raise KeyboardInterrupt; one that is ignored, as under nohup, stays ignored."""
+    global _received
+    _received = None
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, _raise)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        _received = None
+
+
+def open_closed_streams() -> None:
+    """Give a process that was started without stdin, stdout or stderr an empty one, as cron and `>&-` leave it.
+
+    The descriptor itself is taken, lest the next file that is opened gets it and is written to as stdout.
+    """
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        if getattr(sys, name) is not None:
+            continue
+        descriptor = os.open(os.devnull, os.O_RDWR)
+        if descriptor != number:
+            os.dup2(descriptor, number)
+            os.close(descriptor)
+        setattr(sys, name, os.fdopen(number, mode, encoding="utf-8"))
+
+
+def discard(stream: Any) -> None:
+    """Let a stream that cannot be written to lead nowhere, so that Python does not complain while closing it."""
+    try:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    except (OSError, ValueError):
+        return
+
+
+def _raise(number: int, _frame: object) -> None:
+    global _received
+    _received = number
+    raise KeyboardInterrupt
