@@ -21,7 +21,16 @@ PACKAGES = {
 LOWER: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "dflash_runtime": {"base": ("errors", "registry", "config", "json_values")},
     "dflash_cli": {
-        "terminal": ("version", "console", "environment", "parameters", "options", "help_page", "lazy_group")
+        "terminal": (
+            "version",
+            "console",
+            "interruption",
+            "environment",
+            "parameters",
+            "options",
+            "help_page",
+            "lazy_group",
+        )
     },
 }
 """Package -> the modules of its own folder that its other rooms stand on; its remaining modules stand on top of all."""
