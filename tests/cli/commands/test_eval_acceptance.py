@@ -217,7 +217,7 @@ def test_a_report_is_written_whole(tmp_path: Path) -> None:
     run(*SMALL, "--report", str(report), "--force")
     text = report.read_text()
     assert text.startswith("# Acceptance\n\n**acceptance length ")
-    assert "| position | accepted | rate |" in text
+    assert "| position | accepted | share of steps |" in text
 
 
 def test_an_output_is_replaced_only_on_demand(tmp_path: Path) -> None:
