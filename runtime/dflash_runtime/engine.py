@@ -179,7 +179,7 @@ class Engine:
             self._fail(self.scheduler.live, reason)
         elif not self.scheduler.has_work:
             logger.warning("a step failed when nothing was left to do: %s", reason.message)
-        elif suspects == 1 and (self._num_failures > 1 or isinstance(error, DFlashError)):
+        elif suspects == 1 and self._num_failures > 1 and not self._can_shed(error):
             self._fail(self.scheduler.live[:1], reason)
             self._num_failures = 0
             self.scheduler.restore_load()
@@ -191,6 +191,11 @@ class Engine:
             )  # fmt: skip
         if isinstance(reason, CapacityError) and torch.cuda.is_available():
             torch.cuda.empty_cache()
+
+    def _can_shed(self, error: Exception) -> bool:
+        """Whether a request that runs alone may yet fit the memory, with fewer prompt rows a step."""
+        scheduler = self.scheduler
+        return is_out_of_memory(error) and scheduler.max_batched_tokens > scheduler.limits.num_lookahead_tokens
 
     def _fail(self, requests: Sequence[Request], reason: DFlashError) -> None:
         for request in requests:
