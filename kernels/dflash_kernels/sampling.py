@@ -89,9 +89,9 @@ def filtered_probs_ref(
 
 @jit
 def _load_tile(logits, row, token, vocab_size, row_stride):
-    """A tile of logits; NaN counts as -inf, so that an argmax is always a token."""
+    """A tile of logits. NaN counts as -inf, so that an argmax is always a token, and no logit is +inf."""
     tile = tl.load(logits + row * row_stride + token, mask=token < vocab_size, other=float("-inf")).to(tl.float32)
-    return tl.where(tile == tile, tile, float("-inf"))
+    return tl.minimum(tl.where(tile == tile, tile, float("-inf")), 3.4028234663852886e38)
 
 
 @jit
@@ -174,7 +174,9 @@ def _probs_kernel(
         if temperature >= _TL_MIN_TEMPERATURE:
             sums, max_score = _scaled_sums(tile_maxes, tile_sums, row, num_tiles, temperature, TILE_T)
             scores = _load_tile(logits, row, token, vocab_size, row_stride)
-            chosen = tl.where(scores > float("-inf"), _weights(scores, max_score, temperature), 0.0) / tl.sum(sums, 0)
+            row_sum = tl.sum(sums, 0)
+            weights = tl.where(scores > float("-inf"), _weights(scores, max_score, temperature), 0.0)
+            chosen = weights / tl.where(row_sum > 0, row_sum, 1.0)
     tl.store(probs + row * vocab_size + token, chosen, mask=token < vocab_size)
 
 

@@ -6,8 +6,9 @@ many drafts those steps accept, and plans for every count they can give: pages a
 request that the queued steps end in any case is left out, and nothing is preempted while a step is in flight.
 
 A step that fails is undone: every request begins again from the tokens it has, in a pool without content, and half as
-many run with half as many prompt rows. One that fails alone, and again after that, ends with the error; the others go
-on. So a batch that does not fit the memory is cut until it does, and a request that cannot be run is found by itself.
+many run at a time; out of memory, with half as many prompt rows. One that fails alone, and again, ends with the error,
+and the others go on. So a batch that does not fit the memory is cut until it does, and a request that cannot be run is
+found by itself.
 """
 
 import logging
@@ -26,6 +27,9 @@ from dflash_runtime.scheduling.request import Request, derive_seed
 from dflash_runtime.scheduling.scheduler import OutOfPages, Scheduler
 
 logger = logging.getLogger(__name__)
+
+NUM_GOOD_STEPS = 200
+"""Steps without a failure after which the load that was shed is doubled: each attempt may cost a prefill of all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +57,7 @@ class Engine:
         self._touched: dict[Request, None] = {}  # may have tokens, or an end, that nobody has heard of
         self._is_whole = True  # host and device agree; false while a step is under way
         self._num_failures = 0  # since a token was last committed
+        self._num_good_steps = 0  # since the last failure
         self._seed = randbits(63) if seed is None else seed
         self._num_added = 0
 
@@ -86,6 +91,9 @@ class Engine:
                 self._in_flight.append(self.runner.submit(batch))
             while len(self._in_flight) > self.max_in_flight:
                 self._commit_oldest()
+            self._num_good_steps += 1
+            if self._num_good_steps % NUM_GOOD_STEPS == 0:
+                self.scheduler.raise_load()
         except AssertionError:
             raise
         except Exception as error:
@@ -173,24 +181,30 @@ class Engine:
         suspects = self.scheduler.num_running or 1
         self._mend()
         self._num_failures += 1
+        self._num_good_steps = 0
         reason = _explain(error)
         if isinstance(error, torch.AcceleratorError) and not is_out_of_memory(error):
             self.failure = DFlashError(f"this LLM is closed: {reason.message}", hint="load the pair in a new process")
             self._fail(self.scheduler.live, reason)
         elif not self.scheduler.has_work:
             logger.warning("a step failed when nothing was left to do: %s", reason.message)
-        elif suspects == 1 and (self._num_failures > 1 or isinstance(error, DFlashError)):
+        elif suspects == 1 and self._num_failures > 1 and not self._can_shed(error):
             self._fail(self.scheduler.live[:1], reason)
             self._num_failures = 0
             self.scheduler.restore_load()
         else:
-            self.scheduler.shed_load(suspects)
+            self.scheduler.shed_load(suspects, with_rows=is_out_of_memory(error))
             logger.warning(
                 "a step failed (%s); trying again with %d requests and %d prompt rows at a time",
                 reason.message, self.scheduler.max_running, self.scheduler.max_batched_tokens,
             )  # fmt: skip
         if isinstance(reason, CapacityError) and torch.cuda.is_available():
             torch.cuda.empty_cache()
+
+    def _can_shed(self, error: Exception) -> bool:
+        """Whether a request that runs alone may yet fit the memory, with fewer prompt rows a step."""
+        scheduler = self.scheduler
+        return is_out_of_memory(error) and scheduler.max_batched_tokens > scheduler.limits.num_lookahead_tokens
 
     def _fail(self, requests: Sequence[Request], reason: DFlashError) -> None:
         for request in requests:

@@ -180,9 +180,9 @@ def _requests(
         params = [params or SamplingParams()] * len(prompts)
     if len(params) != len(prompts):
         raise UsageError(f"{len(params)} sampling parameters for {len(prompts)} prompts")
-    wrong = next((item for item in params if not isinstance(item, SamplingParams)), None)
-    if wrong is not None:
-        raise UsageError(f"sampling parameters of type {type(wrong).__name__}, expected SamplingParams")
+    for item in params:
+        if not isinstance(item, SamplingParams):
+            raise UsageError(f"sampling parameters of type {type(item).__name__}, expected SamplingParams")
     requests, refused = [], []
     for index, (prompt, item) in enumerate(zip(prompts, params, strict=True)):
         token_ids: tuple[int, ...] = ()

@@ -7,7 +7,7 @@ from torch import Tensor
 from dflash_kernels import block_attention as module
 from dflash_kernels.block_attention import block_attention, block_attention_ref
 from dflash_kernels.launch_config import AttentionShape
-from dflash_testing.tensors import DTYPES, Pages, assert_rows_close, normal, random_pages
+from dflash_testing.tensors import DEVICE, DTYPES, Pages, assert_rows_close, normal, random_pages
 
 PAGE = 16
 LENS = [0, 1, PAGE - 1, PAGE + 1, 130]
@@ -99,3 +99,12 @@ def test_what_does_not_fit_is_refused() -> None:
     pages.key_cache = pages.key_cache.double()
     with pytest.raises(TypeError, match="float64"):
         check(pages, 2, 4, is_causal=True, window=None)
+
+
+def test_more_requests_than_a_grid_has_room_for_are_refused() -> None:
+    query = torch.zeros(40_000, 1, 2, 16)
+    cache = torch.zeros(4, 2, 16)
+    lens = torch.zeros(40_000, dtype=torch.int64)
+    tensors = [tensor.to(DEVICE) for tensor in (query, query, query, cache, cache, lens[:, None], lens)]
+    with pytest.raises(ValueError, match="at most 65535 requests times KV heads"):
+        block_attention(*tensors, page_size=4, is_causal=True, window=None)

@@ -113,6 +113,44 @@ def test_ties_at_the_edge_of_a_cut(top_p: float, dtype: torch.dtype) -> None:
     torch.testing.assert_close(probs, expected, atol=1e-14, rtol=1e-11)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 5e-324, 1e-310, 9.9e-6])
+def test_temperatures_below_the_floor_are_greedy(temperature: float) -> None:
+    logits = normal(3, 2 * VOCAB_TILE) * 3
+    rows = real(*[temperature] * 3), whole(0, 9, 0), real(1, 1, 0.5), whole(1, 2, 3), whole(0, 0, 0)
+    for draw in (sample, sample_ref):
+        assert draw(logits, *rows).tolist() == logits.argmax(-1).tolist()
+        assert draw(logits, rows[0], rows[1] * 0, rows[2] * 0 + 1, *rows[3:], has_filters=False).tolist() == (
+            logits.argmax(-1).tolist()
+        )
+
+
+@pytest.mark.parametrize("temperature", [1e-5, 0.3, 1.0])
+def test_rows_that_are_not_finite_give_ids_of_the_vocabulary(temperature: float) -> None:
+    """The references gave one past its end, which is no row of an embedding."""
+    logits = normal(5, 300)
+    logits[0], logits[1, 7], logits[2], logits[3, 5] = torch.nan, torch.inf, float("-inf"), torch.nan
+    rows = real(*[temperature] * 5), whole(*[0] * 5), real(*[1] * 5), whole(*range(5)), whole(*[0] * 5)
+    expected = sample_ref(logits[4:], *(row[4:] for row in rows), has_filters=False)
+    for draw in (sample, sample_ref):
+        ids = draw(logits, *rows, has_filters=False)
+        assert bool(((ids >= 0) & (ids < 300)).all())
+        assert ids[4] == expected[0]
+    assert sample(logits, *rows, has_filters=False)[1] == 7
+    for probs in (torch.full((2, 300), torch.nan, dtype=torch.float64), torch.zeros((2, 300), dtype=torch.float64)):
+        for pick in (sample_probs, sample_probs_ref):
+            ids = pick(probs.to(DEVICE), whole(1, 2), whole(3, 4))
+            assert bool(((ids >= 0) & (ids < 300)).all())
+
+
+@pytest.mark.gpu
+def test_more_rows_than_a_grids_second_axis_has() -> None:
+    """4,096 requests of 16 rows."""
+    num_rows = 66_000
+    logits = normal(num_rows, 40)
+    rows = mixed(num_rows)
+    assert torch.equal(sample(logits, *rows), sample_ref(logits, *rows))
+
+
 def test_masked_and_broken_logits_give_valid_ids() -> None:
     logits = torch.full((4, 2 * VOCAB_TILE), float("-inf"), device=DEVICE)
     logits[0, VOCAB_TILE + 5] = 0.0

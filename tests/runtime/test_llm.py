@@ -1,11 +1,16 @@
 """The offline API: how a pair is given, and how few calls it is to the model."""
 
 import inspect
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from threading import Thread
+from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import dflash_runtime
@@ -15,11 +20,11 @@ from dflash_runtime.config import EngineConfig
 from dflash_runtime.device import loading
 from dflash_runtime.device.loading import load_pair
 from dflash_runtime.drafts.dflash import DFlashDraft
-from dflash_runtime.errors import UnsupportedError
+from dflash_runtime.errors import UnsupportedError, UsageError
 from dflash_runtime.llm import LLM
 from dflash_runtime.models.layers import Attend
 from dflash_runtime.models.target import Target
-from dflash_runtime.scheduling.request import SamplingParams
+from dflash_runtime.scheduling.request import FinishReason, Request, SamplingParams
 from dflash_testing import checkpoints as support
 from dflash_testing.pairs import bundled_draft, bundled_prompts, random_draft, random_llm, random_target
 
@@ -120,3 +125,186 @@ def test_what_a_pair_keeps_for_other_configs_takes_no_memory_of_its_own() -> Non
     layer = pair.draft._decoder.layers[0]
     assert layer.attention.qkv.weight is pair.draft_weights["layers.0.self_attn.qkv_proj.weight"]
     assert layer.mlp.gate_up.weight is pair.draft_weights["layers.0.mlp.gate_up_proj.weight"]
+
+
+SMALL = SamplingParams(max_new_tokens=6)
+PROMPTS = [[1, 2, 3], [4, 5, 6, 7], [8, 9]]
+
+
+def small_llm(**engine: Any) -> LLM:
+    target = random_target()
+    return random_llm(target, random_draft(target), 3, **({"scheduling": "async", "max_num_requests": 2} | engine))
+
+
+def small_texts(llm: LLM, prompts: Sequence[Sequence[int]] = PROMPTS) -> list[tuple[int, tuple[int, ...]]]:
+    return [(output.index, output.token_ids) for output in llm.generate(prompts, SMALL)]
+
+
+@pytest.mark.parametrize("wrong", [[1, 200_000], [1.7, 2.2], "ab", 7, None, [None]], ids=str)
+def test_a_stream_left_at_a_refused_prompt_leaves_nothing_behind(wrong: Any) -> None:
+    llm = small_llm()
+    right = small_texts(llm)
+    stream = llm.stream([[1, 2, 3], wrong, [4, 5]], SMALL)
+    assert next(stream).output is not None
+    stream.close()
+    assert not llm.engine.scheduler.has_work
+    assert small_texts(llm) == right
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([1.7, 2.2], "prompt 1: 1.7 is no token id, expected integers"),
+        ("ab", "prompt 1: 'a' is no token id, expected integers"),
+        (7, "prompt 1: 7, expected a sequence of token ids"),
+        (torch.tensor([0.5]), "prompt 1: tensor(0.5000) is no token id, expected integers"),
+    ],
+    ids=str,
+)
+def test_ids_that_are_no_integers_are_refused_and_not_rounded(prompt: Any, message: str) -> None:
+    before, wrong, after = small_llm().generate([[1, 2], prompt, [1, 2]], SMALL)
+    assert (wrong.finish_reason, wrong.error, wrong.exit_code) == (FinishReason.ERROR, message, 2)
+    assert before.token_ids == after.token_ids != ()
+
+
+def test_ids_of_any_integer_type_are_taken() -> None:
+    llm = small_llm()
+    assert llm.generate([torch.tensor([1, 2, 3])], SMALL)[0].token_ids == llm.generate([[1, 2, 3]], SMALL)[0].token_ids  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("params", [[SMALL], [SMALL, None, SMALL]])
+def test_parameters_that_fit_no_prompt_are_refused_before_anything_is_queued(params: Any) -> None:
+    llm = small_llm()
+    with pytest.raises(UsageError, match="sampling parameters"):
+        llm.generate(PROMPTS, params)
+    assert not llm.engine.scheduler.has_work
+    assert [index for index, _ in small_texts(llm)] == [0, 1, 2]
+
+
+def test_a_second_stream_of_one_llm_is_told_that_it_is_busy() -> None:
+    llm = small_llm()
+    right = small_texts(llm)
+    first = llm.stream(PROMPTS, SMALL)
+    found = [next(first)]
+    second = llm.stream(PROMPTS, SMALL)
+    with pytest.raises(UsageError, match="this LLM is busy"):
+        next(second)
+    with pytest.raises(UsageError, match="this LLM is busy"):
+        llm.generate(PROMPTS, SMALL)
+    found += first
+    ended = [delta.output for delta in found if delta.output is not None]
+    assert sorted((output.index, output.token_ids) for output in ended) == right
+    assert small_texts(llm) == right
+
+
+def test_threads_that_share_an_llm_get_their_own_outputs_or_are_told() -> None:
+    llm = small_llm()
+    right = small_texts(llm)
+    found: list[Any] = []
+
+    def work() -> None:
+        for _ in range(4):
+            try:
+                found.append(small_texts(llm))
+            except UsageError as error:
+                found.append(error.message)
+
+    threads = [Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 12
+    assert all(item == right or "this LLM is busy" in item for item in found)
+    assert right in found
+    assert small_texts(llm) == right
+
+
+def test_an_abandoned_stream_drops_its_own_requests_only() -> None:
+    llm = small_llm()
+    right = small_texts(llm)
+    other = Request(index=9, prompt_token_ids=(1, 2, 3), params=SMALL)
+    llm.engine.add(other)
+    stream = llm.stream([[4, 5, 6, 7], [8, 9]], SamplingParams(max_new_tokens=60))
+    assert next(stream).index == 0
+    stream.close()
+    assert llm.engine.scheduler.live == (other,)
+    while llm.engine.scheduler.has_work:
+        llm.engine.step()
+        llm.engine.scheduler.check_integrity()
+    assert tuple(other.output_token_ids) == right[0][1]
+
+
+def test_a_stream_of_an_llm_that_was_closed_says_so() -> None:
+    llm = small_llm()
+    stream = llm.stream(PROMPTS, SMALL)
+    next(stream)
+    llm.close()
+    assert len(small_texts(llm)) == 3
+    with pytest.raises(UsageError, match="was closed"):
+        next(stream)
+
+
+def test_without_a_seed_equal_prompts_draw_differently_and_with_one_alike() -> None:
+    def draw(seed: int | None, llm: LLM) -> list[tuple[int, ...]]:
+        params = SamplingParams(max_new_tokens=8, temperature=2.0, seed=seed)
+        return [output.token_ids for output in llm.generate([[1, 2, 3]] * 3, params)]
+
+    llm = small_llm()
+    assert len(set(draw(None, llm) + draw(None, llm) + draw(None, small_llm()))) == 9
+    assert len(set(draw(4, llm) + draw(4, small_llm()))) == 1
+    assert draw(None, small_llm(seed=7)) == draw(None, small_llm(seed=7))
+
+
+def save_target(path: Path, tensors: dict[str, Tensor], **config: Any) -> Path:
+    """The bundled target with tensors changed or added, and with more in its config."""
+    source = tiny_directory() / "target"
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(json.loads((source / "config.json").read_text()) | config))
+    save_file({**load_file(source / "model.safetensors"), **tensors}, path / "model.safetensors")
+    return path
+
+
+def fp8_tensors() -> dict[str, Tensor]:
+    weights = load_file(tiny_directory() / "target" / "model.safetensors")
+    name = next(name for name in weights if name.endswith("q_proj.weight"))
+    return {name: weights[name].to(torch.float8_e4m3fn)}
+
+
+UNAPPLIED: list[tuple[dict[str, Tensor], dict[str, Any], str]] = [
+    ({}, {"quantization_config": {"quant_method": "fp8"}}, r"quantised weights \(quantization_config\)"),
+    ({}, {"compression_config": {"format": "int-quantized"}}, r"quantised weights \(compression_config\)"),
+    (fp8_tensors(), {}, r"q_proj.weight is F8_E4M3"),
+    (
+        {"model.layers.0.mlp.up_proj.weight_scale": torch.ones(1)},
+        {},
+        "the tensor model.layers.0.mlp.up_proj",
+    ),
+    ({"model.layers.0.self_attn.k_scale": torch.ones(1)}, {}, r"the tensor model.layers.0.self_attn.k_scale"),
+    ({"model.layers.0.self_attn.q_proj.bias": torch.ones(64)}, {}, r"q_proj.bias: tensors that this runtime does not"),
+    ({f"extra.{index}": torch.ones(1) for index in range(8)}, {}, r"extra.4 and 3 more: tensors that"),
+]
+
+
+@pytest.mark.parametrize(("tensors", "config", "message"), UNAPPLIED, ids=[item[2][-24:] for item in UNAPPLIED])
+def test_a_target_with_weights_that_are_not_applied_is_refused(
+    tmp_path: Path, tensors: dict[str, Tensor], config: dict[str, Any], message: str
+) -> None:
+    """It ran as noise: an acceptance of 1.00, and exit 0."""
+    target = open_target(save_target(tmp_path / "target", tensors, **config))
+    with pytest.raises(UnsupportedError, match=message) as caught:
+        LLM(target, bundled_draft(), CONFIG)
+    assert caught.value.exit_code == 5
+
+
+def test_known_leftovers_in_a_targets_file_are_passed_over(tmp_path: Path) -> None:
+    names = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8), "lm_head.weight": torch.ones(1)}
+    config = open_target(tiny_directory() / "target").config
+    if not config.tie_word_embeddings:
+        del names["lm_head.weight"]
+    LLM(open_target(save_target(tmp_path / "target", names)), bundled_draft(), CONFIG)
+
+
+def test_more_requests_than_a_launch_has_room_for_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"max_num_requests 70000, expected at most \d+: attention runs up to 65535"):
+        LLM(open_target(tiny_directory() / "target"), bundled_draft(), replace(CONFIG, max_num_requests=70_000))

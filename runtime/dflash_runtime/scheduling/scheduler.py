@@ -169,10 +169,16 @@ class Scheduler:
             _forget_pages(request)
         self._waiting = deque(self._live)
 
-    def shed_load(self, num_running: int) -> None:
-        """Run half as many requests as ran, with half as many prompt rows a step."""
+    def shed_load(self, num_running: int, *, with_rows: bool) -> None:
+        """Run half as many requests as ran; and half as many prompt rows a step, if that is asked for."""
         self.max_running = max(1, min(self.max_running, num_running) // 2)
-        self.max_batched_tokens = max(1, self.max_batched_tokens // 2)
+        if with_rows:
+            self.max_batched_tokens = max(1, self.max_batched_tokens // 2)
+
+    def raise_load(self) -> None:
+        """Run twice as many requests and prompt rows, as far as the limits allow."""
+        self.max_running = min(2 * self.max_running, self.limits.max_num_requests)
+        self.max_batched_tokens = min(2 * self.max_batched_tokens, self.limits.max_batched_tokens)
 
     def restore_load(self) -> None:
         """Run as many requests and prompt rows as the limits allow again."""

@@ -9,9 +9,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from dflash_cli.checkpoints.references import tiny_directory
+from dflash_runtime.checkpoint.layout import DRAFT_TO_TARGET, owned_shapes
 from dflash_runtime.device.kv import KVCache
+from dflash_runtime.drafts.dflash import DFlashDraft
 from dflash_runtime.drafts.draft import Draft
+from dflash_runtime.errors import CheckpointError
 from dflash_runtime.llm import LLM
+from dflash_runtime.models.weights import stack_projections
 from dflash_runtime.scheduling.request import Request, SamplingParams
 from dflash_testing.pairs import (
     bundled_draft_model,
@@ -19,6 +23,9 @@ from dflash_testing.pairs import (
     bundled_prompts,
     bundled_target_model,
     placement,
+    random_draft_config,
+    random_target,
+    random_weights,
     target_logits,
 )
 
@@ -72,3 +79,16 @@ def test_logits_agree_with_transformers(reference: torch.nn.Module) -> None:
     with torch.inference_mode():
         expected = reference(torch.tensor([prompt])).logits[0]
     assert (target_logits(bundled_target_model(), prompt) - expected).abs().max() < 2e-5
+
+
+def test_two_draft_ids_of_one_target_id_are_refused_by_name() -> None:
+    """Sampled drafting would keep the probability of one of them, and no longer follow the target's law."""
+    target = random_target()
+    config = random_draft_config(target.config, draft_vocab_size=4)
+    weights = random_weights(owned_shapes(config), torch.float32, 1)
+    weights[DRAFT_TO_TARGET] = torch.tensor([3, 9, 8, 7])  # ids 3, 10, 10, 10
+    with pytest.raises(CheckpointError, match="draft ids 1 and 2 both map to target id 10, expected each target id"):
+        DFlashDraft(config, stack_projections(weights.items()), target, placement())
+    weights[DRAFT_TO_TARGET] = torch.tensor([3, -9, 8, 7])
+    with pytest.raises(CheckpointError, match=r"maps to id -8, expected ids in \[0, 97\)"):
+        DFlashDraft(config, stack_projections(weights.items()), target, placement())

@@ -2,10 +2,12 @@
 
 import pytest
 
+from dflash_kernels import launch_config
 from dflash_runtime.config import EngineConfig
 from dflash_runtime.device.settings import resolve_limits
 from dflash_runtime.errors import CapacityError, RequestError, UsageError
 from dflash_runtime.llm import LLM
+from dflash_runtime.scheduling import request as request_module
 from dflash_runtime.scheduling.request import FinishReason, Request, SamplingParams
 from dflash_testing.pairs import always_right, bundled_draft_model, bundled_llm, bundled_prompts
 
@@ -125,7 +127,9 @@ def test_a_request_that_can_never_fit_says_so_with_the_arithmetic() -> None:
 @pytest.mark.parametrize(
     "changes",
     [{"max_new_tokens": 0}, {"temperature": -1}, {"temperature": float("nan")}, {"top_p": 0}, {"top_p": 1.5},
-     {"top_k": -1}, {"seed": 2**70}],
+     {"top_k": -1}, {"seed": 2**70}, {"top_k": 2**63}, {"top_k": 2.5}, {"temperature": "hot"}, {"top_p": None},
+     {"stop_token_ids": (2**64,)}, {"stop_token_ids": (-1,)}, {"stop_token_ids": (1.5,)}, {"stop_token_ids": 3},
+     {"max_new_tokens": None}, {"max_new_tokens": 1.5}, {"verify_width": 0}, {"verify_width": "3"}, {"seed": 0.5}],
 )  # fmt: skip
 def test_sampling_parameters_out_of_range_are_refused(changes: dict[str, float]) -> None:
     with pytest.raises(RequestError, match=next(iter(changes))):
@@ -140,3 +144,27 @@ def test_more_drafts_than_the_draft_was_trained_for_are_refused() -> None:
     target = open_target(tiny_directory() / "target")
     with pytest.raises(UsageError, match="8 speculative tokens, expected at most 7"):
         resolve_limits(EngineConfig(num_draft_tokens=8), target.config, bundled_draft().config)
+
+
+def test_the_largest_values_that_are_taken_do_run(prompt: tuple[int, ...]) -> None:
+    """What is not refused on entry fails nobody later."""
+    params = SamplingParams(
+        max_new_tokens=2**63 - 1, top_k=2**63 - 1, seed=-(2**63), stop_token_ids=(2**63 - 1,), verify_width=2**63 - 1,
+        temperature=1.7e308, top_p=5e-324,
+    )  # fmt: skip
+    output = bundled_llm(bundled_draft_model(), 7, max_model_len=24).generate([prompt], params)[0]
+    assert (output.error, len(output.token_ids)) == (None, 4)
+
+
+@pytest.mark.parametrize("temperature", [1e-310, 5e-324, 1e-307, 9e-6])
+def test_a_temperature_next_to_zero_is_greedy(temperature: float, prompt: tuple[int, ...]) -> None:
+    params = SamplingParams(max_new_tokens=6, temperature=temperature, seed=1)
+    assert params.is_greedy
+    llm = bundled_llm(bundled_draft_model(), 7, max_num_requests=2)
+    greedy = llm.generate([prompt], SamplingParams(max_new_tokens=6))[0]
+    warm = SamplingParams(max_new_tokens=6, temperature=1.0, seed=1)
+    assert llm.generate([prompt, prompt], [params, warm])[0].token_ids == greedy.token_ids
+
+
+def test_host_and_kernels_have_one_lowest_temperature() -> None:
+    assert request_module.MIN_TEMPERATURE == launch_config.MIN_TEMPERATURE

@@ -1,5 +1,7 @@
 """Reservation, admission, preemption and the page pool; no tensors."""
 
+from collections import deque
+from time import perf_counter
 from typing import Any
 
 import pytest
@@ -221,3 +223,116 @@ def test_lengths_follow_the_anchor() -> None:
     assert (item.total_len, item.kv_len) == (6, 5)
     item.commit([8, 7, 6], max_model_len=100)
     assert (item.total_len, item.kv_len) == (9, 8)
+
+
+def test_a_prompt_has_the_pages_of_all_its_rows_once_it_is_begun() -> None:
+    schedule = scheduler(num_pages=1 + 6, max_model_len=96, max_batched_tokens=16)
+    schedule.add(request(0, prompt_len=70, max_new_tokens=4))
+    run(schedule)
+    (item,) = schedule._running
+    assert (item.prefilled_len, len(item.pages)) == (16, 5)
+
+
+@pytest.mark.parametrize("num_in_flight", [0, 1, 2])
+def test_a_begun_prompt_is_not_overtaken_without_bound(num_in_flight: int) -> None:
+    """A long prompt, then many short ones: it was begun, and waited for nearly all of them to end."""
+    schedule = scheduler(num_pages=1 + 66, max_model_len=1200, max_num_requests=8, max_batched_tokens=64)
+    for index in range(5):
+        schedule.add(request(index, prompt_len=60, first=index, max_new_tokens=60))
+    pending: deque[Batch] = deque()
+    long = request(5, prompt_len=900, max_new_tokens=4)
+    younger = [request(index, prompt_len=60, first=index, max_new_tokens=60) for index in range(6, 50)]
+    drive(schedule, pending, num_in_flight)
+    for item in (long, *younger):
+        schedule.add(item)
+    num_steps = 0
+    while not long.is_finished:
+        drive(schedule, pending, num_in_flight)
+        if long.row is not None:
+            num_steps += 1
+    assert num_steps <= 900 / 64 + 10
+    assert sum(item.is_finished for item in younger) == 0
+    assert schedule.has_work
+
+
+def drive(schedule: Scheduler, pending: "deque[Batch]", num_in_flight: int) -> None:
+    """One step of an engine whose steps give each request one token, some of them in flight."""
+    try:
+        batch = schedule.schedule(is_drained=not pending)
+    except OutOfPages:
+        batch = Batch()
+    if not batch.is_empty:
+        pending.append(batch)
+    while pending and (batch.is_empty or len(pending) > num_in_flight):
+        done = pending.popleft()
+        for chunk in done.chunks:
+            schedule.finish_chunk(chunk)
+        firsts = [chunk.request for chunk in done.chunks if chunk.is_last and not chunk.request.output_token_ids]
+        for item in [*done.decode, *firsts]:
+            if not item.is_finished:
+                give(schedule, item, 1)
+        if batch.is_empty:
+            break
+    schedule.check_integrity()
+
+
+def test_requests_that_cannot_all_grow_are_not_all_admitted() -> None:
+    """64 requests of 400 + 1500 tokens on 600 pages: five fit to their ends, eighteen at their beginnings."""
+    schedule = scheduler(num_pages=1 + 600, num_draft_tokens=15, max_model_len=4096, max_num_requests=64,
+                         max_batched_tokens=2048)  # fmt: skip
+    for index in range(64):
+        schedule.add(request(index, prompt_len=400, first=index % 50, max_new_tokens=1500))
+    rows = 0
+    while schedule.has_work:
+        rows += sum(chunk.end - chunk.start for chunk in run(schedule, tokens=4).chunks)
+    assert schedule.num_preemptions <= 12
+    assert rows <= 1.4 * 64 * 400
+
+
+def test_requests_that_end_early_let_more_of_them_in() -> None:
+    """What is expected of a request follows what those before it used of what they were allowed."""
+    schedule = scheduler(num_pages=1 + 60, max_model_len=1000, max_num_requests=16)
+    for index in range(100):
+        schedule.add(request(index, prompt_len=16, max_new_tokens=900, stop_token_ids=(9,)))
+    num_running = []
+    while schedule.has_work:
+        batch = schedule.schedule(is_drained=True)
+        firsts = [chunk.request for chunk in batch.chunks if not chunk.request.output_token_ids]
+        num_running.append(schedule.num_running)
+        for item in [*batch.decode, *firsts]:
+            is_done = len(item.output_token_ids) > 4
+            schedule.commit(item, StepOutput([9 if is_done else 7], [7] * 3, 0, is_done, item.generation))
+    assert num_running[0] == 3
+    assert max(num_running) > 9
+    assert schedule.num_preemptions == 0
+
+
+def test_evicting_from_a_large_pool_takes_time_of_its_own_size() -> None:
+    """Each page taken from the front of a plain dict walked past all that had been taken before."""
+    pages = PagePool(100_001, 1)
+    held = pages.allocate(100_000) or []
+    for page in held:
+        pages.publish(page)
+    pages.release(held)
+    begin = perf_counter()
+    assert len(pages.allocate(50_000) or []) == 50_000
+    assert perf_counter() - begin < 2
+
+
+def test_a_failed_step_is_undone_wherever_it_was() -> None:
+    schedule = scheduler(prefix_cache=True, max_batched_tokens=20, max_num_requests=2)
+    for index in range(3):
+        schedule.add(request(index, prompt_len=30, max_new_tokens=9))
+    for _ in range(3):
+        run(schedule)
+    tokens = [list(item.output_token_ids) for item in schedule.live]
+    schedule.schedule(is_drained=True)
+    schedule._running.clear()
+    schedule.pages._free.pop()
+    schedule.restart()
+    schedule.check_integrity()
+    assert schedule.pages.num_available == 49
+    assert [list(item.output_token_ids) for item in schedule.live] == tokens
+    while schedule.has_work:
+        run(schedule)
+    assert schedule.pages.num_available == 49
