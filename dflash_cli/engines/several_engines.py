@@ -44,7 +44,7 @@ def architecture_is_known(subject: Subject) -> Iterator[Problem]:
 @check(
     "C37",
     effect="SGLang, the z-lab reference code and speculators itself size fc.weight by hidden_size",
-    fix=FIX_VLLM,
+    fix=f"if the draft has an embedding and a head of its own, serve it where the key is read: {FIX_VLLM}",
     source="vLLM 0.33.0 qwen3_dflash.py; SGLang 0.5.23 models/dflash.py",
     engines=engines_where(lambda engine: not engine.takes_other_widths),
     unnamed="warning",

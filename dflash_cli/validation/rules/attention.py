@@ -148,7 +148,7 @@ def heads_divide(subject: Subject) -> Iterator[Problem]:
     "C39",
     "warning",
     effect="readers that use transformers alternate sliding and full layers; others take all as full",
-    fix=f"{FIX_TO_NATIVE} # writes layer_types, every layer as full attention",
+    fix=f"write layer_types as in training; if every layer was full, {FIX_TO_NATIVE} writes that",
     source="transformers GptOssConfig; z-lab/gpt-oss-20b-DFlash",
 )
 def gpt_oss_states_its_layers(subject: Subject) -> Iterator[Problem]:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from dflash_testing import checkpoints as support
-from dflash_testing.rule_cases.base import Case, build, nested, rename, top, without
+from dflash_testing.rule_cases.base import Case, build, fuse, nested, rename, top, without
 
 TAPS = {"unsorted-taps": [2, 0], "repeated-taps": [2, 2]}
 LOADED_IN_SILENCE = frozenset(
@@ -19,14 +19,6 @@ LOADED_IN_SILENCE = frozenset(
 def make(path: Path, habit: str) -> Path:
     """Write a draft with one habit; `plain` has none."""
     return build(CASES[habit], path)
-
-
-def fuse(arrays: dict[str, Any]) -> None:
-    """Store projections as one tensor each, from the first part to the last."""
-    for parts, whole in ((("q_proj", "k_proj", "v_proj"), "qkv_proj"), (("gate_proj", "up_proj"), "gate_up_proj")):
-        for name in [name for name in arrays if f".{parts[0]}." in name]:
-            names = [name.replace(parts[0], part) for part in parts]
-            arrays[name.replace(parts[0], whole)] = np.concatenate([arrays.pop(item) for item in names])
 
 
 def _use_encoder_names(arrays: dict[str, Any]) -> None:
