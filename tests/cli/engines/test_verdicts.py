@@ -165,3 +165,21 @@ def test_a_prefix_that_no_reader_knows_is_for_the_exporter(tmp_path: Path) -> No
     fixes = [item.fix for item in report.findings if item.message == "names start with 'encoder.'"]
     assert fixes
     assert fixes[0].startswith("export the draft again")
+
+
+@pytest.mark.parametrize("habit", ["interleaved-rope", "gemma-norms"])
+def test_what_this_tool_does_not_read_either_is_not_run(habit: str, tmp_path: Path) -> None:
+    """The run level would measure another draft than the one that was trained."""
+    draft, target = habits.make(tmp_path / "draft", habit), support.make_target(tmp_path / "target")
+    (tmp_path / "prompts.jsonl").write_text('{"prompt_token_ids": [3, 4, 5]}\n' * 4)
+    prompts = ("--prompts", tmp_path / "prompts.jsonl", "-n", 8)
+    outcome = support.invoke("validate", draft, "--target", target, "--level", "run", *prompts)
+    assert "not run: the pair cannot run as it is" in outcome.err
+
+
+@pytest.mark.parametrize("command", ["diagnose", "generate", "eval-acceptance"])
+def test_a_relative_is_not_run(command: str, tmp_path: Path) -> None:
+    draft = build(Case(rule="", message="", config=nested(conv_kernel_size=2)), tmp_path / "draft")
+    words = ("x", "-d", draft) if command == "generate" else (draft,)
+    outcome = support.invoke(command, *words, "--target", support.make_target(tmp_path / "target"))
+    assert outcome.code == 5, outcome.err
