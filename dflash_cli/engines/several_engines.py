@@ -44,7 +44,7 @@ def architecture_is_known(subject: Subject) -> Iterator[Problem]:
 @check(
     "C37",
     effect="SGLang, the z-lab reference code and speculators itself size fc.weight by hidden_size",
-    fix=FIX_VLLM,
+    fix=f"if the draft has an embedding and a head of its own, serve it where the key is read: {FIX_VLLM}",
     source="vLLM 0.33.0 qwen3_dflash.py; SGLang 0.5.23 models/dflash.py",
     engines=engines_where(lambda engine: not engine.takes_other_widths),
     unnamed="warning",
@@ -184,6 +184,7 @@ def taps_ascend(subject: Subject) -> Iterator[Problem]:
     source="vLLM 0.33.0 qwen3_dflash.py; SGLang 0.5.23 models/dflash.py",
     engines=engines_that_differ("interleaved-rope", "interleaved-rope-by-its-name"),
     unnamed="warning",
+    stops_runtime=True,
 )
 def rope_rotates_halves(subject: Subject) -> Iterator[Problem]:
     """Rope rotates halves, as in NeoX.
@@ -207,6 +208,7 @@ def rope_rotates_halves(subject: Subject) -> Iterator[Problem]:
     source="SGLang 0.5.23 models/dflash.py use_gemma_norm",
     engines=engines_that_differ("gemma-norms"),
     unnamed="warning",
+    stops_runtime=True,
 )
 def norms_are_plain(subject: Subject) -> Iterator[Problem]:
     """Norms multiply by their weight, rather than by one plus their weight.
@@ -227,7 +229,6 @@ def norms_are_plain(subject: Subject) -> Iterator[Problem]:
     fix=FIX_TO_NATIVE,
     source="z-lab 0.1.0, run; SGLang 0.5.23 models/dflash.py; llama.cpp conversion/qwen.py; vllm-project/vllm#46104",
     engines=engines_that_differ("use-swa"),
-    unnamed="warning",
 )
 def windows_are_where_engines_look(subject: Subject) -> Iterator[Problem]:
     """Windows are stated in layer_types, where every engine looks, and not in use_swa alone."""

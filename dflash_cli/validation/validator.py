@@ -141,6 +141,7 @@ def _drop_explained(findings: list[Finding]) -> list[Finding]:
 def _reasons_not_to_run(subject: Subject, findings: list[Finding]) -> tuple[str, ...]:
     """A note where what was found keeps the pair from running; engines' rules concern only the engines."""
     errors = [item for item in findings if item.severity == "error" and not item.engines]
+    errors += [item for item in findings if item.engines and item.stops_runtime]  # read here as those engines do
     is_stopped = any(item.stops_runtime or item.outcome == "stops" for item in errors)
     if subject.checkpoint is not None and subject.parsed is not None and not is_stopped:
         return ()

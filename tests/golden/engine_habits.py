@@ -1,59 +1,70 @@
-"""Record what z-lab's loader makes of exporters' habits, for tests/cli/engines/test_verdicts.py.
+"""Record what engines' own code makes of exporters' habits, for tests/cli/engines/test_verdicts.py.
 
-python -m venv zlab
-zlab/bin/pip install torch==2.13.0 transformers==5.23.0 tqdm numpy safetensors
-zlab/bin/pip install --no-deps dflash==0.1.0
-export PYTHONPATH=.:runtime:kernels:tests/helpers
-zlab/bin/python tests/golden/engine_habits.py tests/golden/engine_habits.json
+Runs in the environment of engine_readings.py, whose readers it uses, with transformers 5.23.0:
+
+    export PYTHONPATH=.:runtime:kernels:tests/helpers:tests/golden
+    zlab/bin/python tests/golden/engine_habits.py engines tests/golden/engine_habits.json
+
+z-lab's loader runs whole. Of vLLM and SGLang what reads configs runs; their loading of weights was read.
 """
 
 import argparse
-import json
 import tempfile
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
 import transformers
-from dflash.model import DFlashDraftModel
-from transformers import Qwen3Config
+from engine_readings import Sglang, Vllm, Zlab
+from transformers import AutoConfig
 
-from dflash_testing import habits
+from dflash_testing import dialects, habits
+
+KEPT = ("taps", "windows", "causal", "missing", "unexpected")
 
 
-def read(path: Path) -> dict[str, Any]:
-    """What the loader takes from a directory, or the name of the error it stops with."""
+def read(reader: Callable[[Path], dict[str, Any]], path: Path) -> dict[str, Any]:
+    """What a reader takes from a directory, or the name of the error it stops with."""
     try:
-        config = Qwen3Config.from_pretrained(path)
-        model, info = DFlashDraftModel.from_pretrained(
-            path, config=config, dtype=torch.float32, output_loading_info=True
-        )
+        found = reader(path)
+        return {
+            "head_dim": AutoConfig.from_pretrained(path).head_dim,
+            **{key: found[key] for key in KEPT if key in found},
+        }
     except Exception as error:
         return {"error": type(error).__name__}
-    layers = [layer.self_attn for layer in model.layers]
-    return {
-        "num_missing": len(info["missing_keys"]),
-        "num_unexpected": len(info["unexpected_keys"]),
-        "taps": list(model.target_layer_ids),
-        "windows": [layer.sliding_window for layer in layers],
-        "causal": [bool(layer.is_causal) for layer in layers],
-    }
 
 
 def main() -> None:
-    """Write every habit's draft and read it."""
+    """Write every habit's draft and let each engine read it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("engines", type=Path)
     parser.add_argument("output", type=Path)
-    output = parser.parse_args().output
+    given = parser.parse_args()
     transformers.logging.set_verbosity_error()
-    readings = {}
+    readers = {
+        "vllm 0.33.0": Vllm(given.engines / "vllm-0.33.0", reads_causality=True).native,
+        "sglang 0.5.23": Sglang(given.engines / "sglang").native,
+        "z-lab 0.1.0": Zlab().native,
+    }
+    readings = []
     for habit in habits.CASES:
         with tempfile.TemporaryDirectory() as directory:
-            readings[habit] = read(habits.make(Path(directory) / "draft", habit))
-    versions = {name: version(name) for name in ("dflash", "transformers", "torch")}
-    document = {"provenance": {"script": "tests/golden/engine_habits.py", "versions": versions}, "readings": readings}
-    output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+            draft = habits.make(Path(directory) / "draft", habit)
+            readings += [
+                {"habit": habit, "reader": name, "reading": read(reader, draft)} for name, reader in readers.items()
+            ]
+    document = {
+        "provenance": {
+            "script": "tests/golden/engine_habits.py",
+            "wheels": ["vllm 0.33.0", "sglang 0.5.23"],
+            "versions": {name: version(name) for name in ("dflash", "transformers", "torch")},
+        },
+        "readings": readings,
+    }
+    given.output.write_text(dialects.one_line_each(document), encoding="utf-8")
+    print(f"{len(readings)} readings")
 
 
 if __name__ == "__main__":

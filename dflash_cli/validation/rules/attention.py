@@ -74,7 +74,7 @@ def windows_take_effect(subject: Subject) -> Iterator[Problem]:
 )
 def windows_are_in_layer_types(subject: Subject) -> Iterator[Problem]:
     """Sliding windows are stated in layer_types rather than in use_swa."""
-    if subject.nested.get("use_swa"):
+    if subject.nested.get("use_swa") and SLIDING not in subject.layer_types:
         yield Problem(subject.location("dflash_config.use_swa"), "true, expected the sliding layers in layer_types")
 
 
@@ -148,8 +148,9 @@ def heads_divide(subject: Subject) -> Iterator[Problem]:
     "C39",
     "warning",
     effect="readers that use transformers alternate sliding and full layers; others take all as full",
-    fix=f"{FIX_TO_NATIVE} # writes layer_types, every layer as full attention",
+    fix=f"write layer_types as in training; if every layer was full, {FIX_TO_NATIVE} writes that",
     source="transformers GptOssConfig; z-lab/gpt-oss-20b-DFlash",
+    is_about_training=True,
 )
 def gpt_oss_states_its_layers(subject: Subject) -> Iterator[Problem]:
     """A gpt_oss draft states layer_types.
@@ -168,6 +169,7 @@ def gpt_oss_states_its_layers(subject: Subject) -> Iterator[Problem]:
     effect="transformers gives a window to the layers from max_window_layers on, other readers to none",
     fix="write layer_types as in training, then check it: dflash validate {draft}",
     source=f"{QWEN3}.layer_types",
+    is_about_training=True,
 )
 def kinds_are_not_derived(subject: Subject) -> Iterator[Problem]:
     """If use_sliding_window is true, layer_types says which layers slide."""

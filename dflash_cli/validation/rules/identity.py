@@ -170,8 +170,16 @@ def head_dim_is_the_default(subject: Subject) -> Iterator[Problem]:
     is_read_as_qwen3 = body.get("model_type", "qwen3") == "qwen3"
     if body.get("head_dim") is not None or not is_read_as_qwen3 or not is_int(hidden) or not is_int(heads):
         return
-    if heads > 0 and hidden != heads * QWEN3_HEAD_DIM:
-        yield Problem(subject.body_location("head_dim"), f"missing, and {hidden} / {heads} heads is not 128")
+    norm = next(
+        (info for name, info in (subject.tensors or {}).items() if name.endswith("0.self_attn.q_norm.weight")), None
+    )
+    stored = norm.shape[0] if norm is not None and norm.shape else None
+    actual = stored if stored is not None else hidden // heads if heads > 0 else None
+    if actual is not None and actual != QWEN3_HEAD_DIM:
+        location = subject.body_location("head_dim")
+        whose = "the weights have" if stored is not None else "hidden_size makes them"
+        repair = {location.partition(":")[2]: stored} if stored is not None else {}
+        yield Problem(location, f"missing, engines assume 128 and {whose} {actual}", repair=repair)
 
 
 @check(

@@ -98,7 +98,7 @@ def no_tensor_is_unexpected(subject: Subject) -> Iterator[Problem]:
                     effect,
                     severity="warning",
                     outcome="serves",
-                    fix="dflash convert {draft} {out} --to native --target {target} # drops an exact copy",
+                    fix="if it is an exact copy, drop it: dflash convert {draft} {out} --to native --target {target}",
                 )
 
 

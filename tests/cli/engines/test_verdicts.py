@@ -58,24 +58,47 @@ def test_an_engine_that_serves_it_finds_no_error(habit: str, tmp_path: Path) -> 
         assert bool(report_on(draft, engine).count("error")) == (outcome != "serves"), engine
 
 
-def test_the_reference_is_as_it_was_recorded() -> None:
-    """The recorded loader says which habits it serves as meant."""
-    recorded: dict[str, Any] = json.loads((GOLDEN / "engine_habits.json").read_text(encoding="utf-8"))
+def readings(reader: str) -> dict[str, dict[str, Any]]:
+    """Habit -> what a reader's own code took from such a draft."""
+    recorded = json.loads((GOLDEN / "engine_habits.json").read_text(encoding="utf-8"))
     assert recorded["provenance"]["versions"]["dflash"] == "0.1.0"
-    plain = recorded["readings"]["plain"]
-    for habit, reading in recorded["readings"].items():
-        if habit == "plain":
-            continue
-        expected = TABLE[habit][ENGINES.index("transformers")]
-        if expected == "stops":
-            assert "error" in reading, habit
-        elif expected == "serves":
-            assert reading == plain | {"taps": reading["taps"]}, habit
-            assert reading["taps"] == habits.TAPS.get(habit, plain["taps"])
-        elif habit in habits.LOADED_IN_SILENCE:
-            assert reading == plain, habit
-        else:
-            assert reading["num_missing"] > 0, habit
+    return {item["habit"]: item["reading"] for item in recorded["readings"] if item["reader"] == reader}
+
+
+def test_the_reference_does_as_it_is_said_to() -> None:
+    """z-lab's loader stops, leaves tensors at random values, or is the same as for a draft without the habit."""
+    found = readings("z-lab 0.1.0")
+    plain = found["plain"]
+    assert "error" in found["no-head-dim"]
+    for habit in ("other-prefix", "encoder-names", "fused-projections"):
+        assert found[habit]["missing"], habit
+    for habit in ("model-prefix", "flat-mlx"):
+        assert found[habit] == plain, habit
+    for habit, taps in (("unsorted-taps", [2, 0]), ("repeated-taps", [2, 2])):
+        assert found[habit] == plain | {"taps": taps}, "as they are listed"
+    for habit in ("interleaved-rope", "interleaved-rope-by-its-name", "gemma-norms", "use-swa", "mask-pickle"):
+        assert found[habit] == plain, f"{habit}: the loader does not look at it"
+
+
+def test_windows_by_use_swa_are_read_by_vllm_alone() -> None:
+    found = {reader: readings(reader)["use-swa"]["windows"] for reader in ("vllm 0.33.0", "sglang 0.5.23")}
+    assert found == {"vllm 0.33.0": [16, 16], "sglang 0.5.23": [None, None]}
+
+
+@pytest.mark.parametrize("reader", ["vllm 0.33.0", "sglang 0.5.23", "z-lab 0.1.0"])
+@pytest.mark.parametrize("habit", ["mixed-unstated", "mixed-specforge"])
+def test_unstated_causality_is_served_by_the_kind_of_layer(reader: str, habit: str, tmp_path: Path) -> None:
+    """What `served_causality` says of each engine is what its own code takes."""
+    assert readings(reader)[habit]["causal"] == [True, False]
+    name = {"vllm 0.33.0": "vllm", "sglang 0.5.23": "sglang", "z-lab 0.1.0": "transformers"}[reader]
+    verdict = report_on(habits.make(tmp_path / "draft", habit), name).verdicts[0]
+    assert verdict.causal == (True, False)
+    assert verdict.outcome == "serves"
+
+
+@pytest.mark.parametrize("reader", ["vllm 0.33.0", "sglang 0.5.23"])
+def test_an_unstated_head_dim_is_that_of_the_config_class(reader: str) -> None:
+    assert readings(reader)["no-head-dim"]["head_dim"] == 128
 
 
 def test_a_causality_that_no_key_states_is_not_called_trained(tmp_path: Path) -> None:
@@ -142,3 +165,21 @@ def test_a_prefix_that_no_reader_knows_is_for_the_exporter(tmp_path: Path) -> No
     fixes = [item.fix for item in report.findings if item.message == "names start with 'encoder.'"]
     assert fixes
     assert fixes[0].startswith("export the draft again")
+
+
+@pytest.mark.parametrize("habit", ["interleaved-rope", "gemma-norms"])
+def test_what_this_tool_does_not_read_either_is_not_run(habit: str, tmp_path: Path) -> None:
+    """The run level would measure another draft than the one that was trained."""
+    draft, target = habits.make(tmp_path / "draft", habit), support.make_target(tmp_path / "target")
+    (tmp_path / "prompts.jsonl").write_text('{"prompt_token_ids": [3, 4, 5]}\n' * 4)
+    prompts = ("--prompts", tmp_path / "prompts.jsonl", "-n", 8)
+    outcome = support.invoke("validate", draft, "--target", target, "--level", "run", *prompts)
+    assert "not run: the pair cannot run as it is" in outcome.err
+
+
+@pytest.mark.parametrize("command", ["diagnose", "generate", "eval-acceptance"])
+def test_a_relative_is_not_run(command: str, tmp_path: Path) -> None:
+    draft = build(Case(rule="", message="", config=nested(conv_kernel_size=2)), tmp_path / "draft")
+    words = ("x", "-d", draft) if command == "generate" else (draft,)
+    outcome = support.invoke(command, *words, "--target", support.make_target(tmp_path / "target"))
+    assert outcome.code == 5, outcome.err

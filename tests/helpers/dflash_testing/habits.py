@@ -7,26 +7,12 @@ from typing import Any
 import numpy as np
 
 from dflash_testing import checkpoints as support
-from dflash_testing.rule_cases.base import Case, build, nested, rename, top, without
-
-TAPS = {"unsorted-taps": [2, 0], "repeated-taps": [2, 2]}
-LOADED_IN_SILENCE = frozenset(
-    {"interleaved-rope", "interleaved-rope-by-its-name", "gemma-norms", "use-swa", "mask-pickle", "mask-safetensors"}
-)
-"""Habits that leave the reference's loader as it is: it does not look at the key or the file."""
+from dflash_testing.rule_cases.base import MIXED, Case, both, build, fuse, nested, rename, top, without
 
 
 def make(path: Path, habit: str) -> Path:
     """Write a draft with one habit; `plain` has none."""
     return build(CASES[habit], path)
-
-
-def fuse(arrays: dict[str, Any]) -> None:
-    """Store projections as one tensor each, from the first part to the last."""
-    for parts, whole in ((("q_proj", "k_proj", "v_proj"), "qkv_proj"), (("gate_proj", "up_proj"), "gate_up_proj")):
-        for name in [name for name in arrays if f".{parts[0]}." in name]:
-            names = [name.replace(parts[0], part) for part in parts]
-            arrays[name.replace(parts[0], whole)] = np.concatenate([arrays.pop(item) for item in names])
 
 
 def _use_encoder_names(arrays: dict[str, Any]) -> None:
@@ -70,6 +56,8 @@ CASES: Mapping[str, Case] = {
     "repeated-taps": _case(config=nested(target_layer_ids=[2, 2])),
     "use-swa": _case(config=nested(use_swa=True, swa_window_size=16)),
     "flat-mlx": _case(config=_flatten),
+    "mixed-unstated": _case(shape=MIXED, config=without("is_causal")),
+    "mixed-specforge": _case(shape=MIXED, config=both(without("is_causal"), nested(attention_mode="dflash"))),
     "mask-pickle": _case(spoil=_write("mask_embedding.pt")),
     "mask-safetensors": _case(spoil=_write("mask_embedding.safetensors")),
 }

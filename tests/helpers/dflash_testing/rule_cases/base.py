@@ -135,6 +135,14 @@ def rename(old: str, new: str) -> Change:
     return change
 
 
+def fuse(arrays: dict[str, Any]) -> None:
+    """Store projections as one tensor each, from the first part to the last."""
+    for parts, whole in ((("q_proj", "k_proj", "v_proj"), "qkv_proj"), (("gate_proj", "up_proj"), "gate_up_proj")):
+        for name in [name for name in arrays if f".{parts[0]}." in name]:
+            names = [name.replace(parts[0], part) for part in parts]
+            arrays[name.replace(parts[0], whole)] = np.concatenate([arrays.pop(item) for item in names])
+
+
 def text(name: str, content: str) -> Callable[[Path], object]:
     return lambda path: (path / name).write_text(content, encoding="utf-8")
 

@@ -15,7 +15,7 @@ CASES = [
     Case(
         rule="C03", message="at most the draft's", config=top(block_size=10**12),
     ),
-    Case(rule="C47", message="16 / 4 heads is not 128", config=without("head_dim")),
+    Case(rule="C47", message="assume 128 and the weights have 8", config=without("head_dim")),
     Case(rule="C03", message="expected an integer of at least 2", dialect=SPEC, config=top(block_size=1)),
     Case(rule="C04", message="4, expected 3 for a block of 4", dialect=SPEC, config=method(speculative_tokens=4)),
     Case(rule="C05", message="engines guess [1, 1]", config=without("target_layer_ids", inside="dflash_config")),

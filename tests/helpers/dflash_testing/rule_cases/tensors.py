@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from dflash_testing.rule_cases.base import Case, add, cut, nothing, rename, sharded, top, without
+from dflash_testing.rule_cases.base import Case, add, cut, fuse, nothing, rename, sharded, top, without
 
 CASES = [
     Case(rule="N01", message="layers.1.self_attn.k_norm.weight", tensors=without("layers.1.self_attn.k_norm.weight")),
@@ -30,8 +30,7 @@ CASES = [
 
     Case(rule="N05", message="expected 2 tapped layers x the target's 24 = 48", target=top(hidden_size=24)),
     Case(
-        rule="N08", message="fused projections: 1", engines="transformers",
-        tensors=add("layers.0.self_attn.qkv_proj.weight", 64, 16),
+        rule="N08", message="fused projections: 4", engines="transformers", tensors=fuse,
     ),
     Case(rule="N12", message="names model-00002-of-00002.safetensors", spoil=sharded(nothing, drop=True)),
     Case(
