@@ -206,7 +206,7 @@ def values_have_their_precision(subject: Subject) -> Iterator[Problem]:
 
     low, wide = [], []
     for name, tensor in _floats(subject):
-        if tensor.dim() != 2 or tensor.numel() < MIN_VALUES:
+        if tensor.dim() != 2 or tensor.numel() < MIN_VALUES or not bool(tensor.any()):
             continue
         sample = tensor.flatten()[:: max(1, tensor.numel() // (8 * MIN_VALUES))]
         if len(sample.float().abs().unique()) <= DISTINCT_8_BITS:
@@ -214,9 +214,7 @@ def values_have_their_precision(subject: Subject) -> Iterator[Problem]:
         elif tensor.dtype == torch.float32 and not bool((sample.contiguous().view(torch.int32) & 0xFFFF).any()):
             wide.append(name)
     if low:
-        yield Problem(
-            f"{WEIGHTS}:{low[0]}", f"at most {DISTINCT_8_BITS} distinct sizes of values in {len(low)} matrices"
-        )
+        yield Problem(f"{WEIGHTS}:{low[0]}", f"at most {DISTINCT_8_BITS} sizes of values in {len(low)} matrices")
     if wide:
         yield Problem(
             f"{WEIGHTS}:{wide[0]}",
