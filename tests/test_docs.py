@@ -90,7 +90,7 @@ def with_fewer_prompts(shown: Shown) -> str:
     words = shlex.split(shown.line, comments=True)
     if "eval-acceptance" in words:
         gate = " --min-acceptance 1" if "--min-acceptance" in words and shown.code == 0 else ""
-        return f"{shown.line.partition(' #')[0]} --num-prompts 4{gate}"
+        return f"{shown.line.partition(' #')[0]} --num-prompts 8{gate}"
     if "--level run" in shown.line:
         return f"{shown.line.partition(' #')[0]} --num-prompts 4"
     return shown.line

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from dflash_cli.checkpoints.hub import HubUnreachable, explained
 from dflash_runtime.checkpoint.files import Checkpoint
+from dflash_runtime.checkpoint.gguf import refuse_gguf
 from dflash_runtime.errors import CheckpointNotFound, UsageError
 
 if TYPE_CHECKING:
@@ -43,11 +44,13 @@ def fetch_directory(reference: str, role: Role) -> Path:
     """The directory a reference names, downloaded from the hub where it is not local.
 
     Raises:
-        CheckpointNotFound: nothing of that name, or the hub says no.
+        CheckpointNotFound: nothing of that name, nothing there that is a checkpoint, or the hub says no.
         UsageError: the text is no reference.
+        UnknownFormat: a GGUF file.
     """
     path = _local(reference)
     if reference and path.exists():
+        check_is_checkpoint(path)
         return path
     bundled = _bundled(reference, role)
     if bundled is not None:
@@ -58,6 +61,23 @@ def fetch_directory(reference: str, role: Role) -> Path:
             hint="pass a directory, org/repo, org/repo@revision, or tiny",
         )
     return _download(reference)
+
+
+def check_is_checkpoint(path: Path) -> None:
+    """Refuse what is there and can be no checkpoint: what is looked for is absent, not malformed.
+
+    Raises:
+        CheckpointNotFound: a file, or a directory without config.json; the hint names the checkpoints beneath it.
+        UnknownFormat: a GGUF file.
+    """
+    refuse_gguf(path)
+    if not path.is_dir():
+        message = f"{path}: not a directory, expected a checkpoint directory with config.json"
+        raise CheckpointNotFound(message, hint=f"pass its folder: {path.parent}")
+    if not os.path.lexists(path / "config.json"):
+        below = sorted(item.parent for item in path.glob("*/config.json"))[:8]
+        hint = f"checkpoints beneath it: {', '.join(map(str, below))}" if below else None
+        raise CheckpointNotFound(f"{path / 'config.json'}: not found", hint=hint)
 
 
 def find_checkpoint(reference: str, role: Role, *, needs_weights: bool = False) -> "Location":

@@ -66,8 +66,8 @@ class TextSink:
             text = "".join(self._held[index])
             self._held[index].clear()
             if text:
-                console.result(text, end="")
                 self._is_line_open = not text.endswith("\n")
+                console.result(text, end="")
             if self._pending[index]:
                 return
             del self._held[index]

@@ -111,7 +111,7 @@ def gather_rows(arguments: Sequence[str], prompts: str | None, *, default: Path 
     if arguments and prompts is not None:
         raise UsageError("prompts are given both as arguments and by --prompts")
     if arguments:
-        texts = [sys.stdin.read() if text == "-" else text for text in arguments]
+        texts = [_read_stdin() if text == "-" else text for text in arguments]
         return [PromptRow(index=index, kind="prompt", value=text) for index, text in enumerate(texts)]
     if prompts == "-":
         return parse_rows(sys.stdin, "stdin")
@@ -163,6 +163,13 @@ def sample_rows(rows: Sequence[PromptRow], count: int, *, seed: int) -> list[Pro
 def digest_rows(rows: Iterable[PromptRow]) -> str:
     """A hash over all rows in order, stored with results so that runs on the same prompts can be told."""
     return hashlib.sha256("".join(row.digest for row in rows).encode()).hexdigest()[:16]
+
+
+def _read_stdin() -> str:
+    text = sys.stdin.read()
+    if not text:
+        raise UsageError("stdin: empty, expected a prompt")
+    return text
 
 
 def _parse_row(line: str, where: str, index: int) -> PromptRow:

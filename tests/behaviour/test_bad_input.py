@@ -101,8 +101,8 @@ def entry(**fields: Any) -> Callable[[Path], object]:
 
 CASES = [
     Case("absent", lambda path: None, "no such directory", 4, 4),
-    Case("a file", lambda path: path.write_text("x"), "not a directory"),
-    Case("an empty directory", lambda path: path.mkdir(), "config.json: not found"),
+    Case("a file", lambda path: path.write_text("x"), "not a directory", 4, 4),
+    Case("an empty directory", lambda path: path.mkdir(), "config.json: not found", 4, 4),
     Case("no weights", edit(lambda path: (path / "model.safetensors").unlink()), "no *.safetensors file"),
     Case("pickle weights", edit(pickle_only), "only pickle weights (pytorch_model.bin)"),
     Case("broken json", config("{"), "not valid JSON"),
@@ -222,6 +222,68 @@ def test_a_target_that_is_a_draft(tmp_path: Path) -> None:
     outcome = support.invoke("validate", draft, "--target", draft)
     assert outcome.code == 5
     assert "is a draft, expected a target" in outcome.err
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["inspect"], ["validate"], ["serve-command", "--engine", "vllm", "--target", "tiny"], ["diagnose"],
+     ["eval-acceptance"], ["generate", "x", "--draft"], ["convert"]],
+    ids=lambda command: command[0],
+)  # fmt: skip
+def test_the_same_absent_input_has_one_code_in_every_command(command: list[str], tmp_path: Path) -> None:
+    """A file, a folder of checkpoints and nothing at all: exit 4, and a hint that says what to pass."""
+    support.make_native(tmp_path / "run" / "checkpoint_best")
+    file = tmp_path / "run" / "checkpoint_best" / "config.json"
+    rest = ["out", "--to", "speculators", "--verifier", "a/b"] if command == ["convert"] else []
+    for path, message, hint in (
+        (file, f"{file}: not a directory", f"pass its folder: {file.parent}"),
+        (tmp_path / "run", f"{tmp_path / 'run' / 'config.json'}: not found", "checkpoints beneath it: "),
+        (tmp_path / "absent", "absent: no such directory", "pass a directory, org/repo"),
+    ):
+        done = support.run_main(*command, path, *rest)
+        assert done.code == 4, done.err
+        assert message in done.err
+        assert f"hint: {hint}" in done.err
+        assert done.out == ""
+
+
+@pytest.mark.parametrize("option", ["--output", "--rows", "--report", "out"])
+def test_a_missing_folder_of_an_output_has_one_code(option: str, tmp_path: Path) -> None:
+    path = tmp_path / "absent" / "out"
+    command = {
+        "--output": ["generate", "x", "--output", path],
+        "out": ["convert", "tiny", path, "--to", "speculators", "--verifier", "a/b"],
+    }.get(option, ["eval-acceptance", option, path])
+    done = support.run_main(*command)
+    assert done.code == 2
+    assert f"error: {tmp_path / 'absent'}: no such directory" in done.err.splitlines()
+    assert not (tmp_path / "absent").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["convert", "tiny", "out"], "error: --to is missing: dialect to write: "),
+        (
+            ["convert", "tiny", "out", "--to", "speculator"],
+            "error: unknown dialect 'speculator'; did you mean 'speculators'?",
+        ),
+        (["validate", "tiny", "--engine", "trtllm"], "error: --engine: unknown engine 'trtllm' (known: "),
+        (["validate", "tiny", "--engine", "vlm"], "error: --engine: unknown engine 'vlm'; did you mean 'vllm'?"),
+        (["generate", "x", "-n", "0"], "error: -n 0: expected 1 or more"),
+    ],
+    ids=["no --to", "--to", "trtllm", "engine", "-n 0"],
+)
+def test_wrong_use_is_one_line(arguments: list[str], line: str) -> None:
+    done = support.run_main(*arguments)
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith(line)
+    assert len([text for text in done.err.splitlines() if not text.startswith("hint: ")]) == 1
+
+
+@pytest.mark.parametrize("options", [["--device", "cuda:99"], ["--device", "meta"]])
+def test_hardware_that_is_not_there_is_unsupported(options: list[str]) -> None:
+    assert support.run_main("generate", "x", *options).code == 5
 
 
 def test_usage_errors_are_typers() -> None:

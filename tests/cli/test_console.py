@@ -84,3 +84,17 @@ def test_a_bar_fits_80_columns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     shown = capsys.readouterr().err
     assert "1234/1319 prompts  13.41 [13.2, 13.6]  0:00 left" in shown
     assert "…" not in shown
+
+
+def test_a_piped_table_is_aligned_whole_and_ends_in_no_spaces(capsys: pytest.CaptureFixture[str]) -> None:
+    long = "x" * 300
+    console.table(("name", "count", ""), [("a", "1", ""), ("中文", "20", long), ("b", "3", "y")], title="title")
+    assert capsys.readouterr().out.splitlines() == [
+        "title",
+        "name  count",
+        "a         1",
+        f"中文     20  {long}",
+        "b         3  y",
+    ]
+    console.table(("", ""), [("only", "rows")])
+    assert capsys.readouterr().out == "only  rows\n"

@@ -95,6 +95,33 @@ def test_nothing_typed_shows_help_as_wrong_use() -> None:
     assert done.stderr.startswith("Usage: ")
 
 
+@pytest.mark.parametrize("name", [[], ["generate"], ["convert"]])
+def test_help_of_a_command_may_be_asked_for_by_name(name: list[str]) -> None:
+    asked, shown = CliRunner().invoke(app, ["help", *name]), CliRunner().invoke(app, [*name, "--help"])
+    assert asked.exit_code == 0
+    assert asked.stdout == shown.stdout
+    assert asked.stdout.startswith("Usage: ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind"),
+    [
+        (["inspect", "tiny"], "inspect"),
+        (["inspect", "tiny", "tiny:reduced"], "inspect"),
+        (["validate", "tiny"], "validate"),
+        (["explain"], "explain"),
+        (["env"], "env"),
+        (["launch", "tiny", "--engine", "vllm"], "serve-command"),
+        (["convert", "tiny", "out", "--to", "speculators", "--verifier", "a/b", "--dry-run"], "convert"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_every_document_says_what_it_is(arguments: list[str], kind: str) -> None:
+    document = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
+    assert list(document)[:2] == ["schema_version", "kind"]
+    assert document["kind"] == kind
+
+
 def test_the_old_name_of_serve_command_still_works() -> None:
     assert COMMANDS["launch"].is_hidden
     assert COMMANDS["launch"].function == COMMANDS["serve-command"].function

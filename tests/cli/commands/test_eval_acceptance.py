@@ -2,6 +2,10 @@
 
 import json
 import random
+import re
+import shutil
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +125,15 @@ def draw_length(generator: random.Random, accept: float) -> int:
 TRUE_LENGTH = sum(sum(accept**place for place in range(8)) for accept in (0.3, 0.8)) / 2
 
 
+def test_the_bootstrap_of_a_large_set_is_quick() -> None:
+    """1,319 prompts and 10,000 resamples, by the processor's clock."""
+    generator = random.Random(0)
+    outputs = [output([draw_length(generator, 0.6) for _ in range(20)]) for _ in range(1319)]
+    started = time.process_time()
+    bootstrap_interval(outputs, confidence=0.95, num_resamples=10_000, seed=0)
+    assert time.process_time() - started < 2
+
+
 def test_an_interval_needs_eight_conversations_and_is_repeatable() -> None:
     outputs = [output([1, 2]), output([5, 6]), output([3]), output([2, 2])] * 2
     assert bootstrap_interval(outputs[:7], confidence=0.9, num_resamples=100, seed=0) is None
@@ -191,6 +204,168 @@ def test_rows_are_replaced_only_by_force(tmp_path: Path) -> None:
     assert rows.read_text() == "mine"
     run(*SMALL, "--rows", str(rows), "--force")
     assert len(rows.read_text().splitlines()) == 5
+
+
+def write_prompts(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+def mixed_prompts(path: Path) -> Path:
+    """Two good rows, one of an unknown id, one that is too long, and a conversation whose second turn is too long."""
+    good = [list(prompt) for prompt in bundled_prompts()[:2]]
+    return write_prompts(
+        path,
+        [
+            {"prompt_token_ids": good[0]},
+            {"prompt_token_ids": [99_999], "id": "unknown"},
+            {"prompt_token_ids": good[1]},
+            {"prompt_token_ids": [1] * 5000},
+            {"turns": ["Write a function.", "x = 1\n" * 3000]},
+        ],
+    )
+
+
+def test_prompts_that_fail_are_named_counted_and_left_out(tmp_path: Path) -> None:
+    prompts, rows, report = mixed_prompts(tmp_path / "p.jsonl"), tmp_path / "rows.jsonl", tmp_path / "report.md"
+    options = ["--prompts", prompts, "-n", "16", "--bootstrap", "0"]
+    done = support.run_main("eval-acceptance", *options, "--json", "--rows", rows, "--report", report)
+    assert done.code == 2
+    document = json.loads(done.out)
+    assert (document["num_failed"], document["num_conversations"], document["num_requests"]) == (3, 2, 2)
+    assert [item["id"] for item in document["failed"]] == ["unknown", None, None]
+    assert "token id 99999" in document["failed"][0]["error"]
+    good = write_prompts(tmp_path / "good.jsonl", [json.loads(prompts.read_text().splitlines()[n]) for n in (0, 2)])
+    alone = json.loads(run("--prompts", str(good), "-n", "16", "--bootstrap", "0", "--json").stdout)
+    assert document["acceptance_len"] == alone["acceptance_len"]
+    assert "error: 3 of 5 prompts not measured, and not in the result:" in done.err.splitlines()
+    assert "## Not measured" in report.read_text()
+    assert "3 of 5 prompts not measured" in report.read_text().splitlines()[2]
+    # The turn that was answered stays in the file and is no answer of its conversation.
+    assert len(rows.read_text().splitlines()) == 4
+    again = support.run_main("eval-acceptance", *options, "--rows", rows, "--resume")
+    assert again.code == 2
+    assert "3 of 5 prompts not measured" in again.out.splitlines()[0]
+    allowed = support.run_main("eval-acceptance", *options, "--allow-failed")
+    assert allowed.code == 0
+    assert "warning: 3 of 5 prompts not measured, and not in the result:" in allowed.err.splitlines()
+
+
+def test_nothing_measured_is_a_failure_whatever_is_allowed(tmp_path: Path) -> None:
+    prompts = write_prompts(tmp_path / "p.jsonl", [{"prompt_token_ids": [99_999]}] * 7)
+    done = support.run_main("eval-acceptance", "--prompts", prompts, "--allow-failed")
+    assert done.code == 2
+    assert "    and 2 more, which --json lists" in done.err.splitlines()
+
+
+def test_a_sample_is_drawn_from_each_category_and_is_part_of_a_larger_one() -> None:
+    rows = bundled_rows()
+    for count in (4, 12, 40, 64):
+        sample = sample_rows(rows, count, seed=0)
+        names = [row.category for row in sample]
+        assert {names.count(name) for name in set(names)} == {count // 4}
+        assert [row.index for row in sample] == sorted(row.index for row in sample)
+        larger = sample_rows(rows, count + 3, seed=0)
+        assert {row.index for row in sample} <= {row.index for row in larger}
+    assert sample_rows(rows, 12, seed=0) == sample_rows(rows, 12, seed=0) != sample_rows(rows, 12, seed=1)
+    uneven = [PromptRow(index=n, kind="prompt", value=str(n), category="a" if n < 90 else None) for n in range(100)]
+    assert [row.category for row in sample_rows(uneven, 20, seed=3)].count(None) == 2
+
+
+def test_a_sample_is_said_to_be_one() -> None:
+    document = json.loads(run(*SMALL, "--seed", "5", "--json").stdout)
+    assert (document["prompts"]["sample_seed"], document["prompts"]["num_available"]) == (5, 64)
+    assert {name: item["num_conversations"] for name, item in document["categories"].items()} == {
+        "numpy": 1, "stdlib": 1, "torch": 1, "transformers": 1,
+    }  # fmt: skip
+
+
+def test_a_foreign_pair_on_the_bundled_prompts_is_said_everywhere(tmp_path: Path) -> None:
+    shutil.copytree(tiny_directory() / "draft", tmp_path / "mine")
+    report = tmp_path / "report.md"
+    options = ["eval-acceptance", tmp_path / "mine", "--target", "tiny", *SMALL]
+    done = support.run_main(*options, "--report", report)
+    assert done.out.splitlines()[0].endswith(", on the bundled Python prompts")
+    assert "warning: measured on the bundled prompts, short pieces of Python" in done.err
+    assert "on the bundled Python prompts" in report.read_text().splitlines()[2]
+    assert json.loads(support.run_main(*options, "--json").out)["prompts"]["warning"].startswith(
+        "measured on the bundl"
+    )
+    own = write_prompts(tmp_path / "p.jsonl", [{"prompt": "def f("}])
+    assert "bundled" not in "".join(support.run_main(*options[:4], "-p", own, "-n", "8").out)
+    assert "bundled" not in support.run_main("eval-acceptance", "tiny", *SMALL).out
+
+
+def test_a_draft_that_was_changed_in_its_place_is_another_experiment(tmp_path: Path) -> None:
+    draft, rows = tmp_path / "mine", tmp_path / "rows.jsonl"
+    shutil.copytree(tiny_directory() / "draft", draft)
+    options = ["--target", "tiny", *SMALL, "--rows", str(rows)]
+    run(str(draft), *options)
+    before = rows.read_bytes()
+    weights = draft / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-2] ^= 1
+    weights.write_bytes(data)
+    with pytest.raises(UsageError, match="was made with draft_digest"):
+        run(str(draft), *options, "--resume")
+    data[-2] ^= 1
+    weights.write_bytes(data)
+    config = json.loads((draft / "config.json").read_text())
+    (draft / "config.json").write_text(json.dumps(config | {"rope_theta": 10_000.0}))
+    with pytest.raises(UsageError, match="was made with draft_digest"):
+        run(str(draft), *options, "--resume")
+    (draft / "config.json").write_text((tiny_directory() / "draft" / "config.json").read_text())
+    run(str(draft), *options, "--resume")
+    assert rows.read_bytes() == before
+
+
+def test_a_draft_is_known_by_whatever_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(tiny_directory() / "draft", tmp_path / "mine")
+    monkeypatch.chdir(tmp_path)
+    options = ["--target", "tiny", *SMALL, "--rows", "rows.jsonl"]
+    run("mine", *options)
+    for path in ("./mine", str(tmp_path / "mine")):
+        assert run(path, *options, "--resume").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [(["--draft-sampling", "probabilistic"], "draft_sampling"), (["--dtype", "float64"], "dtype"),
+     (["-k", "3"], "num_speculative_tokens"), (["--temperature", "0.5"], "temperature")],
+)  # fmt: skip
+def test_whatever_decides_a_result_is_compared(options: list[str], name: str, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    run(*SMALL, "--rows", str(rows))
+    with pytest.raises(UsageError, match=f"was made with {name} "):
+        run(*SMALL, "--rows", str(rows), "--resume", *options)
+
+
+def test_a_smaller_resumed_run_deletes_no_answer(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    whole = json.loads(run(*ENOUGH, "--rows", str(rows), "--json").stdout)
+    before = rows.read_bytes()
+    smaller = json.loads(run(*SMALL, "--rows", str(rows), "--resume", "--json").stdout)
+    assert rows.read_bytes() == before
+    assert (smaller["num_conversations"], whole["num_conversations"]) == (4, 8)
+
+
+def test_a_result_says_what_was_measured(tmp_path: Path) -> None:
+    report = tmp_path / "report.md"
+    document = json.loads(run("tiny:reduced", *SMALL, "--json", "--report", str(report)).stdout)
+    assert document["kind"] == "eval-acceptance"
+    measured, settings = document["measured"], document["settings"]
+    assert (measured["draft"]["name"], measured["target"]["name"]) == ("tiny:reduced", "tiny")
+    assert re.fullmatch("[0-9a-f]{16}", measured["draft"]["digest"])
+    assert measured["draft"]["digest"] == settings["draft_digest"] != settings["target_digest"]
+    assert re.match(r"\d{4}-\d\d-\d\dT", measured["date"])
+    assert measured["packages"]["torch"] == settings["torch"]
+    assert (settings["kernels"], settings["draft_sampling"]) == ("reference", "greedy")
+    assert (measured["max_num_requests"], measured["num_prompts"]) == (16, 4)
+    assert measured["device_name"].startswith("cpu")
+    assert measured["argv"][1:] == sys.argv[1:]
+    assert str(tiny_directory()) not in json.dumps(document)
+    for name in ("draft.digest", "argv", "kernels", "prompts_digest", "date", "device_name"):
+        assert f"- {name}: `" in report.read_text()
 
 
 def test_a_draft_is_an_argument_or_an_option() -> None:

@@ -1,0 +1,107 @@
+"""An evaluation that is killed at any moment: every answer that was written stays; going on ends in the same result.
+
+Runs are forks of one process that has imported everything, since it is the work that is to be killed, not the start.
+"""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from dflash_testing import checkpoints as support
+
+OPTIONS = ["--num-prompts", "8", "-n", "24", "--max-num-requests", "2", "--bootstrap", "0", "--json"]
+HELPERS = [path for path in sys.path if Path(path, "dflash_testing").is_dir()]
+FIGURES = ("num_drafts", "acceptance_len", "histogram", "definitions", "num_conversations", "num_failed", "categories")
+
+
+def run_in_fork(arguments: list[str], output: Path) -> int:
+    """Start the command line in a fork of this process; its stdout goes to a file."""
+    from dflash_cli.main import main
+
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 1)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        sys.argv = ["dflash", *arguments]
+        main()
+    except SystemExit as stop:
+        code = int(stop.code or 0)
+    finally:
+        os._exit(code)
+
+
+def whole_lines(path: Path) -> bytes:
+    data = path.read_bytes() if path.exists() else b""
+    return data[: data.rfind(b"\n") + 1]
+
+
+def kill_often(num_kills: int, seed: int, home: Path) -> None:
+    """Kill and go on until so many kills have hit; asserts after each, and of each evaluation that got to its end."""
+    rows, found = home / "rows.jsonl", home / "found.json"
+    arguments = ["eval-acceptance", *OPTIONS, "--rows", str(rows), "--resume"]
+    for _ in range(2):  # the first loads libraries, the second says how long a whole run takes
+        rows.unlink(missing_ok=True)
+        started = time.monotonic()
+        assert os.waitpid(run_in_fork(arguments, found), 0)[1] == 0
+    seconds = time.monotonic() - started
+    expected, answers = json.loads(found.read_text()), sorted(whole_lines(rows).splitlines())
+    rows.unlink()
+    generator = random.Random(seed)
+    hits = ends = 0
+    while hits < num_kills or rows.exists():
+        before = whole_lines(rows)
+        pid = run_in_fork(arguments, found)
+        if hits < num_kills:
+            time.sleep(generator.uniform(0, seconds))
+            os.kill(pid, signal.SIGKILL)
+        status = os.waitpid(pid, 0)[1]
+        hits += os.WIFSIGNALED(status)
+        after = whole_lines(rows)
+        assert after.startswith(before), "an answer that was there is gone"
+        assert {item.name for item in home.iterdir()} <= {"rows.jsonl", "found.json"} | partial(home)
+        if not os.WIFSIGNALED(status):
+            assert os.WEXITSTATUS(status) == 0
+            result = json.loads(found.read_text())
+            assert {key: result[key] for key in FIGURES} == {key: expected[key] for key in FIGURES}
+            assert sorted(after.splitlines()) == answers
+            rows.unlink()
+            ends += 1
+    sys.stdout.write(json.dumps({"kills": hits, "ends": ends, "seconds": seconds}) + "\n")
+
+
+def partial(home: Path) -> set[str]:
+    """What a kill may leave while the first line is written: a hidden file beside it."""
+    return {item.name for item in home.glob(".rows.jsonl.tmp-*")}
+
+
+@pytest.mark.parametrize("num_kills", [4, pytest.param(200, marks=pytest.mark.slow)])
+def test_no_answer_is_lost_whenever_it_is_killed(num_kills: int, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, __file__, str(num_kills), "0", tmp_path],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([support.IMPORT_PATHS["PYTHONPATH"], *HELPERS])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    counts = json.loads(done.stdout)
+    assert counts["kills"] == num_kills
+    assert counts["ends"] >= 1
+
+
+if __name__ == "__main__":
+    import torch
+    import transformers.models.auto.tokenization_auto  # noqa: F401
+
+    torch.set_num_threads(1)
+    kill_often(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

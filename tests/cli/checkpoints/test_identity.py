@@ -1,0 +1,92 @@
+"""Which checkpoint a result is of: the same wherever it lies, another after any change that decides a result."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dflash_cli.checkpoints import identity
+from dflash_cli.checkpoints.identity import Identity, identify
+from dflash_runtime.checkpoint.files import Checkpoint
+from dflash_testing import checkpoints as support
+
+
+def of(path: Path, reference: str = "x") -> Identity:
+    return identify(Checkpoint(path), reference)
+
+
+def flip(path: Path, offset: int) -> None:
+    """Change one byte and leave the time of writing as it was."""
+    file = path / "model.safetensors"
+    stat, data = file.stat(), bytearray(file.read_bytes())
+    data[offset] ^= 1
+    file.write_bytes(data)
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+
+
+def edit_config(path: Path) -> None:
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"rope_theta": 5.0}))
+
+
+def test_a_copy_is_the_same_and_has_no_path_in_it(tmp_path: Path) -> None:
+    support.make_native(tmp_path / "a")
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    first, second = of(tmp_path / "a"), of(tmp_path / "b")
+    assert first.digest == second.digest
+    assert (first.name, first.commit, first.modified_ns) == ("a", None, None)
+    assert str(tmp_path) not in json.dumps(first.to_json())
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    assert of(tmp_path / "link") == first
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda path: flip(path, -1),
+        lambda path: flip(path, -2000),
+        edit_config,
+        lambda path: (path / "chat_template.jinja").write_text("{{ messages }}"),
+        lambda path: (path / "generation_config.json").write_text("{}"),
+    ],
+    ids=["last byte", "a weight", "config", "template", "generation config"],
+)
+def test_any_change_is_another(change: Callable[[Path], object], tmp_path: Path) -> None:
+    path = support.make_native(tmp_path / "a")
+    before = of(path)
+    change(path)
+    assert of(path).digest != before.digest
+
+
+def test_what_decides_nothing_changes_nothing(tmp_path: Path) -> None:
+    path = support.make_native(tmp_path / "a")
+    before = of(path)
+    (path / "README.md").write_text("about")
+    (path / "conversion.json").write_text("{}")
+    assert of(path) == before
+
+
+def test_large_weights_are_sampled_by_tensor_and_dated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(identity, "WHOLE_BYTES", 10)
+    monkeypatch.setattr(identity, "SAMPLE_BYTES", 8)
+    path = support.make_native(tmp_path / "a")
+    before = of(path)
+    assert before.modified_ns is not None
+    for info in Checkpoint(path).tensors.values():
+        flip(path, info.begin)
+        assert of(path).digest != before.digest, info.name
+        flip(path, info.begin)
+    os.utime(path / "model.safetensors", ns=(1, 1))
+    assert of(path) != before
+
+
+def test_a_snapshot_of_the_hub_has_its_name_and_commit(tmp_path: Path) -> None:
+    commit = "0123456789abcdef" * 2 + "01234567"
+    path = tmp_path / "hub" / "models--my-org--my--draft" / "snapshots" / commit
+    path.parent.mkdir(parents=True)
+    support.make_native(path)
+    found = of(path, "my-org/my--draft")
+    assert (found.name, found.commit, found.modified_ns) == ("my-org/my--draft", commit, None)
