@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_cli import console
-from dflash_cli.checkpoints.identity import Identity, identify
+from dflash_cli.checkpoints.checkpoint_identity import Identity, identify
 from dflash_cli.checkpoints.opening import Causality, DraftCheckpoint, open_draft, open_target
 from dflash_cli.checkpoints.pair_references import complete_pair
 from dflash_cli.checkpoints.references import fetch_directory, is_bundled

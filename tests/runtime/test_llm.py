@@ -133,7 +133,8 @@ PROMPTS = [[1, 2, 3], [4, 5, 6, 7], [8, 9]]
 
 def small_llm(**engine: Any) -> LLM:
     target = random_target()
-    return random_llm(target, random_draft(target), 3, **({"scheduling": "async", "max_num_requests": 2} | engine))
+    settings: dict[str, Any] = {"scheduling": "async", "max_num_requests": 2} | engine
+    return random_llm(target, random_draft(target), 3, **settings)
 
 
 def small_texts(llm: LLM, prompts: Sequence[Sequence[int]] = PROMPTS) -> list[tuple[int, tuple[int, ...]]]:

@@ -87,7 +87,7 @@ class TestCommand:
         draft = support.make_native(tmp_path / "draft", architectures=["DominoDraftModel"])
         outcome = support.invoke("validate", draft, "--engine", "sglang")
         assert outcome.code == 5
-        assert "sglang 0.5.23: not judged, since it is another kind of draft (C01)" in outcome.out
+        assert "sglang 0.5.23: not judged, since the draft is not a DFlash draft (C01)" in outcome.out
 
     def test_every_finding_has_effect_and_fix(self, tmp_path: Path) -> None:
         draft = support.make_native(tmp_path / "draft", block_size=1)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from dflash_cli.checkpoints import identity
-from dflash_cli.checkpoints.identity import Identity, identify
+from dflash_cli.checkpoints import checkpoint_identity as identity
+from dflash_cli.checkpoints.checkpoint_identity import Identity, identify
 from dflash_runtime.checkpoint.files import Checkpoint
 from dflash_testing import checkpoints as support
 
