@@ -65,7 +65,7 @@ def target() -> Target:
 
 
 def make_llm(forward: Callable[..., tuple[Tensor, Tensor | None]] | None = None, **engine: Any) -> LLM:
-    settings = {"scheduling": "async", "max_num_requests": 3, "num_pages": 60, "page_size": PAGE,
+    settings: dict[str, Any] = {"scheduling": "async", "max_num_requests": 3, "num_pages": 60, "page_size": PAGE,
                 "max_batched_tokens": 7} | engine  # fmt: skip
     own = target() if forward is None else TargetAs(target(), forward)
     return random_llm(own, random_draft(target(), torch.float64, target_layer_ids=(0, 1)), 7, **settings)
@@ -334,7 +334,7 @@ def test_logits_that_are_not_finite_end_their_request_in_both_kernel_sets(
         pytest.skip("needs Triton's interpreter")
     small = random_target(num_layers=2, max_position_embeddings=64)
     draft = random_draft(small, target_layer_ids=(0,), block_size=4)
-    settings = {"max_num_requests": 2, "page_size": PAGE, "draft_sampling": draft_sampling}
+    settings: dict[str, Any] = {"max_num_requests": 2, "page_size": PAGE, "draft_sampling": draft_sampling}
     prompts = [[4, 5, 6, 7, 8, 9], [1, 2, 3]][: 1 if kernels == "triton" else 2]
     params = SamplingParams(max_new_tokens=8, seed=3, **sampling)
     whole = random_llm(small, draft, 3, **settings).generate(prompts, params)
