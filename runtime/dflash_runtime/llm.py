@@ -119,8 +119,8 @@ class LLM:
         requests, refused = _requests(prompts, params, self.engine.scheduler.check)
         call = self._begin()
         try:
-            for output in refused:
-                yield Delta(output.index, (), output)
+            for refusal in refused:
+                yield Delta(refusal.index, (), refusal)
             self._check_call(call)
             for committed in self.engine.run(requests):
                 request = committed.request

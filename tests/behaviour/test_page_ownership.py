@@ -39,8 +39,7 @@ def test_written_slots_are_owned_unshared_and_unpublished(num_draft_tokens: int,
 def check_every_step(llm: LLM) -> list[int]:
     """Hold each step's slots against the books as they stand when it is queued; returns the slots checked.
 
-    A page may be published in the very step that fills it, since whoever reads it runs later; one that was published
-    in an earlier step is never written.
+    A page is published when the step that filled it is committed, and never written after.
     """
     runner, scheduler = llm.engine.runner, llm.engine.scheduler
     store, submit, schedule = runner.kernels.kv_store, runner.submit, scheduler.schedule

@@ -131,10 +131,10 @@ SMALL = SamplingParams(max_new_tokens=6)
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7], [8, 9]]
 
 
-def small_llm(**engine: Any) -> LLM:
+def small_llm(**changes: Any) -> LLM:
     target = random_target()
-    settings: dict[str, Any] = {"scheduling": "async", "max_num_requests": 2} | engine
-    return random_llm(target, random_draft(target), 3, **settings)
+    engine: dict[str, Any] = {"scheduling": "async", "max_num_requests": 2} | changes
+    return random_llm(target, random_draft(target), 3, **engine)
 
 
 def small_texts(llm: LLM, prompts: Sequence[Sequence[int]] = PROMPTS) -> list[tuple[int, tuple[int, ...]]]:

@@ -234,22 +234,27 @@ class Scheduler:
     def _has_room(self, request: Request) -> bool:
         """Whether the pool has the pages a waiting request and those that run are expected to need.
 
-        Admitting more would only lead to preempting, and then to prefilling the same rows again.
+        Admitting more would only lead to preempting, and then to prefilling the same rows again. One that runs may need
+        a page at once; later each is as long as it is now and the time that has passed, until it ends and frees its
+        pages, so the pool is fullest just before one of them ends.
         """
+        size = self.pages.page_size
         needed = self.pages.pages_for(self.limits.reserved_len(request.rows_to_prefill)) - len(request.pages)
-        needed = max(needed, self._expected_growth(request))
-        return needed + sum(map(self._expected_growth, self._running)) <= self.pages.num_available
+        if needed + len(self._running) > self.pages.num_available:
+            return False
+        alive = sorted((*self._running, request), key=self._expected_left, reverse=True)
+        freed = sum(len(item.pages) * size - item.num_cached for item in alive)
+        grown = fullest = 0  # tokens; the last page of each is half full on average
+        for count, item in enumerate(alive, start=1):
+            held = len(item.pages) * size
+            freed -= held - item.num_cached
+            grown += item.total_len + self.limits.num_lookahead_tokens - held
+            fullest = max(fullest, grown + count * (self._expected_left(item) + size // 2) - freed)
+        return fullest <= self.pages.num_available * size
 
-    def _expected_growth(self, request: Request) -> int:
-        """Pages a request is expected to take yet; at least one, while it may need one at all."""
-        remaining = request.remaining(self.limits.max_model_len)
-
-        def missing(num_tokens: float) -> int:
-            known_len = request.total_len + int(num_tokens)
-            reserved_len = self.limits.reserved_len(known_len, request.num_in_flight)
-            return max(0, self.pages.pages_for(reserved_len) - len(request.pages))
-
-        return max(missing(self.expected_share * remaining), min(1, missing(remaining)))
+    def _expected_left(self, request: Request) -> int:
+        """Tokens a request is expected to generate yet."""
+        return int(self.expected_share * request.remaining(self.limits.max_model_len))
 
     def _learn(self, request: Request) -> None:
         """Expect of the others what a request that ended by itself has used of the tokens it was allowed."""
