@@ -93,7 +93,10 @@ def _served_pair(subject: Subject, report: Report, target: str) -> ServedPair:
 
     Raises:
         UsageError: more speculative tokens than the trained block has.
+        CheckpointError, UnsupportedError: a config that cannot be read, though no engine would stop at it.
     """
+    if subject.parsed is None and subject.parse_error is not None:
+        raise subject.parse_error
     assert subject.parsed is not None
     assert subject.target is not None
     config, asked = subject.parsed.config, subject.num_speculative_tokens

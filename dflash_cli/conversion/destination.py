@@ -10,7 +10,7 @@ from dflash_cli.conversion.plan import ConversionPlan
 from dflash_cli.conversion.side_files import MANIFEST_FILE, MASK_PICKLE, PAPERS, SETTINGS, TOKENIZER
 from dflash_cli.formats.dialect import find_dialect
 from dflash_cli.generation.atomic_file import check_output
-from dflash_runtime.checkpoint.files import MASK_FILE, Checkpoint, read_json
+from dflash_runtime.checkpoint.files import MASK_FILE, Checkpoint, read_json, refuse_escape
 from dflash_runtime.errors import DFlashError, UsageError
 
 WEIGHTS = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors|model\.safetensors\.index\.json")
@@ -114,14 +114,15 @@ def _refuse_held(directory: Path) -> None:
 
 def _is_marked(directory: Path) -> bool:
     """Whether a manifest of ours or a config that some dialect recognises says that a directory is a draft."""
-    manifest, config = (_read(directory / name) for name in (MANIFEST_FILE, "config.json"))
+    manifest, config = (_read(directory, name) for name in (MANIFEST_FILE, "config.json"))
     return manifest.get("tool") == "dflash" or find_dialect(config, frozenset()) is not None
 
 
-def _read(path: Path) -> dict[str, object]:
-    """A JSON object, or an empty one where there is none to read."""
+def _read(directory: Path, name: str) -> dict[str, object]:
+    """A JSON object, or an empty one where there is none to read; links that lead outside are not followed."""
     try:
-        return read_json(path)
+        refuse_escape(directory, directory / name)
+        return read_json(directory / name)
     except DFlashError:
         return {}
 

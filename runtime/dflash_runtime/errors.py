@@ -86,8 +86,8 @@ class TensorMismatch(CheckpointError):
         if self.unexpected:
             parts.append(f"unexpected tensors: {_listed(self.unexpected, ', ')}")
         if self.wrong:
-            unlike = [f"{name}: found {found}, expected {expected}" for name, (found, expected) in self.wrong.items()]
-            parts.append(_listed(unlike, "; "))
+            misshapen = [f"{name}: found {found}, expected {shape}" for name, (found, shape) in self.wrong.items()]
+            parts.append(_listed(misshapen, "; "))
         super().__init__("; ".join(parts), path=path, hint=hint)
 
 

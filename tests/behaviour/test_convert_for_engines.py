@@ -38,7 +38,8 @@ def test_flags_of_style_go_only_where_every_reader_looks_at_them(
         assert outcome.code == (0 if item.name in keeping else 5), outcome.err
         if item.name not in keeping:
             assert f"{key} {json.dumps(value)}: readers of" in outcome.err
-    harmless = support.make_native(tmp_path / "harmless", support.SMALL, **{key: not value})
+    config = {**support.native_config(), key: not value}
+    harmless = support.write_checkpoint(tmp_path / "harmless", config, support.body_arrays())
     assert support.invoke("convert", harmless, tmp_path / "out", "--to", "native").code == 0
 
 

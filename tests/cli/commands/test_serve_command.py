@@ -207,3 +207,11 @@ class TestEnv:
         (home / "entry_points.txt").write_text("[console_scripts]\ndflash = dflash_cli.main:main\n")
         monkeypatch.setattr(metadata, "distributions", lambda: [metadata.PathDistribution(home)])
         assert find_conflicts() == []
+
+
+def test_a_config_that_cannot_be_read_is_an_error_though_no_engine_stops_at_it(tmp_path: Path) -> None:
+    draft = support.make_native(tmp_path / "draft", rms_norm_eps=[1, 2])
+    target = support.make_target(tmp_path / "target")
+    outcome = support.invoke("serve-command", draft, "--target", target, "--engine", "vllm")
+    assert outcome.code == 3
+    assert "rms_norm_eps: found [1, 2], expected a number" in outcome.err

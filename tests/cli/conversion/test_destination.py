@@ -45,6 +45,14 @@ class TestForce:
         assert "holds runs, thesis.txt, which no checkpoint has" in outcome.err
         assert (out / "thesis.txt").read_text() == "x"
 
+    def test_a_link_to_the_config_of_another_draft_marks_nothing(self, tmp_path: Path) -> None:
+        source = support.make_native(tmp_path / "source")
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "config.json").symlink_to(source / "config.json")
+        outcome = force(source, tmp_path / "out")
+        assert outcome.code == 2
+        assert "is no draft" in outcome.err
+
     def test_a_target_is_no_draft(self, tmp_path: Path) -> None:
         outcome = force(support.make_native(tmp_path / "source"), support.make_target(tmp_path / "target"))
         assert (outcome.code, (tmp_path / "target" / "model.safetensors").exists()) == (2, True)
@@ -123,7 +131,7 @@ class TestAppearing:
     @pytest.fixture(autouse=True)
     def _system(self, has_system_call: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         if not has_system_call:
-            monkeypatch.setattr(ctypes, "CDLL", lambda *args, **kwargs: object())
+            monkeypatch.setattr("ctypes.CDLL", lambda *args, **kwargs: object())
 
     def convert(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, force: bool = False) -> None:
         """Convert while somebody puts a file at the destination."""
