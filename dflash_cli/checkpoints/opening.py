@@ -7,14 +7,19 @@ from typing import Literal
 from dflash_cli.formats.dialect import Detection, Format, ParsedConfig, detect
 from dflash_runtime.checkpoint.canonical_names import CanonicalCheckpoint, find_quantization, refuse_packed
 from dflash_runtime.checkpoint.files import Checkpoint
-from dflash_runtime.checkpoint.hf_config import read_target_config, read_target_facts
+from dflash_runtime.checkpoint.hf_config import BODY_KEYS, read_target_config, read_target_facts
 from dflash_runtime.checkpoint.layout import NOT_OWNED, TensorSelection, owned_shapes, select_tensors
 from dflash_runtime.checkpoint.pair import DraftSource, TargetSource
 from dflash_runtime.config import DraftConfig, TargetFacts
 from dflash_runtime.errors import MISSING, InvalidConfig, UnsupportedError, naming_file
+from dflash_runtime.json_values import as_object
 
 Causality = Literal["causal", "non-causal", "layer-types"]
 """How a draft's blocks attend, whatever its config says; `layer-types`: sliding layers causal, full layers not."""
+
+
+MISREAD = {"is_neox_style": False, "rope_is_neox_style": False, "use_gemma_norm": True}
+"""Keys of a draft that the runtime does not look at -> the value that asks for another computation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +54,20 @@ class DraftCheckpoint:
         return DraftSource(self.config, self.checkpoint)
 
     def check_runnable(self) -> None:
-        """Refuse what the runtime cannot load.
+        """Refuse what the runtime cannot load, or would compute otherwise than the config says.
 
         Raises:
-            UnsupportedError: the weights are packed.
+            UnsupportedError: the weights are packed; rope rotates interleaved pairs, or norms add one to their weight.
         """
         refuse_packed(self.checkpoint.path, self.quantization)
+        nested = as_object(self.checkpoint.config.get("dflash_config"))
+        for key, value in MISREAD.items():
+            if value in (self.checkpoint.config.get(key), nested.get(key)):
+                stated = f"{key} is {str(value).lower()}"
+                raise UnsupportedError(
+                    f"{self.checkpoint.config_path}: {stated}, which this runtime does not compute",
+                    hint="dflash validate --engine says which engines do",
+                )
 
     def select_tensors(self) -> TensorSelection:
         """Which tensors a reader loads and which it skips.
@@ -140,6 +153,8 @@ def _read_target(checkpoint: Checkpoint) -> TargetFacts:
     except UnsupportedError:
         return facts
     except InvalidConfig as error:
-        if error.found is not MISSING and not isinstance(error.found, list):
+        is_absent = error.found is MISSING or error.found is None
+        is_by_layer = error.field in BODY_KEYS and isinstance(error.found, list)
+        if not is_absent and not is_by_layer:
             raise
         return replace(facts, not_known=tuple(dict.fromkeys((*facts.not_known, error.field))))

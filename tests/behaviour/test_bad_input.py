@@ -135,8 +135,8 @@ CASES = [
     Case("a shard with a null", index({"a": "x\0y"}), "expected a file beside the index"),
     Case("a shard with a long name", index({"a": "x" * 4000}), "expected a file beside the index"),
     Case("100,000 shards", index({f"t{n}": f"s{n}.safetensors" for n in range(100_000)}), "which is not there"),
-    Case("unknown dialect", config('{"model_type": "bert"}'), "not a DFlash draft", 5),
-    Case("a target", lambda path: support.make_target(path), "not a DFlash draft", 5),
+    Case("unknown dialect", config('{"model_type": "bert"}'), "not a DFlash draft", 5, 5),
+    Case("a target", lambda path: support.make_target(path), "not a DFlash draft", 5, 5),
     Case(
         "no block size", lambda path: support.make_native(path, block_size=support.REMOVED), "block_size: missing"
     ),
@@ -156,10 +156,10 @@ CASES = [
         "sample_from_anchor: true",
         5,
     ),
-    Case("dflash 2", lambda path: support.make_native(path, architectures=["DFlash2DraftModel"]), "DFlash 2", 5),
-    Case("dspark", lambda path: support.make_native(path, markov_rank=0), "DSpark", 5),
-    Case("domino", lambda path: support.make_native(path, architectures=["DominoDraftModel"]), "Domino", 5),
-    Case("eagle 3", eagle, "EAGLE-3", 5),
+    Case("dflash 2", lambda path: support.make_native(path, architectures=["DFlash2DraftModel"]), "DFlash 2", 5, 5),
+    Case("dspark", lambda path: support.make_native(path, markov_rank=0), "DSpark", 5, 5),
+    Case("domino", lambda path: support.make_native(path, architectures=["DominoDraftModel"]), "Domino", 5, 5),
+    Case("eagle 3", eagle, "EAGLE-3", 5, 5),
 ]  # fmt: skip
 
 

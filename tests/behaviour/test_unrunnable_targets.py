@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -109,6 +110,15 @@ def test_a_contradiction_in_a_dense_target_is_still_told(draft: Path, tmp_path: 
     outcome = support.invoke("validate", draft, "--target", target)
     assert outcome.code == 3
     assert "rope_theta" in outcome.err
+
+
+@pytest.mark.parametrize("change", [{"num_key_value_heads": None}, {"intermediate_size": [32, 32, 32, 32]}])
+def test_what_another_family_may_leave_out_is_named(change: dict[str, Any], draft: Path, tmp_path: Path) -> None:
+    target = support.make_target(tmp_path / "target", model_type="other", **change)
+    assert open_target(target).facts.not_known == tuple(change)
+    outcome = support.invoke("validate", draft, "--target", target)
+    assert outcome.code == 0
+    assert f"not known to dflash: {next(iter(change))}" in outcome.out
 
 
 def _resized(config: dict[str, object]) -> dict[str, object]:

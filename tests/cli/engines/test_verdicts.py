@@ -175,6 +175,9 @@ def test_what_this_tool_does_not_read_either_is_not_run(habit: str, tmp_path: Pa
     prompts = ("--prompts", tmp_path / "prompts.jsonl", "-n", 8)
     outcome = support.invoke("validate", draft, "--target", target, "--level", "run", *prompts)
     assert "not run: the pair cannot run as it is" in outcome.err
+    refused = support.invoke("generate", "x", "-d", draft, "-t", target)
+    assert refused.code == 5
+    assert "which this runtime does not compute" in refused.err
 
 
 @pytest.mark.parametrize("command", ["diagnose", "generate", "eval-acceptance"])

@@ -62,6 +62,10 @@ CASES = [
         rule="P17", message="packed weights (quantization_config)", severity="warning",
         target=top(quantization_config={"quant_method": "fp8"}),
     ),
+    Case(
+        rule="P17", message="packed weights (the tensor", severity="warning", target=nothing,
+        target_tensors=add("model.layers.0.mlp.up_proj.weight_scale", 1),
+    ),
     Case(rule="P07", message="'qwen2' is not among", engines="sglang", target=top(model_type="qwen2")),
     Case(
         rule="P07", message="'mystery' is not among", severity="warning", engines="sglang",
