@@ -59,12 +59,14 @@ class Case:
 
 def body(config: Config) -> Config:
     """The object that holds the decoder's keys."""
-    return config.get("transformer_layer_config", config)
+    found: Config = config.get("transformer_layer_config", config)
+    return found
 
 
 def owner(config: Config) -> Config:
     """The object that holds mask, taps and block."""
-    return config.get("dflash_config", config)
+    found: Config = config.get("dflash_config", config)
+    return found
 
 
 def set_taps(change: Callable[[list[int]], list[int]]) -> Change:
@@ -333,13 +335,13 @@ def sound_variants(pair: str) -> Iterator[Case]:
     for seed in range(1, 7):
         yield sound(f"noise of 2% ({seed})", noise(seed, 0.02))
     for scale in (0.97, 0.99, 1.01, 1.03):
-        yield sound(f"fc times {scale}", edit("fc.weight", lambda item, scale=scale: item.float() * scale))
-        yield sound(f"final norm times {scale}", _scale_final(scale))
+        yield sound(f"fc times {scale}", _scale("fc.weight", scale))
+        yield sound(f"final norm times {scale}", _scale("norm.weight", scale))
 
 
-def _scale_final(scale: float) -> Change:
+def _scale(name: str, scale: float) -> Change:
     def apply(_: Config, tensors: Tensors) -> None:
-        tensors["norm.weight"] = (tensors["norm.weight"].float() * scale).to(tensors["norm.weight"].dtype)
+        tensors[name] = (tensors[name].float() * scale).to(tensors[name].dtype)
 
     return apply
 
