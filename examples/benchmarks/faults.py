@@ -453,7 +453,8 @@ def render(rows: list[dict[str, Any]]) -> str:
     planted = [(row, verdict) for row, verdict in judged if row["is_fault"]]
     variants = [(row, verdict) for row, verdict in judged if not row["is_fault"]]
     large = [item for item in planted if item[1].loss is None or item[1].loss > LOSS_THAT_COUNTS]
-    lines = [HEAD.format(prompts=NUM_PROMPTS, tokens=NUM_TOKENS)]
+    lines = [HEAD.rstrip("\n").format(prompts=NUM_PROMPTS, tokens=NUM_TOKENS, done=len(rows), all=len(cases()))]
+    lines.append("")
     lines.append("| | faults | right cause | wrong cause | no cause named | only other findings | silent |")
     lines.append("|---|---|---|---|---|---|---|")
     for title, chosen in (("all", planted), ("that cost more than 10%, or cannot run", large)):
@@ -510,6 +511,24 @@ more than a tenth of what is accepted: faults that cost less than that are meant
 
 A draft that loses much and still accepts a good share of its block can only be known by its own figure: compare with
 what its card says, by `dflash eval-acceptance --min-acceptance`.
+
+## What the run level asks of a cause
+
+- All readings, some 150, are estimated along one text; up to four that look better are run on all prompts.
+- A reading explains a draft where it accepts at least 1.5 tokens a step and an eighth of the block (2 tokens for
+  predictions from the anchor on: an untrained draft that echoes its anchor reaches 1.5 on text that repeats itself),
+  gains more than 0.1 tokens and more than a tenth of the accepted drafts, and its paired interval lies above zero.
+- The interval is that of one test at 5% divided by the number of readings (Bonferroni), so that the chance that any
+  reading is named for a sound draft is 5% at most, whichever of them are run.
+- Of several that explain a draft only the one that gains most is named.
+- Where none does, a draft that has less than 7% of its drafts accepted is an error, and below 12% a warning (R06).
+  Sound drafts at temperature 0: 34% and 25% (bundled), 31% (speculators, Qwen3-8B on GSM8K), 21 to 37% (vllm#43445,
+  blocks of 16); SGLang's own test asks for 12% (2.8 of 16 on GSM8K). Drafts read wrongly or never trained: 0 to 6%.
+
+## Totals
+
+Cases: {done} of {all}.
+
 """
 
 
