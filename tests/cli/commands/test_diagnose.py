@@ -60,7 +60,7 @@ def test_an_error_that_keeps_the_pair_from_running_is_the_cause(tmp_path: Path) 
     draft = falsify(tmp_path / "draft", lambda config: config.update(hidden_size=100))
     result = run(draft, "--target", "tiny", *SMALL)
     assert result.exit_code == 3
-    assert "fc.weight: [192, 768], expected [100, 400]" in result.stdout
+    assert "fc.weight: found [192, 768], expected [100, 400]" in result.stdout
     assert "; next: " in result.stdout
 
 
