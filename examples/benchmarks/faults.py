@@ -561,8 +561,10 @@ def main() -> None:
             state.write(json.dumps(row) + "\n")
             state.flush()
             sys.stderr.write(f"{len(rows)}/{len(wanted)} {key} {row['seconds']:.1f} s\n")
-    order = {key: index for index, key in enumerate(cases())}
+    known = cases()
+    order = {key: index for index, key in enumerate(known)}
     rows = sorted((row for row in rows if row["key"] in order), key=lambda row: order[row["key"]])
+    rows = [row | {"right": known[row["key"]][1].right, "beside": known[row["key"]][1].beside} for row in rows]
     text = render(rows)
     if given.markdown is not None:
         given.markdown.write_text(text)
