@@ -33,7 +33,7 @@ from dflash_runtime.errors import CheckpointError, CheckpointNotFound, Unsupport
 FAILED = 3
 INDENT = "    "
 WIDEST = 100
-SHOWN_READINGS = 12
+SHOWN_READINGS = 8
 """Of the alternative readings, the best first; --json has all."""
 EngineOption = Annotated[
     str | None,

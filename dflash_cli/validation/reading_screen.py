@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dflash_runtime.device.kv import KVCache, PagedAttention
 from dflash_runtime.device.loading import LoadedPair
+from dflash_runtime.models.weights import Weights
 from dflash_runtime.scheduling.request import RequestOutput
 
 MAX_LOGITS = 1 << 26
@@ -32,6 +33,7 @@ class ReadingScreen:
         self, pair: LoadedPair, outputs: Sequence[RequestOutput], taps: Collection[int], num_drafts: int
     ) -> None:
         self._num_drafts = num_drafts
+        self._last: tuple[Weights | None, tuple[object, ...], KVCache] | None = None
         self._page_size = page_size = pair.config.page_size
         device = pair.placement.device
         texts = [[*output.prompt_token_ids, *output.token_ids] for output in outputs]
@@ -66,11 +68,16 @@ class ReadingScreen:
         return 1 + float(torch.cat(found).float().mean())
 
     def _context(self, pair: LoadedPair) -> KVCache:
-        """The draft's context KV of all texts, as this reading makes it."""
+        """The draft's context KV of all texts as this reading makes it; most make it as the one before did."""
         assert pair.draft is not None
+        config, weights = pair.draft.config, pair.draft_weights
+        made_from = (config.target_layer_ids, config.rope)
+        if self._last is not None and self._last[0] is weights and self._last[1] == made_from:
+            return self._last[2]
         cache = KVCache(pair.draft.config, sum(self._num_pages), self._page_size, pair.placement)
         features = torch.cat([self._outputs[tap] for tap in pair.draft.config.target_layer_ids], dim=-1)
         pair.draft.write_context(features, self._positions, cache, self._slots)
+        self._last = (weights, made_from, cache)
         return cache
 
     def _accepted(self, pair: LoadedPair, cache: KVCache, anchors: Sequence[tuple[int, int]]) -> Tensor:

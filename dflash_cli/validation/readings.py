@@ -10,7 +10,7 @@ Many readings are tried, so one could look better by chance: the interval of one
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from dflash_cli.checkpoints.opening import DraftCheckpoint
@@ -178,8 +178,10 @@ def search_readings(
         results.append(_compare(item.reading, base, counts, budget, confidence))
     results.sort(key=lambda item: -item.difference)
     length = pooled_acceptance_len(base)
+    # Estimated lengths are of all positions of the text, not of steps: shown is what the difference makes of the run's.
+    estimated = [replace(item, acceptance_len=max(1.0, length + item.difference)) for item in screened[len(chosen) :]]
     return ReadingSearch(
-        len(base), budget.max_new_tokens * len(base), length, (*results, *screened[len(chosen) :]), len(readings)
+        len(base), budget.max_new_tokens * len(base), length, (*results, *estimated), num_readings=len(readings)
     )
 
 

@@ -144,13 +144,17 @@ def interleave(tensors: dict[str, torch.Tensor]) -> None:
     ("change", "message"),
     [
         (lower_norms, "norm weights read as 1 + w"),
-        (exchange("gate_proj", "up_proj"), "gate and up exchanged"),
-        (exchange("k_proj", "v_proj"), "keys and values exchanged"),
-        (exchange("input_layernorm", "post_attention_layernorm"), "each layer's two norms exchanged"),
         (interleave, "rope over interleaved pairs"),
-        (exchange("layers.0.", "layers.1."), "layers in the order [1, 0, 2]"),
+        pytest.param(exchange("gate_proj", "up_proj"), "gate and up exchanged", marks=pytest.mark.slow),
+        pytest.param(exchange("k_proj", "v_proj"), "keys and values exchanged", marks=pytest.mark.slow),
+        pytest.param(
+            exchange("input_layernorm", "post_attention_layernorm"),
+            "each layer's two norms exchanged",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(exchange("layers.0.", "layers.1."), "layers in the order [1, 0, 2]", marks=pytest.mark.slow),
     ],
-    ids=["norms", "gate", "values", "layer norms", "interleaved", "layers"],
+    ids=["norms", "interleaved", "gate", "values", "layer norms", "layers"],
 )
 def test_rewritten_tensors_are_named(change: Any, message: str, tmp_path: Path) -> None:
     report = run(rewrite(tmp_path / "draft", change), "weights", num_prompts=8, max_new_tokens=32)
