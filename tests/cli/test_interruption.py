@@ -78,6 +78,7 @@ def test_text_that_is_interrupted_ends_its_line() -> None:
     assert done.err.splitlines()[-1] == "error: interrupted: 0 of 1 answered"
 
 
+@pytest.mark.slow
 def test_an_interruption_while_loading_is_said() -> None:
     process = start("generate", "x")
     assert process.stderr is not None
@@ -161,6 +162,7 @@ def test_a_full_disk_is_named(arguments: list[str]) -> None:
     assert FULL.is_char_device()
 
 
+@pytest.mark.slow
 def test_what_a_full_disk_holds_is_gone_on_from(tmp_path: Path) -> None:
     """A limit on the size of files stands for the disk. What was cut off is asked again, nothing else."""
     rows = tmp_path / "rows.jsonl"
