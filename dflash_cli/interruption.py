@@ -16,7 +16,7 @@ from typing import Any
 from dflash_runtime.errors import DFlashError
 
 INTERRUPTED = 130
-TERMINATED = 143
+"""The exit code after Ctrl-C and SIGTERM alike: what is finished is kept after both."""
 
 _received: int | None = None
 
@@ -24,11 +24,11 @@ _received: int | None = None
 class Interrupted(DFlashError):
     """The run was ended by Ctrl-C or SIGTERM. The message says what was kept, the hint how to go on."""
 
+    exit_code = INTERRUPTED
+
     def __init__(self, message: str = "", *, hint: str | None = None) -> None:
-        is_terminated = _received == signal.SIGTERM
-        word = "terminated" if is_terminated else "interrupted"
+        word = "terminated" if _received == signal.SIGTERM else "interrupted"
         super().__init__(f"{word}: {message}" if message else word, hint=hint)
-        self.exit_code = TERMINATED if is_terminated else INTERRUPTED
 
 
 class ReaderGone(Exception):

@@ -12,7 +12,7 @@ import typer
 
 from dflash_cli import console
 from dflash_cli.interruption import (
-    Interrupted,
+    INTERRUPTED,
     ReaderGone,
     discard,
     open_closed_streams,
@@ -180,7 +180,7 @@ def _run() -> int:
         with turned_into_errors():
             return app(standalone_mode=False) or 0
     except KeyboardInterrupt:  # once more, while the first is reported
-        return Interrupted().exit_code
+        return INTERRUPTED
     except ReaderGone:
         discard(sys.stdout)
         return 0

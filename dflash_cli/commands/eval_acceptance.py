@@ -247,7 +247,10 @@ def _measure(session: "PairSession", request: "EvaluationRequest") -> "tuple[Eva
             evaluation = measure(session, request, tally=tally, progress=progress)
         except KeyboardInterrupt as error:
             raise Interrupted(progress.text, hint=_how_to_go_on(request)) from error
-    console.status(tally.figures(evaluation.seconds))
+    if tally.answers:
+        console.status(tally.figures(evaluation.seconds))
+    else:
+        console.status(f"nothing left to ask: every answer is in {request.journal}")
     return evaluation, tally
 
 

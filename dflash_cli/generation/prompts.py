@@ -176,11 +176,13 @@ def _parse_row(line: str, where: str, index: int) -> PromptRow:
     try:
         row = parse_json(line.encode(), Path(where))
     except CheckpointError as error:
-        raise RequestError(error.message) from error
+        hint = "expected JSON Lines, an object a line: jq -c '.[]' makes them of a list" if line[0] == "[" else None
+        raise RequestError(error.message, hint=hint) from error
     kinds = [kind for kind in KINDS if row.get(kind) is not None]
     if len(kinds) != 1:
         found = " and ".join(kinds) or ", ".join(row) or "nothing"
-        raise RequestError(f"{where}: found {found}, expected exactly one of {', '.join(KINDS)}")
+        hint = None if kinds else "call the field that holds the text prompt, or turns where it is a list of questions"
+        raise RequestError(f"{where}: found {found}, expected exactly one of {', '.join(KINDS)}", hint=hint)
     kind = kinds[0]
     expected = _problem(kind, row[kind])
     if expected is not None:

@@ -53,19 +53,14 @@ def num_lines(path: Path) -> int:
 
 
 @pytest.mark.parametrize(
-    ("number", "word", "code"),
-    [
-        pytest.param(signal.SIGINT, "interrupted", 130, marks=pytest.mark.slow),
-        (signal.SIGTERM, "terminated", 143),
-    ],
+    ("number", "word"),
+    [pytest.param(signal.SIGINT, "interrupted", marks=pytest.mark.slow), (signal.SIGTERM, "terminated")],
 )
-def test_an_evaluation_says_what_is_kept_and_how_to_go_on(
-    number: signal.Signals, word: str, code: int, tmp_path: Path
-) -> None:
+def test_an_evaluation_says_what_is_kept_and_how_to_go_on(number: signal.Signals, word: str, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     options = ["eval-acceptance", "--rows", rows, "--max-num-requests", "1", "-n", "64", "--bootstrap", "0"]
     done = end_when(start(*options), lambda: num_lines(rows) >= 3, number)
-    assert done.code == code
+    assert done.code == 130
     kept = num_lines(rows) - 1
     said, hint = done.err.splitlines()[-2:]
     assert said.startswith(f"error: {word}: {kept} of 64 answered, acceptance length ")
@@ -83,6 +78,7 @@ def test_text_that_is_interrupted_ends_its_line() -> None:
     assert done.err.splitlines()[-1] == "error: interrupted: 0 of 1 answered"
 
 
+@pytest.mark.slow
 def test_an_interruption_while_loading_is_said() -> None:
     process = start("generate", "x")
     assert process.stderr is not None
@@ -166,6 +162,7 @@ def test_a_full_disk_is_named(arguments: list[str]) -> None:
     assert FULL.is_char_device()
 
 
+@pytest.mark.slow
 def test_what_a_full_disk_holds_is_gone_on_from(tmp_path: Path) -> None:
     """A limit on the size of files stands for the disk. What was cut off is asked again, nothing else."""
     rows = tmp_path / "rows.jsonl"

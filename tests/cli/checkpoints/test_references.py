@@ -106,6 +106,7 @@ def test_a_directory_wins_over_the_hub(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_a_directory_wins_over_the_bundled_pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny" / "config.json").write_text("{}")
     monkeypatch.chdir(tmp_path)
     assert fetch_directory(TINY, Role.DRAFT) == Path("tiny")
 

@@ -325,7 +325,9 @@ def test_a_draft_is_known_by_whatever_path(tmp_path: Path, monkeypatch: pytest.M
     options = ["--target", "tiny", *SMALL, "--rows", "rows.jsonl"]
     run("mine", *options)
     for path in ("./mine", str(tmp_path / "mine")):
-        assert run(path, *options, "--resume").exit_code == 0
+        done = support.run_main("eval-acceptance", path, *options, "--resume")
+        assert done.code == 0
+        assert "nothing left to ask: every answer is in rows.jsonl" in done.err.splitlines()
 
 
 @pytest.mark.parametrize(

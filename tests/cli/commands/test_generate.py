@@ -161,6 +161,16 @@ def test_a_malformed_row_is_named_by_file_and_line(line: str, message: str) -> N
         parse_rows(['{"prompt": "fine"}', line], "rows.jsonl")
 
 
+def test_other_forms_of_prompt_files_are_answered_with_how_to_change_them(tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.json"
+    for text, hint in (('[{"prompt": "x"}]', "jq -c '.[]' makes them"), ('{"question": "x"}', "call the field that")):
+        prompts.write_text(text)
+        done = support.run_main("generate", "--prompts", prompts)
+        assert done.code == 2
+        assert f"error: {prompts}:1: " in done.err
+        assert hint in done.err.splitlines()[-1]
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
