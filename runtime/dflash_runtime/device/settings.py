@@ -6,7 +6,7 @@ from typing import cast
 
 import torch
 
-from dflash_kernels.launch_config import MAX_GRID
+from dflash_kernels.launch_config import HAS_TRITON, MAX_GRID
 from dflash_kernels.suite import KernelChoice, Kernels, pick_kernels
 from dflash_runtime.config import DraftConfig, EngineConfig, TargetConfig
 from dflash_runtime.device.kv import bytes_per_token
@@ -57,7 +57,8 @@ def resolve_kernels(name: str, device: torch.device, dtype: torch.dtype) -> Kern
     try:
         return pick_kernels(cast(KernelChoice, name), device, dtype)
     except ValueError as error:
-        raise UnsupportedError(f"--kernels {name}: {error}", hint="--kernels reference runs everywhere") from error
+        why = f"its kernels do not run on {device}" if HAS_TRITON else "it is not installed"
+        raise UnsupportedError(f"--kernels {name}: {why}", hint="--kernels reference runs everywhere") from error
 
 
 def apply_exclusions(

@@ -1,6 +1,5 @@
 """Nothing is removed that neither a conversion nor a checkpoint has, whatever stands or appears at the destination."""
 
-import ctypes
 from pathlib import Path
 
 import pytest
