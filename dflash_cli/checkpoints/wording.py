@@ -102,7 +102,7 @@ def _target_rows(config: TargetFacts) -> list[tuple[str, str]]:
 
 def _sizes(config: DraftConfig | TargetFacts) -> str:
     if not isinstance(config, DraftConfig | TargetConfig):
-        return f"{config.num_layers} layers, hidden {config.hidden_size}"
+        return f"{config.num_layers} layers, hidden size {config.hidden_size}"
     return (
         f"{config.num_layers} layers, hidden size {config.hidden_size}, intermediate size {config.intermediate_size}, "
         f"{config.num_heads} attention and {config.num_kv_heads} KV heads of {config.head_dim}"

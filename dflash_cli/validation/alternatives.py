@@ -74,15 +74,15 @@ def _taps(space: ReadingSpace) -> Iterator[AlternativeReading]:
     """Taps one and two layers earlier and later; those at an end stay, unless two would fall together."""
     taps, depth = space.config.target_layer_ids, space.target.num_layers
     for offset, count, name in (
-        (-1, "one layer", "earlier"),
-        (1, "one layer", "later"),
-        (-2, "two layers", "earlier"),
-        (2, "two layers", "later"),
+        (-1, "one", "earlier"),
+        (1, "one", "later"),
+        (-2, "two", "earlier"),
+        (2, "two", "later"),
     ):
         moved = tuple(min(max(tap + offset, 0), depth - 1) for tap in taps)
         if len(set(moved)) == len(set(taps)):
             late = "late" if offset < 0 else "early"
-            yield _with_taps(space, moved, f"taps {count} {name}", f"taps are {count} too {late}")
+            yield _with_taps(space, moved, f"tapped layers {count} {name}", f"the tapped layers are {count} too {late}")
     for index, tap in enumerate(taps):
         for moved_tap in (tap - 1, tap + 1):
             if 0 <= moved_tap < depth and moved_tap not in taps:
@@ -102,7 +102,7 @@ def _tap_orders(space: ReadingSpace) -> Iterator[AlternativeReading]:
         orders.add(tuple(swapped))
     for order in sorted(orders):
         cause = "the columns of fc.weight belong to the tapped layers in another order"
-        yield _with_taps(space, order, "taps in the order", cause)
+        yield _with_taps(space, order, "tapped layers in the order", cause)
 
 
 def _with_taps(space: ReadingSpace, taps: tuple[int, ...], name: str, cause: str) -> AlternativeReading:

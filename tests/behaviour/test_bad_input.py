@@ -129,7 +129,7 @@ CASES = [
     Case("offsets past the end", entry(data_offsets=[2**62, 2**62 + 4]), "leaves a hole"),
     Case("negative offsets", entry(data_offsets=[-4, 0]), "expected [begin, end]"),
     Case("offsets backwards", entry(data_offsets=[4, 0]), "expected [begin, end]"),
-    Case("too many tensors", header(b'"data_offsets"' * 250_001), "more than 250000 tensors"),
+    Case("too many tensors", header(b'"data_offsets"' * 50_001), "more than 50000 tensors"),
     Case("a shard above", index({"a": "../x.safetensors"}), "expected a file beside the index"),
     Case("an absolute shard", index({"a": "/etc/passwd"}), "expected a file beside the index"),
     Case("a shard with a null", index({"a": "x\0y"}), "expected a file beside the index"),

@@ -56,7 +56,7 @@ def test_its_facts_are_read(name: str, tmp_path: Path) -> None:
 def test_inspect_describes_it(name: str, tmp_path: Path) -> None:
     outcome = support.invoke("inspect", make(tmp_path / "target", name))
     assert outcome.code == 0, outcome.err
-    assert "4 layers, hidden 16" in outcome.out
+    assert "4 layers, hidden size 16" in outcome.out
     assert all(part in outcome.err for part in NAMED[name])
 
 

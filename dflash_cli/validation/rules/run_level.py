@@ -207,7 +207,7 @@ def _explained(subject: Subject, factor: str, location: str) -> Iterator[Problem
     assert interval is not None
     yield Problem(
         location,
-        f"{best.reading.name} accepts {best.acceptance_len:.2f} tokens a step, the config as it is "
+        f"with {best.reading.name} a step commits {best.acceptance_len:.2f} tokens, with the config as it is "
         f"{search.acceptance_len:.2f}: {best.difference:+.2f}, 95% interval {interval.low:+.2f} to "
         f"{interval.high:+.2f} corrected for {search.num_readings} readings, {search.num_prompts} prompts",
     )

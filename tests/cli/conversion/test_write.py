@@ -91,7 +91,7 @@ class TestDestination:
         args = ["convert", source, tmp_path / "out", "--to", "speculators", "--verifier", "acme/target", "--json"]
         printed = json.loads(support.invoke(*args).out)
         written = json.loads((tmp_path / "out" / "conversion.json").read_text())
-        assert {**written, "destination": str(tmp_path / "out")} == printed
+        assert {**written, "kind": "convert", "destination": str(tmp_path / "out")} == printed
 
     @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError, GateFailed])
     @pytest.mark.parametrize("exists", [False, True])
@@ -132,7 +132,7 @@ class TestDestination:
     def test_a_full_disk_is_seen_before_writing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         source = support.make_native(tmp_path / "source")
         monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10))
-        with pytest.raises(CapacityError, match="bytes are free"):
+        with pytest.raises(CapacityError, match="10 bytes free"):
             convert_draft(plan(source), tmp_path / "out")
         assert [item.name for item in tmp_path.iterdir()] == ["source"]
 

@@ -18,6 +18,7 @@ PRODUCT = ROOT / "dflash_cli"
 OTHER_MEANINGS = {
     "evaluation/statistics.py": "names of definitions of acceptance",
     "environment.py": "names of Python packages",
+    "generation/loaded_pair.py": "names of Python packages",
     "main.py": "names of Python packages",
 }
 """Files in which a word that is also an engine's name means something else."""

@@ -109,9 +109,9 @@ def test_a_causality_that_no_key_states_is_not_called_trained(tmp_path: Path) ->
     assert {item.id for item in report.findings if item.severity == "error"} == {"S28"}
     for verdict in report.verdicts:
         assert "trained" not in verdict.text
-    assert "not stated, read as: 1 of 2 causal" in report.verdicts[0].text
+    assert "not stated, read as 1 of 2 causal" in report.verdicts[0].text
     stated = check(Case(rule="", message="", config=top(is_causal=True), engines="vllm@0.24"), tmp_path / "stated")
-    assert "(trained: 2 of 2 causal)" in stated.verdicts[0].text
+    assert "(trained with 2 of 2 causal)" in stated.verdicts[0].text
 
 
 @pytest.mark.parametrize("engine", ["sglang", "vllm", "transformers"])
@@ -174,7 +174,7 @@ def test_what_this_tool_does_not_read_either_is_not_run(habit: str, tmp_path: Pa
     (tmp_path / "prompts.jsonl").write_text('{"prompt_token_ids": [3, 4, 5]}\n' * 4)
     prompts = ("--prompts", tmp_path / "prompts.jsonl", "-n", 8)
     outcome = support.invoke("validate", draft, "--target", target, "--level", "run", *prompts)
-    assert "not run: the pair cannot run as it is" in outcome.err
+    assert "the pair was not run, because of errors that stop it" in outcome.err
     refused = support.invoke("generate", "x", "-d", draft, "-t", target)
     assert refused.code == 5
     assert "which this runtime does not compute" in refused.err

@@ -105,10 +105,10 @@ def test_an_answer_that_lacks_a_field_is_named(tmp_path: Path) -> None:
 def test_another_experiment_is_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     keep(path, [], ROWS)
-    with pytest.raises(UsageError, match="was made with draft_digest 'a', this run has 'b'") as raised:
+    with pytest.raises(UsageError, match="made with draft_digest 'a', but this run has 'b'") as raised:
         Journal(path, SETTINGS | {"draft_digest": "b"}, ROWS, resume=True)
     assert "the checkpoint is another one" in str(raised.value.hint)
-    with pytest.raises(UsageError, match="was made with kernels None, this run has 'triton'"):
+    with pytest.raises(UsageError, match="made with kernels None, but this run has 'triton'"):
         Journal(path, SETTINGS | {"kernels": "triton"}, ROWS, resume=True)
 
 

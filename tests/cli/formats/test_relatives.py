@@ -96,6 +96,6 @@ def test_exit_codes(case: str, tmp_path: Path) -> None:
         assert outcome.code == 5
         assert "not DFlash" in outcome.err
     report = support.invoke("validate", path)
-    assert report.code == 3
+    assert report.code == 5
     assert report.out.startswith("C01 error")
     assert not (tmp_path / "out").exists(), name

@@ -83,12 +83,12 @@ def test_sound_drafts_pass(name: str, num_prompts: int) -> None:
             lambda config: config.update(
                 sliding_window=5, use_sliding_window=True, layer_types=["sliding_attention"] * 3
             ),
-            "no attention window accepts",
+            "with no attention window a step commits",
         ),
         (
             "R01", "taps", "config.json:dflash_config.target_layer_ids",
             lambda config: config["dflash_config"].update(target_layer_ids=[2, 4, 3, 0]),
-            "taps in the order [0, 2, 3, 4] accepts",
+            "with tapped layers in the order [0, 2, 3, 4] a step commits",
         ),
         (
             "R03", "mask", "config.json:dflash_config.mask_token_id",
