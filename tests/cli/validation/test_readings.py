@@ -160,7 +160,7 @@ def test_rewritten_tensors_are_named(change: Any, message: str, tmp_path: Path) 
     report = run(rewrite(tmp_path / "draft", change), "weights", num_prompts=8, max_new_tokens=32)
     (found,) = [item for item in report.findings if item.level == "run"]
     assert (found.id, found.severity) == ("R09", "error")
-    assert found.message.startswith(message)
+    assert found.message.startswith(f"with {message} ")
 
 
 def search(name: str, causality: Any, *factors: str) -> ReadingSearch:
@@ -296,7 +296,7 @@ def result(own: float, length: float, low: float, factor: str = "rope", **change
 def test_anchor_first_that_accepts_more_is_reported() -> None:
     better = result(1.1, 2.8, 1.2, "anchor", is_anchor_first=True, min_len=2.0)
     same = result(1.1, 1.2, -0.1, "anchor", is_anchor_first=True, min_len=2.0)
-    assert "2.80 tokens a step" in found("R05", ReadingSearch(16, 1000, 1.1, (better,), 60))[0][1]
+    assert "a step commits 2.80 tokens" in found("R05", ReadingSearch(16, 1000, 1.1, (better,), 60))[0][1]
     assert found("R05", ReadingSearch(16, 1000, 1.1, (same,), 60)) == []
 
 
