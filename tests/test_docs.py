@@ -22,10 +22,11 @@ SHELL = set("|<>;&$`")
 
 @dataclass(frozen=True)
 class Shown:
-    """A command of a console block: what stands after `$ `, and the exit code that is documented."""
+    """A command of a console block: what stands after `$ `, the exit code that is documented, and the lines below."""
 
     line: str
     code: int
+    output: tuple[str, ...] = ()
 
 
 def console_commands(text: str) -> list[Shown]:
@@ -35,9 +36,10 @@ def console_commands(text: str) -> list[Shown]:
     """
     shown = []
     for block in re.findall(r"^```console\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL):
-        for line in re.findall(r"^\$ (.*)$", block.replace("\\\n", " "), flags=re.MULTILINE):
+        for part in re.split(r"^\$ ", block.replace("\\\n", " "), flags=re.MULTILINE)[1:]:
+            line, *output = part.splitlines()
             ended = re.search(r"\s# exit (\d+)$", line)
-            shown.append(Shown(line, int(ended[1]) if ended else 0))
+            shown.append(Shown(line, int(ended[1]) if ended else 0, tuple(item for item in output if item != "...")))
     return shown
 
 
@@ -71,7 +73,12 @@ def test_architecture_names_every_module() -> None:
 
 def test_console_blocks_are_found() -> None:
     text = "```console\n$ dflash a \\\n  --b\nout\n$ c | d  # exit 3\n```\n```sh\n$ not run\n```\n"
-    assert console_commands(text) == [Shown("dflash a    --b", 0), Shown("c | d  # exit 3", 3)]
+    assert console_commands(text) == [Shown("dflash a    --b", 0, ("out",)), Shown("c | d  # exit 3", 3)]
+
+
+def test_shown_output_is_compared_but_for_its_numbers() -> None:
+    assert is_printed("3.4 [3.2, 4] of 8, vllm serve .../tiny", "5.1 [1, 2.75] of 8, vllm serve /a/b/tiny --k")
+    assert not is_printed("3.4 of 8", "3.4, at most 8")
 
 
 @pytest.mark.parametrize("is_whole", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["fewer", "whole"])
@@ -83,6 +90,18 @@ def test_readme_runs_when_pasted(is_whole: bool, tmp_path: Path, monkeypatch: py
     for shown in commands:
         outcome = paste(shown.line if is_whole else with_fewer_prompts(shown), tmp_path)
         assert outcome.code == shown.code, f"{shown.line}\n{outcome.err}"
+        for line in shown.output:
+            assert is_printed(line, outcome.out + outcome.err), f"{line}\n{outcome.out}{outcome.err}"
+
+
+def is_printed(shown: str, printed: str) -> bool:
+    """Whether the printed text has the shown line, whatever the numbers; `...` in it stands for anything."""
+    pieces = [re.escape(piece) for piece in without_numbers(shown).split("...")]
+    return re.search(".*".join(pieces), without_numbers(printed)) is not None
+
+
+def without_numbers(text: str) -> str:
+    return re.sub(r"[-+]?\d+(\.\d+)?", "N", text)
 
 
 def with_fewer_prompts(shown: Shown) -> str:
