@@ -1,26 +1,19 @@
-"""The cases of `examples/benchmarks/faults.py` can be planted, and its verdicts are what docs/faults.md says they are.
+"""The cases of `examples/plant_faults.py` can be planted, and its verdicts are what docs/faults.md says they are.
 
 The whole table takes minutes on a large machine; here a sample goes through the levels that run nothing.
 """
 
-import importlib.util
-import sys
 from pathlib import Path
 from typing import Any
 
+import plant_faults
 import pytest
+from planted_faults.cases import PAIRS, cases
+from planted_faults.verdicts import judge
 
 from dflash_cli.checkpoints.references import Role, fetch_directory
-from dflash_testing.paths import ROOT
 
-SPEC = importlib.util.spec_from_file_location("planted_faults", ROOT / "examples/benchmarks/faults.py")
-assert SPEC is not None
-assert SPEC.loader is not None
-faults: Any = importlib.util.module_from_spec(SPEC)
-sys.modules["planted_faults"] = faults
-SPEC.loader.exec_module(faults)
-
-CASES = faults.cases()
+CASES = cases()
 FOUND_WITHOUT_A_RUN = ("N", "M", "C", "P0")
 
 
@@ -32,8 +25,8 @@ def test_there_are_enough_cases() -> None:
 def named_by(key: str, folder: Path) -> set[str]:
     """Rules above a remark, at the weights level."""
     pair, case = CASES[key]
-    faults.plant(case, fetch_directory(faults.PAIRS[pair], Role.DRAFT), folder / "draft")
-    report = faults._validate(folder / "draft", "weights", "cpu")
+    plant_faults.plant(case, fetch_directory(PAIRS[pair], Role.DRAFT), folder / "draft")
+    report = plant_faults.validate_at(folder / "draft", "weights", "cpu")
     return {item.id for item in report.findings if item.severity != "info"}
 
 
@@ -72,5 +65,5 @@ def row(*findings: tuple[str, str], length: float = 1.5, is_fault: bool = True) 
     ],
 )
 def test_verdicts(item: dict[str, Any], word: str) -> None:
-    assert faults.judge(item, 2.0).word == word
-    assert faults.judge(item, 2.0).loss == pytest.approx(0.5)
+    assert judge(item, 2.0).word == word
+    assert judge(item, 2.0).loss == pytest.approx(0.5)

@@ -1,0 +1,151 @@
+"""Plants faults in drafts, one at a time, and records what each level of `dflash validate` says; writes docs/faults.md.
+
+    python examples/plant_faults.py --out faults.jsonl --markdown docs/faults.md
+
+Every finished case is a line of the JSON Lines file, so an interrupted run goes on where it was. `--device cuda` runs
+the pairs on a GPU; `--jobs N` takes as many cases at a time. `--sample N` takes every Nth case.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+from planted_faults.cases import PAIRS, SOUND, Case, cases
+from planted_faults.verdicts import render
+from safetensors.torch import load_file, save_file
+
+from dflash_cli.checkpoints.references import TINY, Role, fetch_directory
+from dflash_cli.validation.readings import SearchBudget
+from dflash_cli.validation.report import Report
+from dflash_cli.validation.run_settings import RunSettings
+from dflash_cli.validation.validator import ValidationRequest, validate_draft
+from dflash_runtime.config import EngineConfig
+
+NUM_PROMPTS, NUM_TOKENS = 12, 48
+
+
+def plant(case: Case, source: Path, path: Path) -> None:
+    """Write the draft with the change."""
+    shutil.copytree(source, path)
+    config = json.loads((path / "config.json").read_text())
+    tensors = load_file(path / "model.safetensors")
+    case.change(config, tensors)
+    (path / "config.json").write_text(json.dumps(config))
+    save_file({name: item.contiguous() for name, item in tensors.items()}, path / "model.safetensors")
+
+
+def examine(key: str, device: str) -> dict[str, Any]:
+    """Plant one case and run every level on it."""
+    torch.set_num_threads(1)
+    pair, case = cases()[key]
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        draft = Path(folder) / "draft"
+        plant(case, fetch_directory(PAIRS[pair], Role.DRAFT), draft)
+        levels = {
+            "headers": validate_at(draft, "headers", device, has_target=False),
+            "pair": validate_at(draft, "headers", device),
+            "weights": validate_at(draft, "weights", device),
+            "run": validate_at(draft, "run", device),
+        }
+    search = levels["run"].search
+    return {
+        "key": key,
+        "pair": pair,
+        "name": case.name,
+        "is_fault": case.is_fault,
+        "right": case.right,
+        "beside": case.beside,
+        "acceptance_len": search.acceptance_len if search is not None else None,
+        "levels": {
+            level: [[item.id, item.severity, item.message] for item in report.findings]
+            for level, report in levels.items()
+        },
+        "seconds": time.monotonic() - begin,
+    }
+
+
+def validate_at(draft: Path, level: Any, device: str, *, has_target: bool = True) -> Report:
+    run = None
+    if level == "run":
+        budget = SearchBudget(num_prompts=NUM_PROMPTS, max_new_tokens=NUM_TOKENS)
+        run = RunSettings(EngineConfig(device=device, max_num_requests=32), budget, lambda *_: None)
+    return validate_draft(
+        ValidationRequest(
+            draft=draft,
+            target=fetch_directory(TINY, Role.TARGET) if has_target else None,
+            target_reference=TINY if has_target else None,
+            level=level,
+            run=run,
+        )
+    )
+
+
+def run_cases(given: argparse.Namespace, rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The cases that are wanted and not among the rows, as far as the time goes."""
+    begin = time.monotonic()
+    done = {row["key"] for row in rows}
+    wanted = [key for index, key in enumerate(cases()) if index % given.sample == 0 or key.endswith(f"/{SOUND}")]
+    todo = [key for key in wanted if key not in done and given.only in key]
+    with multiprocessing.get_context("spawn").Pool(given.jobs) as pool:
+        pending = [pool.apply_async(examine, (key, given.device)) for key in todo]
+        for count, (key, item) in enumerate(zip(todo, pending, strict=True), start=1):
+            left = given.budget - (time.monotonic() - begin)
+            try:
+                row = item.get(timeout=None if left == float("inf") else max(left, 0.1))
+            except multiprocessing.TimeoutError:
+                sys.stderr.write(f"out of time at {key}; run again to go on\n")
+                return
+            sys.stderr.write(f"{count}/{len(todo)} {key} {row['seconds']:.1f} s\n")
+            yield row
+
+
+def in_order(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of known cases in the order of the cases, with the causes that count as right now."""
+    by_key = {row["key"]: row for row in rows}
+    return [
+        by_key[key] | {"right": case.right, "beside": case.beside}
+        for key, (_, case) in cases().items()
+        if key in by_key
+    ]
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="state and result, JSON Lines")
+    parser.add_argument("--markdown", type=Path, help="where to write the table")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--only", default="", help="only cases whose key, pair/name, holds this")
+    parser.add_argument("--sample", type=int, default=1)
+    parser.add_argument("--budget", type=float, default=float("inf"), help="seconds after which no case is begun")
+    return parser.parse_args()
+
+
+def main() -> None:
+    given = parse_arguments()
+    rows = [json.loads(line) for line in given.out.read_text().splitlines()] if given.out.exists() else []
+    with given.out.open("a") as state:
+        for row in run_cases(given, rows):
+            rows.append(row)
+            state.write(json.dumps(row) + "\n")
+            state.flush()
+    text = render(in_order(rows), all_cases=len(cases()), num_prompts=NUM_PROMPTS, num_tokens=NUM_TOKENS)
+    if given.markdown is not None:
+        given.markdown.write_text(text)
+    sys.stdout.write(text)
+
+
+if __name__ == "__main__":
+    main()
