@@ -39,6 +39,7 @@ FIX_INSPECT = "dflash inspect {draft} --tensors"
 FIX_RUN_LEVEL = "dflash validate {draft} --target {target} --level run"
 FIX_OTHER_TARGET = "check the draft against the target it was trained for: dflash validate {draft} --target ORG/REPO"
 FIX_REEXPORT = "export the draft again from the training run, then check it: dflash validate {draft}"
+FIX_REEXPORT_WEIGHTS = f"{FIX_REEXPORT} --level weights"
 
 PLACEHOLDER = re.compile(r"\{(draft|target|out)\}")
 GENERIC_WORDS = {"draft": "DRAFT", "target": "TARGET", "out": "OUT"}

@@ -17,6 +17,8 @@ from dflash_runtime.errors import CheckpointError, InvalidConfig, UnsupportedErr
 from dflash_runtime.json_values import as_object, is_int
 
 if TYPE_CHECKING:
+    import torch
+
     from dflash_cli.checkpoints.references import Location
     from dflash_cli.validation.readings import ReadingSearch
 
@@ -108,6 +110,12 @@ class Subject:
     def nested(self) -> Mapping[str, Any]:
         """`dflash_config` of a native draft."""
         return {} if self.is_speculators else as_object(self.config.get("dflash_config"))
+
+    def load(self, name: str) -> "torch.Tensor | None":
+        """The tensor of that canonical name, None where the draft has none."""
+        if self.checkpoint is None or name not in (self.tensors or {}):
+            return None
+        return self.checkpoint.load(name)
 
     def location(self, key: str) -> str:
         """A key at the top level of the config."""
