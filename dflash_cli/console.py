@@ -267,7 +267,9 @@ def _rich_stdout() -> "Console":
 
 
 def _is_column_numeric(rows: Sequence[Sequence[str]], index: int) -> bool:
-    return bool(rows) and all(_is_numeric(row[index]) for row in rows)
+    """Whether every cell is a number, or the dash that stands for none."""
+    cells = {row[index] for row in rows} - {"-"}
+    return bool(cells) and all(map(_is_numeric, cells))
 
 
 def _say(label: str, colour: str, text: str) -> None:

@@ -20,6 +20,17 @@ from dflash_runtime.models.layers import Attend, PagedKV
 from dflash_runtime.scheduling.request import SamplingParams
 
 
+PROMPT = """class Box:
+    def __init__(self, width, height):
+        self.width = width
+        self.height = height
+
+    def area(self):
+        return self.width * self.height
+
+    def """
+
+
 class RepeatingDraft:
     """Proposes the tokens that followed the anchor where it last stood in a fixed text."""
 
@@ -47,7 +58,7 @@ def main() -> None:
         target, open_draft(fetch_directory("tiny", Role.DRAFT)), EngineConfig(device="cpu", max_model_len=1024)
     )
     assert pair.draft is not None
-    prompt = Tokenizer(target.checkpoint.path).encode("def area(width, height):\n    return width * height\n\n\ndef ")
+    prompt = Tokenizer(target.checkpoint.path).encode(PROMPT)
     with LLM(replace(pair, draft=RepeatingDraft(pair.draft.config, prompt))) as llm:
         outputs = llm.generate([prompt], SamplingParams(max_new_tokens=64))
         print(f"acceptance length {count_acceptance(outputs, llm.num_draft_tokens).acceptance_len:.2f}")

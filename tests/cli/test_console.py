@@ -96,5 +96,7 @@ def test_a_piped_table_is_aligned_whole_and_ends_in_no_spaces(capsys: pytest.Cap
         f"中文     20  {long}",
         "b         3  y",
     ]
+    console.table(("name", "share of"), [("a", "0.5"), ("b", "-")])
+    assert capsys.readouterr().out == "name  share of\na          0.5\nb            -\n"
     console.table(("", ""), [("only", "rows")])
     assert capsys.readouterr().out == "only  rows\n"
