@@ -19,7 +19,6 @@ from dflash_runtime.metrics import count_acceptance
 from dflash_runtime.models.layers import Attend, PagedKV
 from dflash_runtime.scheduling.request import SamplingParams
 
-
 PROMPT = """class Box:
     def __init__(self, width, height):
         self.width = width
