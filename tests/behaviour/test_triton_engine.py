@@ -75,7 +75,15 @@ def compare(case: Case, lengths: tuple[int, ...], max_new_tokens: int) -> None:
     assert [output.drafts for output in found] == [output.drafts for output in wanted]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        ({"causal": (True, True), "windows": (6, None)}, {"scheduling": "sync"}, {}),
+        ({"draft_vocab_size": 40}, {}, {"temperature": 1.0}),
+        ({}, {"draft_sampling": "probabilistic"}, {"temperature": 1.0, "top_k": 30, "top_p": 0.9}),
+    ],
+    ids=str,
+)
 def test_triton_equals_reference(case: Case) -> None:
     """Three requests through two rows; the longest prompt takes two chunks and two pages.
 

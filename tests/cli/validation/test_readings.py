@@ -51,8 +51,14 @@ def falsify(path: Path, change: Callable[[dict[str, Any]], object], name: str = 
     return path
 
 
-@pytest.mark.parametrize("num_prompts", [8, pytest.param(16, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", ["tiny", "tiny:reduced"])
+@pytest.mark.parametrize(
+    ("name", "num_prompts"),
+    [
+        ("tiny:reduced", 8),
+        pytest.param("tiny", 16, marks=pytest.mark.slow),  # by default in test_diagnose.py
+        pytest.param("tiny:reduced", 16, marks=pytest.mark.slow),
+    ],
+)
 def test_sound_drafts_pass(name: str, num_prompts: int) -> None:
     report = run(fetch_directory(name, Role.DRAFT), num_prompts=num_prompts)
     assert report.findings == ()
@@ -65,18 +71,19 @@ def test_sound_drafts_pass(name: str, num_prompts: int) -> None:
 @pytest.mark.parametrize(
     ("rule", "factor", "location", "change", "message"),
     [
-        (
+        pytest.param(  # by default in test_diagnose.py
             "R01", "taps", "config.json:dflash_config.target_layer_ids",
             lambda config: config["dflash_config"].update(target_layer_ids=[1, 3, 4, 5]),
-            "with tapped layers one earlier [0, 2, 3, 4] a step commits",
+            "with tapped layers one earlier [0, 2, 3, 4] a step commits", marks=pytest.mark.slow,
         ),
         (
             "R04", "rope", "config.json:rope_theta",
             lambda config: config.update(rope_theta=10000.0), "rope base 1000000",
         ),
-        (
+        pytest.param(
             "R04", "rope", "config.json:rope_theta",
             lambda config: config.update(rope_scaling={"rope_type": "linear", "factor": 8.0}), "target's rope (default",
+            marks=pytest.mark.slow,
         ),
         (
             "R07", "window", "config.json:sliding_window",
