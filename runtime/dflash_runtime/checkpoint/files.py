@@ -298,7 +298,7 @@ def _read_sharded(path: Path, index_path: Path) -> dict[str, TensorInfo]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError("weight_map: missing, expected a map from tensor to file", path=index_path)
     headers: dict[str, dict[str, TensorInfo]] = {}
-    for shard in sorted({_shard_name(shard, index_path) for shard in weight_map.values()}):
+    for shard in _shard_names(weight_map, index_path):
         file = path / shard
         if not file.exists():
             raise CheckpointError(f"names {shard}, which is not there", path=index_path)
@@ -321,15 +321,19 @@ def find_orphans(weight_map: Mapping[str, str], headers: Mapping[str, Mapping[st
     ]
 
 
-def _shard_name(shard: Any, index_path: Path) -> str:
-    """Refuse anything but a plain file name: a checkpoint must not reach outside its own directory."""
-    if not isinstance(shard, str) or Path(shard).name != shard or not _is_plain_name(shard):
-        raise CheckpointError(f"weight_map names {shard!r}, expected a file beside the index", path=index_path)
-    return shard
+def _shard_names(weight_map: Mapping[str, Any], index_path: Path) -> list[str]:
+    """Refuse anything but plain file names: a checkpoint must not reach outside its own directory."""
+    strays = [shard for shard in weight_map.values() if not isinstance(shard, str)]
+    names = sorted(set(weight_map.values())) if not strays else []
+    strays += [name for name in names if not _is_plain_name(name)]
+    if strays:
+        raise CheckpointError(f"weight_map names {strays[0]!r}, expected a file beside the index", path=index_path)
+    return names
 
 
 def _is_plain_name(name: str) -> bool:
-    return name not in ("", ".", "..") and not {"\\", "\0"} & set(name) and len(name.encode()) <= MAX_NAME_BYTES
+    is_alone = name == Path(name).name and name not in ("", ".", "..")
+    return is_alone and not {"\\", "\0"} & set(name) and len(name.encode()) <= MAX_NAME_BYTES
 
 
 def refuse_escape(root: Path, file: Path) -> None:
