@@ -19,14 +19,13 @@ from dflash_cli.checkpoints.hub import explained
 from dflash_runtime.checkpoint.files import (
     INDEX_FILE,
     MAX_HEADER_BYTES,
-    MAX_JSON_BYTES,
     SINGLE_FILE,
     Checkpoint,
     TensorInfo,
     find_orphans,
-    parse_json,
     read_header,
 )
+from dflash_runtime.checkpoint.strict_json import MAX_JSON_BYTES, parse_json
 from dflash_runtime.errors import CheckpointError, TensorMismatch, UnsupportedError
 
 FIRST_BYTES = 128 * 1024

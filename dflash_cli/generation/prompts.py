@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_cli.generation.tokenizer import Tokenizer
-from dflash_runtime.checkpoint.files import parse_json
+from dflash_runtime.checkpoint.strict_json import parse_json
 from dflash_runtime.errors import CheckpointError, CheckpointNotFound, RequestError, UsageError
 from dflash_runtime.json_values import is_int
 

@@ -6,12 +6,7 @@ header must be named rather than crash a reader. Tensor data is read by the safe
 Layout of a safetensors file: u64 header length, JSON header, data. Source: huggingface/safetensors README, "Format".
 """
 
-import codecs
-import json
 import math
-import re
-import shlex
-import stat
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -20,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from dflash_runtime.checkpoint.gguf import refuse_gguf
 from dflash_runtime.checkpoint.layout import StoredRows
+from dflash_runtime.checkpoint.strict_json import parse_json, read_json, regular_size
 from dflash_runtime.errors import CheckpointError, CheckpointNotFound, TensorMismatch
 from dflash_runtime.json_values import is_int
 
@@ -31,15 +27,10 @@ SINGLE_FILE = "model.safetensors"
 MASK_FILE = "mask_embedding.safetensors"
 """A learned mask embedding, which lies beside the weights and does not count as one of them."""
 MAX_HEADER_BYTES = 100_000_000
-MAX_JSON_BYTES = 64_000_000
 MAX_TENSORS = 50_000
 """The most tensors in one file: several times what a shard of the largest published checkpoint has, read in seconds."""
 
 MAX_NAME_BYTES = 255
-MAX_DIGITS = 100
-"""Of an integer: more than any that is read, and fewer than Python refuses to turn into one."""
-
-ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
 DTYPE_BYTES: Mapping[str, float] = {
@@ -142,58 +133,6 @@ class Checkpoint:
         return read_json(path) if path.exists() else None
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object strictly: UTF-8, no duplicate keys, no NaN or Infinity.
-
-    Raises:
-        CheckpointError: absent, too large, not JSON, or not an object.
-    """
-    try:
-        size = _regular_size(path)
-        if size > MAX_JSON_BYTES:
-            raise CheckpointError(f"{size} bytes, expected at most {MAX_JSON_BYTES}", path=path)
-        text = path.read_bytes()
-    except FileNotFoundError as error:
-        raise CheckpointError(
-            "not found, expected a checkpoint's config", path=path, hint="pass the directory that holds config.json"
-        ) from error
-    except OSError as error:
-        raise CheckpointError(f"cannot be read: {error.strerror}", path=path) from error
-    return parse_json(text, path)
-
-
-def parse_json(text: bytes, path: Path) -> dict[str, Any]:
-    """Parse a JSON object with the strictness `read_json` promises."""
-    if text.startswith(codecs.BOM_UTF8):
-        raise CheckpointError(
-            "begins with a byte order mark, expected plain UTF-8",
-            path=path,
-            hint=f"write it without one: sed -i '1s/^\\xEF\\xBB\\xBF//' {shlex.quote(str(path))}",
-        )
-    try:
-        decoded = text.decode("utf-8")
-        value = json.loads(
-            decoded,
-            object_pairs_hook=_unique_keys,
-            parse_constant=_refuse_constant,
-            parse_float=_finite,
-            parse_int=_small,
-        )
-        if ESCAPED_SURROGATE.search(decoded):  # pairs are characters, halves cannot be written to a file again
-            json.dumps(value, ensure_ascii=False).encode("utf-8")
-    except RecursionError as error:
-        raise CheckpointError("nested too deeply to be a config", path=path) from error
-    except UnicodeEncodeError as error:
-        raise CheckpointError("not valid JSON: half a surrogate pair", path=path) from error
-    except UnicodeDecodeError as error:
-        raise CheckpointError(f"not UTF-8 at byte {error.start}", path=path) from error
-    except ValueError as error:
-        raise CheckpointError(f"not valid JSON: {error}", path=path) from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"found a JSON {type(value).__name__}, expected an object", path=path)
-    return value
-
-
 def read_header(file: Path) -> dict[str, TensorInfo]:
     """Parse and check one safetensors header.
 
@@ -204,7 +143,7 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
         CheckpointError: naming the file, the tensor and what is wrong.
     """
     try:
-        size = _regular_size(file)
+        size = regular_size(file)
         with file.open("rb") as stream:
             prefix = stream.read(8)
             if len(prefix) < 8:
@@ -360,47 +299,3 @@ def _refuse_without_safetensors(path: Path) -> None:
             hint="save the checkpoint as safetensors where it was made",
         )
     raise CheckpointError("no *.safetensors file, expected the weights beside config.json", path=path)
-
-
-def _regular_size(file: Path) -> int:
-    """The size of a regular file; a pipe or a device would keep a reader waiting.
-
-    Raises:
-        CheckpointError: it is no regular file.
-        OSError: it cannot be looked at.
-    """
-    found = file.stat()
-    if not stat.S_ISREG(found.st_mode):
-        raise CheckpointError("not a regular file", path=file)
-    return found.st_size
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        seen: set[str] = set()
-        for key, _ in pairs:
-            if key in seen:
-                raise ValueError(f"duplicate key {key!r}")
-            seen.add(key)
-    return result
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    if math.isinf(value):
-        raise ValueError(f"{text} is too large")
-    return value
-
-
-def _small(text: str) -> int:
-    if len(text) > MAX_DIGITS:
-        raise ValueError(f"a number of {len(text)} digits is too large")
-    value = int(text)
-    if abs(value) >= 2**64:
-        raise ValueError(f"{text[:20]}... is too large")
-    return value

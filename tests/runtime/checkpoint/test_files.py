@@ -14,7 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
-from dflash_runtime.checkpoint.files import INDEX_FILE, Checkpoint, parse_json, read_header, read_json
+from dflash_runtime.checkpoint.files import INDEX_FILE, Checkpoint, read_header
+from dflash_runtime.checkpoint.strict_json import parse_json, read_json
 from dflash_runtime.errors import CheckpointError, CheckpointNotFound, TensorMismatch
 from dflash_testing import checkpoints as support
 
