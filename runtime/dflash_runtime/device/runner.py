@@ -197,7 +197,7 @@ class Runner:
     def _prefill(self, chunk: Chunk) -> Tensor | None:
         """Run a chunk that is not empty. After the last chunk, choose the first token and start decoding."""
         view = self._chunk_view(chunk)
-        token_ids = self._upload.ints(chunk.request.token_ids[chunk.start : chunk.end])
+        token_ids = self._upload.ints(chunk.request.token_slice(chunk.start, chunk.end))
         positions = torch.arange(chunk.start, chunk.end, device=self.device)[None]
         slots = self._slots(view, positions)
         attend = self._attend_target(view, slots)

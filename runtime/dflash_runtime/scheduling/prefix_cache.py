@@ -38,17 +38,14 @@ class PrefixCache:
         if not self.is_enabled:
             return
         size = self._pool.page_size
-        tokens = request.token_ids
-        digest = ROOT
-        for start in range(0, len(tokens) - size, size):
-            digest = page_digest(digest, tokens[start : start + size])
-            page = self._pages.get(digest)
+        for column in range((request.total_len - 1) // size):
+            page = self._pages.get(self._digest(request, column))
             if page is None:
                 break
             request.pages.append(page)
-            request.page_digests.append(digest)
         self._pool.share(request.pages)
-        request.prefilled_len = len(request.pages) * size
+        request.num_published = len(request.pages)
+        request.prefilled_len = request.num_published * size
 
     def publish(self, request: Request, num_tokens: int) -> None:
         """Enter a request's full pages below `num_tokens` rows of true KV.
@@ -57,22 +54,37 @@ class PrefixCache:
         """
         if not self.is_enabled:
             return
-        size = self._pool.page_size
-        tokens = request.token_ids
-        for column in range(len(request.page_digests), num_tokens // size):
-            before = request.page_digests[-1] if request.page_digests else ROOT
-            digest = page_digest(before, tokens[column * size : (column + 1) * size])
-            request.page_digests.append(digest)
+        num_full = num_tokens // self._pool.page_size
+        for column in range(request.num_published, num_full):
+            digest = self._digest(request, column)
             if digest not in self._pages:
                 page = request.pages[column]
                 self._pool.publish(page)
                 self._pages[digest] = page
                 self._digests[page] = digest
+        request.num_published = max(request.num_published, num_full)
+
+    def will_publish(self, running: Request, waiting: Request, num_tokens: int) -> bool:
+        """Whether a running prompt is to publish `num_tokens` tokens more of a waiting one than that one has found."""
+        size = self._pool.page_size
+        column = waiting.num_published + max(1, num_tokens // size) - 1
+        is_left = running.num_published <= column < running.prefill_len // size
+        is_wanted = (column + 1) * size < waiting.total_len
+        if not (self.is_enabled and is_left and is_wanted):
+            return False
+        return self._digest(running, column) == self._digest(waiting, column)
 
     def check_integrity(self) -> None:
         """Assert that both maps agree and name published pages only."""
         assert {page: digest for digest, page in self._pages.items()} == self._digests
         assert all(self._pool.is_published(page) for page in self._digests)
+
+    def _digest(self, request: Request, column: int) -> bytes:
+        """The digest of a request's page; a text only grows, so that each is computed once."""
+        digests, size = request.page_digests, self._pool.page_size
+        for start in range(len(digests) * size, (column + 1) * size, size):
+            digests.append(page_digest(digests[-1] if digests else ROOT, request.token_slice(start, start + size)))
+        return digests[column]
 
     def _forget(self, page: int) -> None:
         digest = self._digests.pop(page)

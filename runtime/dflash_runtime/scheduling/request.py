@@ -145,7 +145,8 @@ class Request:
     row: int | None = None
     generation: int = 0
     pages: list[int] = field(default_factory=list)
-    page_digests: list[bytes] = field(default_factory=list)
+    page_digests: list[bytes] = field(default_factory=list)  # of its full pages, as far as they were asked for
+    num_published: int = 0  # pages that were found in the prefix cache, or entered in it
     num_cached: int = 0
     prefilled_len: int = 0
     prefill_len: int = 0  # `rows_to_prefill` when the row was given
@@ -168,10 +169,10 @@ class Request:
     def kv_len(self) -> int:
         return self.total_len - 1
 
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        """Everything committed, prompt first."""
-        return self.prompt_token_ids + tuple(self.output_token_ids)
+    def token_slice(self, start: int, end: int) -> tuple[int, ...]:
+        """Tokens `[start, end)` of everything committed, prompt first. Costs no more than what it returns."""
+        generated = slice(max(0, start - self.prompt_len), max(0, end - self.prompt_len))
+        return self.prompt_token_ids[start:end] + tuple(self.output_token_ids[generated])
 
     @property
     def rows_to_prefill(self) -> int:

@@ -35,6 +35,9 @@ LOWEST_SHARE = 1 / 16
 SHARE_WEIGHT = 1 / 8
 """How much of the expected share each request that ends replaces by its own."""
 
+SHARED_WORTH_A_WAIT = 64
+"""Tokens of a prefix for which a prompt waits a step or two rather than run them once more; others go ahead of it."""
+
 
 class OutOfPages(Exception):
     """The pool is empty while steps are in flight: read their results, which may free pages, before preempting."""
@@ -218,18 +221,30 @@ class Scheduler:
         return chunks
 
     def _plan_new(self, admitted: list[Request], chunks: list[Chunk]) -> None:
-        """Admit waiting requests in order, as budget, rows and pages allow, each with the pages of its whole prompt."""
-        while self._waiting and self._free_rows and len(self._running) < self.max_running and self._budget(chunks):
+        """Admit waiting requests in order, as budget, rows and pages allow, each with the pages of its whole prompt.
+
+        One whose text is being prefilled for another is passed over until it finds the pages of that one.
+        """
+        passed_over: list[Request] = []
+        while self._waiting and self._free_rows and self._budget(chunks):
+            if len(self._running) + len(passed_over) >= self.max_running:
+                break
             request = self._waiting[0]
             self.cache.match(request)
             if self._running and not self._has_room(request):
                 self._release_pages(request)
-                return
-            self._admit(self._waiting.popleft(), admitted)
+                break
+            self._waiting.popleft()
+            if any(self.cache.will_publish(item, request, SHARED_WORTH_A_WAIT) for item in self._running):
+                self._release_pages(request)
+                passed_over.append(request)
+                continue
+            self._admit(request, admitted)
             is_grown = self._grow(request, self.limits.reserved_len(request.prefill_len))
             assert is_grown, "an admitted request was promised its pages"
             end = min(request.prefill_len, request.prefilled_len + self._budget(chunks))
             chunks.append(self._chunk(request, end))
+        self._waiting.extendleft(reversed(passed_over))
 
     def _has_room(self, request: Request) -> bool:
         """Whether the pool has the pages a waiting request and those that run are expected to need.
@@ -389,5 +404,5 @@ class Scheduler:
 
 def _forget_pages(request: Request) -> None:
     request.pages = []
-    request.page_digests = []
+    request.num_published = 0
     request.prefilled_len = 0

@@ -121,6 +121,55 @@ def test_concurrent_requests_with_shared_prefixes_accept_as_one_by_one() -> None
     assert sum(output.num_cached > 0 for output in together) > 40
 
 
+def sharing(num_shared: int, num_prompts: int = 8) -> list[tuple[int, ...]]:
+    """Prompts with a common beginning."""
+    text = tuple(token for prompt in bundled_prompts() for token in prompt)
+    assert len(text) >= num_shared
+    return [
+        text[:num_shared] + tuple(prompt[: 3 + index]) for index, prompt in enumerate(bundled_prompts()[:num_prompts])
+    ]
+
+
+@pytest.mark.parametrize("scheduling", ["sync", "async"])
+def test_a_long_prefix_of_prompts_that_come_together_is_run_once(scheduling: str) -> None:
+    """What one of them has begun the others wait for, though it takes two steps; then they find all of it."""
+    prompts, params = sharing(400), SamplingParams(max_new_tokens=6)
+    draft = bundled_draft_model(dtype=torch.float64)
+    alone = bundled_llm(draft, 7, dtype=torch.float64, prefix_cache=False).generate(prompts, params)
+    llm = bundled_llm(draft, 7, dtype=torch.float64, max_num_requests=8, max_batched_tokens=256, scheduling=scheduling)
+    together = llm.generate(prompts, params)
+    assert [output.num_cached for output in together] == [0] + [400] * 7
+    assert [output.token_ids for output in together] == [output.token_ids for output in alone]
+    assert [output.drafts for output in together] == [output.drafts for output in alone]
+
+
+def test_a_short_prefix_is_not_waited_for() -> None:
+    llm = bundled_llm(None, 0, max_num_requests=8)
+    for index, prompt in enumerate(sharing(48)):
+        llm.engine.add(Request(index=index, prompt_token_ids=prompt, params=SamplingParams()))
+    assert len(llm.engine.scheduler.schedule(is_drained=True).admitted) == 8
+
+
+def test_prompts_pass_those_that_wait_and_wait_for_nobody_that_is_gone() -> None:
+    """The first prompt of another text is begun at once; when the one that was waited for ends, the next begins."""
+    llm = bundled_llm(None, 0, max_num_requests=8, max_batched_tokens=256)
+    scheduler, first = llm.engine.scheduler, sharing(400, 3)
+    requests = [
+        Request(index=index, prompt_token_ids=prompt, params=SamplingParams())
+        for index, prompt in enumerate([*first, first[0][::-1]])
+    ]
+    for request in requests:
+        scheduler.add(request)
+    scheduler.max_batched_tokens = 300
+    assert scheduler.schedule(is_drained=True).admitted == (requests[0],)
+    scheduler.max_batched_tokens = 256
+    assert scheduler.schedule(is_drained=False).admitted == (requests[3],)
+    scheduler.abort([requests[0]])
+    scheduler.max_batched_tokens = 1000
+    assert scheduler.schedule(is_drained=False).admitted == (requests[1],)
+    scheduler.check_integrity()
+
+
 def test_published_pages_never_change() -> None:
     """Checksum at publication equals checksum ever after, target and draft tensors."""
     llm = bundled_llm(bundled_draft_model(), 7, max_num_requests=4, num_pages=30, scheduling="async")
