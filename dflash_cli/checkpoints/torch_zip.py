@@ -75,6 +75,8 @@ def read_torch_zip(file: Path) -> dict[str, Any]:
         raise _refusal(file, "is no regular file")
     try:
         with zipfile.ZipFile(file) as archive:
+            if any(item.header_offset < 0 for item in archive.infolist()):  # what stood before was cut off
+                raise zipfile.BadZipFile
             if len(archive.infolist()) > MAX_MEMBERS:
                 raise _refusal(file, "has more members than a dictionary of tensors needs")
             pickle = next((item for item in archive.infolist() if item.filename.endswith("/data.pkl")), None)
@@ -88,7 +90,7 @@ def read_torch_zip(file: Path) -> dict[str, Any]:
                 key: _find_bytes(item, key, archive, root, file) if isinstance(item, _Tensor) else item
                 for key, item in value.items()
             }
-    except (zipfile.BadZipFile, NotImplementedError, EOFError, struct.error) as error:
+    except (zipfile.BadZipFile, NotImplementedError, EOFError, ValueError, struct.error) as error:
         raise _refusal(file, "is no archive of torch.save") from error
 
 

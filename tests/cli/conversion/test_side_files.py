@@ -82,6 +82,24 @@ class TestReader:
         with pytest.raises(UnsupportedError, match=r"no archive of torch\.save"):
             read_torch_zip(path)
 
+    def test_an_archive_without_its_beginning(self, tmp_path: Path) -> None:
+        """The offsets of its members then lie before the file."""
+        path = save(tmp_path / "a.pt", {"embedding": torch.ones(4)})
+        path.write_bytes(path.read_bytes()[10:])
+        with pytest.raises(UnsupportedError, match=r"no archive of torch\.save"):
+            read_torch_zip(path)
+
+    @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @given(data=st.data())
+    def test_bytes_changed_anywhere(self, data: st.DataObject, tmp_path: Path) -> None:
+        path = save(tmp_path / "a.pt", {"embedding": torch.ones(4), "mask_token_id": 3})
+        damaged = bytearray(path.read_bytes())
+        for _ in range(data.draw(st.integers(1, 4))):
+            damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
+        path.write_bytes(damaged)
+        with contextlib.suppress(CheckpointError, UnsupportedError):
+            read_torch_zip(path)
+
     def test_code_is_never_run(self, tmp_path: Path) -> None:
         """The classic: a pickle that calls `os.system`."""
 
