@@ -288,6 +288,14 @@ class EngineOptions:
             rich_help_panel=ENGINE,
         ),
     ] = "async"
+    graphs: Annotated[
+        bool,
+        typer.Option(
+            "--graphs/--no-graphs",
+            help="Capture steps as CUDA graphs, which take less time to start.",
+            rich_help_panel=ENGINE,
+        ),
+    ] = True
 
     def config(self) -> EngineConfig:
         """The runtime's form."""
@@ -305,6 +313,7 @@ class EngineOptions:
             gpu_memory_utilization=self.gpu_memory_utilization,
             prefix_cache=self.prefix_cache,
             scheduling=self.scheduling,
+            graphs=self.graphs,
         )
 
 

@@ -194,7 +194,7 @@ class EngineConfig:
     A step prefills at most `max_batched_tokens` prompt rows. `kv_memory_bytes` sets the size of the page pool;
     without it the pool takes the memory that `gpu_memory_utilization` allows. `max_in_flight` steps are queued ahead of
     their results when scheduling is asynchronous. Requests without a seed get theirs from `seed`; with None, that is
-    another number each time.
+    another number each time. With `graphs`, decode steps on a GPU are captured as CUDA graphs.
     """
 
     device: str = "auto"
@@ -212,6 +212,7 @@ class EngineConfig:
     prefix_cache: bool = True
     scheduling: str = "async"
     max_in_flight: int = 2
+    graphs: bool = True
     seed: int | None = None
 
     def __post_init__(self) -> None:

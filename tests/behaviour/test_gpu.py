@@ -8,26 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from dflash_cli.checkpoints.opening import open_target
-from dflash_cli.checkpoints.references import tiny_directory
-from dflash_runtime.config import EngineConfig
-from dflash_runtime.llm import LLM
 from dflash_runtime.metrics import count_acceptance
 from dflash_runtime.scheduling.request import Request, RequestOutput, SamplingParams
-from dflash_testing.pairs import bundled_draft, bundled_draft_model, bundled_llm, bundled_prompts
+from dflash_testing.gpu import gpu_llm
+from dflash_testing.pairs import bundled_draft_model, bundled_llm, bundled_prompts
 
 pytestmark = pytest.mark.gpu
 
 PARAMS = SamplingParams(max_new_tokens=64)
 REGRET = 0.2
 """Nats by which a chosen token may fall short of the best one, judged in float32."""
-
-
-def gpu_llm(name: str | None, dtype: str, **engine: Any) -> LLM:
-    settings: dict[str, Any] = {"device": "cuda", "dtype": dtype, "num_pages": 3000} | engine
-    config = EngineConfig(**settings)
-    draft = bundled_draft(name) if name is not None else None
-    return LLM(open_target(tiny_directory() / "target"), draft, config)
 
 
 def acceptance(outputs: list[RequestOutput]) -> float:

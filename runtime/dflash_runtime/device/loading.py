@@ -39,6 +39,17 @@ class LoadedPair:
     warnings: tuple[str, ...] = ()
     draft_weights: Weights | None = None
 
+    @property
+    def has_graphs(self) -> bool:
+        """Whether decode steps are captured as CUDA graphs: where Triton runs, and models say that this is safe."""
+        models = [self.target] if self.draft is None else [self.target, self.draft]
+        is_safe = all(getattr(model, "follows_from_shapes", False) for model in models)
+        return self.config.graphs and is_safe and self.placement.kernels.name == "triton" and self._is_on_gpu
+
+    @property
+    def _is_on_gpu(self) -> bool:
+        return self.placement.device.type == "cuda"
+
     def with_draft(self, config: DraftConfig) -> "LoadedPair":
         """The same pair with its draft's weights read by another config."""
         assert self.draft_weights is not None, "a pair that was loaded with a draft"

@@ -23,6 +23,7 @@ from torch import Tensor
 from dflash_kernels.accept import Acceptance
 from dflash_kernels.slot_mapping import PAD
 from dflash_kernels.uniform import DRAFT
+from dflash_runtime.device.decode_graphs import DecodeGraphs, StepMode
 from dflash_runtime.device.kv import KVCache, PagedAttention
 from dflash_runtime.device.loading import LoadedPair
 from dflash_runtime.device.results import PendingStep, StepResults
@@ -53,14 +54,13 @@ class BatchRows:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How the tokens of one forward are sampled, [R] each; `is_greedy` and `has_filters` are known on the host."""
+    """How the tokens of one forward are sampled, [R] each."""
 
     temperatures: Tensor
     top_ks: Tensor
     top_ps: Tensor
     seeds: Tensor
-    is_greedy: bool
-    has_filters: bool
+    mode: StepMode
 
     def spread(self, num_rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Each value once for each of a request's block rows: [R] -> [R * N]."""
@@ -90,9 +90,11 @@ class Runner:
         self.draft_kv = KVCache(self.draft.config, num_pages, page_size, pair.placement) if self.draft else None
         # A block may begin on the last position, so the table is a block wider than the model is long.
         max_pages = -(-(self.limits.max_model_len + self.limits.num_lookahead_tokens) // page_size)
-        self.state = DeviceState.empty(self.limits.max_num_requests, max_pages, self.device)
+        # The last row is never given to a request: graphs fill their batches with it.
+        self.state = DeviceState.empty(self.limits.max_num_requests + 1, max_pages, self.device)
         self._upload = Uploader(self.device)
         self._taps = self.draft.config.target_layer_ids if self.draft else ()
+        self.graphs = DecodeGraphs(self._decode, self.limits.max_num_requests, self.device) if pair.has_graphs else None
 
     @torch.inference_mode()
     def submit(self, batch: Batch) -> PendingStep:
@@ -104,7 +106,11 @@ class Runner:
             parts: list[Tensor] = []
             requests: list[Request] = []
             if batch.decode:
-                parts.append(self._decode(batch))
+                rows, mode = [_row(request) for request in batch.decode], _mode(batch.decode, batch.is_drafting)
+                if self.graphs is not None:
+                    parts.append(self.graphs.replay(rows, mode))
+                else:
+                    parts.append(self._decode(self._upload.ints(rows), mode, batch.longest))
                 requests += batch.decode
             for chunk in batch.chunks:
                 if chunk.start == chunk.end:
@@ -145,13 +151,16 @@ class Runner:
         """Makes the pair's GPU the current one of this thread, which is where Triton launches."""
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
-    def _decode(self, batch: Batch) -> Tensor:
-        """One step of every decoding request -> packed results."""
-        is_drafting = self.draft is not None and batch.is_drafting
+    def _decode(self, rows: Tensor, mode: StepMode, longest: int | None = None) -> Tensor:
+        """One step of decoding batch rows [R] -> packed results.
+
+        `longest` bounds their true KV lengths; without it nothing here depends on lengths, only on shapes and the mode.
+        """
+        is_drafting = self.draft is not None and mode.is_drafting
         num_rows = self.limits.num_lookahead_tokens if is_drafting else 1
-        view = self._view(batch.decode, batch.longest + num_rows)
+        view = self._view(rows, None if longest is None else longest + num_rows)
         positions = view.kv_lens[:, None] + torch.arange(num_rows, device=self.device)
-        sampling = self._sampling(view.rows, batch.decode)
+        sampling = self._sampling(view.rows, mode)
         anchors = self.state.anchors[view.rows]
         # Each request by itself: near the model's limit its drafts do not count. The block keeps its length all the
         # same, since in a non-causal block every row depends on how many follow.
@@ -214,7 +223,9 @@ class Runner:
         """Choose the token after a prompt from its last row's hidden state [1, hidden] -> packed results."""
         state, rows = self.state, view.rows
         nothing, zero = _no_drafts(rows), torch.zeros_like(rows)
-        chosen, _, num_finite = self._choose(hidden, positions, self._sampling(rows, [request]), nothing, zero)
+        chosen, _, num_finite = self._choose(
+            hidden, positions, self._sampling(rows, _mode([request], is_drafting=False)), nothing, zero
+        )
         num_remaining = request.remaining(self.limits.max_model_len)
         remaining = torch.full_like(rows, num_remaining)
         accepted = self.kernels.accept_block(nothing.token_ids, chosen, zero, state.stop_ids[rows], remaining)
@@ -250,11 +261,11 @@ class Runner:
             self.kernels, self.draft_kv, view.page_table, view.context_lens, config.causal, config.windows
         )
         logits = self.draft.logits(torch.cat((anchors[:, None], masks), dim=1), positions, attend)
-        if sampling.is_greedy or not self.samples_drafts:
+        if sampling.mode.is_greedy or not self.samples_drafts:
             return Proposal(self._to_target(logits.argmax(-1)))
         temperatures, top_ks, top_ps, seeds = sampling.spread(num_drafts)
         probs = self.kernels.filtered_probs(
-            logits.flatten(0, 1), temperatures, top_ks, top_ps, has_filters=sampling.has_filters
+            logits.flatten(0, 1), temperatures, top_ks, top_ps, has_filters=sampling.mode.has_filters
         )
         sampled = self.kernels.sample_probs(probs, seeds, positions[:, 1:].flatten(), DRAFT)
         return Proposal(self._to_target(sampled.view(-1, num_drafts)), self._spread_probs(probs, num_drafts))
@@ -295,11 +306,11 @@ class Runner:
                 top_ps,
                 seeds,
                 positions.flatten() + 1,
-                is_greedy=sampling.is_greedy,
-                has_filters=sampling.has_filters,
+                is_greedy=sampling.mode.is_greedy,
+                has_filters=sampling.mode.has_filters,
             )
             return chosen.view_as(positions), max_accepted, num_finite
-        probs = self.kernels.filtered_probs(logits, temperatures, top_ks, top_ps, has_filters=sampling.has_filters)
+        probs = self.kernels.filtered_probs(logits, temperatures, top_ks, top_ps, has_filters=sampling.mode.has_filters)
         probs = probs.view(*positions.shape, -1)
         num_accepted, chosen = self.kernels.reject(
             proposal.token_ids, probs, proposal.probs, sampling.seeds, positions[:, 1], max_accepted
@@ -319,9 +330,9 @@ class Runner:
         if self.draft is not None and self.draft_kv is not None and features is not None:
             self.draft.write_context(features, positions.flatten(), self.draft_kv, slots.flatten())
 
-    def _view(self, requests: Sequence[Request], num_tokens: int) -> BatchRows:
-        """The rows of decoding requests for a forward that reaches `num_tokens` tokens at most."""
-        state, rows = self.state, self._upload.ints([_row(request) for request in requests])
+    def _view(self, rows: Tensor, num_tokens: int | None) -> BatchRows:
+        """Decoding batch rows [R] for a forward that reaches `num_tokens` tokens at most; None is the model's limit."""
+        state = self.state
         is_alive = ~state.done[rows]
         kv_lens = state.kv_lens[rows]
         return BatchRows(
@@ -348,29 +359,32 @@ class Runner:
             page_table=self._page_table(rows, chunk.end),
         )
 
-    def _page_table(self, rows: Tensor, num_tokens: int) -> Tensor:
+    def _page_table(self, rows: Tensor, num_tokens: int | None) -> Tensor:
         """Page table of rows [R] as far as `num_tokens` tokens reach: [R, P']."""
+        if num_tokens is None:
+            return self.state.page_table[rows]
         num_pages = -(-num_tokens // self.page_size)
         return self.state.page_table[rows][:, :num_pages].contiguous()
 
     def _slots(self, view: BatchRows, positions: Tensor) -> Tensor:
         return self.kernels.slot_mapping(view.page_table, positions, view.reserved_lens, self.page_size)
 
-    def _sampling(self, rows: Tensor, requests: Sequence[Request]) -> Sampling:
+    def _sampling(self, rows: Tensor, mode: StepMode) -> Sampling:
         state = self.state
-        return Sampling(
-            state.temperatures[rows],
-            state.top_ks[rows],
-            state.top_ps[rows],
-            state.seeds[rows],
-            is_greedy=all(request.params.is_greedy for request in requests),
-            has_filters=any(request.params.has_filters for request in requests),
-        )
+        return Sampling(state.temperatures[rows], state.top_ks[rows], state.top_ps[rows], state.seeds[rows], mode)
 
 
 def _row(request: Request) -> int:
     assert request.row is not None
     return request.row
+
+
+def _mode(requests: Sequence[Request], is_drafting: bool) -> StepMode:
+    return StepMode(
+        is_drafting=is_drafting,
+        is_greedy=all(request.params.is_greedy for request in requests),
+        has_filters=any(request.params.has_filters for request in requests),
+    )
 
 
 def _no_drafts(anchors: Tensor) -> Proposal:

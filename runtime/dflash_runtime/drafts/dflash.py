@@ -9,6 +9,8 @@ Axis letters: R requests, N block rows, K drafted tokens, T flat tokens, L layer
 V output vocabulary.
 """
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -26,6 +28,8 @@ from dflash_runtime.models.weights import Weights
 @DRAFTS.register("dflash")
 class DFlashDraft:
     """A Qwen3-shaped DFlash draft. It uses the target's embedding, and the target's head unless it has its own."""
+
+    follows_from_shapes: ClassVar[bool] = True
 
     expected_shapes = staticmethod(owned_shapes)
 
@@ -55,14 +59,19 @@ class DFlashDraft:
 
     def logits(self, block_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """See `drafts.draft.Draft`."""
-        embedded = functional.embedding(block_ids.flatten(), self._embedding) * self.config.input_embedding_scale
+        embedded = _scale(functional.embedding(block_ids.flatten(), self._embedding), self.config.input_embedding_scale)
         hidden, _ = self._decoder(embedded, positions.flatten(), attend)
         return self._cap(self._head(hidden.view(*block_ids.shape, -1)[:, 1:]))
 
     def _cap(self, logits: Tensor) -> Tensor:
-        logits = logits * self.config.output_multiplier
+        logits = _scale(logits, self.config.output_multiplier)
         cap = self.config.final_logit_softcapping
         return torch.tanh(logits / cap) * cap if cap else logits
+
+
+def _scale(rows: Tensor, factor: float) -> Tensor:
+    """A pass over all of them only where it changes something."""
+    return rows if factor == 1 else rows * factor
 
 
 def _stack_context(projections: list[Linear]) -> Linear:

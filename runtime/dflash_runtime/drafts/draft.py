@@ -32,6 +32,7 @@ class Draft(Protocol):
     """A block-diffusion draft bound to its target's embedding and head.
 
     `target_ids` maps the draft's output ids to the target's, [V'] int64, or is None where they are the same.
+    `follows_from_shapes` is the same promise as a target's.
     """
 
     config: DraftConfig

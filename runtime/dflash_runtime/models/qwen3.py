@@ -4,6 +4,7 @@ Axis letters: T flat rows, F feature width.
 """
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -21,6 +22,8 @@ PREFIX = "model."
 @TARGETS.register("qwen3")
 class Qwen3Target:
     """A Qwen3 decoder over KV that `attend` owns."""
+
+    follows_from_shapes: ClassVar[bool] = True
 
     def __init__(self, config: TargetConfig, weights: Weights, placement: Placement) -> None:
         self.config = config

@@ -25,7 +25,11 @@ from dflash_runtime.registry import Registry
 
 
 class Target(Protocol):
-    """A decoder whose layers' outputs can be tapped."""
+    """A decoder whose layers' outputs can be tapped.
+
+    One whose `follows_from_shapes` is true never looks at a value on the host: the same launches serve any tokens and
+    lengths, so that steps with it can be captured as CUDA graphs.
+    """
 
     config: TargetConfig
     embedding: Tensor  # [V, hidden]
