@@ -70,8 +70,8 @@ def _context_kv_kernel(
     first, second = norm_half_tiles(
         tl.load(source, mask=is_element, other=0.0),
         tl.load(source + HALF, mask=is_element, other=0.0),
-        tl.load(weight, mask=is_dim, other=0.0),
-        tl.load(weight + HALF, mask=is_dim, other=0.0),
+        tl.load(weight, mask=is_dim, other=0.0)[None, :],
+        tl.load(weight + HALF, mask=is_dim, other=0.0)[None, :],
         eps, HEAD_DIM,
     )  # fmt: skip
     first, second = rotate_half_tiles(

@@ -63,7 +63,7 @@ def qk_norm_rope_ref(heads: Tensor, weight: Tensor | None, eps: float, cos: Tens
     """Normalise each query or key head, then rotate it.
 
     heads     [T, H, D]   D even
-    weight    [D]         None where a model has no norm on its heads
+    weight    [D], or [H, D] where heads differ, as those of queries and keys do; None where a model has no such norm
     cos, sin  [T, D]
     Returns [T, H, D].
     """
@@ -141,19 +141,22 @@ def rotate_half_tiles(first, second, cos_first, cos_second, sin_first, sin_secon
 
 @jit
 def norm_half_tiles(first, second, weight_first, weight_second, eps, HEAD_DIM: tl.constexpr):
-    """Both halves [heads, half] of RMS-normalised heads, rounded as `rms_norm_ref` rounds."""
+    """Both halves [heads, half] of RMS-normalised heads, rounded as `rms_norm_ref` rounds.
+
+    Weights are [heads, half], or [1, half] for all heads.
+    """
     dtype = first.dtype
     wide_first, wide_second = first.to(tl.float32), second.to(tl.float32)
     squares = tl.sum(wide_first * wide_first, 1) + tl.sum(wide_second * wide_second, 1)
     scale = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
-    wide_first = (wide_first * scale).to(dtype).to(tl.float32) * weight_first.to(tl.float32)[None, :]
-    wide_second = (wide_second * scale).to(dtype).to(tl.float32) * weight_second.to(tl.float32)[None, :]
+    wide_first = (wide_first * scale).to(dtype).to(tl.float32) * weight_first.to(tl.float32)
+    wide_second = (wide_second * scale).to(dtype).to(tl.float32) * weight_second.to(tl.float32)
     return wide_first.to(dtype), wide_second.to(dtype)
 
 
 @jit
 def _qk_norm_rope_kernel(
-    heads, weight, cos, sin, out, heads_row, heads_head, cos_row, sin_row, eps,
+    heads, weight, cos, sin, out, heads_row, heads_head, weight_head, cos_row, sin_row, eps,
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HAS_NORM: tl.constexpr,
     TILE_H: tl.constexpr, TILE_HALF: tl.constexpr,
 ):  # fmt: skip
@@ -167,8 +170,9 @@ def _qk_norm_rope_kernel(
     first = tl.load(source, mask=is_element, other=0.0)
     second = tl.load(source + HALF, mask=is_element, other=0.0)
     if HAS_NORM:
-        weight_first = tl.load(weight + dim, mask=is_dim, other=0.0)
-        weight_second = tl.load(weight + HALF + dim, mask=is_dim, other=0.0)
+        weights = weight + head[:, None] * weight_head + dim[None, :]
+        weight_first = tl.load(weights, mask=is_element, other=0.0)
+        weight_second = tl.load(weights + HALF, mask=is_element, other=0.0)
         first, second = norm_half_tiles(first, second, weight_first, weight_second, eps, HEAD_DIM)
     first, second = rotate_half_tiles(
         first, second,
@@ -189,7 +193,8 @@ def qk_norm_rope(heads: Tensor, weight: Tensor | None, eps: float, cos: Tensor, 
     check_dtypes(*given)
     num_rows, num_heads, head_dim = heads.shape
     require(head_dim % 2 == 0, "an even head size")
-    require(weight is None or weight.shape == (head_dim,), f"a weight of {head_dim} elements")
+    shapes = ((head_dim,), (num_heads, head_dim))
+    require(weight is None or weight.shape in shapes, f"a weight of {head_dim} elements, or one for each head")
     require(cos.shape == sin.shape == (num_rows, head_dim), "a row of cos and sin for each row of heads")
     require(heads.stride(2) == cos.stride(1) == sin.stride(1) == 1, "contiguous heads and table rows")
     out = torch.empty(heads.shape, dtype=heads.dtype, device=heads.device)
@@ -197,7 +202,8 @@ def qk_norm_rope(heads: Tensor, weight: Tensor | None, eps: float, cos: Tensor, 
         tile_heads, tile_half = min(HEAD_TILE, power_of_2(num_heads)), power_of_2(head_dim // 2)
         _qk_norm_rope_kernel[(num_rows, ceil_div(num_heads, tile_heads))](
             heads, cos if weight is None else weight.contiguous(), cos, sin, out,
-            heads.stride(0), heads.stride(1), cos.stride(0), sin.stride(0), eps,
+            heads.stride(0), heads.stride(1), head_dim if weight is not None and weight.dim() == 2 else 0,
+            cos.stride(0), sin.stride(0), eps,
             NUM_HEADS=num_heads, HEAD_DIM=head_dim, HAS_NORM=weight is not None,
             TILE_H=tile_heads, TILE_HALF=tile_half, num_warps=warps_for(tile_heads * tile_half), enable_fp_fusion=False,
         )  # fmt: skip

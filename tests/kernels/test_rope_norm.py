@@ -55,14 +55,15 @@ def rope_tables(num_rows: int, head_dim: int, dtype: torch.dtype) -> tuple[Tenso
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("has_norm", [True, False])
+@pytest.mark.parametrize("norm", ["none", "shared", "one a head"])
 @pytest.mark.parametrize(
     ("num_rows", "num_heads", "head_dim"), [(1, 1, 8), (7, 3, 12), (3, 9, 80), (15, 4, 128), (2, 16, 256)]
 )
-def test_norm_and_rope(num_rows: int, num_heads: int, head_dim: int, has_norm: bool, dtype: torch.dtype) -> None:
+def test_norm_and_rope(num_rows: int, num_heads: int, head_dim: int, norm: str, dtype: torch.dtype) -> None:
     projected = normal(num_rows, num_heads + 2, head_dim, dtype=dtype) * 2
     heads = projected[:, 1:-1]
-    weight = normal(head_dim, dtype=dtype, seed=1) if has_norm else None
+    shape = (num_heads, head_dim) if norm == "one a head" else (head_dim,)
+    weight = normal(*shape, dtype=dtype, seed=1) if norm != "none" else None
     cos, sin = rope_tables(num_rows, head_dim, dtype)
     out = qk_norm_rope(heads, weight, 1e-6, cos, sin)
     exact = qk_norm_rope_ref(

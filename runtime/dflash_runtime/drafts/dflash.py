@@ -61,7 +61,9 @@ class DFlashDraft:
         """See `drafts.draft.Draft`."""
         embedded = _scale(functional.embedding(block_ids.flatten(), self._embedding), self.config.input_embedding_scale)
         hidden, _ = self._decoder(embedded, positions.flatten(), attend)
-        return self._cap(self._head(hidden.view(*block_ids.shape, -1)[:, 1:]))
+        # As rows of one matrix: a product of a batch of blocks would read the head once for each of them.
+        masked = hidden.view(*block_ids.shape, -1)[:, 1:].flatten(0, 1)
+        return self._cap(self._head(masked)).view(len(block_ids), block_ids.shape[1] - 1, -1)
 
     def _cap(self, logits: Tensor) -> Tensor:
         logits = _scale(logits, self.config.output_multiplier)

@@ -90,8 +90,7 @@ class Attention:
 
     qkv: Linear
     output: Linear
-    query_norm: Tensor
-    key_norm: Tensor
+    head_norms: Tensor  # [H + KV, D]: that of queries for each of their heads, then that of keys
     eps: float
     num_heads: int
     num_kv_heads: int
@@ -101,19 +100,26 @@ class Attention:
     @classmethod
     def read(cls, weights: Weights, name: str, config: TargetConfig | DraftConfig, kernels: Kernels) -> "Attention":
         qkv, output = (Linear.read(weights, f"{name}.{part}_proj") for part in ("qkv", "o"))
-        query_norm, key_norm = (weights[f"{name}.{part}_norm.weight"] for part in "qk")
-        heads = (config.num_heads, config.num_kv_heads, config.head_dim)
-        return cls(qkv, output, query_norm, key_norm, config.rms_norm_eps, *heads, kernels)
+        counts = (config.num_heads, config.num_kv_heads)
+        norms = (weights[f"{name}.{part}_norm.weight"] for part in "qk")
+        head_norms = torch.cat([norm.expand(count, -1) for norm, count in zip(norms, counts, strict=True)])
+        return cls(qkv, output, head_norms, config.rms_norm_eps, *counts, config.head_dim, kernels)
 
     def project(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[T, hidden] -> queries [T, H, D] and keys [T, KV, D], normalised and rotated; values [T, KV, D].
 
-        Values are a view of the stacked projection, whose rows are wider.
+        All are views of wider rows.
         """
         rows = self.qkv(hidden).view(len(hidden), -1, self.head_dim)
-        query, keys, values = rows.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
-        query = self.kernels.qk_norm_rope(query, self.query_norm, self.eps, cos, sin)
-        return query, self.kernels.qk_norm_rope(keys, self.key_norm, self.eps, cos, sin), values
+        heads, values = rows.split((self.num_heads + self.num_kv_heads, self.num_kv_heads), dim=1)
+        rotated = self.kernels.qk_norm_rope(heads, self.head_norms, self.eps, cos, sin)
+        query, keys = rotated.split((self.num_heads, self.num_kv_heads), dim=1)
+        return query, keys, values
+
+    @property
+    def key_norm(self) -> Tensor:
+        """[D]."""
+        return self.head_norms[-1]
 
     @property
     def key_value(self) -> Linear:
