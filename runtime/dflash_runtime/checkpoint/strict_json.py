@@ -15,6 +15,10 @@ MAX_JSON_BYTES = 64_000_000
 MAX_DIGITS = 100
 """Of an integer: more than any that is read, and fewer than Python refuses to turn into one."""
 
+MAX_DEPTH = 64
+"""Of objects and lists in one another: many times what a config has, and far from where Python's own functions stop."""
+
+TOO_DEEP = f"nested too deeply to be a config, expected at most {MAX_DEPTH} levels"
 ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
@@ -58,7 +62,7 @@ def parse_json(text: bytes, path: Path) -> dict[str, Any]:
         if ESCAPED_SURROGATE.search(decoded):  # pairs are characters, halves cannot be written to a file again
             json.dumps(value, ensure_ascii=False).encode("utf-8")
     except RecursionError as error:
-        raise CheckpointError("nested too deeply to be a config", path=path) from error
+        raise CheckpointError(TOO_DEEP, path=path) from error
     except UnicodeEncodeError as error:
         raise CheckpointError("not valid JSON: half a surrogate pair", path=path) from error
     except UnicodeDecodeError as error:
@@ -67,7 +71,18 @@ def parse_json(text: bytes, path: Path) -> dict[str, Any]:
         raise CheckpointError(f"not valid JSON: {error}", path=path) from error
     if not isinstance(value, dict):
         raise CheckpointError(f"found a JSON {type(value).__name__}, expected an object", path=path)
+    if _is_deeper(value, MAX_DEPTH):
+        raise CheckpointError(TOO_DEEP, path=path)
     return value
+
+
+def _is_deeper(value: dict[str, Any], depth: int) -> bool:
+    """Whether objects and lists lie in one another more than `depth` levels deep."""
+    level: list[Any] = [value]
+    for _ in range(depth):
+        inner = (item for holder in level for item in (holder.values() if isinstance(holder, dict) else holder))
+        level = [item for item in inner if isinstance(item, dict | list)]
+    return bool(level)
 
 
 def regular_size(file: Path) -> int:

@@ -139,6 +139,8 @@ class TestJson:
             (b'{"a": {"b": 1, "b": 2}}', "duplicate key 'b'"),
             (b'{"\xff": 1}', "not UTF-8 at byte 2"),
             (b'{"a":' * 100_000, "nested too deeply|not valid JSON"),
+            (b'{"a":' * 65 + b"1" + b"}" * 65, "nested too deeply"),
+            (b'{"a":' + b"[" * 64 + b"]" * 64 + b"}", "nested too deeply"),
         ],
     )
     def test_strictness(self, text: bytes, message: str) -> None:
@@ -155,6 +157,7 @@ class TestJson:
         assert path.read_bytes() == b"{}"
 
     def test_numbers_stay_numbers(self) -> None:
+        assert parse_json(b'{"a":' * 64 + b"1" + b"}" * 64, PATH)
         assert parse_json(b'{"a": 1e-6, "b": -3}', PATH) == {"a": 1e-6, "b": -3}
 
 
