@@ -1,5 +1,6 @@
 """The hub's errors in our words: gated, missing, wrong revision, offline and unreachable read differently."""
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -50,15 +51,24 @@ def explained(repo: str, revision: str | None = None) -> Iterator[None]:
         if isinstance(error.__cause__, HfHubHTTPError):
             raise CheckpointNotFound(f"{repo}: {_first_line(error.__cause__)}") from error
         raise HubUnreachable(
-            f"{repo}: not in the local cache, and the hub cannot be reached",
-            hint="check the network, or unset HF_HUB_OFFLINE",
+            f"{repo}: not in the local cache, and the hub cannot be reached", hint=_how_to_reach_it()
         ) from error
     except (EntryNotFoundError, HfHubHTTPError) as error:
         raise CheckpointNotFound(f"{repo}: {_first_line(error)}") from error
     except connection_errors as error:
         raise HubUnreachable(
-            f"{repo}: the hub cannot be reached ({type(error).__name__})", hint="check the network and HF_ENDPOINT"
+            f"{repo}: the hub cannot be reached ({type(error).__name__})", hint=_how_to_reach_it()
         ) from error
+
+
+def _how_to_reach_it() -> str:
+    """Which variable turned offline mode on, where one did."""
+    from huggingface_hub.constants import HF_HUB_OFFLINE
+
+    if not HF_HUB_OFFLINE:
+        return "check the network and HF_ENDPOINT"
+    name = "HF_HUB_OFFLINE" if os.environ.get("HF_HUB_OFFLINE") else "TRANSFORMERS_OFFLINE"
+    return f"{name} turns the hub off: unset it"
 
 
 def _first_line(error: BaseException) -> str:

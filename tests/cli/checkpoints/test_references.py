@@ -86,6 +86,7 @@ def test_offline(how: tuple[str, ...], environment: dict[str, str]) -> None:
     outcome = support.launch("validate", "acme/draft", *how, env={**environment, "HF_HUB_OFFLINE": "1"})
     assert outcome.code == 4
     assert "not in the local cache, and the hub cannot be reached" in outcome.err
+    assert outcome.err.splitlines()[-1] == "hint: HF_HUB_OFFLINE turns the hub off: unset it"
 
 
 @pytest.mark.parametrize("how", [(), DOWNLOAD], ids=["headers", "download"])
@@ -94,6 +95,7 @@ def test_nobody_answers(how: tuple[str, ...], environment: dict[str, str]) -> No
     outcome = support.launch("validate", "acme/draft", *how, env=nobody)
     assert outcome.code == 4
     assert "the hub cannot be reached" in outcome.err
+    assert outcome.err.splitlines()[-1] == "hint: check the network and HF_ENDPOINT"
     assert "Traceback" not in outcome.err
 
 
