@@ -85,6 +85,8 @@ def diagnose(
                 run=run,
             )
         )
+    for note in report.notes if report.search is not None else ():  # without one, they are the sentence
+        console.warn(note)
     most = opened.config.num_draft_tokens if opened is not None else 0
     found = diagnose_report(report, draft=draft, target=pair.target, num_draft_tokens=most)
     if as_json:
