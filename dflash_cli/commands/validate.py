@@ -202,7 +202,7 @@ def _print(report: Report, *, is_target_missing: bool) -> None:
         _print_search(report)
     for verdict in report.verdicts:
         console.result(verdict.text)
-    against = f" against {report.target}" if report.target is not None else ""
+    against = f" against {report.target}" if report.target is not None else " without a target"
     errors, warnings = report.count("error"), report.count("warning")
     console.result(
         f"{report.path}: {report.dialect or 'unknown dialect'}, {report.num_rules} rules checked{against}: "

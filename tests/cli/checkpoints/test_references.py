@@ -78,6 +78,7 @@ def test_each_refusal_reads_differently(
     outcome = support.launch("validate", reference, *how, env=environment)
     assert outcome.code == 4, outcome.err
     assert message in outcome.err
+    assert ("try again later" in outcome.err) == ("broken" in reference)
     assert "Traceback" not in outcome.err
 
 

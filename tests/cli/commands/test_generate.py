@@ -264,6 +264,9 @@ def test_a_checkpoint_as_the_only_prompt_is_pointed_out() -> None:
     done = support.run_main("generate", "tiny", "-n", "2")
     assert done.code == 0
     assert "note: tiny was read as a prompt; to run it as the draft, pass --draft tiny" in done.err.splitlines()
+    words = "note: 3 prompts of one word each were read; put quotes around a text to make it one prompt"
+    assert words in support.run_main("generate", "def", "fibonacci", "n", "-n", "2").err.splitlines()
+    assert "one word each" not in support.run_main("generate", "def fibonacci", "n", "-n", "2").err
     assert "was read as a prompt" not in support.run_main("generate", "tiny", "-n", "2", "--draft", "tiny").err
 
 

@@ -70,6 +70,7 @@ class TestCommand:
         )
         assert "sglang 0.5.23: cannot serve the draft (S09)\n" in outcome.out
         assert "transformers 5.23: cannot serve the draft (S14)\n" in outcome.out
+        assert "rules checked without a target: " in outcome.out
         older = support.invoke("validate", draft, "--engine", "vllm@0.24", "--json")
         verdict = json.loads(older.out)["verdicts"][0]
         assert verdict["text"] == "vllm 0.24: loads, runs all 2 layers non-causally"
