@@ -15,20 +15,21 @@ from typing import Any
 
 from dflash_runtime.errors import DFlashError
 
-INTERRUPTED = 130
-"""The exit code after Ctrl-C and SIGTERM alike: what is finished is kept after both."""
-
 _received: int | None = None
 
 
 class Interrupted(DFlashError):
     """The run was ended by Ctrl-C or SIGTERM. The message says what was kept, the hint how to go on."""
 
-    exit_code = INTERRUPTED
-
     def __init__(self, message: str = "", *, hint: str | None = None) -> None:
+        self.exit_code = signal_exit_code()
         word = "terminated" if _received == signal.SIGTERM else "interrupted"
         super().__init__(f"{word}: {message}" if message else word, hint=hint)
+
+
+def signal_exit_code() -> int:
+    """As shells count: 143 after SIGTERM, 130 after Ctrl-C. What is finished is kept after both."""
+    return 128 + (_received or signal.SIGINT)
 
 
 class ReaderGone(Exception):

@@ -12,10 +12,10 @@ import typer
 
 from dflash_cli import console
 from dflash_cli.interruption import (
-    INTERRUPTED,
     ReaderGone,
     discard,
     open_closed_streams,
+    signal_exit_code,
     signals_raise,
     turned_into_errors,
 )
@@ -180,7 +180,7 @@ def _run() -> int:
         with turned_into_errors():
             return app(standalone_mode=False) or 0
     except KeyboardInterrupt:  # once more, while the first is reported
-        return INTERRUPTED
+        return signal_exit_code()
     except ReaderGone:
         discard(sys.stdout)
         return 0

@@ -1,11 +1,17 @@
 """What pyproject.toml says it needs is what is tested."""
 
+import ast
 import runpy
+import sys
+import tomllib
+from collections.abc import Iterator
 
 from packaging.requirements import Requirement
 from packaging.version import Version
 
 from dflash_testing.paths import ROOT
+
+PACKAGES = ("dflash_cli", "runtime/dflash_runtime", "kernels/dflash_kernels")
 
 
 def test_every_dependency_has_a_lowest_release_and_a_tested_one() -> None:
@@ -17,3 +23,24 @@ def test_every_dependency_has_a_lowest_release_and_a_tested_one() -> None:
     for requirement in lowest:
         (pin,) = requirement.specifier
         assert tested[requirement.name] >= Version(pin.version), requirement
+
+
+def test_what_is_imported_is_declared() -> None:
+    """A package that only comes with another one goes when that one no longer needs it."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = {Requirement(item).name.replace("-", "_") for item in project["dependencies"]}
+    ours = {folder.rpartition("/")[2] for folder in PACKAGES}
+    found = {
+        name for folder in PACKAGES for file in (ROOT / folder).rglob("*.py") for name in _imports(file.read_text())
+    }
+    assert {"torch", "numpy", "typer"} <= found
+    assert found - ours - sys.stdlib_module_names <= declared
+
+
+def _imports(text: str) -> Iterator[str]:
+    """Top-level names that a file imports, wherever in it."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module.partition(".")[0]

@@ -11,7 +11,10 @@ from dflash_runtime.checkpoint.files import TensorInfo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """What differs between two checkpoints. Values come in pairs, the first checkpoint's first."""
+    """What differs between two checkpoints. Values come in pairs, the first checkpoint's first.
+
+    Of `num_not_compared` tensors, with the same type and shape in both, the values were not read.
+    """
 
     first: Description
     second: Description
@@ -22,6 +25,7 @@ class Difference:
     reshaped: dict[str, tuple[str, str]]
     rewritten: tuple[str, ...]
     num_equal: int
+    num_not_compared: int = 0
 
     @property
     def is_empty(self) -> bool:
@@ -33,7 +37,7 @@ class Difference:
             "first": str(self.first.path),
             "second": str(self.second.path),
             "dialects": [self.first.dialect, self.second.dialect],
-            "is_equal": self.is_empty,
+            "is_equal": None if self.is_empty and self.num_not_compared else self.is_empty,
             "fields": self.fields,
             "carried": self.carried,
             "tensors": {
@@ -42,12 +46,13 @@ class Difference:
                 "reshaped": self.reshaped,
                 "rewritten": list(self.rewritten),
                 "num_equal": self.num_equal,
+                "num_not_compared": self.num_not_compared,
             },
         }
 
 
-def compare(first: Description, second: Description) -> Difference:
-    """Canonical fields, carried keys and tensors that differ; tensors of one shape are compared byte for byte."""
+def compare(first: Description, second: Description, *, with_values: bool = True) -> Difference:
+    """Canonical fields, carried keys and tensors that differ; `with_values`, those of one shape byte for byte."""
     ours, theirs = first.checkpoint.tensors, second.checkpoint.tensors
     shared = [name for name in ours if name in theirs]
     reshaped = {
@@ -56,7 +61,8 @@ def compare(first: Description, second: Description) -> Difference:
         if _shape(ours[name]) != _shape(theirs[name])
     }
     same_shape = [name for name in shared if name not in reshaped]
-    rewritten = tuple(name for name in same_shape if not same_bytes(ours[name], theirs[name]))
+    compared = same_shape if with_values else []
+    rewritten = tuple(name for name in compared if not same_bytes(ours[name], theirs[name]))
     return Difference(
         first=first,
         second=second,
@@ -66,7 +72,8 @@ def compare(first: Description, second: Description) -> Difference:
         only_second=tuple(name for name in theirs if name not in ours),
         reshaped=reshaped,
         rewritten=rewritten,
-        num_equal=len(same_shape) - len(rewritten),
+        num_equal=len(compared) - len(rewritten),
+        num_not_compared=len(same_shape) - len(compared),
     )
 
 

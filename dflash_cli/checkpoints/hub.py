@@ -1,5 +1,6 @@
 """The hub's errors in our words: gated, missing, wrong revision, offline and unreachable read differently."""
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -48,21 +49,34 @@ def explained(repo: str, revision: str | None = None) -> Iterator[None]:
         raise CheckpointNotFound(f"{repo}: no such directory, and not a valid name of a hub repository") from error
     except (OfflineModeIsEnabled, LocalEntryNotFoundError) as error:
         if isinstance(error.__cause__, HfHubHTTPError):
-            raise CheckpointNotFound(f"{repo}: {_first_line(error.__cause__)}") from error
+            raise _refusal(repo, error.__cause__) from error
         raise HubUnreachable(
-            f"{repo}: not in the local cache, and the hub cannot be reached",
-            hint="check the network, or unset HF_HUB_OFFLINE",
+            f"{repo}: not in the local cache, and the hub cannot be reached", hint=_how_to_reach_it()
         ) from error
     except (EntryNotFoundError, HfHubHTTPError) as error:
-        raise CheckpointNotFound(f"{repo}: {_first_line(error)}") from error
+        raise _refusal(repo, error) from error
     except connection_errors as error:
         raise HubUnreachable(
-            f"{repo}: the hub cannot be reached ({type(error).__name__})", hint="check the network and HF_ENDPOINT"
+            f"{repo}: the hub cannot be reached ({type(error).__name__})", hint=_how_to_reach_it()
         ) from error
 
 
-def _first_line(error: BaseException) -> str:
-    return f"the hub answered: {(str(error) or type(error).__name__).splitlines()[0]}"
+def _how_to_reach_it() -> str:
+    """Which variable turned offline mode on, where one did."""
+    from huggingface_hub.constants import HF_HUB_OFFLINE
+
+    if not HF_HUB_OFFLINE:
+        return "check the network and HF_ENDPOINT"
+    name = "HF_HUB_OFFLINE" if os.environ.get("HF_HUB_OFFLINE") else "TRANSFORMERS_OFFLINE"
+    return f"{name} turns the hub off: unset it"
+
+
+def _refusal(repo: str, error: Exception) -> CheckpointNotFound:
+    """What the hub said, on one line; its own troubles and its limits pass."""
+    said = (str(error) or type(error).__name__).splitlines()[0]
+    status = getattr(getattr(error, "response", None), "status_code", 0)
+    hint = "that is the hub's own trouble: try again later" if status >= 500 or status == 429 else None
+    return CheckpointNotFound(f"{repo}: the hub answered: {said}", hint=hint)
 
 
 def _connection_errors() -> tuple[type[Exception], ...]:

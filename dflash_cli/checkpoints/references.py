@@ -75,7 +75,8 @@ def check_is_checkpoint(path: Path) -> None:
         message = f"{path}: not a directory, expected a checkpoint directory with config.json"
         raise CheckpointNotFound(message, hint=f"pass its folder: {path.parent}")
     if not os.path.lexists(path / "config.json"):
-        below = sorted(item.parent for item in path.glob("*/config.json"))[:8]
+        found = sorted(path.glob("*/config.json")) or sorted(path.glob("*/*/config.json"))
+        below = [item.parent for item in found[:8]]
         hint = f"checkpoints beneath it: {', '.join(map(str, below))}" if below else None
         raise CheckpointNotFound(f"{path / 'config.json'}: not found", hint=hint)
 

@@ -50,8 +50,12 @@ def description_lines(found: Description, *, with_tensors: bool = False) -> Iter
 
 def difference_lines(difference: Difference, *, with_tensors: bool = False) -> Iterator[str]:
     """What differs between two checkpoints."""
+    not_compared = f"{difference.num_not_compared} tensors have the same type and shape; values were not compared"
     if difference.is_empty:
-        yield f"no difference: all fields, all keys and all {difference.num_equal} tensors are equal"
+        tensors = "" if difference.num_not_compared else f" and all {difference.num_equal} tensors"
+        yield f"no difference: all fields{' and' if not tensors else ','} all keys{tensors} are equal"
+        if difference.num_not_compared:
+            yield not_compared
         return
     yield from _field_lines(difference)
     for key, (one, other) in difference.carried.items():
@@ -68,7 +72,7 @@ def difference_lines(difference: Difference, *, with_tensors: bool = False) -> I
             yield f"{len(lines)} tensors {title}: {', '.join(list(lines)[:3])}, ... (--tensors names them all)"
         else:
             yield from (f"tensor {line}" for line in lines.values())
-    yield f"{difference.num_equal} tensors are equal"
+    yield not_compared if difference.num_not_compared else f"{difference.num_equal} tensors are equal"
 
 
 def _draft_rows(config: DraftConfig) -> list[tuple[str, str]]:

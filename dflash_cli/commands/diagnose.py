@@ -16,8 +16,13 @@ if TYPE_CHECKING:
 FOUND = 3
 
 NumPromptsOption = Annotated[
-    int,
-    typer.Option("--num-prompts", min=4, metavar="N", help="How many prompts to make up if --prompts is not given."),
+    int | None,
+    typer.Option(
+        "--num-prompts",
+        min=4,
+        metavar="N",
+        help="Prompts to make up, or to draw from --prompts. Default: 32, or the whole file.",
+    ),
 ]
 MaxNewTokensOption = Annotated[
     int, typer.Option("--max-new-tokens", "-n", min=8, metavar="N", help="Generate N tokens for each prompt.")
@@ -34,7 +39,7 @@ def diagnose(
     draft: DraftArg,
     target: TargetOption = None,
     prompts: PromptsOption = None,
-    num_prompts: NumPromptsOption = 32,
+    num_prompts: NumPromptsOption = None,
     max_new_tokens: MaxNewTokensOption = 96,
     device: DeviceOption = "auto",
     threads: ThreadsOption = None,
@@ -85,6 +90,8 @@ def diagnose(
                 run=run,
             )
         )
+    for note in report.notes if report.search is not None else ():  # without one, they are the sentence
+        console.warn(note)
     most = opened.config.num_draft_tokens if opened is not None else 0
     found = diagnose_report(report, draft=draft, target=pair.target, num_draft_tokens=most)
     if as_json:

@@ -103,8 +103,7 @@ def generate(
 
     if output not in (None, "-"):
         check_output(Path(output), force=force)
-    if draft is None:
-        _note_draft_among_prompts(prompt or [])
+    _note_odd_prompts(prompt or [], has_draft=draft is not None)
     rows = gather_rows(prompt or [], prompts)
     announce_loading(draft, target, plain=engine.num_speculative_tokens == 0, device=config.device)
     from dflash_cli.generation.answers import Tally, answer_rows
@@ -163,12 +162,17 @@ def _drain(events: "Iterator[Event]", sinks: "Sequence[Sink]") -> bool:
     return False
 
 
-def _note_draft_among_prompts(prompts: "Sequence[str]") -> None:
-    """Where the only prompt is the name of a checkpoint, it was probably meant as the draft."""
+def _note_odd_prompts(prompts: "Sequence[str]", *, has_draft: bool) -> None:
+    """A checkpoint as the only prompt was probably meant as the draft, and single words as one text without quotes."""
     from dflash_cli.checkpoints.references import is_bundled
 
-    if len(prompts) == 1 and (is_bundled(prompts[0]) or (Path(prompts[0]) / "config.json").is_file()):
+    is_alone = len(prompts) == 1 and not has_draft
+    if is_alone and (is_bundled(prompts[0]) or (Path(prompts[0]) / "config.json").is_file()):
         console.note(f"{prompts[0]} was read as a prompt; to run it as the draft, pass --draft {prompts[0]}")
+    if len(prompts) > 1 and all(text.isascii() and len(text.split()) == 1 for text in prompts):
+        console.note(
+            f"{len(prompts)} prompts of one word each were read; put quotes around a text to make it one prompt"
+        )
 
 
 def _stop(tally: "Tally", num_answers: int, output: str | None) -> NoReturn:

@@ -74,7 +74,13 @@ DeviceOption = Annotated[
     str, typer.Option(metavar="DEVICE", help="For --level run: device to run on: auto, cpu, cuda or cuda:N.")
 ]
 NumPromptsOption = Annotated[
-    int, typer.Option(min=4, help="For --level run without --prompts: how many prompts to make up.")
+    int | None,
+    typer.Option(
+        "--num-prompts",
+        min=4,
+        metavar="N",
+        help="For --level run: prompts to make up, or to draw from --prompts. Default: 32, or the whole file.",
+    ),
 ]
 MaxNewOption = Annotated[
     int, typer.Option("--max-new-tokens", "-n", min=8, help="For --level run: tokens to generate for each prompt.")
@@ -92,7 +98,7 @@ def validate(
     force: ForceOption = False,
     num_speculative_tokens: TokensOption = None,
     prompts: PromptsOption = None,
-    num_prompts: NumPromptsOption = 32,
+    num_prompts: NumPromptsOption = None,
     max_new_tokens: MaxNewOption = 96,
     device: DeviceOption = "auto",
     threads: ThreadsOption = None,
@@ -148,7 +154,7 @@ def validate(
 
 
 def _run(
-    request: ValidationRequest, prompts: str | None, sizes: tuple[int, int], device: str, threads: int | None
+    request: ValidationRequest, prompts: str | None, sizes: tuple[int | None, int], device: str, threads: int | None
 ) -> Report:
     """The report of the run level, with progress; `sizes` are prompts to make and tokens to generate for each."""
     from dflash_cli.generation.announcements import announce_loading
@@ -202,7 +208,7 @@ def _print(report: Report, *, is_target_missing: bool) -> None:
         _print_search(report)
     for verdict in report.verdicts:
         console.result(verdict.text)
-    against = f" against {report.target}" if report.target is not None else ""
+    against = f" against {report.target}" if report.target is not None else " without a target"
     errors, warnings = report.count("error"), report.count("warning")
     console.result(
         f"{report.path}: {report.dialect or 'unknown dialect'}, {report.num_rules} rules checked{against}: "

@@ -22,7 +22,8 @@ HASH_BYTES = 4 * 1024 * 1024
 @contextmanager
 def ended_by_sigterm() -> Iterator[None]:
     """Turn a request to end into an interruption, so that what is half written is removed."""
-    if threading.current_thread() is not threading.main_thread():
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:  # the caller's own handler stays
         yield
         return
 

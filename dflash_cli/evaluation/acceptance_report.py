@@ -13,11 +13,10 @@ Table = tuple[Sequence[str], Sequence[Sequence[str]]]
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A prompt that could not be measured, and why."""
+    """A prompt that could not be measured; the error names it."""
 
     index: int
     id: str | int | None
-    where: str
     error: str
     exit_code: int
 

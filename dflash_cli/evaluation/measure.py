@@ -80,7 +80,7 @@ def _failure(answer: Answer, known: Sequence[Failure]) -> list[Failure]:
     row, output = answer.row, answer.output
     if output.error is None or any(item.index == row.index for item in known):
         return []
-    return [Failure(row.index, row.id, row.where, output.error, output.exit_code)]
+    return [Failure(row.index, row.id, output.error, output.exit_code)]
 
 
 def check_gate(evaluation: Evaluation, minimum: float, *, use_lower_bound: bool) -> None:

@@ -4,7 +4,7 @@ Conversations are resampled, not turns or steps: steps of one text resemble each
 conversation, so an interval over them would be too narrow. Intervals are percentile bootstraps that draw whole
 conversations. Source: Efron and Tibshirani 1993, chapter 13; clusters as in Cameron, Gelbach and Miller 2008.
 
-numpy comes with transformers and is imported where an interval is taken, so that reading headers needs none.
+numpy is imported where an interval is taken, so that reading headers needs none.
 """
 
 import math

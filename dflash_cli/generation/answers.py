@@ -153,13 +153,14 @@ def answer_rows(
         texts = [_Text(session.tokenizer) for _ in pending]
         for delta in session.llm.stream(prompts, [_own_seed(params(item.row), item.row) for item in pending]):
             conversation, text = pending[delta.index], texts[delta.index]
-            if delta.output is not None and delta.output.error is not None:
-                yield from _fail(conversation, delta.output.error, delta.output.exit_code, delta.output)
+            output = _of_row(delta.output, conversation) if delta.output is not None else None
+            if output is not None and output.error is not None:
+                yield from _fail(conversation, output.error, output.exit_code, output)
                 continue
-            released = text.push(delta.token_ids, is_last=delta.output is not None)
+            released = text.push(delta.token_ids, is_last=output is not None)
             answer = None
-            if delta.output is not None:
-                answer = Answer(conversation.row, conversation.turn, delta.output, text.whole)
+            if output is not None:
+                answer = Answer(conversation.row, conversation.turn, output, text.whole)
                 conversation.add_answer(text.whole)
             yield Event(conversation.row, delta.token_ids, released, answer)
         pending = [conversation for conversation in pending if not conversation.is_done]
@@ -168,6 +169,15 @@ def answer_rows(
 def _own_seed(params: SamplingParams, row: PromptRow) -> SamplingParams:
     """A row's own numbers: with one seed for all, rows would draw the same ones at the same positions."""
     return params if params.seed is None else replace(params, seed=derive_seed(params.seed, row.index))
+
+
+def _of_row(output: RequestOutput, conversation: Conversation) -> RequestOutput:
+    """The output with the row's own index, and its error under the row's name: the LLM knows only this turn's list."""
+    row = conversation.row
+    if output.error is None:
+        return replace(output, index=row.index)
+    turn = f"turn {conversation.turn + 1}: " if row.num_turns > 1 else ""
+    return replace(output, index=row.index, error=f"{row.where}: {turn}{output.error}")
 
 
 def _fail(conversation: Conversation, reason: str, code: int, output: RequestOutput | None = None) -> Iterator[Event]:

@@ -31,7 +31,7 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptRow:
-    """One row of prompts, as it was given."""
+    """One row of prompts, as it was given. `where` names it to people: a line of a file, or a number from 1 on."""
 
     index: int
     kind: str
@@ -112,7 +112,10 @@ def gather_rows(arguments: Sequence[str], prompts: str | None, *, default: Path 
         raise UsageError("prompts are given both as arguments and by --prompts")
     if arguments:
         texts = [_read_stdin() if text == "-" else text for text in arguments]
-        return [PromptRow(index=index, kind="prompt", value=text) for index, text in enumerate(texts)]
+        return [
+            PromptRow(index=index, kind="prompt", value=text, where=f"prompt {index + 1}")
+            for index, text in enumerate(texts)
+        ]
     if prompts == "-":
         return parse_rows(sys.stdin, "stdin")
     path = Path(prompts) if prompts is not None else default

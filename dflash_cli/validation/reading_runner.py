@@ -99,10 +99,13 @@ class ReadingRunner:
         return list(dict.fromkeys([*nearest, *norms[: count // 8].tolist(), *norms[-(count // 8) :].tolist()]))
 
     def run(self, pair: LoadedPair, prompts: Sequence[Sequence[int]]) -> list[RequestOutput]:
-        """Complete the prompts greedily; stop tokens are passed over, so that every reading sees the same text."""
+        """Complete the prompts greedily, an output each, though one may have failed.
+
+        Stop tokens are passed over, so that every reading sees the same text.
+        """
         params = SamplingParams(max_new_tokens=self._effort.max_new_tokens, ignore_eos=True)
         with LLM(pair) as llm:
-            return [output for output in llm.generate(prompts, params) if output.error is None]
+            return llm.generate(prompts, params)
 
     def make_prompts(self) -> list[list[int]]:
         """Random ids, each continued by the target: sampled, since greedy text of random ids soon repeats itself."""

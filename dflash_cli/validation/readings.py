@@ -114,7 +114,8 @@ class ReadingResult:
 class ReadingSearch:
     """The config's own reading and the alternatives, on the same prompts; those that were run come first.
 
-    `num_readings` counts all that were tried, poor guesses included, which `results` leaves out.
+    `num_readings` counts all that were tried, poor guesses included, which `results` leaves out; `left_out` says which
+    prompts could not be answered, and why.
     """
 
     num_prompts: int
@@ -122,6 +123,7 @@ class ReadingSearch:
     acceptance_len: float
     results: tuple[ReadingResult, ...]
     num_readings: int = 0
+    left_out: tuple[str, ...] = ()
 
     @property
     def explanation(self) -> ReadingResult | None:
@@ -135,6 +137,7 @@ class ReadingSearch:
             "num_tokens": self.num_tokens,
             "acceptance_len": self.acceptance_len,
             "num_readings": self.num_readings,
+            "left_out": list(self.left_out),
             "readings": [item.to_json() for item in self.results],
         }
 
@@ -151,7 +154,7 @@ def search_readings(
     """Load both models once, make or take the prompts, and run every reading on them.
 
     Raises:
-        UsageError: too few prompts; and whatever loading and the engine raise.
+        UsageError: too few prompts, or too few that can be answered; and whatever loading and the engine raise.
     """
     from dflash_cli.validation.reading_runner import ReadingRunner
 
@@ -165,7 +168,8 @@ def search_readings(
         prompts = runner.make_prompts()
     observe("config as it is", 0, total)
     own = AlternativeReading("", "config as it is", draft.config)
-    outputs = runner.run(runner.build(own), prompts)
+    outputs, left_out = _answered(runner.run(runner.build(own), prompts))
+    prompts = [output.prompt_token_ids for output in outputs]
     base = count_steps(outputs)
     screen = runner.screen(outputs, {tap for item in (own, *readings) for tap in item.config.target_layer_ids})
     screened = _screen(Screening(runner, screen, own), readings, observe)
@@ -181,7 +185,7 @@ def search_readings(
     # Estimated lengths are of all positions of the text, not of steps: shown is what the difference makes of the run's.
     estimated = [replace(item, acceptance_len=max(1.0, length + item.difference)) for item in screened[len(chosen) :]]
     return ReadingSearch(
-        len(base), budget.max_new_tokens * len(base), length, (*results, *estimated), num_readings=len(readings)
+        len(base), budget.max_new_tokens * len(base), length, (*results, *estimated), len(readings), left_out
     )
 
 
@@ -238,9 +242,27 @@ def _readings_of(
     ]
 
 
+def _answered(outputs: Sequence[RequestOutput]) -> tuple[list[RequestOutput], tuple[str, ...]]:
+    """Outputs of the prompts that every reading is run on, and why others are left out: the config as it is failed.
+
+    Raises:
+        UsageError: too few are left.
+    """
+    answered = [output for output in outputs if output.error is None]
+    failed = [f"prompt {output.index + 1}: {output.error}" for output in outputs if output.error is not None]
+    if failed and len(answered) < MIN_PROMPTS:
+        raise UsageError(
+            f"{len(answered)} of {len(outputs)} prompts answered, expected {MIN_PROMPTS} or more; {failed[0]}"
+        )
+    return answered, tuple(failed)
+
+
 def _count(outputs: Sequence[RequestOutput], block_size: int) -> StepCounts:
-    """What steps gave; of a longer block no more counts than one of the config's size holds."""
-    lengths = [[min(length, block_size) for length in output.acceptance_lengths] for output in outputs]
+    """What steps gave; of a longer block no more counts than one of the config's size holds, of a failure nothing."""
+    lengths = [
+        [min(length, block_size) for length in output.acceptance_lengths] if output.error is None else []
+        for output in outputs
+    ]
     return [(sum(item), len(item)) for item in lengths]
 
 

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from dflash_cli.validation.readings import Observe, SearchBudget
 
 MAX_NUM_REQUESTS = 32
+NUM_MADE_UP = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,24 +25,29 @@ class RunSettings:
 
 
 def run_settings(
-    target: Path, *, prompts: str | None, num_prompts: int, max_new_tokens: int, device: str, observe: "Observe"
+    target: Path, *, prompts: str | None, num_prompts: int | None, max_new_tokens: int, device: str, observe: "Observe"
 ) -> RunSettings:
-    """The settings of a run with the target in a directory, from what a user typed."""
+    """The settings of a run with the target in a directory, from what a user typed.
+
+    `num_prompts` counts the prompts to make up, or of a file those to draw from it: all where it is None.
+    """
     from dflash_cli.validation.readings import SearchBudget
 
     return RunSettings(
         EngineConfig(device=device, max_num_requests=MAX_NUM_REQUESTS),
-        SearchBudget(num_prompts=num_prompts, max_new_tokens=max_new_tokens),
+        SearchBudget(num_prompts=num_prompts or NUM_MADE_UP, max_new_tokens=max_new_tokens),
         observe,
-        lambda: None if prompts is None else _read_prompts(prompts, target),
+        lambda: None if prompts is None else _read_prompts(prompts, num_prompts, target),
     )
 
 
-def _read_prompts(prompts: str, target: Path) -> list[list[int]]:
-    from dflash_cli.generation.prompts import Conversation, gather_rows
+def _read_prompts(prompts: str, num_prompts: int | None, target: Path) -> list[list[int]]:
+    from dflash_cli.generation.prompts import Conversation, gather_rows, sample_rows
     from dflash_cli.generation.tokenizer import find_tokenizer
 
     rows = gather_rows([], prompts)
+    if num_prompts is not None:
+        rows = sample_rows(rows, num_prompts, seed=0)
     has_text = any(row.kind != "prompt_token_ids" for row in rows)
     tokenizer = find_tokenizer(target, None) if has_text else None
     return [Conversation(row).next_prompt(tokenizer, chat=False) for row in rows]

@@ -68,7 +68,7 @@ def validate_subject(subject: Subject, request: ValidationRequest) -> Report:
     if request.run is not None and request.level == "run":
         notes = _reasons_not_to_run(subject, findings)
         if not notes:
-            subject = _with_readings(subject, request.run)
+            subject, notes = _with_readings(subject, request.run)
             chosen = _rules_of("run")
             findings += _run(chosen, subject)
             num_rules += len(chosen)
@@ -150,8 +150,8 @@ def _reasons_not_to_run(subject: Subject, findings: list[Finding]) -> tuple[str,
     )
 
 
-def _with_readings(subject: Subject, settings: RunSettings) -> Subject:
-    """The subject with how each alternative reading of its config accepts."""
+def _with_readings(subject: Subject, settings: RunSettings) -> tuple[Subject, tuple[str, ...]]:
+    """The subject with how each alternative reading of its config accepts, and a note on each prompt left out."""
     from dflash_cli.validation.readings import search_readings
 
     assert subject.checkpoint is not None
@@ -164,4 +164,4 @@ def _with_readings(subject: Subject, settings: RunSettings) -> Subject:
         budget=settings.budget,
         observe=settings.observe,
     )
-    return replace(subject, search=found)
+    return replace(subject, search=found), tuple(f"left out: {reason}" for reason in found.left_out)

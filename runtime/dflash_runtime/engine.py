@@ -209,7 +209,7 @@ class Engine:
     def _fail(self, requests: Sequence[Request], reason: DFlashError) -> None:
         for request in requests:
             self._touched[request] = None
-            logger.error("prompt %d failed: %s", request.index, reason.message)
+            logger.error("prompt %d failed: %s", request.index + 1, reason.message)
             self.scheduler.fail(request, reason)
 
 

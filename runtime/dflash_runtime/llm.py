@@ -187,7 +187,7 @@ def _requests(
     for index, (prompt, item) in enumerate(zip(prompts, params, strict=True)):
         token_ids: tuple[int, ...] = ()
         try:
-            token_ids = check_ids(prompt, f"prompt {index}")
+            token_ids = check_ids(prompt)
             request = Request(index=index, prompt_token_ids=token_ids, params=item)
             check(request)
             requests.append(request)

@@ -67,7 +67,8 @@ def check_lossless(runner: Runner, outputs: Sequence[RequestOutput], dtype: torc
         if regrets and max(regrets) > largest:
             largest = max(regrets)
             worst = (
-                f"prompt {output.index}, token {regrets.index(largest)} is {largest:.3g} nat less likely than the best"
+                f"prompt {output.index + 1}, token {regrets.index(largest) + 1} of the answer is {largest:.3g} nat "
+                "less likely than the best"
             )
     return Lossless(
         num_tokens=num_tokens,

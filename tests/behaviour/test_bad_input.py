@@ -238,6 +238,7 @@ def test_the_same_absent_input_has_one_code_in_every_command(command: list[str],
     for path, message, hint in (
         (file, f"{file}: not a directory", f"pass its folder: {file.parent}"),
         (tmp_path / "run", f"{tmp_path / 'run' / 'config.json'}: not found", "checkpoints beneath it: "),
+        (tmp_path, f"{tmp_path / 'config.json'}: not found", f"checkpoints beneath it: {file.parent}"),
         (tmp_path / "absent", "absent: no such directory", "pass a directory, org/repo"),
     ):
         done = support.run_main(*command, path, *rest)

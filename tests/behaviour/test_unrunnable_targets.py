@@ -94,6 +94,7 @@ def test_running_it_is_refused(name: str, draft: Path, tmp_path: Path) -> None:
     assert outcome.code == 5, outcome.err
     (line,) = [line for line in outcome.err.splitlines() if line.startswith("error: ")]
     assert "this runtime does not run" in line
+    assert "it runs qwen3, " not in line
     assert "did you mean" not in outcome.err
     assert "dflash validate and dflash serve-command work" in outcome.err
     assert all(part in line for part in NAMED[name])

@@ -7,12 +7,14 @@ import subprocess
 import sys
 import threading
 import time
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from dflash_testing import checkpoints as support
+from dflash_testing.paths import ROOT
 
 DFLASH = [sys.executable, "-c", "from dflash_cli.main import main; main()"]
 ENV = {**os.environ, **support.IMPORT_PATHS, "NO_COLOR": "1"}
@@ -60,7 +62,7 @@ def test_an_evaluation_says_what_is_kept_and_how_to_go_on(number: signal.Signals
     rows = tmp_path / "rows.jsonl"
     options = ["eval-acceptance", "--rows", rows, "--max-num-requests", "1", "-n", "64", "--bootstrap", "0"]
     done = end_when(start(*options), lambda: num_lines(rows) >= 3, number)
-    assert done.code == 130
+    assert done.code == 128 + number
     kept = num_lines(rows) - 1
     said, hint = done.err.splitlines()[-2:]
     assert said.startswith(f"error: {word}: {kept} of 64 answered, acceptance length ")
@@ -87,6 +89,26 @@ def test_an_interruption_while_loading_is_said() -> None:
     assert first.startswith("loading ")
     assert (done.code, done.out) == (130, "")
     assert done.err.splitlines()[-1] == "error: interrupted"
+
+
+@pytest.mark.parametrize("entry", ["from dflash_cli.__main__ import main; main()", None], ids=["script", "-m"])
+def test_an_interruption_while_modules_are_imported_ends_without_a_traceback(entry: str | None, tmp_path: Path) -> None:
+    """A Typer that is slow to import stands in for a cold disk."""
+    (tmp_path / "typer.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(30)\n")
+    path = os.pathsep.join([str(tmp_path), ENV["PYTHONPATH"]])
+    process = subprocess.Popen(
+        [sys.executable, *(["-c", entry] if entry is not None else ["-m", "dflash_cli"]), "--version"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**ENV, "PYTHONPATH": path},
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stdout.readline() == "importing\n"
+    done = end_when(process, lambda: True)
+    assert (done.code, done.err) == (-signal.SIGINT, "")
+
+
+def test_the_installed_commands_are_quiet_from_the_first_import_on() -> None:
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert set(scripts.values()) == {"dflash_cli.__main__:main"}
 
 
 def test_an_ignored_interruption_stays_ignored() -> None:

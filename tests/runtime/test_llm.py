@@ -155,10 +155,10 @@ def test_a_stream_left_at_a_refused_prompt_leaves_nothing_behind(wrong: Any) -> 
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
-        ([1.7, 2.2], "prompt 1: 1.7 is no token id, expected integers"),
-        ("ab", "prompt 1: 'a' is no token id, expected integers"),
-        (7, "prompt 1: 7, expected a sequence of token ids"),
-        (torch.tensor([0.5]), "prompt 1: tensor(0.5000) is no token id, expected integers"),
+        ([1.7, 2.2], "1.7 is no token id, expected integers"),
+        ("ab", "'a' is no token id, expected integers"),
+        (7, "7, expected a sequence of token ids"),
+        (torch.tensor([0.5]), "tensor(0.5000) is no token id, expected integers"),
     ],
     ids=str,
 )

@@ -77,8 +77,9 @@ def check_target_runs(source: TargetSource) -> None:
     """
     kind, known = source.facts.model_type, target_families()
     if kind not in known:
-        reasons = (f"it runs {', '.join(sorted(known))}", *source.facts.not_known)
-        raise not_run(kind, reasons, source.checkpoint.config_path)
+        not_known = f"; not known to it: {', '.join(source.facts.not_known)}" if source.facts.not_known else ""
+        reason = f"it runs {', '.join(sorted(known))}{not_known}"
+        raise not_run(kind, (reason,), source.checkpoint.config_path)
     _ = source.config
 
 

@@ -154,7 +154,7 @@ class Request:
     num_preemptions: int = 0
 
     def __post_init__(self) -> None:
-        self.prompt_token_ids = check_ids(self.prompt_token_ids, f"prompt {self.index}")
+        self.prompt_token_ids = check_ids(self.prompt_token_ids)
         self.seed = self.params.seed or 0
 
     @property
@@ -211,7 +211,7 @@ class RequestOutput:
 
     `acceptance_lengths` has accepted + 1 for each verify step, untruncated; the prefill's token is no step.
     `committed_lengths` has the tokens each of those steps left in the output after stops and limits, and `drafts` what
-    it proposed. A step that decoded plainly is in none of them. `error` says why a request was not served, or not
+    it proposed. A step that decoded plainly is in none of them. `error` says why prompt `index` was not served, or not
     finished, with `finish_reason` ERROR, the exit code its error has, and the tokens it had until then.
     """
 
@@ -258,22 +258,23 @@ class RequestOutput:
         )
 
 
-def check_ids(token_ids: Iterable[int], where: str) -> tuple[int, ...]:
+def check_ids(token_ids: Iterable[int], where: str = "") -> tuple[int, ...]:
     """Token ids as plain integers; what only rounds to one is refused, since it was meant for something else.
 
     Raises:
         RequestError: naming the first that is no integer, after `where`.
     """
+    prefix = f"{where}: " if where else ""
     try:
         values = tuple(token_ids)
     except TypeError as error:
-        raise RequestError(f"{where}: {_shorten(token_ids)}, expected a sequence of token ids") from error
+        raise RequestError(f"{prefix}{_shorten(token_ids)}, expected a sequence of token ids") from error
     ids = []
     for value in values:
         try:
             ids.append(as_integer(value))
         except TypeError as error:
-            raise RequestError(f"{where}: {_shorten(value)} is no token id, expected integers") from error
+            raise RequestError(f"{prefix}{_shorten(value)} is no token id, expected integers") from error
     return tuple(ids)
 
 

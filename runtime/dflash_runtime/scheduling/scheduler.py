@@ -382,21 +382,20 @@ class Scheduler:
             RequestError: a prompt this model cannot take.
             CapacityError: the request would not fit an empty pool.
         """
-        where = f"prompt {request.index}"
         if not request.prompt_token_ids:
-            raise RequestError(f"{where}: empty, expected at least one token")
+            raise RequestError("empty, expected at least one token")
         worst = next((token for token in request.prompt_token_ids if not 0 <= token < self.limits.vocab_size), None)
         if worst is not None:
-            raise RequestError(f"{where}: token id {worst}, expected ids in [0, {self.limits.vocab_size})")
+            raise RequestError(f"token id {worst}, expected ids in [0, {self.limits.vocab_size})")
         if request.prompt_len >= self.limits.max_model_len:
             raise RequestError(
-                f"{where}: {request.prompt_len} tokens, expected fewer than the model's {self.limits.max_model_len}"
+                f"{request.prompt_len} tokens, expected fewer than the model's {self.limits.max_model_len}"
             )
         longest = min(request.prompt_len + request.params.max_new_tokens, self.limits.max_model_len)
         needed = self.pages.pages_for(self.limits.reserved_len(longest))
         if needed > self.pages.num_pages - 1:
             raise CapacityError(
-                f"{where}: needs {needed} KV pages of {self.pages.page_size} tokens for {longest} tokens and a "
+                f"needs {needed} KV pages of {self.pages.page_size} tokens for {longest} tokens and a "
                 f"block of {self.limits.num_lookahead_tokens} more, but the pool has {self.pages.num_pages - 1}",
                 hint="lower --max-new-tokens or --max-model-len, or give the KV cache more memory",
             )

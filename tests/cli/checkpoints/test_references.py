@@ -78,6 +78,7 @@ def test_each_refusal_reads_differently(
     outcome = support.launch("validate", reference, *how, env=environment)
     assert outcome.code == 4, outcome.err
     assert message in outcome.err
+    assert ("try again later" in outcome.err) == ("broken" in reference)
     assert "Traceback" not in outcome.err
 
 
@@ -86,6 +87,7 @@ def test_offline(how: tuple[str, ...], environment: dict[str, str]) -> None:
     outcome = support.launch("validate", "acme/draft", *how, env={**environment, "HF_HUB_OFFLINE": "1"})
     assert outcome.code == 4
     assert "not in the local cache, and the hub cannot be reached" in outcome.err
+    assert outcome.err.splitlines()[-1] == "hint: HF_HUB_OFFLINE turns the hub off: unset it"
 
 
 @pytest.mark.parametrize("how", [(), DOWNLOAD], ids=["headers", "download"])
@@ -94,6 +96,7 @@ def test_nobody_answers(how: tuple[str, ...], environment: dict[str, str]) -> No
     outcome = support.launch("validate", "acme/draft", *how, env=nobody)
     assert outcome.code == 4
     assert "the hub cannot be reached" in outcome.err
+    assert outcome.err.splitlines()[-1] == "hint: check the network and HF_ENDPOINT"
     assert "Traceback" not in outcome.err
 
 

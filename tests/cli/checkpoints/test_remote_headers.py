@@ -151,6 +151,23 @@ def test_weights_that_are_gated_though_the_repository_is_listed(
     assert "HF_TOKEN" in outcome.err
 
 
+def test_two_drafts_are_compared_by_their_headers(environment: dict[str, str], local_hub: hub.LocalHub) -> None:
+    outcome = support.launch("inspect", "acme/dflash", "acme/spec", env=environment)
+    assert outcome.code == 0, outcome.err
+    assert "values were not compared" in outcome.out
+    assert "--values downloads the weights" in outcome.err
+    assert local_hub.num_bytes < 600_000  # of two files of 1.4 MB each
+    same = document("inspect", "acme/dflash", "acme/sharded-dflash", env=environment)
+    assert (same["is_equal"], same["tensors"]["num_equal"]) == (None, 0)
+    assert same["tensors"]["num_not_compared"] > 40
+
+
+def test_values_of_two_drafts_are_compared_when_that_is_asked_for(environment: dict[str, str]) -> None:
+    found = document("inspect", "acme/dflash", "acme/sharded-dflash", "--values", env=environment)
+    assert found["tensors"]["num_not_compared"] == 0
+    assert found["tensors"]["num_equal"] + len(found["tensors"]["rewritten"]) > 40
+
+
 def test_what_is_cached_serves_offline(environment: dict[str, str]) -> None:
     assert support.launch("validate", "acme/dflash", "--level", "weights", env=environment).code == 0
     outcome = support.launch("inspect", "acme/dflash", env={**environment, "HF_HUB_OFFLINE": "1"})

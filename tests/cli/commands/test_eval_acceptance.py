@@ -234,7 +234,10 @@ def test_prompts_that_fail_are_named_counted_and_left_out(tmp_path: Path) -> Non
     document = json.loads(done.out)
     assert (document["num_failed"], document["num_conversations"], document["num_requests"]) == (3, 2, 2)
     assert [item["id"] for item in document["failed"]] == ["unknown", None, None]
-    assert "token id 99999" in document["failed"][0]["error"]
+    assert document["failed"][0]["error"] == f"{prompts}:2: token id 99999, expected ids in [0, 2048)"
+    # Alone in its pass over second turns, where an index of that pass would be 0.
+    assert [item["index"] for item in document["failed"]] == [1, 3, 4]
+    assert document["failed"][2]["error"].startswith(f"{prompts}:5: turn 2: ")
     good = write_prompts(tmp_path / "good.jsonl", [json.loads(prompts.read_text().splitlines()[n]) for n in (0, 2)])
     alone = json.loads(run("--prompts", str(good), "-n", "16", "--bootstrap", "0", "--json").stdout)
     assert document["acceptance_len"] == alone["acceptance_len"]

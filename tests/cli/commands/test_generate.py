@@ -138,7 +138,7 @@ def test_a_target_without_a_tokenizer_takes_ids_and_gives_ids(tmp_path: Path, ex
     assert shown.stdout.split() == [str(token) for token in expected.token_ids]
     refused = support.run_main("generate", PROMPT, "--draft", "tiny", "--target", target)
     assert (refused.code, refused.out) == (2, "")
-    assert "error: prompt: holds text, but the target has no tokenizer" in refused.err
+    assert "error: prompt 1: holds text, but the target has no tokenizer" in refused.err
 
 
 @pytest.mark.parametrize(
@@ -233,9 +233,14 @@ def test_a_row_that_cannot_be_served_harms_no_other(tmp_path: Path, expected: Re
     answers = [json.loads(line) for line in done.out.splitlines()]
     assert [answer["finish_reason"] for answer in answers] == ["length", "error", "length", "error"]
     assert answers[0]["token_ids"] == answers[2]["token_ids"] == list(expected.token_ids)
-    assert answers[1]["error"] == "prompt 1: token id 99999, expected ids in [0, 2048)"
+    assert answers[1]["error"] == f"{prompts}:2: token id 99999, expected ids in [0, 2048)"
     errors = [line for line in done.err.splitlines() if line.startswith("error: ")]
     assert errors == [f"error: {answer['error']}" for answer in answers if "error" in answer]
+
+
+def test_prompts_that_are_typed_are_counted_from_1_as_headings_do() -> None:
+    done = support.run_main("generate", "x", "", "-n", "1")
+    assert (done.code, "error: prompt 2: empty, expected at least one token" in done.err.splitlines()) == (2, True)
 
 
 def test_an_output_is_replaced_only_by_force(tmp_path: Path) -> None:
@@ -259,6 +264,9 @@ def test_a_checkpoint_as_the_only_prompt_is_pointed_out() -> None:
     done = support.run_main("generate", "tiny", "-n", "2")
     assert done.code == 0
     assert "note: tiny was read as a prompt; to run it as the draft, pass --draft tiny" in done.err.splitlines()
+    words = "note: 3 prompts of one word each were read; put quotes around a text to make it one prompt"
+    assert words in support.run_main("generate", "def", "fibonacci", "n", "-n", "2").err.splitlines()
+    assert "one word each" not in support.run_main("generate", "def fibonacci", "n", "-n", "2").err
     assert "was read as a prompt" not in support.run_main("generate", "tiny", "-n", "2", "--draft", "tiny").err
 
 
@@ -393,7 +401,7 @@ def test_lossless_output_is_found_lossless_and_a_wrong_token_is_not(expected: Re
     wrong = replace(expected, token_ids=(*expected.token_ids[:9], 5, *expected.token_ids[10:]))
     verdict = llm.check_lossless([expected, wrong])
     assert not verdict.is_lossless
-    assert "token 9 is" in verdict.worst
+    assert "token 10 of the answer is" in verdict.worst
     with pytest.raises(UsageError, match="--check-lossless needs --temperature 0"):
         run(PROMPT, "--check-lossless", "--temperature", "1")
 

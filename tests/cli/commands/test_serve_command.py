@@ -156,6 +156,16 @@ class TestRefusal:
         assert "sglang.launch_server" not in outcome.out
         assert "sglang 0.5.23 cannot serve the draft: S09" in outcome.err
 
+    def test_a_target_that_only_the_draft_names_is_absent(self, tmp_path: Path) -> None:
+        draft = support.make_speculators(tmp_path / "draft")
+        outcome = support.invoke("serve-command", draft, "--engine", "vllm")
+        assert outcome.code == 4
+        assert (
+            f"error: acme/target: not in the local cache, and the hub cannot be reached; {draft} names it as its target"
+            in outcome.err
+        )
+        assert outcome.err.splitlines()[-1] == "hint: add --target TARGET"
+
     def test_no_target(self, tmp_path: Path) -> None:
         outcome = support.invoke("serve-command", support.make_native(tmp_path / "draft"), "--engine", "vllm")
         assert outcome.code == 2

@@ -8,6 +8,7 @@ import pytest
 
 from dflash_cli.commands.validate import print_finding
 from dflash_cli.validation.rule import Finding
+from dflash_cli.validation.run_settings import run_settings
 from dflash_testing import checkpoints as support
 
 
@@ -70,6 +71,7 @@ class TestCommand:
         )
         assert "sglang 0.5.23: cannot serve the draft (S09)\n" in outcome.out
         assert "transformers 5.23: cannot serve the draft (S14)\n" in outcome.out
+        assert "rules checked without a target: " in outcome.out
         older = support.invoke("validate", draft, "--engine", "vllm@0.24", "--json")
         verdict = json.loads(older.out)["verdicts"][0]
         assert verdict["text"] == "vllm 0.24: loads, runs all 2 layers non-causally"
@@ -108,6 +110,24 @@ class TestCommand:
         assert "--to sglang --target TARGET" in support.invoke("validate", draft, "-e", "sglang").out
         given = support.invoke("validate", draft, "-e", "sglang", "--target", target).out
         assert f"dflash convert {draft} spec-fixed --to sglang --target '{target}'" in given
+
+    def test_of_a_file_as_many_prompts_are_drawn_as_asked_for(self, tmp_path: Path) -> None:
+        prompts = tmp_path / "prompts.jsonl"
+        prompts.write_text("".join(json.dumps({"prompt_token_ids": [index]}) + "\n" for index in range(40)))
+        drawn = {}
+        made_up = run_settings(
+            tmp_path, prompts=None, num_prompts=None, max_new_tokens=8, device="cpu", observe=lambda *_: None
+        )
+        assert (made_up.prompts(), made_up.budget.num_prompts) == (None, 32)
+        for count in (None, 5):
+            settings = run_settings(
+                tmp_path, prompts=str(prompts), num_prompts=count, max_new_tokens=8, device="cpu",
+                observe=lambda *_: None,
+            )  # fmt: skip
+            drawn[count] = settings.prompts()
+        assert drawn[None] == [[index] for index in range(40)]
+        assert drawn[5] is not None
+        assert len(drawn[5]) == 5
 
     def test_prompts_belong_to_the_run_level(self) -> None:
         assert support.invoke("validate", "tiny", "--prompts", "x.jsonl").code == 2

@@ -26,6 +26,8 @@ from dflash_cli.validation.subject import open_subject
 from dflash_cli.validation.validator import ValidationRequest, validate_draft
 from dflash_runtime.config import EngineConfig
 from dflash_runtime.errors import UsageError
+from dflash_runtime.llm import LLM
+from dflash_runtime.scheduling.request import RequestOutput
 from dflash_testing import checkpoints as support
 from dflash_testing.pairs import bundled_draft, random_draft, random_target
 
@@ -229,6 +231,30 @@ def test_a_pair_that_cannot_run_is_not_run(tmp_path: Path) -> None:
     assert report.search is None
     assert "not run" in report.notes[0]
     assert "P01" in report.notes[0]
+
+
+def test_a_prompt_that_fails_is_left_out_of_every_reading(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Those that fail under the config's own reading, and one more under another: counts stay those of one prompt."""
+    prompts = [list(range(30 + index, 60 + index)) for index in range(6)]
+    path = falsify(tmp_path / "draft", lambda config: config.update(rope_theta=10000.0))
+    alone = run(path, "rope", prompts=prompts, max_new_tokens=24)
+    mixed = run(path, "rope", prompts=[prompts[0], [99_999], *prompts[1:]], max_new_tokens=24)
+    assert [item.to_json() for item in mixed.findings] == [item.to_json() for item in alone.findings]
+    assert mixed.notes == ("left out: prompt 2: token id 99999, expected ids in [0, 2048)",)
+    with pytest.raises(UsageError, match=r"3 of 4 prompts answered, expected 4 or more; prompt 4: token id 99999"):
+        run(path, "rope", prompts=[*prompts[:3], [99_999]])
+
+    generate = LLM.generate
+    calls = []
+
+    def failing(self: LLM, *arguments: Any) -> list[RequestOutput]:
+        first, *others = generate(self, *arguments)
+        calls.append(first)
+        return [replace(first, error="not finite") if len(calls) > 1 else first, *others]
+
+    monkeypatch.setattr(LLM, "generate", failing)
+    fewer = run(path, "rope", prompts=prompts, max_new_tokens=24)
+    assert [item.id for item in fewer.findings] == [item.id for item in alone.findings]
 
 
 def test_too_few_prompts_are_refused() -> None:
