@@ -179,7 +179,7 @@ def taps_ascend(subject: Subject) -> Iterator[Problem]:
 
 @check(
     "C41",
-    effect="vLLM 0.33 and SGLang rotate neighbouring pairs, this tool and the reference code rotate halves",
+    effect="vLLM from 0.29 on and SGLang rotate neighbouring pairs, this tool and the reference code rotate halves",
     fix=f"serve it with an engine that reads the key: {FIX_VLLM}",
     source="vLLM 0.33.0 qwen3_dflash.py; SGLang 0.5.23 models/dflash.py",
     engines=engines_that_differ("interleaved-rope", "interleaved-rope-by-its-name"),
@@ -189,10 +189,10 @@ def taps_ascend(subject: Subject) -> Iterator[Problem]:
 def rope_rotates_halves(subject: Subject) -> Iterator[Problem]:
     """Rope rotates halves, as in NeoX.
 
-    A mismatch raises no error in any engine. vLLM 0.33 and SGLang read the key and rotate as it says; vLLM 0.24,
-    transformers, llama.cpp and this tool rotate halves.
+    A mismatch raises no error in any engine. vLLM from 0.29 on and SGLang read the key and rotate as it says; vLLM 0.28
+    rotates as its target does; earlier ones, transformers, llama.cpp and this tool rotate halves.
     """
-    drops = "it does not read the key, and rotates halves"
+    drops = "it does not go by the key, and rotates halves"
     keys: dict[str, Habit] = {"is_neox_style": "interleaved-rope", "rope_is_neox_style": "interleaved-rope-by-its-name"}
     for key, habit in keys.items():
         for location, value in subject.homes(key).items():
@@ -249,8 +249,8 @@ def windows_are_where_engines_look(subject: Subject) -> Iterator[Problem]:
 def no_mask_embedding(subject: Subject) -> Iterator[Problem]:
     """No learned mask embedding lies beside the weights.
 
-    vLLM 0.33 and SGLang read mask_embedding.pt; no engine reads mask_embedding.safetensors, and vLLM takes that file
-    for weights of the draft unless an index leaves it out.
+    vLLM from 0.25 on and SGLang read mask_embedding.pt; no engine reads mask_embedding.safetensors, and vLLM takes that
+    file for weights of the draft unless an index leaves it out.
     """
     drops = "it does not read the file, and takes the mask token's own row"
     if "mask_embedding.pt" in subject.files:

@@ -1,6 +1,6 @@
 """The native dialect as one serving engine needs it, without settings that the engine would apply wrongly.
 
-Sources: vLLM 0.24.0 and 0.33.0 model_executor/models/qwen3_dflash.py and interfaces.py; SGLang 0.5.23
+Sources: vLLM 0.24.0 to 0.33.0 model_executor/models/qwen3_dflash.py and interfaces.py; SGLang 0.5.23
 models/dflash.py, models/qwen3.py. Both read a learned mask embedding only from the pickle file.
 """
 
