@@ -61,7 +61,7 @@ def draft_is_as_wide_as_its_target(subject: Subject) -> Iterator[Problem]:
 
 @check(
     "S14",
-    effect="transformers has no class for the speculators dialect, and z-lab's code reads the native one only",
+    effect="transformers has no class for the dialect; z-lab's code and llama.cpp's converter read the native one only",
     fix=FIX_TO_NATIVE,
     source="transformers 5.23 modeling_auto.py; z-lab/dflash model.py",
     engines=LIKE_THE_REFERENCE,
@@ -84,7 +84,7 @@ def dialect_is_native(subject: Subject) -> Iterator[Problem]:
     engines=LIKE_THE_REFERENCE,
 )
 def head_is_the_targets(subject: Subject) -> Iterator[Problem]:
-    """The draft proposes over the target's whole vocabulary."""
+    """A draft for transformers or llama.cpp proposes over the target's whole vocabulary."""
     found = subject.vocabulary_sizes
     if found is not None and found[0] < found[1]:
         yield Problem(subject.location("draft_vocab_size"), f"{found[0]} of the target's {found[1]} ids")
@@ -203,7 +203,7 @@ def rope_rotates_halves(subject: Subject) -> Iterator[Problem]:
 
 @check(
     "C44",
-    effect="SGLang adds one to every norm weight and other readers do not: outputs double or halve",
+    effect="SGLang adds one to every norm weight, other readers do not; one of them serves what was not trained",
     fix="export the draft again with plain norms, then check it: dflash validate {draft}",
     source="SGLang 0.5.23 models/dflash.py use_gemma_norm",
     engines=engines_that_differ("gemma-norms"),

@@ -127,55 +127,6 @@ class VllmEngine(ServingEngine):
 
 
 @check(
-    "C20",
-    effect="vLLM from 0.26 on makes every layer causal; full layers of this dialect are non-causal",
-    fix=FIX_COPY,
-    source="vllm-project/vllm#56692, open in 0.33.0; #47745 brought it, in 0.26.0",
-    outcome="drops",
-    engines=ENGINE,
-    unnamed="warning",
-)
-def full_layers_stay_non_causal(subject: Subject) -> Iterator[Problem]:
-    """sliding_window_non_causal is true or absent if every layer is full attention.
-
-    In the speculators dialect the flag concerns sliding layers only, so for a draft of full layers both values mean the
-    same. vLLM applies it to every layer since 0.26 (#47745); 0.24 and 0.25 do not look at it. The value true is right
-    for all.
-    """
-    if not subject.is_speculators or SLIDING in subject.layer_types or subject.config.get(NON_CAUSAL_FLAG) is not False:
-        return
-    if _takes_flag_for_all(subject) and subject.body.get("is_causal") is not False:
-        yield Problem(
-            subject.location(NON_CAUSAL_FLAG),
-            f"false, although all {len(subject.layer_types)} layers are full attention",
-            repair={NON_CAUSAL_FLAG: True},
-        )
-
-
-@check(
-    "C21",
-    effect="vLLM from 0.26 on makes the full-attention layers causal too",
-    fix=FIX_TO_VLLM,
-    source="vLLM 0.33.0 transformers_utils/configs/speculators/algos.py",
-    outcome="drops",
-    engines=ENGINE,
-    unnamed="warning",
-)
-def layers_agree_for_vllm(subject: Subject) -> Iterator[Problem]:
-    """All layers of a speculators draft share one causality.
-
-    One value for all layers is all that vLLM takes from the speculators dialect.
-    """
-    if not subject.is_speculators or subject.config.get(NON_CAUSAL_FLAG) is not False:
-        return
-    if _takes_flag_for_all(subject) and set(subject.layer_types) == set(LAYER_KINDS):
-        yield Problem(
-            subject.location(NON_CAUSAL_FLAG),
-            "false with both sliding and full layers: sliding ones are causal, full ones are not",
-        )
-
-
-@check(
     "C27",
     effect="vLLM stops",
     fix=(
@@ -191,27 +142,6 @@ def activation_is_silu(subject: Subject) -> Iterator[Problem]:
     value = subject.body.get("hidden_act", "silu")
     if value != "silu":
         yield Problem(subject.body_location("hidden_act"), f"found {value!r}, expected 'silu'")
-
-
-@check(
-    "C34",
-    effect="vLLM cannot serve the draft by its own name; naming the target with --model works",
-    fix="dflash convert {draft} {out} --to speculators --verifier ORG/REPO",
-    source="vLLM 0.33.0 transformers_utils/config.py refuses a path",
-    engines=ENGINE,
-    unnamed="warning",
-)
-def names_a_hub_verifier(subject: Subject) -> Iterator[Problem]:
-    """The draft names its verifier, the target, by hub repository."""
-    if not subject.is_speculators:
-        return
-    name = as_object(as_object(subject.config.get("speculators_config")).get("verifier")).get("name_or_path")
-    is_repository = isinstance(name, str) and name.count("/") == 1 and not name.startswith((".", "/", "~"))
-    if not is_repository:
-        yield Problem(
-            subject.location("speculators_config.verifier.name_or_path"),
-            f"found {name!r}, which is not a hub repository",
-        )
 
 
 @check(
@@ -410,12 +340,6 @@ def _problem_of_windows(engine: NamedEngine, subject: Subject) -> Problem | None
     causality = problem_of_causality(NAME, subject)
     also = f"; {causality.message}" if causality is not None else ""
     return Problem(location, f"sliding layers, which {engine} serves as full ones{also}")
-
-
-def _takes_flag_for_all(subject: Subject) -> bool:
-    """Whether the vLLM that was named, or any where none was, takes the speculators flag for every layer (#47745)."""
-    engine = subject.engine(NAME)
-    return engine is None or engine.release >= READS_KINDS
 
 
 # The dialect that is written for vLLM
