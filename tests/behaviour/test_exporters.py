@@ -3,6 +3,7 @@
 The values are those of published configs and of the exporters' sources; the sizes are small.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
