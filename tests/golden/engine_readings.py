@@ -1,4 +1,4 @@
-"""Record what engines themselves read from what this project writes, for tests/cli/test_engine_readings.py.
+"""Record what engines themselves read from what this project writes, for tests/behaviour/test_engine_readings.py.
 
 Runs in an environment of its own, with z-lab's package and with the unpacked wheels of the engines beside it; of those
 only source files are looked at, nothing of them is installed:
