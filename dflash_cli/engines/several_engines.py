@@ -12,6 +12,10 @@ from dflash_runtime.checkpoint.hf_config import SLIDING
 
 FIX_VLLM = "dflash serve-command {draft} --target {target} --engine vllm # vLLM serves it"
 NORMALISE = "dflash convert {draft} {out} --to native --normalise-taps"
+FIX_ROPE_STYLE = (
+    "serve it with vLLM, from a copy that states is_neox_style, the key it reads: dflash convert {draft} {out} "
+    "--to vllm --target {target}"
+)
 NOT_FOUND = "the tensors are not found under these names, and their places keep random values"
 LIKE_THE_REFERENCE = engines_where(lambda engine: engine.follows_reference)
 
@@ -197,7 +201,8 @@ def rope_rotates_halves(subject: Subject) -> Iterator[Problem]:
     for key, habit in keys.items():
         for location, value in subject.homes(key).items():
             if value is False:
-                problem = Problem(location, "false: the draft rotates interleaved pairs")
+                fix = FIX_ROPE_STYLE if key == "rope_is_neox_style" else ""
+                problem = Problem(location, "false: the draft rotates interleaved pairs", fix=fix)
                 yield from problems_of(habit, subject, problem, {"stops": drops, "drops": drops})
 
 
