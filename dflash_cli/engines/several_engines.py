@@ -186,7 +186,7 @@ def taps_ascend(subject: Subject) -> Iterator[Problem]:
     effect="vLLM from 0.29 on and SGLang rotate neighbouring pairs, this tool and the reference code rotate halves",
     fix=f"serve it with an engine that reads the key: {FIX_VLLM}",
     source="vLLM 0.33.0 qwen3_dflash.py; SGLang 0.5.23 models/dflash.py",
-    engines=engines_that_differ("interleaved-rope", "interleaved-rope-by-its-name"),
+    engines=engines_that_differ("interleaved-rope", "interleaved-rope-by-its-name", "nested-style"),
     unnamed="warning",
     stops_runtime=True,
 )
@@ -201,9 +201,11 @@ def rope_rotates_halves(subject: Subject) -> Iterator[Problem]:
     for key, habit in keys.items():
         for location, value in subject.homes(key).items():
             if value is False:
-                fix = FIX_ROPE_STYLE if key == "rope_is_neox_style" else ""
+                is_nested = location != subject.location(key)
+                fix = FIX_ROPE_STYLE if is_nested or key == "rope_is_neox_style" else ""
                 problem = Problem(location, "false: the draft rotates interleaved pairs", fix=fix)
-                yield from problems_of(habit, subject, problem, {"stops": drops, "drops": drops})
+                found: Habit = "nested-style" if is_nested else habit
+                yield from problems_of(found, subject, problem, {"stops": drops, "drops": drops})
 
 
 @check(
@@ -211,7 +213,7 @@ def rope_rotates_halves(subject: Subject) -> Iterator[Problem]:
     effect="SGLang adds one to every norm weight, other readers do not; one of them serves what was not trained",
     fix="export the draft again with plain norms, then check it: dflash validate {draft}",
     source="SGLang 0.5.23 models/dflash.py use_gemma_norm",
-    engines=engines_that_differ("gemma-norms"),
+    engines=engines_that_differ("gemma-norms", "nested-style"),
     unnamed="warning",
     stops_runtime=True,
 )
@@ -223,9 +225,10 @@ def norms_are_plain(subject: Subject) -> Iterator[Problem]:
     """
     for location, value in subject.homes("use_gemma_norm").items():
         if value is True:
-            problem = Problem(location, "true, which only SGLang reads")
+            habit: Habit = "gemma-norms" if location == subject.location("use_gemma_norm") else "nested-style"
+            problem = Problem(location, "true, which only SGLang reads, and at the top level only")
             drops = "it multiplies by the weight alone, where the config asks for one plus the weight"
-            yield from problems_of("gemma-norms", subject, problem, {"stops": drops, "drops": drops})
+            yield from problems_of(habit, subject, problem, {"stops": drops, "drops": drops})
 
 
 @check(

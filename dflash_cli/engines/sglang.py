@@ -64,6 +64,7 @@ class SglangEngine(ServingEngine):
         "repeated-taps": "stops",
         "use-swa": "drops",
         "mask-safetensors": "drops",
+        "nested-style": "drops",
     }
     """Read in 0.5.23: models/dflash.py load_weights, models/qwen3.py layers_to_capture, dflash_worker_v2.py."""
 

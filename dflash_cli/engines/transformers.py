@@ -44,6 +44,7 @@ class Transformers(ServingEngine):
         "use-swa": "drops",
         "mask-pickle": "drops",
         "mask-safetensors": "drops",
+        "nested-style": "drops",
     }
     """Recorded from z-lab 0.1.0, see tests/golden/engine_habits.json."""
 

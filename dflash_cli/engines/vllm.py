@@ -78,6 +78,7 @@ class VllmEngine(ServingEngine):
         "unsorted-taps": "drops",
         "repeated-taps": "stops",
         "mask-safetensors": "stops",
+        "nested-style": "drops",
     }
     """Read in 0.33.0: qwen3_dflash.py load_weights, interfaces.py, model_loader/default_loader.py."""
 

@@ -30,6 +30,7 @@ TABLE = {
     "interleaved-rope": ("drops", "drops", "drops", "serves", "serves", "drops", "drops"),
     "interleaved-rope-by-its-name": ("drops", "drops", "drops", "drops", "serves", "drops", "drops"),
     "gemma-norms": ("drops", "drops", "drops", "drops", "serves", "drops", "drops"),
+    "nested-style": ("drops", "drops", "drops", "drops", "drops", "drops", "drops"),
     "unsorted-taps": ("drops", "drops", "drops", "drops", "drops", "serves", "serves"),
     "repeated-taps": ("stops", "stops", "stops", "stops", "stops", "serves", "serves"),
     "use-swa": ("drops", "serves", "serves", "serves", "drops", "drops", "drops"),
