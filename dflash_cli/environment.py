@@ -90,12 +90,10 @@ def _gpus() -> list[str] | None:
 
 
 def _cache() -> Path:
-    """Where the hub keeps its downloads."""
-    named = os.environ.get("HF_HUB_CACHE")
-    if named:
-        return Path(named)
-    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "huggingface"
-    return Path(home) / "hub"
+    """Where the hub keeps its downloads. Source: huggingface_hub/constants.py, which takes long to import."""
+    home = os.environ.get("HF_HOME") or f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
+    named = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE") or f"{home}/hub"
+    return Path(os.path.expandvars(named)).expanduser()
 
 
 def _free(path: Path) -> int | None:

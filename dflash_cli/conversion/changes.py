@@ -23,6 +23,7 @@ WHY_DROPPED = {
     "_name_or_path": "says only where the source was loaded from",
     "tie_word_embeddings": "a draft has no embedding to tie its head to",
     "torch_dtype": "dtype says the same",
+    "rope_is_neox_style": "is_neox_style says the same, and every engine that knows rope styles reads it",
     "max_anchors": "a setting of the training only",
     "attention_mode": "the numbers of attention heads say the same",
     "attention_modes": "the numbers of attention heads say the same",

@@ -10,7 +10,7 @@ from dflash_cli.conversion.changes import Change, key_changes
 from dflash_cli.conversion.inverse_map import with_inverse
 from dflash_cli.conversion.origin import describe_origin
 from dflash_cli.conversion.request import ConversionRequest
-from dflash_cli.conversion.result_config import result_config
+from dflash_cli.conversion.result_config import result_config, with_stored_type
 from dflash_cli.conversion.side_files import SideFile, choose_side_files, left_behind
 from dflash_cli.conversion.tap_order import normalise_taps
 from dflash_cli.conversion.tensor_selection import assign_files, drop_tensors, keep_tensors, tensor_changes
@@ -106,6 +106,9 @@ def plan_conversion(draft: DraftCheckpoint, request: ConversionRequest) -> Conve
     if request.normalise_taps and not taps_ascend(config):
         config, tensors, tap_warnings = normalise_taps(config, tensors, allow_rounding=request.allow_lossy)
     tensors, map_warnings = with_inverse(draft, tensors, result)
+    if draft.quantization is None:
+        config, type_warnings = with_stored_type(config, tensors)
+        config_warnings = [*config_warnings, *type_warnings]
     with naming_file(draft.checkpoint.config_path):
         config, config_json, reader_warnings = _state(config, draft.parsed.carried, result)
     warnings = [*file_warnings, *tensor_warnings, *config_warnings, *tap_warnings, *map_warnings, *reader_warnings]

@@ -1,15 +1,17 @@
 """The canonical config of a conversion's result: the source's, with what the request and the dialect change."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from dflash_cli.checkpoints.opening import DraftCheckpoint
 from dflash_cli.checkpoints.references import TINY, TINY_TARGET_NAME, is_hub_id
+from dflash_cli.checkpoints.safetensors_writer import WrittenTensor
 from dflash_cli.conversion.changes import Change
 from dflash_cli.conversion.request import ConversionRequest
+from dflash_cli.formats.decoder_body import STORED_AS
 from dflash_cli.formats.dialect import Format, Json, named_architectures
 from dflash_cli.formats.native_fields import SCALES
-from dflash_runtime.checkpoint.layout import HEAD
+from dflash_runtime.checkpoint.layout import EMBEDDING, HEAD
 from dflash_runtime.config import DraftConfig, Verifier
 
 
@@ -34,6 +36,19 @@ def result_config(
         config, lost = _without_scales(config, result)
         warnings += lost
     return config, warnings
+
+
+def with_stored_type(config: DraftConfig, tensors: Iterable[WrittenTensor]) -> tuple[DraftConfig, list[str]]:
+    """The config with the element type of the draft's own tensors, where it states another and they have one."""
+    borrowed = {HEAD, EMBEDDING}
+    names = {stored: name for name, stored in STORED_AS.items()}
+    kinds = {item.dtype for item in tensors if item.name not in borrowed and item.dtype in names}
+    if config.dtype not in STORED_AS or len(kinds) != 1 or STORED_AS[config.dtype] in kinds:
+        return config, []
+    actual = names[kinds.pop()]
+    return replace(config, dtype=actual), [
+        f"dtype: {config.dtype} is stated, the result says {actual}, as the weights are"
+    ]
 
 
 def _verifier(config: DraftConfig, request: ConversionRequest) -> tuple[Verifier | None, list[str]]:

@@ -46,6 +46,7 @@ class LlamaCpp(ServingEngine):
         "use-swa": "drops",
         "mask-pickle": "drops",
         "mask-safetensors": "drops",
+        "nested-style": "drops",
     }
     """Read in conversion/qwen.py, which puts `model.` before layers and the last norm and finds the rest by name."""
 

@@ -23,7 +23,7 @@ Release = tuple[int, ...]
 
 Habit = Literal[
     "model-prefix", "other-prefix", "encoder-names", "fused-projections", "interleaved-rope",
-    "interleaved-rope-by-its-name", "gemma-norms",
+    "interleaved-rope-by-its-name", "gemma-norms", "nested-style",
     "unsorted-taps", "repeated-taps", "use-swa", "mask-pickle", "mask-safetensors",
 ]  # fmt: skip
 """What some exporters do and engines differ about; the rule that reports it says what it is."""

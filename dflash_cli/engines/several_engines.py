@@ -12,6 +12,10 @@ from dflash_runtime.checkpoint.hf_config import SLIDING
 
 FIX_VLLM = "dflash serve-command {draft} --target {target} --engine vllm # vLLM serves it"
 NORMALISE = "dflash convert {draft} {out} --to native --normalise-taps"
+FIX_ROPE_STYLE = (
+    "serve it with vLLM, from a copy that states is_neox_style, the key it reads: dflash convert {draft} {out} "
+    "--to vllm --target {target}"
+)
 NOT_FOUND = "the tensors are not found under these names, and their places keep random values"
 LIKE_THE_REFERENCE = engines_where(lambda engine: engine.follows_reference)
 
@@ -61,7 +65,7 @@ def draft_is_as_wide_as_its_target(subject: Subject) -> Iterator[Problem]:
 
 @check(
     "S14",
-    effect="transformers has no class for the speculators dialect, and z-lab's code reads the native one only",
+    effect="transformers has no class for the dialect; z-lab's code and llama.cpp's converter read the native one only",
     fix=FIX_TO_NATIVE,
     source="transformers 5.23 modeling_auto.py; z-lab/dflash model.py",
     engines=LIKE_THE_REFERENCE,
@@ -84,7 +88,7 @@ def dialect_is_native(subject: Subject) -> Iterator[Problem]:
     engines=LIKE_THE_REFERENCE,
 )
 def head_is_the_targets(subject: Subject) -> Iterator[Problem]:
-    """The draft proposes over the target's whole vocabulary."""
+    """A draft for transformers or llama.cpp proposes over the target's whole vocabulary."""
     found = subject.vocabulary_sizes
     if found is not None and found[0] < found[1]:
         yield Problem(subject.location("draft_vocab_size"), f"{found[0]} of the target's {found[1]} ids")
@@ -179,34 +183,37 @@ def taps_ascend(subject: Subject) -> Iterator[Problem]:
 
 @check(
     "C41",
-    effect="vLLM 0.33 and SGLang rotate neighbouring pairs, this tool and the reference code rotate halves",
+    effect="vLLM from 0.29 on and SGLang rotate neighbouring pairs, this tool and the reference code rotate halves",
     fix=f"serve it with an engine that reads the key: {FIX_VLLM}",
     source="vLLM 0.33.0 qwen3_dflash.py; SGLang 0.5.23 models/dflash.py",
-    engines=engines_that_differ("interleaved-rope", "interleaved-rope-by-its-name"),
+    engines=engines_that_differ("interleaved-rope", "interleaved-rope-by-its-name", "nested-style"),
     unnamed="warning",
     stops_runtime=True,
 )
 def rope_rotates_halves(subject: Subject) -> Iterator[Problem]:
     """Rope rotates halves, as in NeoX.
 
-    A mismatch raises no error in any engine. vLLM 0.33 and SGLang read the key and rotate as it says; vLLM 0.24,
-    transformers, llama.cpp and this tool rotate halves.
+    A mismatch raises no error in any engine. vLLM from 0.29 on and SGLang read the key and rotate as it says; vLLM 0.28
+    rotates as its target does; earlier ones, transformers, llama.cpp and this tool rotate halves.
     """
-    drops = "it does not read the key, and rotates halves"
+    drops = "it does not go by the key, and rotates halves"
     keys: dict[str, Habit] = {"is_neox_style": "interleaved-rope", "rope_is_neox_style": "interleaved-rope-by-its-name"}
     for key, habit in keys.items():
         for location, value in subject.homes(key).items():
             if value is False:
-                problem = Problem(location, "false: the draft rotates interleaved pairs")
-                yield from problems_of(habit, subject, problem, {"stops": drops, "drops": drops})
+                is_nested = location != subject.location(key)
+                fix = FIX_ROPE_STYLE if is_nested or key == "rope_is_neox_style" else ""
+                problem = Problem(location, "false: the draft rotates interleaved pairs", fix=fix)
+                found: Habit = "nested-style" if is_nested else habit
+                yield from problems_of(found, subject, problem, {"stops": drops, "drops": drops})
 
 
 @check(
     "C44",
-    effect="SGLang adds one to every norm weight and other readers do not: outputs double or halve",
+    effect="SGLang adds one to every norm weight, other readers do not; one of them serves what was not trained",
     fix="export the draft again with plain norms, then check it: dflash validate {draft}",
     source="SGLang 0.5.23 models/dflash.py use_gemma_norm",
-    engines=engines_that_differ("gemma-norms"),
+    engines=engines_that_differ("gemma-norms", "nested-style"),
     unnamed="warning",
     stops_runtime=True,
 )
@@ -218,9 +225,10 @@ def norms_are_plain(subject: Subject) -> Iterator[Problem]:
     """
     for location, value in subject.homes("use_gemma_norm").items():
         if value is True:
-            problem = Problem(location, "true, which only SGLang reads")
+            habit: Habit = "gemma-norms" if location == subject.location("use_gemma_norm") else "nested-style"
+            problem = Problem(location, "true, which only SGLang reads, and at the top level only")
             drops = "it multiplies by the weight alone, where the config asks for one plus the weight"
-            yield from problems_of("gemma-norms", subject, problem, {"stops": drops, "drops": drops})
+            yield from problems_of(habit, subject, problem, {"stops": drops, "drops": drops})
 
 
 @check(
@@ -249,8 +257,8 @@ def windows_are_where_engines_look(subject: Subject) -> Iterator[Problem]:
 def no_mask_embedding(subject: Subject) -> Iterator[Problem]:
     """No learned mask embedding lies beside the weights.
 
-    vLLM 0.33 and SGLang read mask_embedding.pt; no engine reads mask_embedding.safetensors, and vLLM takes that file
-    for weights of the draft unless an index leaves it out.
+    vLLM from 0.25 on and SGLang read mask_embedding.pt; no engine reads mask_embedding.safetensors, and vLLM takes that
+    file for weights of the draft unless an index leaves it out.
     """
     drops = "it does not read the file, and takes the mask token's own row"
     if "mask_embedding.pt" in subject.files:

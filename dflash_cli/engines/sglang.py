@@ -64,6 +64,7 @@ class SglangEngine(ServingEngine):
         "repeated-taps": "stops",
         "use-swa": "drops",
         "mask-safetensors": "drops",
+        "nested-style": "drops",
     }
     """Read in 0.5.23: models/dflash.py load_weights, models/qwen3.py layers_to_capture, dflash_worker_v2.py."""
 
@@ -130,7 +131,7 @@ def sglang_reads_the_dialect(subject: Subject) -> Iterator[Problem]:
     engines=ENGINE,
 )
 def sglang_has_no_reduced_head(subject: Subject) -> Iterator[Problem]:
-    """The draft proposes over the target's whole vocabulary."""
+    """A draft for SGLang proposes over the target's whole vocabulary."""
     found = subject.vocabulary_sizes
     if found is not None and found[0] < found[1]:
         yield Problem(subject.location("draft_vocab_size"), f"{found[0]} of the target's {found[1]} ids")

@@ -44,6 +44,7 @@ class Transformers(ServingEngine):
         "use-swa": "drops",
         "mask-pickle": "drops",
         "mask-safetensors": "drops",
+        "nested-style": "drops",
     }
     """Recorded from z-lab 0.1.0, see tests/golden/engine_habits.json."""
 
@@ -71,7 +72,7 @@ class Transformers(ServingEngine):
 @check(
     "S13",
     "warning",
-    effect="z-lab's code of April 2026 stops, or assumes a block of 16",
+    effect="z-lab's code of April 2026 reads them there only and stops",
     fix="dflash validate {draft} --target {target} --engine transformers --fix-out {out}",
     source=ZLAB,
     engines=ENGINE,

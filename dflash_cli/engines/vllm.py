@@ -1,4 +1,8 @@
-"""vLLM: its releases, how it attends, its serve command, its rules, and the dialect that is written for it."""
+"""vLLM: its releases, how it attends, its serve command, its rules, and the dialect that is written for it.
+
+What a release does was read in its own code, for 0.24.0 to 0.33.0 each: model_executor/models/qwen3_dflash.py,
+transformers_utils/configs/speculators/algos.py, v1/spec_decode/dflash.py and v1/worker/gpu/spec_decode/dflash/.
+"""
 
 import json
 import shlex
@@ -23,10 +27,10 @@ from dflash_cli.formats.engine_native import EngineNative
 from dflash_cli.formats.native import refuse_common
 from dflash_cli.formats.native_fields import SCALES, write_scales
 from dflash_cli.formats.speculators_updaters import NON_CAUSAL_FLAG
-from dflash_cli.validation.rule import BFLOAT16, FIX_COPY, Outcome, Problem, Severity, check
+from dflash_cli.validation.rule import BFLOAT16, FIX_COPY, Outcome, Problem, check
 from dflash_cli.validation.rules.drafting import NEUTRAL
 from dflash_cli.validation.rules.tensors import WEIGHTS
-from dflash_cli.validation.subject import CONFIG_FILE, Subject
+from dflash_cli.validation.subject import CONFIG_FILE, NamedEngine, Subject
 from dflash_runtime.checkpoint.hf_config import SLIDING
 from dflash_runtime.checkpoint.layout import DRAFT_TO_TARGET
 from dflash_runtime.config import DraftConfig
@@ -37,12 +41,19 @@ NAME = "vllm"
 ENGINE = (NAME,)
 RELEASES: tuple[Release, ...] = tuple((0, minor) for minor in range(24, 34))
 NEWEST = f"vLLM {release_text(RELEASES[-1])}"
-WITHOUT_CAUSALITY: Release = (0, 24)
-"""Reads neither windows nor causality (its qwen3_dflash.py): every layer is full and non-causal."""
-WIDENS_FLAG: Release = (0, 33)
-"""The first release in which the speculators flag was seen to be taken for every layer (vllm-project/vllm#47745)."""
+READS_WINDOWS: Release = (0, 25)
+"""The first release with windows and with mask_embedding.pt (vllm-project/vllm#46104); it has no mixed layers yet."""
+READS_KINDS: Release = (0, 26)
+"""The first with a causality for each layer, by its kind, with mixed layers, and with the speculators flag, which it
+takes for every layer (vllm-project/vllm#47745). Before it, dflash_config.causal was one flag for all, false if absent.
+"""
+READS_IS_CAUSAL: Release = (0, 28)
+"""The first that reads is_causal, which it prefers to dflash_config.causal, and tensors under names of an encoder."""
+READS_ROPE_STYLE: Release = (0, 29)
+"""The first that reads is_neox_style; 0.28 puts the target's own rope style there."""
 FIX_SERVE = "dflash serve-command {draft} --target {target} --engine vllm"
 FIX_NEWER = f"no file helps this release; use {NEWEST} or later: {FIX_SERVE}"
+FIX_TO_VLLM = "dflash convert {draft} {out} --to vllm --target {target}"
 V2_RUNNER = "v2-runner"
 """A serve flag: only the V2 model runner serves the draft."""
 PLAIN_KV_CACHE = "plain-kv-cache"
@@ -67,43 +78,34 @@ class VllmEngine(ServingEngine):
         "unsorted-taps": "drops",
         "repeated-taps": "stops",
         "mask-safetensors": "stops",
+        "nested-style": "drops",
     }
     """Read in 0.33.0: qwen3_dflash.py load_weights, interfaces.py, model_loader/default_loader.py."""
 
-    early_habits: ClassVar[Mapping[Habit, Outcome]] = {
-        "encoder-names": "stops",
-        "interleaved-rope": "drops",
-        "use-swa": "drops",
-        "mask-pickle": "drops",
+    learnt: ClassVar[Mapping[Habit, tuple[Release, Outcome]]] = {
+        "encoder-names": (READS_IS_CAUSAL, "stops"),
+        "interleaved-rope": (READS_ROPE_STYLE, "drops"),
+        "mask-pickle": (READS_WINDOWS, "drops"),
     }
-    """What 0.24.0 does besides, read in its qwen3_dflash.py."""
+    """The first release that serves a habit as meant, and what those before it do."""
 
     def outcome_of(self, habit: Habit) -> Outcome:
-        """0.24 reads fewer names and keys than the releases after it."""
-        if self.release[:2] == WITHOUT_CAUSALITY and habit in self.early_habits:
-            return self.early_habits[habit]
-        return self.habits.get(habit, "serves")
+        """Earlier releases read fewer names and keys."""
+        first, before = self.learnt.get(habit, ((), "serves"))
+        return before if self.release < first else self.habits.get(habit, "serves")
 
-    def served_causality(self, subject: Subject) -> tuple[bool, ...] | None:
-        """The top-level is_causal, else dflash_config.causal, else the layers' kinds."""
-        if self.release[:2] == WITHOUT_CAUSALITY:
-            return (False,) * len(subject.layer_types)
-        if subject.is_speculators:
-            return self._speculators_causality(subject)
-        top, nested = subject.config.get("is_causal"), subject.nested.get("causal")
-        if self.release < WIDENS_FLAG and top != nested and SLIDING in subject.layer_types:
-            return None
-        return stated_once(top if isinstance(top, bool) else nested, subject)
+    def served_causality(self, subject: Subject) -> tuple[bool, ...]:
+        """The keys that this release reads, else the layers' kinds, where it looks at these."""
+        stated = subject.body.get("is_causal") if self.release >= READS_IS_CAUSAL else None
+        if not isinstance(stated, bool):
+            stated = self._flag(subject)
+        return stated_once(stated, subject)
 
-    def _speculators_causality(self, subject: Subject) -> tuple[bool, ...] | None:
-        """Source: vLLM 0.33.0 algos.py (`causal = not flag`, absent false) and qwen3_dflash.py (is_causal first)."""
-        count = len(subject.layer_types)
-        flag, stated = subject.config.get(NON_CAUSAL_FLAG), subject.body.get("is_causal")
-        if isinstance(stated, bool):
-            return (stated,) * count
-        if flag is False and self.release < WIDENS_FLAG:
-            return None
-        return (flag is False,) * count
+    def _flag(self, subject: Subject) -> object:
+        """What stands in dflash_config.causal after vLLM has read the config (`update_dflash` writes it there)."""
+        if self.release < READS_KINDS:
+            return subject.nested.get("causal") is True
+        return subject.config.get(NON_CAUSAL_FLAG) is False if subject.is_speculators else subject.nested.get("causal")
 
     def serve_command(self, pair: ServedPair) -> ServeCommand:
         """num_speculative_tokens is block_size - 1."""
@@ -126,58 +128,6 @@ class VllmEngine(ServingEngine):
 
 
 @check(
-    "C20",
-    effect=f"{NEWEST} makes every layer causal; full layers of this dialect are non-causal",
-    fix=FIX_COPY,
-    source="vllm-project/vllm#56692, open in 0.33.0; #47745 brought it",
-    outcome="drops",
-    engines=ENGINE,
-    unnamed="warning",
-)
-def full_layers_stay_non_causal(subject: Subject) -> Iterator[Problem]:
-    """sliding_window_non_causal is true or absent if every layer is full attention.
-
-    In the speculators dialect the flag concerns sliding layers only, so for a draft of full layers both values mean the
-    same. vLLM applies it to every layer since #47745; 0.24 does not look at it. The value true is right for both.
-    """
-    if not subject.is_speculators or SLIDING in subject.layer_types or subject.config.get(NON_CAUSAL_FLAG) is not False:
-        return
-    severity = _flag_severity(subject)
-    if severity is not None and subject.body.get("is_causal") is not False:
-        yield Problem(
-            subject.location(NON_CAUSAL_FLAG),
-            f"false, although all {len(subject.layer_types)} layers are full attention",
-            severity=severity,
-            repair={NON_CAUSAL_FLAG: True},
-        )
-
-
-@check(
-    "C21",
-    effect=f"{NEWEST} makes the full-attention layers causal too",
-    fix="dflash convert {draft} {out} --to vllm --target {target}",
-    source="vLLM 0.33.0 transformers_utils/configs/speculators/algos.py",
-    outcome="drops",
-    engines=ENGINE,
-    unnamed="warning",
-)
-def layers_agree_for_vllm(subject: Subject) -> Iterator[Problem]:
-    """All layers of a speculators draft share one causality.
-
-    One value for all layers is all that vLLM takes from the speculators dialect.
-    """
-    if not subject.is_speculators or subject.config.get(NON_CAUSAL_FLAG) is not False:
-        return
-    severity = _flag_severity(subject)
-    if severity is not None and set(subject.layer_types) == set(LAYER_KINDS):
-        yield Problem(
-            subject.location(NON_CAUSAL_FLAG),
-            "false with both sliding and full layers: sliding ones are causal, full ones are not",
-            severity=severity,
-        )
-
-
-@check(
     "C27",
     effect="vLLM stops",
     fix=(
@@ -193,27 +143,6 @@ def activation_is_silu(subject: Subject) -> Iterator[Problem]:
     value = subject.body.get("hidden_act", "silu")
     if value != "silu":
         yield Problem(subject.body_location("hidden_act"), f"found {value!r}, expected 'silu'")
-
-
-@check(
-    "C34",
-    effect="vLLM cannot serve the draft by its own name; naming the target with --model works",
-    fix="dflash convert {draft} {out} --to speculators --verifier ORG/REPO",
-    source="vLLM 0.33.0 transformers_utils/config.py refuses a path",
-    engines=ENGINE,
-    unnamed="warning",
-)
-def names_a_hub_verifier(subject: Subject) -> Iterator[Problem]:
-    """The draft names its verifier, the target, by hub repository."""
-    if not subject.is_speculators:
-        return
-    name = as_object(as_object(subject.config.get("speculators_config")).get("verifier")).get("name_or_path")
-    is_repository = isinstance(name, str) and name.count("/") == 1 and not name.startswith((".", "/", "~"))
-    if not is_repository:
-        yield Problem(
-            subject.location("speculators_config.verifier.name_or_path"),
-            f"found {name!r}, which is not a hub repository",
-        )
 
 
 @check(
@@ -298,7 +227,7 @@ def k_is_the_trained_one(subject: Subject) -> Iterator[Problem]:
 def layers_are_of_one_kind(subject: Subject) -> Iterator[Problem]:
     """All layers are sliding, or all are full attention."""
     engine = subject.engine(NAME)
-    if engine is not None and engine.release[:2] == WITHOUT_CAUSALITY:  # it serves every layer as a full one
+    if engine is not None and engine.release < READS_KINDS:  # neither runner of it serves them
         return
     if set(subject.layer_types) >= set(LAYER_KINDS):
         yield Problem(subject.body_location("layer_types"), "found both sliding and full layers")
@@ -342,27 +271,26 @@ def vllm_applies_no_scale(subject: Subject) -> Iterator[Problem]:
 
 @check(
     "S07",
-    effect="whether masked positions attend to later ones differs from training",
-    fix="dflash convert {draft} {out} --to vllm --target {target}",
-    source="vLLM 0.33.0 qwen3_dflash.py, algos.py; vllm-project/vllm#47453 before #47745",
+    effect="whether masked positions attend to later ones differs from what the config states",
+    fix=FIX_TO_VLLM,
+    source="vLLM 0.24.0 to 0.33.0 qwen3_dflash.py, algos.py; vllm-project/vllm#47745",
     outcome="drops",
     engines=ENGINE,
 )
-def vllm_serves_the_trained_causality(subject: Subject) -> Iterator[Problem]:
+def vllm_serves_the_stated_causality(subject: Subject) -> Iterator[Problem]:
     """vLLM serves every layer with the causality that the config states.
 
-    C20 and C21 report the flag that vLLM 0.33 applies to full layers too; this rule reports every other difference,
-    such as vLLM 0.24, which serves causal sliding layers of the speculators dialect non-causally.
+    C20 and C21 report the flag that vLLM from 0.26 on applies to full layers too, S28 the layers that 0.24 and 0.25 do
+    not serve; this rule reports every other difference. Before 0.28 only dflash_config.causal is read, not is_causal.
     """
     engine, problem = subject.engine(NAME), problem_of_causality(NAME, subject)
-    if engine is None or problem is None:
+    if engine is None or problem is None or _problem_of_windows(engine, subject) is not None:
         return
     served = engine.served_causality(subject) or ()
     is_told = subject.is_speculators and subject.config.get(NON_CAUSAL_FLAG) is False and all(served)
     if not is_told or subject.body.get("is_causal") is not None:
         location = subject.location(NON_CAUSAL_FLAG) if subject.is_speculators else problem.location
-        is_early = engine.release[:2] == WITHOUT_CAUSALITY
-        yield replace(problem, location=location, fix=FIX_NEWER if is_early else "")
+        yield replace(problem, location=location)
 
 
 @check(
@@ -385,28 +313,34 @@ def kv_cache_is_plain(subject: Subject) -> Iterator[Problem]:
 
 @check(
     "S28",
-    effect="vLLM 0.24 attends to the whole context on every layer",
+    effect="this release of vLLM attends to the whole context on every layer",
     fix=FIX_NEWER,
-    source="vLLM 0.24.0 model_executor/models/qwen3_dflash.py; vllm-project/vllm#46104",
+    source="vLLM 0.24.0 and 0.25.0 qwen3_dflash.py; vllm-project/vllm#46104, #47745",
     outcome="drops",
     engines=ENGINE,
 )
 def vllm_knows_windows(subject: Subject) -> Iterator[Problem]:
-    """The release of vLLM serves sliding layers."""
+    """The release of vLLM serves sliding layers, and those with full layers among them.
+
+    0.24 has no windows, and 0.25 refuses a draft with both kinds of layer.
+    """
     engine = subject.engine(NAME)
-    has_windows = "sliding_attention" in subject.layer_types or bool(subject.nested.get("use_swa"))
-    if engine is not None and engine.release[:2] == WITHOUT_CAUSALITY and has_windows:
-        yield Problem(subject.body_location("layer_types"), f"sliding layers, which {engine} serves as full ones")
+    problem = _problem_of_windows(engine, subject) if engine is not None else None
+    if problem is not None:
+        yield problem
 
 
-def _flag_severity(subject: Subject) -> Severity | None:
-    """Error for a vLLM that has the change (#47745), nothing for one that has not."""
-    engine = subject.engine(NAME)
-    if engine is None:
-        return "warning"
-    if engine.release[:2] == WITHOUT_CAUSALITY:
+def _problem_of_windows(engine: NamedEngine, subject: Subject) -> Problem | None:
+    """Layers that the release cannot serve, with how it serves them; their causality is no finding of its own."""
+    location, is_mixed = subject.body_location("layer_types"), set(subject.layer_types) >= set(LAYER_KINDS)
+    if READS_WINDOWS <= engine.release < READS_KINDS and is_mixed:
+        message = f"both sliding and full layers, which {engine} refuses"
+        return Problem(location, message, effect="vLLM stops", outcome="stops")
+    if engine.release >= READS_WINDOWS or not (SLIDING in subject.layer_types or subject.nested.get("use_swa")):
         return None
-    return "error" if engine.release >= WIDENS_FLAG else "warning"
+    causality = problem_of_causality(NAME, subject)
+    also = f"; {causality.message}" if causality is not None else ""
+    return Problem(location, f"sliding layers, which {engine} serves as full ones{also}")
 
 
 # The dialect that is written for vLLM
@@ -444,10 +378,7 @@ class Vllm(EngineNative):
 
     def warnings(self, config: DraftConfig, carried: Mapping[str, Any]) -> Iterator[str]:
         yield from super().warnings(config, carried)
-        if any(window is not None for window in config.windows) or any(config.causal):
-            yield (
-                f"vLLM {release_text(WITHOUT_CAUSALITY)} reads neither windows nor causality and runs every "
-                f"layer with full, non-causal attention; use {release_text(RELEASES[-1])}"
-            )
+        if any(window is not None for window in config.windows):
+            yield f"vLLM {release_text(RELEASES[0])} has no windows and runs every layer as a full one; use {NEWEST}"
         if len(set(config.windows)) > 1:
             yield f"some layers have a window and some have none: {NEWEST} needs VLLM_USE_V2_MODEL_RUNNER=1"

@@ -41,6 +41,9 @@ LAYER_KINDS = (FULL, SLIDING)
 ROPE_KEYS = ("rope_parameters", "rope_scaling")
 """The objects in which a config states its rope; Hugging Face's newer spelling first."""
 
+STORED_AS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "float64": "F64"}
+"""What a config calls an element type -> what safetensors calls it."""
+
 ROPE_KINDS = frozenset({"default", "linear", "dynamic", "yarn", "longrope", "llama3", "ntk", "proportional", "mrope"})
 
 

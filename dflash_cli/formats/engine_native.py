@@ -1,6 +1,6 @@
 """The native dialect as one serving engine needs it, without settings that the engine would apply wrongly.
 
-Sources: vLLM 0.24.0 and 0.33.0 model_executor/models/qwen3_dflash.py and interfaces.py; SGLang 0.5.23
+Sources: vLLM 0.24.0 to 0.33.0 model_executor/models/qwen3_dflash.py and interfaces.py; SGLang 0.5.23
 models/dflash.py, models/qwen3.py. Both read a learned mask embedding only from the pickle file.
 """
 
@@ -8,13 +8,24 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from dflash_cli.formats.dialect import Json
+from dflash_cli.formats.dialect import STYLE_FLAGS, Json
 from dflash_cli.formats.native import Native
 from dflash_runtime.config import DraftConfig
 from dflash_runtime.errors import LossyConversion
 
 PARTIAL_ROPE = ("partial_rotary_factor", "mrope_section", "mrope_interleaved")
 """Copied from multimodal targets by trainers whose drafts rotate every dimension; SGLang and vLLM would apply them."""
+
+
+READ_NAME = {"rope_is_neox_style": "is_neox_style"}
+"""A style flag -> the name that every engine reads which knows the style; vLLM has no other, SGLang reads both."""
+
+
+def style_where_engines_look(carried: Mapping[str, Any]) -> Json:
+    """Carried keys with the style flags that say something at the top level, under the one name all engines read."""
+    read = {key: READ_NAME.get(key.rpartition(".")[2], key.rpartition(".")[2]) for key in carried}
+    said = {read[key]: value for key, value in carried.items() if value is STYLE_FLAGS.get(read[key])}
+    return {**{key: value for key, value in carried.items() if read[key] not in said}, **said}
 
 
 class EngineNative(Native):
@@ -28,7 +39,7 @@ class EngineNative(Native):
 
     def adapt(self, config: DraftConfig, carried: Mapping[str, Any]) -> tuple[DraftConfig, Json]:
         params = {key: value for key, value in config.rope.params.items() if key not in PARTIAL_ROPE}
-        kept = {key: value for key, value in carried.items() if key not in PARTIAL_ROPE}
+        kept = style_where_engines_look({key: value for key, value in carried.items() if key not in PARTIAL_ROPE})
         return replace(config, rope=replace(config.rope, params=params)), kept
 
     def refuse_misread(self, config: DraftConfig) -> None:

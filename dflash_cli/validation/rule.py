@@ -224,7 +224,8 @@ def check(
     effect, fix    used unless a problem has its own; `fix` is the command to try, in which `{draft}`, `{target}` and
                    `{out}` stand for the user's names
     source         the thread or code the rule comes from
-    outcome        what engines do; by default they stop at an error and serve the rest
+    outcome        what engines do; by default they stop at an error and serve the rest. Of a warning only `diagnose`
+                   asks it: one that lowers acceptance is named where acceptance is low
     engines        the engines it is about; empty if it is about all
     unnamed        its severity if it is about engines of which the user named none; with None it does not run then
     stage          when it runs

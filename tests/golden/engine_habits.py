@@ -44,7 +44,7 @@ def main() -> None:
     given = parser.parse_args()
     transformers.logging.set_verbosity_error()
     readers = {
-        "vllm 0.33.0": Vllm(given.engines / "vllm-0.33.0", reads_causality=True).native,
+        "vllm 0.33.0": Vllm(given.engines / "vllm-0.33.0").native,
         "sglang 0.5.23": Sglang(given.engines / "sglang").native,
         "z-lab 0.1.0": Zlab().native,
     }

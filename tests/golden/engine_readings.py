@@ -1,4 +1,4 @@
-"""Record what engines themselves read from what this project writes, for tests/cli/test_engine_readings.py.
+"""Record what engines themselves read from what this project writes, for tests/behaviour/test_engine_readings.py.
 
 Runs in an environment of its own, with z-lab's package and with the unpacked wheels of the engines beside it; of those
 only source files are looked at, nothing of them is installed:
@@ -6,8 +6,8 @@ only source files are looked at, nothing of them is installed:
     python -m venv zlab
     zlab/bin/pip install torch==2.13.0 transformers==5.15.0 tqdm numpy safetensors regex
     zlab/bin/pip install --no-deps dflash==0.1.0
-    pip download --no-deps --only-binary :all: vllm==0.24.0 vllm==0.33.0 sglang==0.5.23     # one at a time
-    unzip each into engines/vllm-0.24.0, engines/vllm-0.33.0, engines/sglang
+    pip download --no-deps vllm==0.24.0     # and each of VLLM_RELEASES, and sglang==0.5.23; wheel or source
+    unpack each into engines/vllm-0.24.0 and so on, engines/sglang
     export PYTHONPATH=.:runtime:kernels:tests
     zlab/bin/python tests/golden/engine_readings.py engines tests/golden/engine_readings.json
 
@@ -38,6 +38,8 @@ from dflash_testing import checkpoints as support
 from dflash_testing import dialects
 
 Reading = dict[str, Any]
+VLLM_RELEASES = ("0.24.0", "0.25.0", "0.26.0", "0.28.0", "0.33.0")
+"""The first of each way to read causality and windows, and the newest."""
 
 
 def cut(file: Path, names: Sequence[str], **known: Any) -> SimpleNamespace:
@@ -64,7 +66,7 @@ def defined_name(node: ast.stmt) -> str | None:
 class Vllm:
     """Config code of one vLLM release."""
 
-    def __init__(self, root: Path, *, reads_causality: bool) -> None:
+    def __init__(self, root: Path) -> None:
         configs = root / "vllm/transformers_utils/configs"
         worker = root / "vllm/v1/worker/gpu/spec_decode"
         known = {
@@ -81,9 +83,13 @@ class Vllm:
         self.aux = cut(worker / "eagle/eagle3_utils.py", ["get_eagle3_aux_layers_from_config"])
         self.mask = cut(worker / "utils.py", ["get_parallel_drafting_token_id"])
         runner = SimpleNamespace(use_v2_model_runner=True)
-        names = ["_SLIDING_ATTENTION", "_dflash_layer_causal", "_resolve_layer_attention"]
+        wanted = ["_SLIDING_ATTENTION", "_dflash_layer_causal", "_resolve_layer_attention"]
         model = root / "vllm/model_executor/models/qwen3_dflash.py"
-        self.layers = cut(model, names, get_current_vllm_config=lambda: runner) if reads_causality else None
+        names = sorted(
+            set(wanted) & set(map(defined_name, ast.parse(model.read_text(encoding="utf-8")).body)), key=wanted.index
+        )
+        self.layers = cut(model, names, get_current_vllm_config=lambda: runner)
+        self.runner = None if wanted[1] in names else cut(worker / "dflash/utils.py", ["get_dflash_causal"])
 
     def native(self, path: Path) -> Reading:
         config = AutoConfig.from_pretrained(path)
@@ -95,7 +101,7 @@ class Vllm:
         return {**self.describe(self.speculators.from_pretrained(path)), "serving": serving}
 
     def describe(self, config: Any) -> Reading:
-        """What the model and the runner take from the config. Before 0.33 layers are full and never causal."""
+        """What the model and the runner take from the config. Before 0.26 one flag of the runner is for all layers."""
         spec = SimpleNamespace(draft_model_config=SimpleNamespace(hf_config=config))
         reading = {
             "architectures": config.architectures,
@@ -106,10 +112,12 @@ class Vllm:
             "target_hidden_size": getattr(config, "target_hidden_size", None),
             "rope": dict(config.rope_parameters),
         }
-        if self.layers is not None:
+        layers: list[tuple[int | None, bool]] = [(None, False)] * config.num_hidden_layers
+        if hasattr(self.layers, "_resolve_layer_attention"):
             layers = [self.layers._resolve_layer_attention(config, at) for at in range(config.num_hidden_layers)]
-            reading["windows"] = [window for window, _ in layers]
-            reading["causal"] = [causal for _, causal in layers]
+        flag = self.runner.get_dflash_causal(SimpleNamespace(hf_config=config)) if self.runner is not None else None
+        reading["windows"] = [window for window, _ in layers]
+        reading["causal"] = [causal if flag is None else flag for _, causal in layers]
         return reading
 
 
@@ -181,21 +189,21 @@ def main() -> None:
     parser.add_argument("engines", type=Path)
     parser.add_argument("output", type=Path)
     arguments = parser.parse_args()
-    early = Vllm(arguments.engines / "vllm-0.24.0", reads_causality=False)
-    late = Vllm(arguments.engines / "vllm-0.33.0", reads_causality=True)
+    vllm = {f"vllm {release}": Vllm(arguments.engines / f"vllm-{release}") for release in VLLM_RELEASES}
+    late = vllm["vllm 0.33.0"]
     sglang, reference = Sglang(arguments.engines / "sglang"), Zlab()
     readers: dict[str, dict[str, Callable[[Path], Reading]]] = {
         "native": {"vllm 0.33.0": late.native, "sglang 0.5.23": sglang.native, "z-lab 0.1.0": reference.native},
-        "vllm": {"vllm 0.24.0": early.native, "vllm 0.33.0": late.native},
+        "vllm": {name: reader.native for name, reader in vllm.items()},
         "sglang": {"sglang 0.5.23": sglang.native},
         "mlx": {"z-lab 0.1.0": reference.native},
-        "speculators": {"vllm 0.24.0": early.from_speculators, "vllm 0.33.0": late.from_speculators},
+        "speculators": {name: reader.from_speculators for name, reader in vllm.items()},
     }
     readings = [entry for to in readers for name in dialects.CASES for entry in record(name, to, readers[to])]
     document = {
         "provenance": {
             "script": "tests/golden/engine_readings.py",
-            "wheels": ["vllm 0.24.0", "vllm 0.33.0", "sglang 0.5.23"],
+            "wheels": [*vllm, "sglang 0.5.23"],
             "versions": {name: version(name) for name in ("dflash", "transformers", "torch")},
         },
         "readings": readings,
@@ -216,9 +224,17 @@ def record(name: str, to: str, readers: dict[str, Callable[[Path], Reading]]) ->
             return []
         digest = dialects.config_digest(out)
         return [
-            {"case": name, "to": to, "reader": reader, "config_sha256": digest, "reading": read(out)}
+            {"case": name, "to": to, "reader": reader, "config_sha256": digest, "reading": attempt(read, out)}
             for reader, read in readers.items()
         ]
+
+
+def attempt(read: Callable[[Path], Reading], path: Path) -> Reading:
+    """A reading, or that the engine refuses such a draft."""
+    try:
+        return read(path)
+    except NotImplementedError:
+        return {"refused": True}
 
 
 if __name__ == "__main__":

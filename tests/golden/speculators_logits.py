@@ -1,4 +1,4 @@
-"""Record draft logits of speculators itself on what this project converts, for tests/cli/test_logits.py.
+"""Record draft logits of speculators itself on what this project converts, for tests/cli/conversion/test_logits.py.
 
 Runs in an environment of its own:
 

@@ -1,4 +1,4 @@
-"""Record single draft blocks of z-lab's model at chosen context lengths, for tests/runtime/test_golden_block.py.
+"""Record single draft blocks of z-lab's model at chosen context lengths, for tests/behaviour/test_zlab_blocks.py.
 
 Runs in the environment that tests/golden/zlab_traces.py describes:
 

@@ -1,4 +1,4 @@
-"""Record acceptance traces of z-lab's reference loop, for tests/runtime/test_golden.py and for any other pair.
+"""Record acceptance traces of z-lab's reference loop, for tests/behaviour/test_zlab_traces.py and for any other pair.
 
 Runs in an environment of its own, since PyPI's `dflash` shares a script name with this project:
 

@@ -63,29 +63,6 @@ def block_size_is_one_number(subject: Subject) -> Iterator[Problem]:
 
 
 @check(
-    "C04",
-    effect="vLLM takes its number of drafted tokens from here and drafts a block of an untrained length",
-    fix=FIX_COPY,
-    source="vllm-project/vllm#39519; vllm-project/speculators#456",
-    outcome="drops",
-)
-def drafts_one_less_than_the_block(subject: Subject) -> Iterator[Problem]:
-    """speculative_tokens is block_size - 1, because the block includes the anchor."""
-    methods = as_object(subject.config.get("speculators_config")).get("proposal_methods")
-    block = subject.block_size
-    if not isinstance(methods, list) or block is None:
-        return
-    expected = block if subject.config.get("sample_from_anchor") is True else block - 1
-    for index, method in enumerate(methods):
-        stated = as_object(method).get("speculative_tokens")
-        if stated is not None and stated != expected:
-            yield Problem(
-                subject.location(f"speculators_config.proposal_methods[{index}].speculative_tokens"),
-                f"found {stated!r}, expected {expected} for a block of {block}",
-            )
-
-
-@check(
     "C12",
     effect="engines stop, or use another token as the mask",
     fix="write the mask token id used in training, then check it: dflash validate {draft}",
@@ -131,7 +108,7 @@ def mask_token_is_stated_once(subject: Subject) -> Iterator[Problem]:
     outcome="serves",
 )
 def mask_token_is_spare(subject: Subject) -> Iterator[Problem]:
-    """The mask token is a spare token that text never contains."""
+    """The mask token is neither a stop token nor a start or padding token of the config."""
     value = subject.stated("mask_token_id")
     if not is_int(value):
         return
@@ -149,7 +126,7 @@ def mask_token_is_spare(subject: Subject) -> Iterator[Problem]:
     source="z-lab/Qwen3-4B-DFlash-b16 config.json",
 )
 def embeddings_are_not_tied(subject: Subject) -> Iterator[Problem]:
-    """tie_word_embeddings is false, because a draft has no embedding of its own."""
+    """tie_word_embeddings is false, because a draft's head is the target's, or a tensor of its own."""
     if subject.body.get("tie_word_embeddings") is True:
         yield Problem(subject.body_location("tie_word_embeddings"), "true, expected false in a draft")
 

@@ -103,7 +103,7 @@ def config_can_be_read(subject: Subject) -> Iterator[Problem]:
 
 @check(
     "N20",
-    "warning",
+    "info",
     effect="tools that trust the number show or reserve a wrong size",
     fix="dflash validate {draft} --fix-out {out}",
     source="huggingface/transformers sharded checkpoints",
@@ -135,7 +135,7 @@ def no_weights_beside_the_index(subject: Subject) -> Iterator[Problem]:
 
 @check(
     "S20",
-    "warning",
+    "info",
     effect="downloads grow by files that no engine reads",
     fix="leave the file out when you publish, or write a copy without it: dflash validate {draft} --fix-out {out}",
     source="NVIDIA-NeMo/Automodel epoch_*_step_* directories",
@@ -149,7 +149,7 @@ def no_training_state(subject: Subject) -> Iterator[Problem]:
 
 @check(
     "S16",
-    "warning",
+    "info",
     effect="readers of GGUF and of safetensors may find two different drafts under one name",
     fix=(
         "publish the GGUF file in a repository of its own, or write a copy without it: dflash validate {draft} "

@@ -3,11 +3,10 @@
 from collections.abc import Iterator
 
 from dflash_cli.formats.relatives import Relative
-from dflash_cli.validation.rule import FIX_COPY, FIX_INSPECT, REMOVED, Problem, Severity, check
+from dflash_cli.validation.rule import FIX_COPY, FIX_INSPECT, Problem, Severity, check
 from dflash_cli.validation.subject import CONFIG_FILE, SPECULATORS_BODY, Subject
 from dflash_runtime.json_values import as_object, is_int
 
-VLLM_CONFIG = "vLLM 0.33.0 transformers_utils/config.py"
 VLLM_BASE = "vLLM 0.33.0 transformers_utils/configs/speculators/base.py, algos.py"
 SPECULATORS_REQUIRED = ("speculators_config", SPECULATORS_BODY, "aux_hidden_state_layer_ids", "mask_token_id")
 BODY_REQUIRED = (
@@ -63,7 +62,7 @@ def is_dflash(subject: Subject) -> Iterator[Problem]:
 
 @check(
     "C02",
-    effect="readers leave out the head that this projector belongs to, without a warning",
+    effect="if a head belongs to this projector, readers leave it out without a warning",
     fix=f"{FIX_INSPECT} # lists the tensors; if there is an extra head, use an engine made for it",
     source="NVIDIA/Model-Optimizer hf_spec_export.py keeps DFlashDraftModel for Domino and DSpark",
     outcome="drops",
@@ -77,25 +76,6 @@ def projector_is_plain(subject: Subject) -> Iterator[Problem]:
     value = subject.stated("projector_type")
     if value not in PLAIN_PROJECTORS:
         yield Problem(next(iter(subject.homes("projector_type"))), f"found {value!r}, which is not a DFlash projector")
-
-
-@check(
-    "C30",
-    effect="vLLM does not recognise the file as a speculators config",
-    fix=FIX_COPY,
-    source=VLLM_CONFIG,
-)
-def no_top_level_model_type(subject: Subject) -> Iterator[Problem]:
-    """A speculators config has no model_type at its top level.
-
-    The decoder's own model_type stays in transformer_layer_config.
-    """
-    if subject.is_speculators and "model_type" in subject.config:
-        yield Problem(
-            subject.location("model_type"),
-            f"{subject.config['model_type']!r}, expected none at the top level",
-            repair={"model_type": REMOVED},
-        )
 
 
 @check(

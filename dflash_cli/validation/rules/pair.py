@@ -41,7 +41,7 @@ def widths_fit(subject: Subject) -> Iterator[Problem]:
 
 @check(
     "P02",
-    effect="vLLM maps ids through an empty map, and users report that nothing is accepted",
+    effect="vLLM maps ids through a map of zeros; with an older release nothing was accepted",
     fix=(
         "if only the padding differs, write the target's vocab_size, then check it: dflash validate {draft} "
         "--target {target}"
@@ -215,7 +215,7 @@ def verifier_is_of_the_targets_kind(subject: Subject) -> Iterator[Problem]:
 @check(
     "P09",
     "warning",
-    effect="token ids mean other text than in training, so nearly nothing is accepted",
+    effect="if the draft was trained with its own tokenizer, ids mean other text here and hardly any is accepted",
     fix=FIX_OTHER_TARGET,
     source="ggml-org/llama.cpp#25733",
 )

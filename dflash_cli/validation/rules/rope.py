@@ -130,7 +130,6 @@ def rope_is_one_for_all_layers(subject: Subject) -> Iterator[Problem]:
             yield Problem(
                 subject.body_location(key),
                 f"{len(parts)} layer types with different values",
-                fix="train or export the draft with one rope, then check it: dflash validate {draft}",
             )
 
 

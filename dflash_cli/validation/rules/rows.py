@@ -77,6 +77,7 @@ def map_is_a_map(subject: Subject) -> Iterator[Problem]:
 
 @check(
     "M07",
+    "warning",
     level="weights",
     effect="the map is right only if the vocabulary was cut to its first ids",
     fix=FIX_REEXPORT_WEIGHTS,

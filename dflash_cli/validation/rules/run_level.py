@@ -25,7 +25,7 @@ TOO_LITTLE = 0.12
 @check(
     "R01",
     level="run",
-    effect="features come from other layers than in training, or in another order",
+    effect="features probably come from other layers than in training, or in another order",
     fix=(
         "if the numbers convince you, correct the list of tapped layers, then repeat the run: dflash validate "
         "{draft} --target {target} --level run"
@@ -41,7 +41,7 @@ def taps_explain_the_draft(subject: Subject) -> Iterator[Problem]:
 @check(
     "R02",
     level="run",
-    effect="whether masked positions attend to later ones differs from training",
+    effect="whether masked positions attend to later ones probably differs from training",
     fix=(
         "if the numbers convince you: dflash convert {draft} {out} --to native --causality causal # or non-causal, "
         "layer-types"
@@ -58,7 +58,7 @@ def causality_explains_the_draft(subject: Subject) -> Iterator[Problem]:
 @check(
     "R03",
     level="run",
-    effect="masked positions are fed another embedding than in training",
+    effect="masked positions are probably fed another embedding than in training",
     fix=(
         "if the numbers convince you, correct mask_token_id, then repeat the run: dflash validate {draft} --target "
         "{target} --level run"
@@ -79,7 +79,7 @@ def mask_explains_the_draft(subject: Subject) -> Iterator[Problem]:
 @check(
     "R04",
     level="run",
-    effect="positions are rotated by other angles than in training",
+    effect="positions are probably rotated by other angles than in training",
     fix=(
         "if the numbers convince you, correct the rope parameters, then repeat the run: dflash validate {draft} "
         "--target {target} --level run"
@@ -95,7 +95,7 @@ def rope_explains_the_draft(subject: Subject) -> Iterator[Problem]:
 @check(
     "R05",
     level="run",
-    effect="every prediction is off by one position; engines serve such a draft as DSpark, if at all",
+    effect="every prediction is probably off by one position; engines serve such a draft as DSpark, if at all",
     fix=(
         "serve it with an engine that supports DSpark, or export it as DFlash and run dflash validate {draft} "
         "--target {target} --level run"
@@ -142,7 +142,7 @@ def enough_is_accepted(subject: Subject) -> Iterator[Problem]:
 @check(
     "R07",
     level="run",
-    effect="positions attend to more or fewer tokens than in training",
+    effect="positions probably attend to more or fewer tokens than in training",
     fix=(
         "if the numbers convince you, correct layer_types and sliding_window, then repeat the run: dflash validate "
         "{draft} --target {target} --level run"
@@ -161,7 +161,7 @@ def window_explains_the_draft(subject: Subject) -> Iterator[Problem]:
 @check(
     "R08",
     level="run",
-    effect="masks stand beside more or fewer others than in training",
+    effect="masks probably stand beside more or fewer others than in training",
     fix=(
         "if the numbers convince you, correct block_size, then repeat the run: dflash validate {draft} --target "
         "{target} --level run"
@@ -180,7 +180,7 @@ def block_explains_the_draft(subject: Subject) -> Iterator[Problem]:
 @check(
     "R09",
     level="run",
-    effect="the tensors of the file mean something else to whoever loads them",
+    effect="the tensors of the file probably mean something else to whoever loads them",
     fix=(
         "export the draft again with the tensors where they belong, then repeat the run: dflash validate {draft} "
         "--target {target} --level run"

@@ -40,8 +40,8 @@ def taps_are_stated(subject: Subject) -> Iterator[Problem]:
     source="charlie12345/ROCmFPX#44",
 )
 def taps_exist(subject: Subject) -> Iterator[Problem]:
-    """Every tapped layer exists in the target."""
-    depth = subject.num_target_layers
+    """Every tapped layer exists in a target of the depth that the draft states."""
+    depth = subject.num_target_layers if subject.target is None else None  # P06 holds it against a target
     shift = 1 if subject.is_speculators else 0
     for index, tap in enumerate(subject.taps or ()):
         if tap < 0 or (depth is not None and tap >= depth):

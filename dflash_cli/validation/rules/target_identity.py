@@ -18,7 +18,7 @@ MANIFEST = "conversion.json"
     "P31",
     "warning",
     level="weights",
-    effect="token ids mean other text than in training, so nearly nothing is accepted",
+    effect="if the draft was trained with its own tokenizer, ids mean other text here and hardly any is accepted",
     fix=FIX_OTHER_TARGET,
     source="ggml-org/llama.cpp#25733",
     outcome="drops",
@@ -40,14 +40,18 @@ def vocabularies_are_the_same(subject: Subject) -> Iterator[Problem]:
             f"there {theirs[first]!r}",
         )
     elif missing:
-        yield Problem(f"{TOKENIZER_FILE}:model.vocab", f"{missing} tokens are in one of the two tokenizers only")
+        yield Problem(
+            f"{TOKENIZER_FILE}:model.vocab",
+            f"{missing} tokens are in one of the two tokenizers only",
+            effect="text with these tokens is drafted badly, or the draft was made for another target",
+        )
 
 
 @check(
     "P32",
     "warning",
     level="weights",
-    effect="hidden states differ from those the draft was trained on, so it accepts less",
+    effect="if the draft was trained on the other target's hidden states, it accepts less with these",
     fix=FIX_OTHER_TARGET,
     source="MiaAI-Lab#67 (revision drift)",
     outcome="drops",

@@ -4,7 +4,8 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
-from dflash_cli.validation.rule import FIX_INSPECT, FIX_REEXPORT, Problem, check
+from dflash_cli.formats.decoder_body import STORED_AS
+from dflash_cli.validation.rule import FIX_COPY, FIX_INSPECT, FIX_REEXPORT, Problem, check
 from dflash_cli.validation.subject import Subject
 from dflash_runtime.checkpoint import layout
 from dflash_runtime.checkpoint.canonical_names import QUANTIZATION_FILE
@@ -26,7 +27,6 @@ WEIGHTS = "model.safetensors"
 PREFIXES = ("model.", "dflash_module.", "draft_model.", "encoder.")
 ALIASES = tuple(layout.ALIASES)
 FLOATS = frozenset({"F16", "BF16", "F32", "F64"})
-STORED_AS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "float64": "F64"}
 FUSED = re.compile(r".*\b(qkv_proj|gate_up_proj)\.")
 EXPLAINED = (
     (r"(embed_tokens|lm_head)\.", "the target's, which a draft borrows"),
@@ -204,7 +204,7 @@ def one_element_type(subject: Subject) -> Iterator[Problem]:
     "N10",
     "warning",
     effect="loaders that trust the config cast the weights",
-    fix="correct dtype in config.json, then check it: dflash validate {draft}",
+    fix=FIX_COPY,
     source="transformers from_pretrained dtype=auto",
 )
 def dtype_is_told_truly(subject: Subject) -> Iterator[Problem]:
@@ -212,7 +212,9 @@ def dtype_is_told_truly(subject: Subject) -> Iterator[Problem]:
     stated = subject.body.get("dtype") or subject.body.get("torch_dtype") or subject.config.get("dtype")
     kinds = {info.dtype for info in _body_tensors(subject).values()} & FLOATS
     if isinstance(stated, str) and stated in STORED_AS and kinds and STORED_AS[stated] not in kinds:
-        yield Problem(subject.body_location("dtype"), f"{stated}, but the weights are {'/'.join(sorted(kinds))}")
+        fix = "" if len(kinds) == 1 else "correct dtype in config.json, then check it: dflash validate {draft}"
+        message = f"{stated}, but the weights are {'/'.join(sorted(kinds))}"
+        yield Problem(subject.body_location("dtype"), message, fix=fix)
 
 
 @check(

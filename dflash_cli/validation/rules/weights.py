@@ -50,10 +50,12 @@ def values_are_sane(subject: Subject) -> Iterator[Problem]:
             else:
                 yield Problem(location, "every value is zero")
         elif "norm" in name and float(tensor.abs().max()) < NORM_LIMIT:
-            yield Problem(location, f"every value is below {NORM_LIMIT:g}", severity="warning")
+            effect = "hardly anything passes this norm, unless the weights after it make up for it"
+            yield Problem(location, f"every value is below {NORM_LIMIT:g}", effect, severity="warning")
     if zero_biases:
         others = f", and in {len(zero_biases) - 1} other biases" if len(zero_biases) > 1 else ""
-        yield Problem(f"{WEIGHTS}:{zero_biases[0]}", f"every value is zero{others}", severity="warning")
+        effect = "none by itself; a bias that was trained is hardly ever zero throughout"
+        yield Problem(f"{WEIGHTS}:{zero_biases[0]}", f"every value is zero{others}", effect, severity="warning")
 
 
 @check(

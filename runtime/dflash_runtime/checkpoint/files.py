@@ -161,10 +161,18 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
             header = parse_json(text, file)
     except OSError as error:
         raise CheckpointError(f"cannot be read: {error.strerror}", path=file) from error
-    header.pop("__metadata__", None)
+    _check_metadata(header.pop("__metadata__", None), file)
     infos = {name: _tensor_info(name, entry, file, 8 + length) for name, entry in header.items()}
     _check_coverage(infos, file, 8 + length, size)
     return infos
+
+
+def _check_metadata(metadata: Any, file: Path) -> None:
+    """Loaders stop at metadata that is anything but text by name."""
+    if metadata is None:
+        return
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise CheckpointError("header entry '__metadata__' is not an object of strings", path=file)
 
 
 def _tensor_info(name: str, entry: Any, file: Path, base: int) -> TensorInfo:

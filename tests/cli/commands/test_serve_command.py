@@ -1,6 +1,7 @@
 """`dflash serve-command`: commands with the K each engine counts in. `dflash env`: what the installation is made of."""
 
 import json
+import runpy
 import shlex
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import constants
 
 from dflash_cli import environment
 from dflash_cli.environment import find_conflicts
@@ -184,6 +186,16 @@ class TestEnv:
         assert document["cache"] == "/somewhere/hub"
         assert document["python"] == ".".join(map(str, sys.version_info[:3]))
         assert document["packages"]["torch"]
+
+    @pytest.mark.parametrize("value", ["/somewhere", "~/elsewhere", "$HOME/there"])
+    @pytest.mark.parametrize("name", ["HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"])
+    def test_the_cache_is_the_hubs(self, name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """What importing huggingface_hub would say, which takes long."""
+        for other in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"):
+            monkeypatch.delenv(other, raising=False)
+        monkeypatch.setenv(name, value)
+        theirs = runpy.run_path(str(constants.__file__))["HF_HUB_CACHE"]
+        assert json.loads(support.invoke("env", "--json").out)["cache"] == theirs
 
     def test_text(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv("HF_TOKEN", raising=False)

@@ -83,6 +83,14 @@ def test_native_to_native_states_what_engines_look_for(tmp_path: Path) -> None:
     assert "use_swa" not in written["dflash_config"]
 
 
+@pytest.mark.parametrize("to", ["native", "speculators"])
+def test_the_result_states_the_type_of_its_weights(to: str, tmp_path: Path) -> None:
+    source = support.make_native(tmp_path / "source", dtype="bfloat16")
+    manifest = support.convert(source, tmp_path / "out", to, verifier="acme/target")
+    assert open_draft(tmp_path / "out").config.dtype == "float32"
+    assert "dtype: bfloat16 is stated, the result says float32, as the weights are" in manifest["warnings"]
+
+
 class TestManifest:
     def test_every_key_and_tensor_is_listed(self, tmp_path: Path) -> None:
         source = support.make_native(tmp_path / "source", auto_map={"AutoModel": "dflash.DFlashDraftModel"})

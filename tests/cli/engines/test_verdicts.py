@@ -1,6 +1,6 @@
 """What each engine is said to do with habits of exporters is what its own code does.
 
-Sources: vLLM 0.24.0 and 0.33.0, SGLang 0.5.23 and llama.cpp's converter by reading, see each engine's `habits`; z-lab
+Sources: vLLM 0.24.0 to 0.33.0, SGLang 0.5.23 and llama.cpp's converter by reading, see each engine's `habits`; z-lab
 0.1.0 by running its loader, see tests/golden/engine_habits.json.
 """
 
@@ -18,24 +18,25 @@ from dflash_cli.validation.validator import ValidationRequest, validate_draft
 from dflash_testing import checkpoints as support
 from dflash_testing import habits
 from dflash_testing.paths import GOLDEN
-from dflash_testing.rule_cases.base import MIXED, Case, both, build, check, nested, rename, top, without
+from dflash_testing.rule_cases.base import MIXED, SLIDING, Case, both, build, check, nested, rename, top, without
 
-ENGINES = ("vllm@0.24", "vllm@0.33", "sglang", "transformers", "llama.cpp")
+ENGINES = ("vllm@0.24", "vllm@0.25", "vllm@0.28", "vllm@0.33", "sglang", "transformers", "llama.cpp")
 TABLE = {
-    "model-prefix": ("stops", "stops", "serves", "serves", "stops"),
-    "other-prefix": ("stops", "stops", "drops", "drops", "stops"),
-    "encoder-names": ("stops", "serves", "serves", "drops", "stops"),
-    "fused-projections": ("serves", "serves", "serves", "drops", "stops"),
-    "no-head-dim": ("stops", "stops", "stops", "stops", "stops"),
-    "interleaved-rope": ("drops", "serves", "serves", "drops", "drops"),
-    "interleaved-rope-by-its-name": ("drops", "drops", "serves", "drops", "drops"),
-    "gemma-norms": ("drops", "drops", "serves", "drops", "drops"),
-    "unsorted-taps": ("drops", "drops", "drops", "serves", "serves"),
-    "repeated-taps": ("stops", "stops", "stops", "serves", "serves"),
-    "use-swa": ("drops", "serves", "drops", "drops", "drops"),
-    "flat-mlx": ("stops", "stops", "stops", "serves", "stops"),
-    "mask-pickle": ("drops", "serves", "serves", "drops", "drops"),
-    "mask-safetensors": ("stops", "stops", "drops", "drops", "drops"),
+    "model-prefix": ("stops", "stops", "stops", "stops", "serves", "serves", "stops"),
+    "other-prefix": ("stops", "stops", "stops", "stops", "drops", "drops", "stops"),
+    "encoder-names": ("stops", "stops", "serves", "serves", "serves", "drops", "stops"),
+    "fused-projections": ("serves", "serves", "serves", "serves", "serves", "drops", "stops"),
+    "no-head-dim": ("stops", "stops", "stops", "stops", "stops", "stops", "stops"),
+    "interleaved-rope": ("drops", "drops", "drops", "serves", "serves", "drops", "drops"),
+    "interleaved-rope-by-its-name": ("drops", "drops", "drops", "drops", "serves", "drops", "drops"),
+    "gemma-norms": ("drops", "drops", "drops", "drops", "serves", "drops", "drops"),
+    "nested-style": ("drops", "drops", "drops", "drops", "drops", "drops", "drops"),
+    "unsorted-taps": ("drops", "drops", "drops", "drops", "drops", "serves", "serves"),
+    "repeated-taps": ("stops", "stops", "stops", "stops", "stops", "serves", "serves"),
+    "use-swa": ("drops", "serves", "serves", "serves", "drops", "drops", "drops"),
+    "flat-mlx": ("stops", "stops", "stops", "stops", "stops", "serves", "stops"),
+    "mask-pickle": ("drops", "serves", "serves", "serves", "serves", "drops", "drops"),
+    "mask-safetensors": ("stops", "stops", "stops", "stops", "drops", "drops", "drops"),
 }
 """Habit -> what each of `ENGINES` does."""
 
@@ -122,15 +123,25 @@ def test_engines_are_judged_alike_on_a_specforge_export(engine: str, tmp_path: P
     assert [item.severity for item in found] == ["warning"]
 
 
-def test_no_file_is_said_to_help_a_release_that_serves_none(tmp_path: Path) -> None:
-    report = check(Case(rule="", message="", config=top(is_causal=True), engines="vllm@0.24"), tmp_path)
-    assert [item.fix.partition(":")[0] for item in report.findings if item.severity == "error"] == [
-        "no file helps this release; use vLLM 0.33 or later"
-    ]
-    mixed = check(
-        Case(rule="", message="", shape=MIXED, config=top(is_causal=False), engines="vllm@0.24"), tmp_path / "m"
-    )
-    assert {item.serve_flag for item in mixed.findings} == {None}
+@pytest.mark.parametrize(("release", "shape"), [("0.24", SLIDING), ("0.24", MIXED), ("0.25", MIXED)])
+def test_layers_that_a_release_cannot_serve_are_one_finding(release: str, shape: support.Shape, tmp_path: Path) -> None:
+    """Windows and causality are then lost together, and no file helps."""
+    told = top(sliding_window_non_causal=False)
+    case = Case(rule="", message="", shape=shape, dialect="speculators", config=told, engines=f"vllm@{release}")
+    (found,) = [item for item in check(case, tmp_path).findings if item.severity == "error"]
+    assert found.fix.partition(":")[0] == "no file helps this release; use vLLM 0.33 or later"
+    assert ("serves 0 of 2 layers causally" in found.message) is (release == "0.24")
+    assert found.serve_flag is None
+
+
+def test_one_flag_for_all_layers_is_read_by_every_release(tmp_path: Path) -> None:
+    """dflash_config.causal is what 0.24 and 0.25 look at, and is_causal is not."""
+    for minor in (24, 25, 26, 33):
+        case = Case(
+            rule="", message="", config=both(top(is_causal=True), nested(causal=True)), engines=f"vllm@0.{minor}"
+        )
+        (verdict,) = check(case, tmp_path / str(minor)).verdicts
+        assert (verdict.outcome, verdict.causal) == ("serves", (True, True))
 
 
 def test_faults_that_differ_in_their_place_only_are_one_finding(tmp_path: Path) -> None:

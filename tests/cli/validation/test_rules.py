@@ -100,6 +100,33 @@ def test_a_relative_gets_one_finding(tmp_path: Path) -> None:
     assert [finding.id for finding in check(case, tmp_path).findings] == ["C01"]
 
 
+@pytest.mark.parametrize("rule", ["C04", "C30"])
+def test_what_one_engine_makes_of_a_config_is_no_cause_here(rule: str, tmp_path: Path) -> None:
+    """Such a finding names its engine, so that `diagnose`, which runs the draft here, does not blame it."""
+    case = next(item for item in CASES if item.rule == rule and not item.engines)
+    (found,) = [item for item in check(case, tmp_path).findings if item.id == rule]
+    assert (found.severity, found.engines) == ("warning", ("vllm",))
+
+
+def test_a_tap_outside_the_target_is_one_finding(tmp_path: Path) -> None:
+    config = nested(target_layer_ids=[0, 4])
+    report = check(Case(rule="", message="", config=config, target=lambda config: None), tmp_path)
+    assert [item.id for item in report.findings if "layer 4" in item.message] == ["P06"]
+
+
+def test_forms_of_a_rule_have_effects_of_their_own(tmp_path: Path) -> None:
+    """A weaker form does not claim what the strongest one does."""
+    for rule in ("N13", "P31"):
+        cases = [item for item in CASES if item.rule == rule]
+        found = {
+            item.effect
+            for number, case in enumerate(cases)
+            for item in check(case, tmp_path / f"{rule}-{number}").findings
+            if item.id == rule and case.message in item.message
+        }
+        assert len(found) > 1, rule
+
+
 def test_a_broken_config_is_still_held_to_the_other_rules(tmp_path: Path) -> None:
     case = Case(
         rule="", message="", config=nested(mask_token_id=None, target_layer_ids=[0, 9]), tensors=without("norm.weight")

@@ -52,6 +52,7 @@ CASES: Mapping[str, Case] = {
     "interleaved-rope": _case(config=top(is_neox_style=False)),
     "interleaved-rope-by-its-name": _case(config=top(rope_is_neox_style=False)),
     "gemma-norms": _case(config=top(use_gemma_norm=True)),
+    "nested-style": _case(config=nested(use_gemma_norm=True, is_neox_style=False)),
     "unsorted-taps": _case(config=nested(target_layer_ids=[2, 0])),
     "repeated-taps": _case(config=nested(target_layer_ids=[2, 2])),
     "use-swa": _case(config=nested(use_swa=True, swa_window_size=16)),

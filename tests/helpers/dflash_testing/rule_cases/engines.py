@@ -21,8 +21,12 @@ CASES = [
         config=top(is_causal=True),
     ),
     Case(
-        rule="S07", message="vllm 0.24 serves 0 of 2", engines="vllm@0.24", dialect=SPEC, shape=SLIDING,
+        rule="S07", message="vllm 0.25 serves 0 of 2", engines="vllm@0.25", dialect=SPEC, shape=SLIDING,
         config=top(sliding_window_non_causal=False),
+    ),
+    Case(
+        rule="S07", message="vllm 0.27 serves 0 of 2 layers causally, the config states 2", engines="vllm@0.27",
+        config=top(is_causal=True),
     ),
     Case(rule="S08", message="4, but 2 drafted tokens make a block of 3", severity="warning", engines="sglang", k=2),
     Case(rule="S29", message="true", engines="sglang", config=nested(use_swa=True, swa_window_size=16)),
@@ -64,4 +68,5 @@ CASES = [
     ),
     Case(rule="S27", message="3", engines="llama.cpp", config=nested(input_embedding_scale=3.0)),
     Case(rule="S28", message="vllm 0.24 serves as full ones", engines="vllm@0.24", shape=SLIDING),
+    Case(rule="S28", message="both sliding and full layers, which vllm 0.25", engines="vllm@0.25", shape=MIXED),
 ]  # fmt: skip

@@ -46,7 +46,7 @@ CASES = [
     Case(rule="N16", message="truncated", spoil=cut("model.safetensors", 4000)),
     Case(rule="N16", message="not a safetensors file", spoil=cut("model.safetensors", 3)),
     Case(
-        rule="N20", message="found 7, but the tensors take", severity="warning",
+        rule="N20", message="found 7, but the tensors take", severity="info",
         spoil=sharded(lambda index: index.update(metadata={"total_size": 7})),
     ),
     Case(
@@ -54,6 +54,6 @@ CASES = [
         spoil=lambda path: (path / "old.safetensors").write_bytes((path / "model.safetensors").read_bytes()),
     ),
     Case(rule="N22", message="has no elements", tensors=add("norm.weight", 0)),
-    Case(rule="S16", message="a GGUF file", severity="warning", files={"draft.gguf": ""}),
-    Case(rule="S20", message="left over from training", severity="warning", files={"optimizer.pt": ""}),
+    Case(rule="S16", message="a GGUF file", severity="info", files={"draft.gguf": ""}),
+    Case(rule="S20", message="left over from training", severity="info", files={"optimizer.pt": ""}),
 ]  # fmt: skip
