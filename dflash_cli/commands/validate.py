@@ -246,7 +246,9 @@ def _print_search(report: Report) -> None:
     rows = [("its config as it is", f"{search.acceptance_len:.2f}", "", "")]
     for item in search.results[:SHOWN_READINGS]:
         interval = item.interval
-        span = f"{interval.low:+.2f} to {interval.high:+.2f}" if interval is not None else "estimated"
+        span = "" if item.num_prompts else "estimated"
+        if interval is not None:
+            span = f"{interval.low:+.2f} to {interval.high:+.2f} on {item.num_prompts} new prompts"
         rows.append((item.reading.name, f"{item.acceptance_len:.2f}", f"{item.difference:+.2f}", span))
     console.table(("draft run with", "tokens per step", "change", "interval of the change"), rows)
     rest = search.num_readings - len(rows) + 1
