@@ -132,8 +132,6 @@ class ReadingResult:
 @dataclass(frozen=True, slots=True)
 class ReadingSearch:
     """The config's own reading and the alternatives, on the same prompts; those that were run come first.
-
-    The first of them may have been tested on new prompts (`ReadingResult.interval`).
     `num_readings` counts all that were tried, poor guesses included, which `results` leaves out.
     """
 
@@ -188,24 +186,24 @@ def search_readings(
     base = count_steps(outputs)
     screen = runner.screen(outputs, {tap for item in (own, *readings) for tap in item.config.target_layer_ids})
     screened = _screen(Screening(runner, screen, own), readings, observe)
-    promising = [item.reading for item in screened[:MAX_RUN] if item.difference > MIN_ESTIMATE]
+    chosen = [item for item in screened[:MAX_RUN] if item.difference > MIN_ESTIMATE]
     results = []
-    for reading in promising:
-        observe(reading.name, total, total)
-        results.append(compare(reading, base, _run(runner, reading, prompts, draft)))
+    for item in chosen:
+        observe(item.reading.name, total, total)
+        results.append(compare(item.reading, base, _run(runner, item.reading, prompts, own)))
     results.sort(key=lambda item: -item.difference)
-    chosen = choose(results)
-    if chosen is not None:
-        new = _new_prompts(runner, outputs, budget, is_given=is_given)
-        observe(f"{chosen.reading.name}, tested on {len(new)} new prompts", total, total)
-        own_counts, counts = (_run(runner, reading, new, draft) for reading in (own, chosen.reading))
-        tested = confirm(chosen.reading, own_counts, counts, budget)
-        results = [tested, *(item for item in results if item is not chosen)]
+    best = find_best(results)
+    new = _new_prompts(runner, outputs, budget, is_given=is_given) if best is not None else []
+    if best is not None and len(new) >= MIN_PROMPTS:
+        observe(f"{best.reading.name}, tested on {len(new)} new prompts", total, total)
+        own_counts, counts = _run(runner, own, new, own), _run(runner, best.reading, new, own)
+        results = [
+            confirm(best.reading, own_counts, counts, budget),
+            *(item for item in results if item is not best),
+        ]
     length = pooled_acceptance_len(base)
     # Estimated lengths are of all positions of the text, not of steps: shown is what the difference makes of the run's.
-    estimated = [
-        replace(item, acceptance_len=max(1.0, length + item.difference)) for item in screened[len(promising) :]
-    ]
+    estimated = [replace(item, acceptance_len=max(1.0, length + item.difference)) for item in screened[len(chosen) :]]
     return ReadingSearch(
         len(base), budget.max_new_tokens * len(base), length, (*results, *estimated), num_readings=len(readings)
     )
@@ -264,14 +262,17 @@ def _readings_of(
     ]
 
 
-def _run(
-    runner: "ReadingRunner", reading: AlternativeReading, prompts: Sequence[Sequence[int]], draft: DraftCheckpoint
-) -> StepCounts:
-    """What steps gave under a reading; of a longer block no more counts than one of the config's size holds."""
-    most = draft.config.block_size
-    outputs = runner.run(runner.build(reading), prompts)
-    lengths = [[min(length, most) for length in output.acceptance_lengths] for output in outputs]
+def _count(outputs: Sequence[RequestOutput], block_size: int) -> StepCounts:
+    """What steps gave; of a longer block no more counts than one of the config's size holds."""
+    lengths = [[min(length, block_size) for length in output.acceptance_lengths] for output in outputs]
     return [(sum(item), len(item)) for item in lengths]
+
+
+def _run(
+    runner: "ReadingRunner", reading: AlternativeReading, prompts: Sequence[Sequence[int]], own: AlternativeReading
+) -> StepCounts:
+    """What steps gave under a reading, held to the block of the config's own."""
+    return _count(runner.run(runner.build(reading), prompts), own.config.block_size)
 
 
 def compare(reading: AlternativeReading, base: StepCounts, other: StepCounts) -> ReadingResult:
@@ -282,7 +283,7 @@ def compare(reading: AlternativeReading, base: StepCounts, other: StepCounts) ->
     return ReadingResult(reading, accepted, accepted - pooled_acceptance_len(own), num_prompts=len(shared))
 
 
-def choose(results: Sequence[ReadingResult]) -> ReadingResult | None:
+def find_best(results: Sequence[ReadingResult]) -> ReadingResult | None:
     """The reading to test: of those that gain enough to explain the draft, the one that gains most."""
     return max((item for item in results if item.matters), key=lambda item: item.difference, default=None)
 
