@@ -17,7 +17,12 @@ FOUND = 3
 
 NumPromptsOption = Annotated[
     int,
-    typer.Option("--num-prompts", min=4, metavar="N", help="How many prompts to make up if --prompts is not given."),
+    typer.Option(
+        "--num-prompts",
+        min=4,
+        metavar="N",
+        help="How many prompts to make up if --prompts is not given. A cause is tested on as many new ones, or 32.",
+    ),
 ]
 MaxNewTokensOption = Annotated[
     int, typer.Option("--max-new-tokens", "-n", min=8, metavar="N", help="Generate N tokens for each prompt.")

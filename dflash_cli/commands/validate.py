@@ -74,7 +74,10 @@ DeviceOption = Annotated[
     str, typer.Option(metavar="DEVICE", help="For --level run: device to run on: auto, cpu, cuda or cuda:N.")
 ]
 NumPromptsOption = Annotated[
-    int, typer.Option(min=4, help="For --level run without --prompts: how many prompts to make up.")
+    int,
+    typer.Option(
+        min=4, help="For --level run without --prompts: how many prompts to make up. A cause is tested on new ones."
+    ),
 ]
 MaxNewOption = Annotated[
     int, typer.Option("--max-new-tokens", "-n", min=8, help="For --level run: tokens to generate for each prompt.")

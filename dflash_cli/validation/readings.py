@@ -71,7 +71,7 @@ Observe = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchBudget:
-    """How much to run. Without prompts, the target first continues random ids by `lead_len` tokens.
+    """How much to run. Prompts are made of random ids, or further ones of given prompts, and `lead_len` sampled tokens.
 
     `factors` names the settings to change (`AlternativeReading.factor`); None changes each of them.
     """
@@ -132,6 +132,7 @@ class ReadingResult:
 @dataclass(frozen=True, slots=True)
 class ReadingSearch:
     """The config's own reading and the alternatives, on the same prompts; those that were run come first.
+
     `num_readings` counts all that were tried, poor guesses included, which `results` leaves out.
     """
 

@@ -120,7 +120,7 @@ what its card says, by `dflash eval-acceptance --min-acceptance`.
   least 32 new prompts, made from other random ids, and has to gain enough there again. Given prompts are continued by
   sampling instead, which makes new text of them; what is then said holds for those prompts.
 - The interval is that of the test, of one reading chosen beforehand: 95%, with Student's tails. It lies above zero by
-  chance in 2.5% of sound drafts at most, however many readings were tried.
+  chance in about 2.5% of sound drafts at most, however many readings were tried.
 - The test is two more runs, each of 32 prompts or as many as were asked for. Where no reading gains enough on the
   first prompts, as with most sound drafts, there is none.
 - Only the reading that was tested is named.
