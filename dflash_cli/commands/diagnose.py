@@ -21,7 +21,7 @@ NumPromptsOption = Annotated[
         "--num-prompts",
         min=4,
         metavar="N",
-        help="Prompts to make up, or to draw from --prompts. Default: 32, or the whole file.",
+        help="Prompts to make up, or to draw from --prompts; a cause is tested on new ones. Default: 32, or the file.",
     ),
 ]
 MaxNewTokensOption = Annotated[

@@ -79,7 +79,8 @@ NumPromptsOption = Annotated[
         "--num-prompts",
         min=4,
         metavar="N",
-        help="For --level run: prompts to make up, or to draw from --prompts. Default: 32, or the whole file.",
+        help="For --level run: prompts to make up, or to draw from --prompts; a cause is tested on new ones. Default: 32, "
+        "or the whole file.",
     ),
 ]
 MaxNewOption = Annotated[
@@ -252,7 +253,9 @@ def _print_search(report: Report) -> None:
     rows = [("its config as it is", f"{search.acceptance_len:.2f}", "", "")]
     for item in search.results[:SHOWN_READINGS]:
         interval = item.interval
-        span = f"{interval.low:+.2f} to {interval.high:+.2f}" if interval is not None else "estimated"
+        span = "" if item.num_prompts else "estimated"
+        if interval is not None:
+            span = f"{interval.low:+.2f} to {interval.high:+.2f} on {item.num_prompts} new prompts"
         rows.append((item.reading.name, f"{item.acceptance_len:.2f}", f"{item.difference:+.2f}", span))
     console.table(("draft run with", "tokens per step", "change", "interval of the change"), rows)
     rest = search.num_readings - len(rows) + 1

@@ -143,13 +143,15 @@ def paired_interval(
 ) -> Interval | None:
     """Interval of how much longer the pooled acceptance length of `other` is, on the same requests as `base`.
 
-    Each resample draws the same requests on both sides. None for fewer than two that have steps on both.
+    Each resample draws the same requests on both sides, and the tails are Student's, as in `bootstrap_interval`. None
+    for fewer than two requests that have steps on both.
     """
     pairs = [pair for pair in zip(base, other, strict=True) if pair[0][1] and pair[1][1]]
     if len(pairs) < 2 or num_resamples < 1:
         return None
     drawn = _resample([[pair[side] for pair in pairs] for side in (0, 1)], num_resamples, seed)
-    return _percentiles(drawn[:, 1] - drawn[:, 0], confidence, tail=(1 - confidence) / 2)
+    tail = _expanded_tail((1 - confidence) / 2, len(pairs))
+    return _percentiles(drawn[:, 1] - drawn[:, 0], confidence, tail=tail)
 
 
 def count_steps(outputs: Sequence[RequestOutput]) -> StepCounts:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dflash_cli.generation.announcements import is_low_length
-from dflash_cli.validation.readings import ReadingResult, ReadingSearch
+from dflash_cli.validation.readings import ReadingResult
 from dflash_cli.validation.report import Report
 from dflash_cli.validation.rule import Finding
 
@@ -37,8 +37,8 @@ def diagnose_report(report: Report, *, draft: str, target: str, num_draft_tokens
     pair = f"{shlex.quote(draft)} --target {shlex.quote(target)}"
     best = report.search.explanation if report.search is not None else None
     about_all = [item for item in report.findings if not item.engines]
-    if report.search is not None and best is not None:
-        return _from_reading(best, report.search, about_all, f"dflash diagnose {pair}")
+    if best is not None:
+        return _from_reading(best, about_all, f"dflash diagnose {pair}")
     low = report.search is not None and is_low_length(report.search.acceptance_len, num_draft_tokens)
     errors = [item for item in about_all if item.severity == "error"]
     lowering = [item for item in about_all if item.severity == "warning" and item.outcome != "serves" and low]
@@ -47,7 +47,7 @@ def diagnose_report(report: Report, *, draft: str, target: str, num_draft_tokens
     return _nothing(report, low, f"dflash eval-acceptance {pair} --prompts FILE.jsonl")
 
 
-def _from_reading(best: ReadingResult, search: ReadingSearch, findings: list[Finding], again: str) -> Diagnosis:
+def _from_reading(best: ReadingResult, findings: list[Finding], again: str) -> Diagnosis:
     found = next((item for item in findings if item.message.startswith(f"with {best.reading.name} ")), None)
     where = found.location if found is not None else "the config"
     interval = best.interval
@@ -55,7 +55,7 @@ def _from_reading(best: ReadingResult, search: ReadingSearch, findings: list[Fin
     step = f"correct {where} and run {again} again"
     sentence = (
         f"{best.reading.cause}: with {best.reading.name} a step commits {best.acceptance_len:.2f} tokens instead of "
-        f"{search.acceptance_len:.2f} (interval of the change: {interval.low:+.2f} to {interval.high:+.2f}); {step}"
+        f"{best.own_len:.2f} (interval of the change: {interval.low:+.2f} to {interval.high:+.2f}); {step}"
     )
     return Diagnosis(sentence, True, step, found.id if found is not None else None)
 

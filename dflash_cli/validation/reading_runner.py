@@ -65,7 +65,8 @@ class ReadingRunner:
         self._effort = effort
         config = replace(config, max_num_requests=min(config.max_num_requests, 32), prefix_cache=False)
         limits = resolve_limits(config, target.config, draft.config)
-        prompt_len = effort.start_len + effort.lead_len if longest is None else longest
+        # Given prompts are continued by a lead too, where new ones are made of them.
+        prompt_len = (effort.start_len if longest is None else longest) + effort.lead_len
         # Twice the lookahead: a reading may have blocks up to twice as long.
         self.text_len = prompt_len + effort.max_new_tokens
         wanted = self.text_len + 2 * limits.num_lookahead_tokens
@@ -107,15 +108,19 @@ class ReadingRunner:
         with LLM(pair) as llm:
             return llm.generate(prompts, params)
 
-    def make_prompts(self) -> list[list[int]]:
-        """Random ids, each continued by the target: sampled, since greedy text of random ids soon repeats itself."""
+    def make_prompts(self, numbers: range, given: Sequence[Sequence[int]] = ()) -> list[list[int]]:
+        """Prompts of these numbers: random ids or given ones, in turn, each continued by the target.
+
+        The continuation is sampled: greedy text of random ids soon repeats itself, and there is only one.
+        """
         effort, vocab_size = self._effort, self._pair.limits.vocab_size
         generator = random.Random(effort.seed)
-        starts = [[generator.randrange(vocab_size) for _ in range(effort.start_len)] for _ in range(effort.num_prompts)]
+        drawn = [[generator.randrange(vocab_size) for _ in range(effort.start_len)] for _ in range(numbers.stop)]
+        starts = [given[number % len(given)] if given else drawn[number] for number in numbers]
         params = [
-            SamplingParams(max_new_tokens=effort.lead_len, temperature=1.0, seed=effort.seed + index, ignore_eos=True)
-            for index in range(len(starts))
+            SamplingParams(max_new_tokens=effort.lead_len, temperature=1.0, seed=effort.seed + number, ignore_eos=True)
+            for number in numbers
         ]
         with LLM(self._pair.without_draft()) as llm:
             outputs = llm.generate(starts, params)
-        return [[*output.prompt_token_ids, *output.token_ids] for output in outputs]
+        return [[*output.prompt_token_ids, *output.token_ids] for output in outputs if output.error is None]

@@ -228,7 +228,8 @@ def config_faults(pair: str) -> Iterator[Case]:
     if pair == "full":
         yield Case("causal", set_top(is_causal=True), ("R02",))
     yield Case("wrong number of target layers", set_top(num_target_layers=7), ("C11",))
-    yield Case("wrong vocabulary", set_body(vocab_size=2047), ("P02", "P01", "P03", "N04", "P04", "N03"))
+    # M03: all that the headers of a reduced draft say without a target; with one, M03 leaves it to P02.
+    yield Case("wrong vocabulary", set_body(vocab_size=2047), ("P02", "P01", "P03", "N04", "P04", "N03", "M03"))
 
 
 def order_faults() -> Iterator[Case]:

@@ -116,9 +116,14 @@ what its card says, by `dflash eval-acceptance --min-acceptance`.
 - A reading explains a draft where it accepts at least 1.5 tokens a step and an eighth of the block (2 tokens for
   predictions from the anchor on: an untrained draft that echoes its anchor reaches 1.5 on text that repeats itself),
   gains more than 0.1 tokens and more than a tenth of the accepted drafts, and its paired interval lies above zero.
-- The interval is that of one test at 5% divided by the number of readings (Bonferroni), so that the chance that any
-  reading is named for a sound draft is 5% at most, whichever of them are run.
-- Of several that explain a draft only the one that gains most is named.
+- The first prompts only choose: of the readings that gain enough there, the one that gains most. It is tested on at
+  least 32 new prompts, made from other random ids, and has to gain enough there again. Given prompts are continued by
+  sampling instead, which makes new text of them; what is then said holds for those prompts.
+- The interval is that of the test, of one reading chosen beforehand: 95%, with Student's tails. It lies above zero by
+  chance in about 2.5% of sound drafts at most, however many readings were tried.
+- The test is two more runs, each of 32 prompts or as many as were asked for. Where no reading gains enough on the
+  first prompts, as with most sound drafts, there is none.
+- Only the reading that was tested is named.
 - Where none does, a draft that has less than 7% of its drafts accepted is an error, and below 12% a warning (R06).
   Sound drafts at temperature 0: 34% and 25% (bundled), 31% (speculators, Qwen3-8B on GSM8K), 21 to 37% (vllm#43445,
   blocks of 16); SGLang's own test asks for 12% (2.8 of 16 on GSM8K). Drafts read wrongly or never trained: 0 to 6%.

@@ -189,14 +189,27 @@ def map_names_each_id_once(subject: Subject) -> Iterator[Problem]:
 
 
 def _copies(subject: Subject) -> Iterator[tuple[str, DraftCheckpoint, TargetSource]]:
-    """Head and embedding where the draft has its own, with the two checkpoints, if the target's weights are here."""
+    """Head and embedding where the draft has its own, with the two checkpoints, if the target's weights are here.
+
+    Whose rows a head holds is known by the id map only, so with a map that is broken the head is left out.
+    """
     checkpoint, target = subject.checkpoint, subject.target_source
     if checkpoint is None or subject.parsed is None or target is None or not _has_weights(target):
         return
     draft = open_draft(checkpoint)
     for name in (HEAD, EMBEDDING):
-        if name in checkpoint.tensors:
+        if name in checkpoint.tensors and not (name == HEAD and _is_map_broken(subject)):
             yield name, draft, target
+
+
+def _is_map_broken(subject: Subject) -> bool:
+    """Whether a map is called for and missing, or does not say of every row of the head which id it stands for."""
+    offsets, reduced = _offsets(subject), subject.parsed is not None and subject.parsed.config.has_reduced_vocab
+    head = (subject.tensors or {}).get(HEAD)
+    if reduced and head is not None and (offsets is None or len(offsets) != head.shape[0]):
+        return True
+    rules = (mask_counts_the_vocabulary, map_is_a_map, map_is_not_empty)
+    return any(next(iter(rule(subject)), None) is not None for rule in rules)
 
 
 def _has_weights(target: TargetSource) -> bool:

@@ -1,7 +1,7 @@
 """Rules on how a draft accepts when it is run, for `--level run`: would another reading accept more?
 
-The readings are tried once, by `readings`. One cause is named at most: that of the reading that gains most among those
-that explain the draft. Each rule looks at the readings that change one factor.
+The readings are tried once, by `readings`. One cause is named at most: that of the reading that gained most, if it does
+so on new prompts too. Each rule looks at the readings that change one factor.
 """
 
 from collections.abc import Iterator
@@ -208,6 +208,6 @@ def _explained(subject: Subject, factor: str, location: str) -> Iterator[Problem
     yield Problem(
         location,
         f"with {best.reading.name} a step commits {best.acceptance_len:.2f} tokens, with the config as it is "
-        f"{search.acceptance_len:.2f}: {best.difference:+.2f}, 95% interval {interval.low:+.2f} to "
-        f"{interval.high:+.2f} corrected for {search.num_readings} readings, {search.num_prompts} prompts",
+        f"{best.own_len:.2f}: {best.difference:+.2f}, 95% interval {interval.low:+.2f} to {interval.high:+.2f}, on "
+        f"{best.num_prompts} new prompts; {search.num_prompts} prompts chose it of {search.num_readings} readings",
     )

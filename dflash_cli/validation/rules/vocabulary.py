@@ -53,25 +53,35 @@ def reduced_vocabulary_has_its_map(subject: Subject) -> Iterator[Problem]:
 @check(
     "M03",
     effect="loading stops at the wrong shape",
-    fix=f"{FIX_INSPECT} # lists the shapes; correct draft_vocab_size, or export the draft again",
+    fix=f"{FIX_INSPECT} # lists the shapes; correct vocab_size or draft_vocab_size, or export the draft again",
     source="speculators 0.9.0 models/dflash/core.py",
 )
 def map_shapes_fit(subject: Subject) -> Iterator[Problem]:
-    """d2t, t2d, head and embedding have the sizes of the two vocabularies."""
+    """d2t, t2d, head and embedding have the sizes of the two vocabularies.
+
+    A tensor that fits the target where vocab_size does not is no fault: P02 says what is.
+    """
     found, hidden = subject.vocabulary_sizes, subject.body.get("hidden_size")
     if found is None or subject.tensors is None or not is_int(hidden):
         return
     reduced, vocab = found
-    expected = {
+    expected = _shapes(reduced, vocab, hidden)
+    true_vocab = subject.target.vocab_size if subject.target is not None else vocab
+    fitting = _shapes(true_vocab if reduced == vocab else reduced, true_vocab, hidden)
+    for name, shape in expected.items():
+        info = subject.tensors.get(name)
+        if info is not None and info.shape not in (shape, fitting[name]):
+            yield Problem(f"{WEIGHTS}:{name}", f"found {list(info.shape)}, expected {list(shape)}")
+
+
+def _shapes(reduced: int, vocab: int, hidden: int) -> dict[str, tuple[int, ...]]:
+    """The shapes of what follows the draft's vocabulary and the target's."""
+    return {
         DRAFT_TO_TARGET: (reduced,),
         TARGET_TO_DRAFT: (vocab,),
         HEAD: (reduced, hidden),
         EMBEDDING: (vocab, hidden),
     }
-    for name, shape in expected.items():
-        info = subject.tensors.get(name)
-        if info is not None and info.shape != shape:
-            yield Problem(f"{WEIGHTS}:{name}", f"found {list(info.shape)}, expected {list(shape)}")
 
 
 @check(

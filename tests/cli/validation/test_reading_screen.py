@@ -18,7 +18,7 @@ def test_the_screen_accepts_what_the_engine_accepts(name: str) -> None:
     config = EngineConfig(device="cpu", dtype="float64")
     runner = ReadingRunner(draft, open_target(fetch_directory(TINY, Role.TARGET)), config, budget, longest=None)
     own = runner.build(AlternativeReading("", "as configured", draft.config))
-    outputs = runner.run(own, runner.make_prompts())
+    outputs = runner.run(own, runner.make_prompts(range(4)))
     screen = runner.screen(outputs, draft.config.target_layer_ids)
     starts = sorted({start for start, _ in screen._anchors})
     anchors, accepted = [], []

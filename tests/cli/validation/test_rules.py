@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -15,7 +16,7 @@ from dflash_cli.validation.rule import PLACEHOLDER, all_rules, known_ids
 from dflash_cli.validation.validator import ValidationRequest, validate_draft
 from dflash_testing import checkpoints as support
 from dflash_testing.paths import ROOT
-from dflash_testing.rule_cases.base import SLIDING, Case, check, nested, without
+from dflash_testing.rule_cases.base import SLIDING, SPEC, Case, body, both, check, edit, nested, nothing, without
 from dflash_testing.rule_cases.collected import CASES
 
 ENGINES = "vllm,sglang,transformers,llama.cpp"
@@ -132,6 +133,36 @@ def test_a_broken_config_is_still_held_to_the_other_rules(tmp_path: Path) -> Non
         rule="", message="", config=nested(mask_token_id=None, target_layer_ids=[0, 9]), tensors=without("norm.weight")
     )
     assert {"C06", "C12", "N01"} <= {finding.id for finding in check(case, tmp_path).findings}
+
+
+def test_a_wrong_vocab_size_is_laid_to_the_config_where_the_tensors_fit_the_target(tmp_path: Path) -> None:
+    wrong = Case(rule="", message="", dialect=SPEC, shape=support.REDUCED, config=body(vocab_size=31))
+    alone = {finding.id for finding in check(wrong, tmp_path).findings}
+    beside = {finding.id for finding in check(replace(wrong, target=nothing), tmp_path / "pair").findings}
+    assert "M03" in alone
+    assert "P02" in beside
+    assert "M03" not in beside
+
+
+@pytest.mark.parametrize(
+    ("rule", "change"),
+    [
+        ("M05", edit("t2d", lambda item: item | (np.arange(32) == np.flatnonzero(~item)[0]))),
+        ("M06", edit("d2t", lambda item: item + np.arange(12))),
+        ("M07", edit("d2t", np.zeros_like)),
+    ],
+)
+def test_rows_are_not_compared_through_a_broken_map(rule: str, change: Any, tmp_path: Path) -> None:
+    """The embedding has a row for every id and needs no map."""
+    embedding = np.roll(support.target_arrays(support.REDUCED)["model.embed_tokens.weight"], 1, axis=0)
+    head = edit("lm_head.weight", lambda item: np.roll(item, 1, axis=0))
+    case = Case(
+        rule="", message="", dialect=SPEC, shape=support.REDUCED, level="weights", target=nothing,
+        tensors=both(change, head, lambda arrays: arrays.update({"embed_tokens.weight": embedding})),
+    )  # fmt: skip
+    found = [(finding.id, finding.location) for finding in check(case, tmp_path).findings]
+    assert rule in {item for item, _ in found}
+    assert {location for item, location in found if item in ("M10", "M12")} == {"model.safetensors:embed_tokens.weight"}
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
