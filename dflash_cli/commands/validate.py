@@ -79,8 +79,8 @@ NumPromptsOption = Annotated[
         "--num-prompts",
         min=4,
         metavar="N",
-        help="For --level run: prompts to make up, or to draw from --prompts; a cause is tested on new ones. Default: 32, "
-        "or the whole file.",
+        help="For --level run: prompts to make up, or to draw from --prompts; a cause is tested on new ones. Default: "
+        "32, or the whole file.",
     ),
 ]
 MaxNewOption = Annotated[

@@ -150,6 +150,8 @@ def test_a_wrong_vocab_size_is_laid_to_the_config_where_the_tensors_fit_the_targ
         ("M05", edit("t2d", lambda item: item | (np.arange(32) == np.flatnonzero(~item)[0]))),
         ("M06", edit("d2t", lambda item: item + np.arange(12))),
         ("M07", edit("d2t", np.zeros_like)),
+        ("M01", lambda arrays: arrays.pop("d2t")),
+        ("M03", edit("d2t", lambda item: item[:-1])),
     ],
 )
 def test_rows_are_not_compared_through_a_broken_map(rule: str, change: Any, tmp_path: Path) -> None:
