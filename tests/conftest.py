@@ -1,6 +1,7 @@
 """Settings every test shares. They must be made before torch starts threads and before Triton is imported."""
 
 import os
+import signal
 
 import pytest
 
@@ -10,6 +11,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 def pytest_configure(config: pytest.Config) -> None:
     """Prepare a process that runs tests; the one that only hands them out needs no torch."""
+    # What a shell starts in the background ignores Ctrl-C, and so would the commands that tests interrupt.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
         return
     import torch

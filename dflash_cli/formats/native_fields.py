@@ -108,7 +108,7 @@ def read_causality(
         if not isinstance(value, bool):
             raise InvalidConfig(key, value, "true or false")
         notes = []
-        if len(set(stated.values())) > 1:
+        if any(other != value for other in stated.values()):
             notes.append(
                 "is_causal and dflash_config.causal contradict each other; is_causal is used, as engines do, unless "
                 "--causality says otherwise"

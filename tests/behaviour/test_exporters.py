@@ -133,6 +133,13 @@ class TestJetSpec:
         assert draft.config.causal == (False, False)
         assert any("contradict each other" in note for note in draft.parsed.notes)
 
+    @pytest.mark.parametrize("junk", [{}, [], "no"])
+    def test_a_second_key_of_another_type_is_a_contradiction(self, junk: object, tmp_path: Path) -> None:
+        config = automodel(causal=True) | {"is_causal": False}
+        config["dflash_config"]["causal"] = junk
+        draft = open_draft(support.write_checkpoint(tmp_path / "source", config, support.body_arrays()))
+        assert any("contradict each other" in note for note in draft.parsed.notes)
+
     def test_one_that_agrees_with_itself_is_named_in_a_note(self, tmp_path: Path) -> None:
         path = support.make_native(tmp_path / "draft", is_causal=True)
         assert any("as in JetSpec" in note for note in open_draft(path).parsed.notes)
