@@ -28,6 +28,7 @@ from dflash_cli.formats.native_fields import (
     SCALES,
     NativeConfig,
     guess_taps,
+    is_contradictory,
     read_causality,
     read_scales,
     read_swa_windows,
@@ -111,7 +112,7 @@ class Native(Format):
             model_type=str(config.get("model_type", "qwen3")),
             **read_scales(source),
         )
-        is_doubtful = len(set(stated_causality(config, source.nested).values())) > 1
+        is_doubtful = is_contradictory(stated_causality(config, source.nested))
         return ParsedConfig(
             config=canonical, carried=_carried(source), notes=tuple(notes), has_doubtful_causality=is_doubtful
         )

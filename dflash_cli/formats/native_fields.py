@@ -108,7 +108,7 @@ def read_causality(
         if not isinstance(value, bool):
             raise InvalidConfig(key, value, "true or false")
         notes = []
-        if any(other != value for other in stated.values()):
+        if is_contradictory(stated):
             notes.append(
                 "is_causal and dflash_config.causal contradict each other; is_causal is used, as engines do, unless "
                 "--causality says otherwise"
@@ -134,6 +134,12 @@ def stated_causality(config: Mapping[str, Any], nested: Mapping[str, Any]) -> di
     """The keys that state causality, the one that engines take first."""
     pairs = (("is_causal", config.get("is_causal")), ("dflash_config.causal", nested.get("causal")))
     return {key: value for key, value in pairs if value is not None}
+
+
+def is_contradictory(stated: Mapping[str, Any]) -> bool:
+    """Whether keys that mean the same state different values, of whatever type."""
+    values = list(stated.values())
+    return any(value != values[0] for value in values)
 
 
 def read_scales(source: NativeConfig) -> Json:
