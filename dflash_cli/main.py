@@ -56,6 +56,16 @@ COMMANDS = {
         docs="docs/vocabulary.md",
         draft="draft",
     ),
+    "bench": Entry(
+        function="dflash_cli.commands.bench:bench",
+        section=RUN,
+        summary="Measure how much faster a pair decodes with its draft.",
+        examples=(
+            "dflash bench tiny --batches 1,4",
+            "dflash bench org/draft -p prompts.jsonl --chat --min-speedup 1.5",
+        ),
+        draft="draft",
+    ),
     "diagnose": Entry(
         function="dflash_cli.commands.diagnose:diagnose",
         section=CHECK,

@@ -1,0 +1,159 @@
+"""`dflash bench`: how much faster a pair decodes with its draft than without, at several batch sizes."""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dflash_cli import console
+from dflash_cli.options import (
+    CausalityOption,
+    ChatOption,
+    EngineOptions,
+    JsonOption,
+    OptionalDraftArg,
+    PromptsOption,
+    TargetOption,
+    TemplateOption,
+    ThreadsOption,
+)
+from dflash_cli.parameters import ESSENTIALS, MEASURING
+from dflash_runtime.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dflash_cli.evaluation.speed import BatchSpeed, SpeedRequest
+    from dflash_cli.generation.loaded_pair import PairSession
+
+COLUMNS = ("batch", "plain tokens/s", "drafting tokens/s", "speedup", "tokens a step", "plain ms", "drafting ms")
+LEGEND = """decoding only, while all requests of a batch are at work
+tokens a step: committed for each request by a step that drafts; ms: of a step"""
+
+BatchesOption = Annotated[
+    str,
+    typer.Option(
+        "--batches", metavar="B,...", help="Numbers of requests at a time to measure.", rich_help_panel=ESSENTIALS
+    ),
+]
+MaxNewTokensOption = Annotated[
+    int,
+    typer.Option(
+        "--max-new-tokens", "-n", min=8, metavar="N", help="Tokens of each answer.", rich_help_panel=ESSENTIALS
+    ),
+]
+RoundsOption = Annotated[
+    int,
+    typer.Option(
+        "--rounds",
+        min=1,
+        metavar="N",
+        help="Rounds to time, each with the next prompts. One more comes first, which compiles.",
+        rich_help_panel=MEASURING,
+    ),
+]
+MinSpeedupOption = Annotated[
+    float | None,
+    typer.Option(
+        "--min-speedup",
+        metavar="X",
+        help="Exit with 3 if drafting is not X times as fast as plain decoding at every batch size.",
+        rich_help_panel=MEASURING,
+    ),
+]
+
+
+def bench(
+    engine: EngineOptions,
+    draft: OptionalDraftArg = None,
+    target: TargetOption = None,
+    prompts: PromptsOption = None,
+    batches: BatchesOption = "1,4,16",
+    max_new_tokens: MaxNewTokensOption = 128,
+    chat: ChatOption = False,
+    rounds: RoundsOption = 4,
+    min_speedup: MinSpeedupOption = None,
+    chat_template_kwargs: TemplateOption = None,
+    causality: CausalityOption = None,
+    threads: ThreadsOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure how much faster a pair decodes with its draft than without.
+
+    The gain depends on the text: give --prompts like those the draft is to serve. Without, the bundled prompts are
+    used: pieces of Python.
+    """
+    if engine.num_speculative_tokens == 0:
+        raise UsageError("-k 0 runs without a draft, so there is nothing to compare")
+    sizes, config = _parse_batches(batches), engine.config()
+    from dflash_cli.checkpoints.references import tiny_directory
+    from dflash_cli.generation.announcements import announce_loading
+    from dflash_cli.generation.prompts import Conversation, gather_rows
+
+    rows = gather_rows([], prompts, default=tiny_directory() / "prompts.jsonl")
+    announce_loading(draft, target, device=config.device)
+    from dflash_cli.evaluation.speed import SpeedRequest, check_speedup
+    from dflash_cli.generation.loaded_pair import open_session
+
+    # What is measured gets a KV cache of its own, so that of the session is as small as it can be.
+    small = replace(config, num_pages=2 + config.max_num_requests, max_num_requests=1)
+    session = open_session(
+        draft, target, small, causality=causality, template_options=chat_template_kwargs, threads=threads
+    )
+    session.check_chat(rows, chat=chat)
+    token_ids = [Conversation(row).next_prompt(session.tokenizer, chat=chat) for row in rows[: max(sizes) * rounds]]
+    request = SpeedRequest(prompts=token_ids, batches=sizes, max_new_tokens=max_new_tokens, num_rounds=rounds)
+    speeds = _measure(session, request)
+    if as_json:
+        console.result_json(_to_json(session, request, speeds))
+    else:
+        _print(speeds)
+    if min_speedup is not None:
+        check_speedup(speeds, min_speedup)
+
+
+def _parse_batches(text: str) -> list[int]:
+    """`1,4,16`, in the order given."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise UsageError(f"--batches {text}: expected numbers of requests, such as 1,4,16")
+    return [int(part) for part in parts]
+
+
+def _measure(session: "PairSession", request: "SpeedRequest") -> "list[BatchSpeed]":
+    from dflash_cli.evaluation.speed import measure_speeds
+
+    speeds: list[BatchSpeed] = []
+    with console.Meter(request.num_runs, "rounds") as meter:
+        for speed in measure_speeds(session.llm.pair, request, meter.update):
+            speeds.append(speed)
+    return speeds
+
+
+def _to_json(session: "PairSession", request: "SpeedRequest", speeds: "Sequence[BatchSpeed]") -> dict[str, Any]:
+    return {
+        "draft": session.references["draft"],
+        "target": session.references["target"],
+        "num_speculative_tokens": session.llm.num_draft_tokens,
+        "max_new_tokens": request.max_new_tokens,
+        "num_rounds": request.num_rounds,
+        "num_prompts": len(request.prompts),
+        "batches": [speed.to_json() for speed in speeds],
+        "measured": session.describe(),
+    }
+
+
+def _print(speeds: "Sequence[BatchSpeed]") -> None:
+    gains = ", ".join(f"{speed.speedup:.2f} at batch {speed.batch}" for speed in speeds)
+    console.result(f"speedup by drafting: {gains}")
+    console.result(LEGEND)
+    console.result("")
+    rows = [
+        (
+            str(speed.batch), f"{speed.plain.tokens_per_second:.1f}", f"{speed.speculative.tokens_per_second:.1f}",
+            f"{speed.speedup:.2f}", f"{speed.speculative.tokens_per_step:.2f}", f"{speed.plain.step_ms:.2f}",
+            f"{speed.speculative.step_ms:.2f}",
+        )
+        for speed in speeds
+    ]  # fmt: skip
+    console.table(COLUMNS, rows)

@@ -1,0 +1,173 @@
+"""Measure how fast a pair decodes, with its draft and without. Knows no terminal.
+
+Only decoding is timed, and only while every request of a batch runs: prompts are in before, and a round ends when the
+first answer does. A draft's gain depends on its acceptance, so texts are real prompts, answered greedily.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import cycle, islice
+from typing import Any
+
+import torch
+
+from dflash_cli.generation.answers import plural
+from dflash_runtime.device.loading import LoadedPair
+from dflash_runtime.errors import DFlashError, GateFailed, UsageError
+from dflash_runtime.llm import LLM
+from dflash_runtime.scheduling.request import Request, SamplingParams
+
+MIN_STEPS = 4
+"""Fewer steps than this in a round are no measurement."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speed:
+    """Decoding at one batch size, over all its rounds. `tokens_per_step` is that of one request."""
+
+    tokens_per_second: float
+    step_ms: float
+    tokens_per_step: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchSpeed:
+    """A pair's speed with so many requests at a time, decoding plainly and with the draft."""
+
+    batch: int
+    plain: Speed
+    speculative: Speed
+
+    @property
+    def speedup(self) -> float:
+        """How many times as fast drafting makes decoding."""
+        return self.speculative.tokens_per_second / self.plain.tokens_per_second
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "speedup": self.speedup}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeedRequest:
+    """Prompts of token ids, batch sizes, and how long to measure each.
+
+    Every round takes the next prompts, from the beginning again where they are used up.
+    """
+
+    prompts: Sequence[Sequence[int]]
+    batches: Sequence[int]
+    max_new_tokens: int
+    num_rounds: int
+
+    def rounds(self, batch: int) -> list[list[Sequence[int]]]:
+        """The prompts of each round of a batch size."""
+        turns = cycle(self.prompts)
+        return [list(islice(turns, batch)) for _ in range(self.num_rounds)]
+
+    @property
+    def num_runs(self) -> int:
+        """Rounds of all batches, with and without the draft; one more of each comes first and is not counted."""
+        return 2 * len(self.batches) * (self.num_rounds + 1)
+
+
+def measure_speeds(
+    pair: LoadedPair, request: SpeedRequest, observe: Callable[[int], None] = lambda num_done: None
+) -> Iterator[BatchSpeed]:
+    """Each batch size in turn; `observe` hears how many rounds are done.
+
+    Raises:
+        UsageError: answers are too short to measure.
+        RequestError: a prompt that does not fit the model.
+    """
+    num_done = 0
+
+    def count() -> None:
+        nonlocal num_done
+        num_done += 1
+        observe(num_done)
+
+    for batch in request.batches:
+        plain, speculative = (_measure(item, request, batch, count) for item in (pair.without_draft(), pair))
+        yield BatchSpeed(batch=batch, plain=plain, speculative=speculative)
+
+
+def check_speedup(speeds: Sequence[BatchSpeed], minimum: float) -> None:
+    """Require that drafting is so many times as fast as plain decoding at every batch size.
+
+    Raises:
+        GateFailed: naming the batch size at which it gains least.
+    """
+    worst = min(speeds, key=lambda item: item.speedup)
+    if worst.speedup < minimum:
+        raise GateFailed(f"speedup {worst.speedup:.2f} at batch {worst.batch}, expected at least {minimum:g}")
+
+
+def _measure(pair: LoadedPair, request: SpeedRequest, batch: int, count: Callable[[], None]) -> Speed:
+    """All rounds of a batch size. The first is run twice: once more before, to compile kernels and capture graphs."""
+    rounds = request.rounds(batch)
+    llm = LLM(_sized(pair, rounds, request.max_new_tokens))
+    windows = []
+    for prompts in [rounds[0], *rounds]:
+        windows.append(_run(llm, prompts, request.max_new_tokens))
+        count()
+    num_tokens, num_steps, seconds = (sum(column) for column in zip(*windows[1:], strict=True))
+    return Speed(
+        tokens_per_second=num_tokens / seconds,
+        step_ms=1000 * seconds / num_steps,
+        tokens_per_step=num_tokens / num_steps / batch,
+    )
+
+
+def _sized(pair: LoadedPair, rounds: list[list[Sequence[int]]], max_new_tokens: int) -> LoadedPair:
+    """The pair with room for these requests and no more, all prompts of a round prefilled in one step."""
+    limits, size, batch = pair.limits, pair.config.page_size, len(rounds[0])
+    longest = max(len(prompt) for prompts in rounds for prompt in prompts) + max_new_tokens
+    pages = -(-(longest + (pair.config.max_in_flight + 2) * limits.num_lookahead_tokens) // size)
+    config = replace(pair.config, max_num_requests=batch, num_pages=batch * pages + 1, prefix_cache=False)
+    num_rows = max(sum(map(len, prompts)) for prompts in rounds)
+    return replace(pair, config=config, limits=replace(limits, max_num_requests=batch, max_batched_tokens=num_rows))
+
+
+def _run(llm: LLM, prompts: list[Sequence[int]], max_new_tokens: int) -> tuple[int, int, float]:
+    """One round: fill the batch, then step until the first answer ends -> tokens, steps and seconds of that time."""
+    params = SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True)
+    requests = [
+        Request(index=index, prompt_token_ids=tuple(prompt), params=params) for index, prompt in enumerate(prompts)
+    ]
+    engine, num_steps = llm.engine, 0
+    try:
+        for request in requests:
+            engine.add(request)
+        while not all(request.output_token_ids or request.is_finished for request in requests):
+            engine.step()
+        _wait(llm.device)
+        before, started = _num_tokens(requests), time.perf_counter()
+        while not any(request.is_finished for request in requests):
+            engine.step()
+            num_steps += 1
+        _wait(llm.device)
+        seconds, num_tokens = time.perf_counter() - started, _num_tokens(requests) - before
+    finally:
+        engine.abort()
+    _check(requests, num_steps)
+    return num_tokens, num_steps, seconds
+
+
+def _check(requests: Sequence[Request], num_steps: int) -> None:
+    failed = next((request.error for request in requests if request.error is not None), None)
+    if failed is not None:
+        raise DFlashError(failed.message, hint=failed.hint)
+    if num_steps < MIN_STEPS:
+        raise UsageError(
+            f"an answer ended after {plural(num_steps, 'step')}, expected at least {MIN_STEPS} to time", hint="raise -n"
+        )
+
+
+def _num_tokens(requests: Sequence[Request]) -> int:
+    return sum(len(request.output_token_ids) for request in requests)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

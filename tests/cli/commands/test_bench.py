@@ -1,0 +1,102 @@
+"""`dflash bench`: what is counted, what is refused, and that both arms decode the same prompts."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from dflash_cli.evaluation.speed import BatchSpeed, Speed, SpeedRequest, check_speedup, measure_speeds
+from dflash_cli.main import app
+from dflash_runtime.errors import GateFailed, RequestError, UsageError
+from dflash_testing.pairs import bundled_draft_model, bundled_llm, bundled_prompts
+
+SMALL = ["--batches", "2,1", "-n", "24", "--rounds", "2", "--device", "cpu"]
+
+
+def run(*arguments: object) -> Any:
+    result = CliRunner().invoke(app, ["bench", *map(str, arguments)])
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def test_every_batch_size_is_measured_in_the_order_given() -> None:
+    document = json.loads(run("tiny", *SMALL, "--json").stdout)
+    assert document["kind"] == "bench"
+    assert [item["batch"] for item in document["batches"]] == [2, 1]
+    assert document["num_speculative_tokens"] == 7
+    assert document["num_prompts"] == 4
+    assert document["measured"]["max_num_requests"] == 1
+    for item in document["batches"]:
+        assert item["plain"]["tokens_per_step"] == pytest.approx(1)
+        assert 1.5 < item["speculative"]["tokens_per_step"] <= 8
+        for arm in ("plain", "speculative"):
+            speed = item[arm]
+            expected = 1000 * item["batch"] * speed["tokens_per_step"] / speed["step_ms"]
+            assert speed["tokens_per_second"] == pytest.approx(expected)
+        gain = item["speculative"]["tokens_per_second"] / item["plain"]["tokens_per_second"]
+        assert item["speedup"] == pytest.approx(gain)
+
+
+def test_text_leads_with_the_speedup() -> None:
+    lines = run("tiny", "--batches", "1", "-n", "24", "--rounds", "1", "--device", "cpu").stdout.splitlines()
+    assert lines[0].startswith("speedup by drafting: ")
+    assert lines[0].endswith(" at batch 1")
+    assert lines[-2].split()[:3] == ["batch", "plain", "tokens/s"]
+    assert lines[-1].split()[0] == "1"
+
+
+def test_tokens_a_step_are_the_engines_acceptance() -> None:
+    """The same prompt answered by `generate`: all its steps but the last, which ends the round, are in the window."""
+    prompt = bundled_prompts()[3]
+    llm = bundled_llm(bundled_draft_model(), 7)
+    request = SpeedRequest(prompts=[prompt], batches=[1], max_new_tokens=40, num_rounds=1)
+    (speed,) = measure_speeds(llm.pair, request)
+    from dflash_runtime.scheduling.request import SamplingParams
+
+    (output,) = llm.generate([prompt], SamplingParams(max_new_tokens=40, ignore_eos=True))
+    assert speed.speculative.tokens_per_step == pytest.approx(39 / len(output.committed_lengths), rel=0.35)
+
+
+def test_prompts_are_taken_in_turns() -> None:
+    request = SpeedRequest(prompts=[[1], [2], [3]], batches=[2], max_new_tokens=8, num_rounds=2)
+    assert request.rounds(2) == [[[1], [2]], [[3], [1]]]
+    assert request.num_runs == 6
+
+
+def test_progress_counts_every_round() -> None:
+    seen: list[int] = []
+    llm = bundled_llm(bundled_draft_model(), 7)
+    request = SpeedRequest(prompts=bundled_prompts()[:2], batches=[1, 2], max_new_tokens=16, num_rounds=1)
+    list(measure_speeds(llm.pair, request, seen.append))
+    assert seen == list(range(1, request.num_runs + 1))
+
+
+def speeds(*gains: float) -> list[BatchSpeed]:
+    def at(tokens: float) -> Speed:
+        return Speed(tokens_per_second=tokens, step_ms=1.0, tokens_per_step=1.0)
+
+    return [BatchSpeed(batch=batch, plain=at(100), speculative=at(100 * gain)) for batch, gain in enumerate(gains, 1)]
+
+
+def test_the_gate_names_the_batch_that_gains_least() -> None:
+    check_speedup(speeds(1.6, 1.5), 1.5)
+    with pytest.raises(GateFailed, match=r"speedup 1\.20 at batch 2, expected at least 1\.5") as caught:
+        check_speedup(speeds(1.6, 1.2, 1.4), 1.5)
+    assert caught.value.exit_code == 3
+
+
+def test_what_cannot_be_measured_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="expected numbers of requests"):
+        run("tiny", "--batches", "1,x")
+    with pytest.raises(UsageError, match="nothing to compare"):
+        run("tiny", "-k", "0")
+    llm = bundled_llm(bundled_draft_model(), 7)
+    short = SpeedRequest(prompts=bundled_prompts()[:1], batches=[1], max_new_tokens=2, num_rounds=1)
+    with pytest.raises(UsageError, match="ended after 1 step,"):
+        list(measure_speeds(llm.pair, short))
+    long = SpeedRequest(prompts=[list(range(2000)) * 2], batches=[1], max_new_tokens=8, num_rounds=1)
+    with pytest.raises(RequestError, match="expected fewer than the model's 2048"):
+        list(measure_speeds(llm.pair, long))
