@@ -110,6 +110,8 @@ def with_fewer_prompts(shown: Shown) -> str:
     if "eval-acceptance" in words:
         gate = " --min-acceptance 1" if "--min-acceptance" in words and shown.code == 0 else ""
         return f"{shown.line.partition(' #')[0]} --num-prompts 8{gate}"
+    if "diagnose" in words:
+        return shown.line.partition(" #")[0].replace("--num-prompts 8", "--num-prompts 6 -n 32")
     if "--level run" in shown.line:
         return f"{shown.line.partition(' #')[0]} --num-prompts 4"
     return shown.line

@@ -16,7 +16,9 @@ def test_device_is_in_the_help(command: str) -> None:
     assert re.search(r"(?<!\S)--device\b", support.invoke(command, "--help").out)
 
 
-@pytest.mark.parametrize("command", ["generate", "eval-acceptance", "bench", "validate", "inspect", "convert", "explain", "env"])
+@pytest.mark.parametrize(
+    "command", ["generate", "eval-acceptance", "bench", "validate", "inspect", "convert", "explain", "env"]
+)
 def test_options_are_lower_case(command: str) -> None:
     named = re.findall(r"(?<!\S)--[A-Za-z][\w-]*", support.invoke(command, "--help").out)
     assert "--help" in named
