@@ -97,12 +97,12 @@ def test_sound_drafts_pass(name: str, num_prompts: int) -> None:
             lambda config: config.update(rope_scaling={"rope_type": "linear", "factor": 8.0}), "target's rope (default",
             marks=pytest.mark.slow,
         ),
-        (
+        pytest.param(
             "R07", "window", "config.json:sliding_window",
             lambda config: config.update(
                 sliding_window=5, use_sliding_window=True, layer_types=["sliding_attention"] * 3
             ),
-            "with no attention window a step commits",
+            "with no attention window a step commits", marks=pytest.mark.slow,
         ),
         pytest.param(
             "R01", "taps", "config.json:dflash_config.target_layer_ids",
@@ -256,17 +256,29 @@ def test_a_pair_that_cannot_run_is_not_run(tmp_path: Path) -> None:
     assert "P01" in report.notes[0]
 
 
-def test_a_prompt_that_fails_is_left_out_of_every_reading(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Those that fail under the config's own reading, and one more under another: counts stay those of one prompt."""
-    prompts = [list(range(30 + index, 60 + index)) for index in range(6)]
-    path = falsify(tmp_path / "draft", lambda config: config.update(rope_theta=10000.0))
-    alone = run(path, "rope", prompts=prompts, max_new_tokens=18)
-    mixed = run(path, "rope", prompts=[prompts[0], [99_999], *prompts[1:]], max_new_tokens=18)
+def test_a_prompt_that_fails_is_left_out_of_every_reading(tmp_path: Path) -> None:
+    prompts = six_prompts()
+    path = falsify(tmp_path / "draft", lambda config: config["dflash_config"].update(mask_token_id=4))
+    alone = run(path, "mask", prompts=prompts, max_new_tokens=24)
+    mixed = run(path, "mask", prompts=[prompts[0], [99_999], *prompts[1:]], max_new_tokens=24)
     assert [item.to_json() for item in mixed.findings] == [item.to_json() for item in alone.findings]
     assert mixed.notes == ("left out: prompt 2: token id 99999, expected ids in [0, 2048)",)
     with pytest.raises(UsageError, match=r"3 of 4 prompts answered, expected 4 or more; prompt 4: token id 99999"):
-        run(path, "rope", prompts=[*prompts[:3], [99_999]], max_new_tokens=18)
+        run(path, "mask", prompts=[*prompts[:3], [99_999]], max_new_tokens=24)
 
+
+def six_prompts() -> list[list[int]]:
+    return [list(range(30 + index, 60 + index)) for index in range(6)]
+
+
+@pytest.mark.slow
+def test_a_prompt_that_fails_under_one_reading_is_left_out_of_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Counts stay those of one prompt under two readings."""
+    prompts = six_prompts()
+    path = falsify(tmp_path / "draft", lambda config: config["dflash_config"].update(mask_token_id=4))
+    alone = run(path, "mask", prompts=prompts, max_new_tokens=24)
     generate = LLM.generate
     calls = []
 
@@ -276,7 +288,7 @@ def test_a_prompt_that_fails_is_left_out_of_every_reading(monkeypatch: pytest.Mo
         return [replace(first, error="not finite") if len(calls) > 1 else first, *others]
 
     monkeypatch.setattr(LLM, "generate", failing)
-    fewer = run(path, "rope", prompts=prompts, max_new_tokens=18)
+    fewer = run(path, "mask", prompts=prompts, max_new_tokens=24)
     assert [item.id for item in fewer.findings] == [item.id for item in alone.findings]
 
 
