@@ -88,9 +88,9 @@ def test_sound_drafts_pass(name: str, num_prompts: int) -> None:
             lambda config: config["dflash_config"].update(target_layer_ids=[1, 3, 4, 5]),
             "with tapped layers one earlier [0, 2, 3, 4] a step commits", marks=pytest.mark.slow,
         ),
-        (
+        pytest.param(  # by default through the command
             "R04", "rope", "config.json:rope_theta",
-            lambda config: config.update(rope_theta=10000.0), "rope base 1000000",
+            lambda config: config.update(rope_theta=10000.0), "rope base 1000000", marks=pytest.mark.slow,
         ),
         pytest.param(
             "R04", "rope", "config.json:rope_theta",
