@@ -11,6 +11,7 @@ from dflash_cli.options import (
     ChatOption,
     EngineOptions,
     JsonOption,
+    MaxNewTokensOption,
     OptionalDraftArg,
     PromptsOption,
     TargetOption,
@@ -34,12 +35,6 @@ BatchesOption = Annotated[
     str,
     typer.Option(
         "--batches", metavar="B,...", help="Numbers of requests at a time to measure.", rich_help_panel=ESSENTIALS
-    ),
-]
-MaxNewTokensOption = Annotated[
-    int,
-    typer.Option(
-        "--max-new-tokens", "-n", min=8, metavar="N", help="Tokens of each answer.", rich_help_panel=ESSENTIALS
     ),
 ]
 RoundsOption = Annotated[

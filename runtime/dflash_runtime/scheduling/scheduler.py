@@ -20,7 +20,8 @@ leaves no page behind that holds less than its digest says.
 from collections import deque
 from collections.abc import Iterable, Sequence
 
-from dflash_runtime.errors import CapacityError, DFlashError, RequestError
+from dflash_runtime.errors import DFlashError
+from dflash_runtime.scheduling.admission import check_request
 from dflash_runtime.scheduling.batch import Batch, Chunk, PageAddition, StepOutput
 from dflash_runtime.scheduling.limits import Limits
 from dflash_runtime.scheduling.pages import PagePool
@@ -81,6 +82,10 @@ class Scheduler:
         self.check(request)
         self._live[request] = None
         self._waiting.append(request)
+
+    def check(self, request: Request) -> None:
+        """Refuse what can never run; see `check_request`."""
+        check_request(request, self.limits, self.pages)
 
     def schedule(self, *, is_drained: bool) -> Batch:
         """Choose what runs now, reserving its pages. An empty batch means that results must come in first.
@@ -374,31 +379,6 @@ class Scheduler:
     def _surely_ends(self, request: Request) -> bool:
         """Whether the steps in flight end the request even if they accept nothing: each gives at least one token."""
         return request.num_in_flight >= request.remaining(self.limits.max_model_len)
-
-    def check(self, request: Request) -> None:
-        """Refuse what can never run.
-
-        Raises:
-            RequestError: a prompt this model cannot take.
-            CapacityError: the request would not fit an empty pool.
-        """
-        if not request.prompt_token_ids:
-            raise RequestError("empty, expected at least one token")
-        worst = next((token for token in request.prompt_token_ids if not 0 <= token < self.limits.vocab_size), None)
-        if worst is not None:
-            raise RequestError(f"token id {worst}, expected ids in [0, {self.limits.vocab_size})")
-        if request.prompt_len >= self.limits.max_model_len:
-            raise RequestError(
-                f"{request.prompt_len} tokens, expected fewer than the model's {self.limits.max_model_len}"
-            )
-        longest = min(request.prompt_len + request.params.max_new_tokens, self.limits.max_model_len)
-        needed = self.pages.pages_for(self.limits.reserved_len(longest))
-        if needed > self.pages.num_pages - 1:
-            raise CapacityError(
-                f"needs {needed} KV pages of {self.pages.page_size} tokens for {longest} tokens and a "
-                f"block of {self.limits.num_lookahead_tokens} more, but the pool has {self.pages.num_pages - 1}",
-                hint="lower --max-new-tokens or --max-model-len, or give the KV cache more memory",
-            )
 
 
 def _forget_pages(request: Request) -> None:
