@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from dflash_kernels.activation import silu_mul, silu_mul_ref
+from dflash_kernels.rope_store import KVPlace
 from dflash_kernels.suite import REFERENCE, triton_kernels
 
 HEADS, KV, HEAD_DIM, HIDDEN, INNER, LAYERS, VOCAB, PAGE, ROWS = 32, 8, 128, 4096, 12_288, 5, 151_936, 16, 16
@@ -86,18 +88,20 @@ def attention_case(requests: int, context: int, rows: int, *, is_causal: bool, w
 def small_cases(requests: int) -> list[Case]:
     """What runs once or twice a layer, and context KV."""
     tokens = requests * ROWS
-    weight, head_weight, layer_weights = normal(HIDDEN), normal(HEAD_DIM), normal(LAYERS, HEAD_DIM)
+    weight, head_norms, layer_weights = normal(HIDDEN), normal(HEADS + KV, HEAD_DIM), normal(LAYERS, HEAD_DIM)
     cos, sin = normal(tokens, HEAD_DIM), normal(tokens, HEAD_DIM)
     slots = torch.randperm(tokens + PAGE, device="cuda")[:tokens]
     caches = normal(LAYERS, tokens + PAGE, KV, HEAD_DIM), normal(LAYERS, tokens + PAGE, KV, HEAD_DIM)
-    hidden, residual, qkv = normal(tokens, HIDDEN), normal(tokens, HIDDEN), normal(tokens, HEADS + 2 * KV, HEAD_DIM)
-    query, keys, values = qkv.split((HEADS, KV, KV), 1)
+    hidden, residual = normal(tokens, HIDDEN), normal(tokens, HIDDEN)
+    parts = normal(1, tokens, (HEADS + 2 * KV) * HEAD_DIM)
     projected = normal(tokens, LAYERS, 2, KV, HEAD_DIM)
     wide_cos, wide_sin = cos.double(), sin.double()
-    exact_norm, _ = REFERENCE.add_rms_norm(hidden.double(), residual.double(), weight.double(), 1e-6)
-    normed = relative_error(KERNELS.add_rms_norm(hidden, residual, weight, 1e-6)[0], exact_norm)
-    exact_query = REFERENCE.qk_norm_rope(query.double(), head_weight.double(), 1e-6, wide_cos, wide_sin)
-    rotated = relative_error(KERNELS.qk_norm_rope(query, head_weight, 1e-6, cos, sin), exact_query)
+    exact_norm, _ = REFERENCE.add_rms_norm(hidden[None].double(), residual.double(), weight.double(), 1e-6)
+    normed = relative_error(KERNELS.add_rms_norm(hidden[None], residual, weight, 1e-6)[0], exact_norm)
+    place = KVPlace(caches[0][0], caches[1][0], slots)
+    wide_place = KVPlace(caches[0][0].double(), caches[1][0].double(), slots)
+    exact_heads = REFERENCE.rope_store(parts.double(), head_norms.double(), 1e-6, wide_cos, wide_sin, KV, wide_place)
+    rotated = relative_error(KERNELS.rope_store(parts, head_norms, 1e-6, cos, sin, KV, place), exact_heads)
     exact = caches[0].double(), caches[1].double()
     KERNELS.context_kv_store(projected, layer_weights, 1e-6, cos, sin, *caches, slots)
     REFERENCE.context_kv_store(
@@ -106,15 +110,13 @@ def small_cases(requests: int) -> list[Case]:
     stored = max(relative_error(cache, true) for cache, true in zip(caches, exact, strict=True))
     row = 2 * tokens * HEAD_DIM
     gate_up = normal(tokens, 2 * INNER)
-    gated = relative_error(KERNELS.silu_mul(gate_up), REFERENCE.silu_mul(gate_up.double()))
+    gated = relative_error(silu_mul(gate_up), silu_mul_ref(gate_up.double()))
     return [
-        (f"silu_mul T {tokens}", lambda: KERNELS.silu_mul(gate_up), gated, 3 * 2 * tokens * INNER),
-        (f"add_rms_norm T {tokens}", lambda: KERNELS.add_rms_norm(hidden, residual, weight, 1e-6), normed,
+        (f"silu_mul T {tokens}", lambda: silu_mul(gate_up), gated, 3 * 2 * tokens * INNER),
+        (f"add_rms_norm T {tokens}", lambda: KERNELS.add_rms_norm(hidden[None], residual, weight, 1e-6), normed,
          4 * 2 * tokens * HIDDEN),
-        (f"qk_norm_rope T {tokens} query", lambda: KERNELS.qk_norm_rope(query, head_weight, 1e-6, cos, sin), rotated,
-         2 * row * HEADS),
-        (f"kv_store T {tokens}", lambda: KERNELS.kv_store(keys, values, caches[0][0], caches[1][0], slots), 0.0,
-         4 * row * KV),
+        (f"rope_store T {tokens}", lambda: KERNELS.rope_store(parts, head_norms, 1e-6, cos, sin, KV, place), rotated,
+         2 * row * HEADS + 6 * row * KV),
         (f"context_kv_store T {tokens}",
          lambda: KERNELS.context_kv_store(projected, layer_weights, 1e-6, cos, sin, *caches, slots), stored,
          4 * row * KV * LAYERS),

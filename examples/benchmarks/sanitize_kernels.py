@@ -9,6 +9,7 @@ PYTORCH_NO_CUDA_MEMORY_CACHING=1 gives each tensor an allocation of its own, so 
 import torch
 from torch import Tensor
 
+from dflash_kernels.rope_store import KVPlace
 from dflash_kernels.suite import triton_kernels
 
 REQUESTS, ROWS, HEADS, KV, HEAD_DIM, LAYERS, VOCAB, PAGE = 3, 7, 6, 2, 24, 3, 9001, 16
@@ -26,14 +27,17 @@ def main() -> None:
     slots = kernels.slot_mapping(table, lens[:, None] + torch.arange(ROWS, device="cuda"), lens + 5, PAGE).flatten()
     hidden, weight = normal(num_rows, 1000), normal(1000)
     kernels.rms_norm(hidden, weight, 1e-6)
-    kernels.add_rms_norm(hidden, hidden, weight, 1e-6)
-    kernels.silu_mul(hidden)
-    heads = normal(num_rows, HEADS + 2 * KV, HEAD_DIM)
-    cos, sin, head_weight = normal(num_rows, HEAD_DIM), normal(num_rows, HEAD_DIM), normal(HEAD_DIM)
-    query = kernels.qk_norm_rope(heads[:, :HEADS], head_weight, 1e-6, cos, sin)
-    keys = kernels.qk_norm_rope(heads[:, HEADS : HEADS + KV], None, 1e-6, cos, sin)
-    values = heads[:, HEADS + KV :]
+    kernels.add_rms_norm(torch.stack((hidden, hidden)), hidden, weight, 1e-6)
+    for rows in (hidden[:17], hidden):
+        kernels.product(rows, normal(300, 1000))
+        kernels.product_parts(rows, normal(300, 1000))
+        kernels.gated_product(rows, normal(300, 1000))
+    cos, sin, head_norms = normal(num_rows, HEAD_DIM), normal(num_rows, HEAD_DIM), normal(HEADS + KV, HEAD_DIM)
     key_cache, value_cache = normal(LAYERS, num_slots, KV, HEAD_DIM), normal(LAYERS, num_slots, KV, HEAD_DIM)
+    place = KVPlace(key_cache[0], value_cache[0], slots)
+    parts = normal(2, num_rows, (HEADS + 2 * KV) * HEAD_DIM)
+    heads = kernels.rope_store(parts, head_norms, 1e-6, cos, sin, KV, place)
+    query, keys, values = heads.split((HEADS, KV, KV), dim=1)
     kernels.kv_store(keys, values, key_cache[0], value_cache[0], slots)
     projected, norm_weights = normal(num_rows, LAYERS, 2, KV, HEAD_DIM), normal(LAYERS, HEAD_DIM)
     kernels.context_kv_store(projected, norm_weights, 1e-6, cos, sin, key_cache, value_cache, slots)

@@ -21,17 +21,23 @@ def silu_mul_ref(gate_up: Tensor) -> Tensor:
 
 
 @jit
+def gate_tiles(gate, up):
+    """silu(gate) * up of tiles in the model's dtype, rounded as `silu_mul_ref` rounds."""
+    wide = gate.to(tl.float32)
+    exp_neg = tl.exp(-tl.abs(wide))  # of -|x|, which never overflows
+    gated = (wide * tl.where(wide < 0, exp_neg, 1.0) / (1.0 + exp_neg)).to(gate.dtype)
+    return (gated.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
+
+
+@jit
 def _silu_mul_kernel(gate_up, out, gate_up_row, width, TILE: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     is_column = column < width
     source = gate_up + row * gate_up_row + column
     gate = tl.load(source, mask=is_column, other=0.0)
-    wide = gate.to(tl.float32)
-    exp_neg = tl.exp(-tl.abs(wide))  # of -|x|, which never overflows
-    gated = (wide * tl.where(wide < 0, exp_neg, 1.0) / (1.0 + exp_neg)).to(gate.dtype).to(tl.float32)
-    up = tl.load(source + width, mask=is_column, other=0.0).to(tl.float32)
-    tl.store(out + row * width + column, (gated * up).to(gate.dtype), mask=is_column)
+    up = tl.load(source + width, mask=is_column, other=0.0)
+    tl.store(out + row * width + column, gate_tiles(gate, up), mask=is_column)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from dflash_kernels.launch_config import (
     tl,
     warps_for,
 )
-from dflash_kernels.rope_norm import norm_half_tiles, qk_norm_rope_ref, rotate_half_tiles
+from dflash_kernels.rope_norm import norm_half_tiles, norm_rope_ref, rotate_half_tiles
 
 
 def context_kv_store_ref(
@@ -44,7 +44,7 @@ def context_kv_store_ref(
     The reference waits for the device (`kv_store_ref`); the kernel does not.
     """
     for layer, weight in enumerate(norm_weights):
-        keys = qk_norm_rope_ref(projected[:, layer, 0], weight, eps, cos, sin)
+        keys = norm_rope_ref(projected[:, layer, 0], weight, eps, cos, sin)
         kv_store_ref(keys, projected[:, layer, 1], key_cache[layer], value_cache[layer], slots)
 
 

@@ -29,7 +29,7 @@ class _Absent:
     def __getattr__(self, name: str) -> "_Absent":
         return self
 
-    def __call__(self, *_: object) -> "_Absent":
+    def __call__(self, *_: object, **__: object) -> "_Absent":
         return self
 
     def __getitem__(self, grid: object) -> "_Absent":
@@ -158,3 +158,51 @@ def attention_shape(
     if row_bytes > 256:
         return AttentionShape(rows, 16 if row_bytes > 512 else 32, num_splits, num_stages=2)
     return AttentionShape(rows, 32 if num_splits > 1 else 64, num_splits, num_stages=3)
+
+
+MAX_PRODUCT_ROWS = 32
+"""Rows up to which products are ours; with more of them a library's are as fast or faster."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProductShape:
+    """How a product of few rows is cut into programs: a tile's rows, columns and inner width, and the parts."""
+
+    rows: int
+    columns: int
+    depth: int
+    num_parts: int
+    num_stages: int
+
+
+MAX_PARTS = 8
+"""More parts than this cost more to add up than they gain."""
+
+MANY_COLUMNS = 65_536
+"""From here on, as in a head, programs come in many rounds, and wide tiles read fewer rows again."""
+
+
+def product_shape(
+    num_rows: int,
+    num_columns: int,
+    depth: int,
+    itemsize: int,
+    device: torch.device,
+    *,
+    has_parts: bool = False,
+    is_gated: bool = False,
+) -> ProductShape:
+    """The cut of a product of `num_rows` rows; it follows from shapes alone.
+
+    With `has_parts` the sum over `depth` is cut until the programs fill the device one and a half times over.
+    """
+    rows = max(power_of_2(num_rows), MIN_DOT)
+    columns = 128 if num_columns >= MANY_COLUMNS else 64
+    is_wide = itemsize > 2 or (is_gated and rows > MIN_DOT)
+    inner = 64 if is_wide else 128
+    num_parts, num_tiles = 1, ceil_div(num_columns, columns)
+    while has_parts and 2 * num_tiles * num_parts < 3 * num_multiprocessors(device):
+        if num_parts == MAX_PARTS or depth < 8 * inner * num_parts:
+            break
+        num_parts *= 2
+    return ProductShape(rows, columns, inner, num_parts, num_stages=3 if is_gated and not is_wide else 4)

@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 
 from dflash_kernels.launch_config import (
-    HEAD_TILE,
-    ceil_div,
     check_dtypes,
     check_tensors,
     jit,
@@ -36,15 +34,21 @@ def rms_norm_ref(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight * normed.to(hidden.dtype)
 
 
-def add_rms_norm_ref(hidden: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm_ref(parts: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Add a sublayer's output to the residual stream, and normalise the sum for the next sublayer.
 
-    hidden, residual  [..., D]
-    weight            [D]
-    Returns the normalised sum and the sum, the new residual, both [..., D].
+    parts     [P, T, D]   the output, as `product_parts_ref` leaves it
+    residual  [T, D]
+    weight    [D]
+    Returns the normalised sum and the sum, the new residual, both [T, D].
     """
-    total = hidden + residual
+    total = sum_parts_ref(parts, residual.dtype) + residual
     return rms_norm_ref(total, weight, eps), total
+
+
+def sum_parts_ref(parts: Tensor, dtype: torch.dtype) -> Tensor:
+    """Parts [P, ...] added up and rounded once -> [...]."""
+    return parts[0] if len(parts) == 1 else parts.sum(0).to(dtype)
 
 
 def rope_ref(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -59,7 +63,7 @@ def rope_ref(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return heads * cos.unsqueeze(-2) + rotated * sin.unsqueeze(-2)
 
 
-def qk_norm_rope_ref(heads: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
+def norm_rope_ref(heads: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
     """Normalise each query or key head, then rotate it.
 
     heads     [T, H, D]   D even
@@ -71,16 +75,24 @@ def qk_norm_rope_ref(heads: Tensor, weight: Tensor | None, eps: float, cos: Tens
 
 
 @jit
+def sum_parts(parts, offsets, is_element, part_stride, NUM_PARTS: tl.constexpr, dtype: tl.constexpr):
+    """Elements of parts added up in order, and rounded to the model's dtype as one product would have been."""
+    total = tl.load(parts + offsets, mask=is_element, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, NUM_PARTS):
+        total += tl.load(parts + part * part_stride + offsets, mask=is_element, other=0.0).to(tl.float32)
+    return total.to(dtype)
+
+
+@jit(do_not_specialize=["part_stride"])
 def _rms_norm_kernel(
-    hidden, residual, weight, normed, total, hidden_row, residual_row, eps,
-    WIDTH: tl.constexpr, HAS_RESIDUAL: tl.constexpr, TILE: tl.constexpr,
+    hidden, residual, weight, normed, total, hidden_row, residual_row, part_stride, eps,
+    WIDTH: tl.constexpr, HAS_RESIDUAL: tl.constexpr, NUM_PARTS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     dim = tl.arange(0, TILE)
     is_dim = dim < WIDTH
-    loaded = tl.load(hidden + row * hidden_row + dim, mask=is_dim, other=0.0)
-    dtype = loaded.dtype
-    wide = loaded.to(tl.float32)
+    dtype = normed.dtype.element_ty
+    wide = sum_parts(hidden, row * hidden_row + dim, is_dim, part_stride.to(tl.int64), NUM_PARTS, dtype).to(tl.float32)
     if HAS_RESIDUAL:
         wide += tl.load(residual + row * residual_row + dim, mask=is_dim, other=0.0).to(tl.float32)
         wide = wide.to(dtype).to(tl.float32)
@@ -93,33 +105,43 @@ def _rms_norm_kernel(
 
 def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`rms_norm_ref` in one launch, a program a row."""
-    return _launch_norm(hidden, None, weight, eps)[0]
-
-
-def add_rms_norm(hidden: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """`add_rms_norm_ref` in one launch, a program a row."""
-    require(hidden.shape == residual.shape, "a residual of the shape of hidden")
-    return _launch_norm(hidden, residual, weight, eps)
-
-
-def _launch_norm(hidden: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    given = (hidden, weight) if residual is None else (hidden, weight, residual)
-    check_tensors(*given)
-    check_dtypes(*given)
-    width = hidden.shape[-1]
-    require(weight.shape == (width,), f"a weight of {width} elements")
+    check_dtypes(hidden, weight)
     rows = _rows(hidden)
-    others = rows if residual is None else _rows(residual)
-    normed = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
-    total = normed if residual is None else torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
-    if len(rows):
+    return _launch_norm(rows[None], None, weight, eps)[0].view(hidden.shape)
+
+
+def add_rms_norm(parts: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """`add_rms_norm_ref` in one launch, a program a row."""
+    require(parts.shape[1:] == residual.shape, "a residual of the shape of a part")
+    require(residual.stride(1) == 1 and parts.stride(2) == 1, "contiguous rows")
+    return _launch_norm(parts, residual, weight, eps)
+
+
+def _launch_norm(parts: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Parts [P, T, D] -> the normalised sum and the sum, [T, D] each."""
+    given = (parts, weight) if residual is None else (parts, weight, residual)
+    check_tensors(*given)
+    check_dtypes(*given[1:])
+    check_parts(parts, weight.dtype)
+    num_parts, num_rows, width = parts.shape
+    require(weight.shape == (width,), f"a weight of {width} elements")
+    others = parts[0] if residual is None else residual
+    normed = torch.empty((num_rows, width), dtype=weight.dtype, device=parts.device)
+    total = normed if residual is None else torch.empty((num_rows, width), dtype=weight.dtype, device=parts.device)
+    if num_rows:
         tile = power_of_2(width)
-        _rms_norm_kernel[(len(rows),)](
-            rows, others, weight.contiguous(), normed, total, rows.stride(0), others.stride(0), eps,
-            WIDTH=width, HAS_RESIDUAL=residual is not None, TILE=tile,
+        _rms_norm_kernel[(num_rows,)](
+            parts, others, weight.contiguous(), normed, total, parts.stride(1), others.stride(0), parts.stride(0), eps,
+            WIDTH=width, HAS_RESIDUAL=residual is not None, NUM_PARTS=num_parts, TILE=tile,
             num_warps=warps_for(tile), enable_fp_fusion=False,
         )  # fmt: skip
     return normed, total
+
+
+def check_parts(parts: Tensor, dtype: torch.dtype) -> None:
+    """Raise unless parts are float32, or of the model's dtype."""
+    if parts.dtype not in (dtype, torch.float32):
+        raise TypeError(f"parts of {parts.dtype} for {dtype} in one launch")
 
 
 def _rows(hidden: Tensor) -> Tensor:
@@ -152,59 +174,3 @@ def norm_half_tiles(first, second, weight_first, weight_second, eps, HEAD_DIM: t
     wide_first = (wide_first * scale).to(dtype).to(tl.float32) * weight_first.to(tl.float32)
     wide_second = (wide_second * scale).to(dtype).to(tl.float32) * weight_second.to(tl.float32)
     return wide_first.to(dtype), wide_second.to(dtype)
-
-
-@jit
-def _qk_norm_rope_kernel(
-    heads, weight, cos, sin, out, heads_row, heads_head, weight_head, cos_row, sin_row, eps,
-    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HAS_NORM: tl.constexpr,
-    TILE_H: tl.constexpr, TILE_HALF: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1).to(tl.int64) * TILE_H + tl.arange(0, TILE_H)
-    HALF: tl.constexpr = HEAD_DIM // 2
-    dim = tl.arange(0, TILE_HALF)
-    is_dim = dim < HALF
-    is_element = (head < NUM_HEADS)[:, None] & is_dim[None, :]
-    source = heads + row * heads_row + head[:, None] * heads_head + dim[None, :]
-    first = tl.load(source, mask=is_element, other=0.0)
-    second = tl.load(source + HALF, mask=is_element, other=0.0)
-    if HAS_NORM:
-        weights = weight + head[:, None] * weight_head + dim[None, :]
-        weight_first = tl.load(weights, mask=is_element, other=0.0)
-        weight_second = tl.load(weights + HALF, mask=is_element, other=0.0)
-        first, second = norm_half_tiles(first, second, weight_first, weight_second, eps, HEAD_DIM)
-    first, second = rotate_half_tiles(
-        first, second,
-        tl.load(cos + row * cos_row + dim, mask=is_dim, other=0.0)[None, :],
-        tl.load(cos + row * cos_row + HALF + dim, mask=is_dim, other=0.0)[None, :],
-        tl.load(sin + row * sin_row + dim, mask=is_dim, other=0.0)[None, :],
-        tl.load(sin + row * sin_row + HALF + dim, mask=is_dim, other=0.0)[None, :],
-    )  # fmt: skip
-    target = out + (row * NUM_HEADS + head[:, None]) * HEAD_DIM + dim[None, :]
-    tl.store(target, first, mask=is_element)
-    tl.store(target + HALF, second, mask=is_element)
-
-
-def qk_norm_rope(heads: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
-    """`qk_norm_rope_ref` in one launch. Heads may be views of a wider projection."""
-    given = (heads, cos, sin) if weight is None else (heads, cos, sin, weight)
-    check_tensors(*given)
-    check_dtypes(*given)
-    num_rows, num_heads, head_dim = heads.shape
-    require(head_dim % 2 == 0, "an even head size")
-    shapes = ((head_dim,), (num_heads, head_dim))
-    require(weight is None or weight.shape in shapes, f"a weight of {head_dim} elements, or one for each head")
-    require(cos.shape == sin.shape == (num_rows, head_dim), "a row of cos and sin for each row of heads")
-    require(heads.stride(2) == cos.stride(1) == sin.stride(1) == 1, "contiguous heads and table rows")
-    out = torch.empty(heads.shape, dtype=heads.dtype, device=heads.device)
-    if num_rows:
-        tile_heads, tile_half = min(HEAD_TILE, power_of_2(num_heads)), power_of_2(head_dim // 2)
-        _qk_norm_rope_kernel[(num_rows, ceil_div(num_heads, tile_heads))](
-            heads, cos if weight is None else weight.contiguous(), cos, sin, out,
-            heads.stride(0), heads.stride(1), head_dim if weight is not None and weight.dim() == 2 else 0,
-            cos.stride(0), sin.stride(0), eps,
-            NUM_HEADS=num_heads, HEAD_DIM=head_dim, HAS_NORM=weight is not None,
-            TILE_H=tile_heads, TILE_HALF=tile_half, num_warps=warps_for(tile_heads * tile_half), enable_fp_fusion=False,
-        )  # fmt: skip
-    return out

@@ -10,21 +10,22 @@ import torch
 from torch import Tensor
 
 from dflash_kernels.accept import Acceptance, accept_block, accept_block_ref
-from dflash_kernels.activation import silu_mul, silu_mul_ref
 from dflash_kernels.block_attention import block_attention, block_attention_ref
 from dflash_kernels.categorical import sample_probs, sample_probs_ref
 from dflash_kernels.context_kv import context_kv_store, context_kv_store_ref
 from dflash_kernels.kv_store import kv_store, kv_store_ref
 from dflash_kernels.launch_config import FLOATS, HAS_TRITON, IS_INTERPRETED, NOT_INSTALLED
-from dflash_kernels.rejection import reject, reject_ref
-from dflash_kernels.rope_norm import (
-    add_rms_norm,
-    add_rms_norm_ref,
-    qk_norm_rope,
-    qk_norm_rope_ref,
-    rms_norm,
-    rms_norm_ref,
+from dflash_kernels.product import (
+    gated_product,
+    gated_product_ref,
+    product,
+    product_parts,
+    product_parts_ref,
+    product_ref,
 )
+from dflash_kernels.rejection import reject, reject_ref
+from dflash_kernels.rope_norm import add_rms_norm, add_rms_norm_ref, rms_norm, rms_norm_ref
+from dflash_kernels.rope_store import KVPlace, rope_store, rope_store_ref
 from dflash_kernels.sampling import filtered_probs, filtered_probs_ref, sample, sample_ref
 from dflash_kernels.slot_mapping import slot_mapping, slot_mapping_ref
 
@@ -40,8 +41,10 @@ class Kernels:
     kv_store: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
-    qk_norm_rope: Callable[[Tensor, Tensor | None, float, Tensor, Tensor], Tensor]
-    silu_mul: Callable[[Tensor], Tensor]
+    rope_store: Callable[[Tensor, Tensor | None, float, Tensor, Tensor, int, KVPlace | None], Tensor]
+    product: Callable[[Tensor, Tensor], Tensor]
+    product_parts: Callable[[Tensor, Tensor], Tensor]
+    gated_product: Callable[[Tensor, Tensor], Tensor]
     context_kv_store: Callable[[Tensor, Tensor, float, Tensor, Tensor, Tensor, Tensor, Tensor], None]
     block_attention: Callable[..., Tensor]
     accept_block: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Acceptance]
@@ -57,8 +60,10 @@ REFERENCE = Kernels(
     kv_store=kv_store_ref,
     rms_norm=rms_norm_ref,
     add_rms_norm=add_rms_norm_ref,
-    qk_norm_rope=qk_norm_rope_ref,
-    silu_mul=silu_mul_ref,
+    rope_store=rope_store_ref,
+    product=product_ref,
+    product_parts=product_parts_ref,
+    gated_product=gated_product_ref,
     context_kv_store=context_kv_store_ref,
     block_attention=block_attention_ref,
     accept_block=accept_block_ref,
@@ -74,8 +79,10 @@ _TRITON = Kernels(
     kv_store=kv_store,
     rms_norm=rms_norm,
     add_rms_norm=add_rms_norm,
-    qk_norm_rope=qk_norm_rope,
-    silu_mul=silu_mul,
+    rope_store=rope_store,
+    product=product,
+    product_parts=product_parts,
+    gated_product=gated_product,
     context_kv_store=context_kv_store,
     block_attention=block_attention,
     accept_block=accept_block,

@@ -117,10 +117,10 @@ def test_a_tap_on_the_last_layer_is_its_output_before_the_final_norm() -> None:
     kernels = target._decoder.norms[-1].kernels
 
     def watched(
-        hidden: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+        parts: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        taken.append(hidden + residual)
-        return kernels.add_rms_norm(hidden, residual, weight, eps)
+        taken.append(parts.sum(0) + residual)
+        return kernels.add_rms_norm(parts, residual, weight, eps)
 
     target._decoder.norms[-1] = replace(target._decoder.norms[-1], kernels=replace(kernels, add_rms_norm=watched))
     draft = random_draft(target, target_layer_ids=(0, 3))

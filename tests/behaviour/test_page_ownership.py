@@ -1,13 +1,13 @@
 """Every slot a step writes belongs to the request it is written for, alone."""
 
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
+from dflash_kernels.rope_store import KVPlace
+from dflash_runtime.device.kv import PagedAttention
 from dflash_runtime.device.results import PendingStep
 from dflash_runtime.llm import LLM
 from dflash_runtime.scheduling.batch import Batch
@@ -24,9 +24,11 @@ from dflash_testing.pairs import ScriptedDraft, bundled_draft_model, bundled_llm
     ids=str,
 )
 @pytest.mark.parametrize("num_draft_tokens", [1, 3, 7])
-def test_written_slots_are_owned_unshared_and_unpublished(num_draft_tokens: int, engine: dict[str, Any]) -> None:
+def test_written_slots_are_owned_unshared_and_unpublished(
+    num_draft_tokens: int, engine: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     llm = bundled_llm(bundled_draft_model(), num_draft_tokens, **engine)
-    checked = check_every_step(llm)
+    checked = check_every_step(llm, monkeypatch)
     prompt = max(bundled_prompts(), key=len)
     for index in range(8):
         tokens = prompt[: 14 + 3 * index] + bundled_prompts()[index][:5]
@@ -36,20 +38,22 @@ def test_written_slots_are_owned_unshared_and_unpublished(num_draft_tokens: int,
     assert len(checked) > 300
 
 
-def check_every_step(llm: LLM) -> list[int]:
+def check_every_step(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Hold each step's slots against the books as they stand when it is queued; returns the slots checked.
 
     A page is published when the step that filled it is committed, and never written after.
     """
     runner, scheduler = llm.engine.runner, llm.engine.scheduler
-    store, submit, schedule = runner.kernels.kv_store, runner.submit, scheduler.schedule
+    place, submit, schedule = PagedAttention.place, runner.submit, scheduler.schedule
     written: list[int] = []
     checked: list[int] = []
     published: dict[int, bytes] = {}
 
-    def watched_store(keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
-        written.extend(slot for slot in slots.tolist() if slot >= 0)
-        store(keys, values, key_cache, value_cache, slots)
+    def watched_place(self: PagedAttention, layer: int) -> KVPlace | None:
+        found = place(self, layer)
+        if found is not None:
+            written.extend(slot for slot in found.slots.tolist() if slot >= 0)
+        return found
 
     def watched_schedule(*, is_drained: bool) -> Batch:
         published.clear()
@@ -71,7 +75,7 @@ def check_every_step(llm: LLM) -> list[int]:
         checked.extend(written)
         return result
 
-    runner.kernels = replace(runner.kernels, kv_store=watched_store)
+    monkeypatch.setattr(PagedAttention, "place", watched_place)
     runner.submit = watched_submit  # type: ignore[method-assign]
     scheduler.schedule = watched_schedule  # type: ignore[method-assign]
     return checked

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dflash_kernels.rope_store import KVPlace
 from dflash_kernels.suite import REFERENCE, Kernels, triton_kernels
 from dflash_testing.tensors import DEVICE, assert_rows_close, normal, random_pages
 
@@ -31,6 +32,8 @@ def inputs(seed: int) -> Inputs:
         "values": normal(R, N, KV, D, dtype=BFLOAT, seed=seed + 2), "key_cache": pages.key_cache,
         "value_cache": pages.value_cache, "table": pages.page_table, "lens": pages.context_lens,
         "positions": pages.context_lens[:, None] + torch.arange(N, device=DEVICE), "reserved": pages.context_lens + 2,
+        "parts": normal(3, R * N, D, seed=seed), "residual": normal(R * N, D, dtype=BFLOAT, seed=seed),
+        "qkv": normal(2, R * N, (H + 2 * KV) * D, seed=seed),
         "slots": torch.randperm(60, generator=generator)[: R * N].to(DEVICE) - 5,
         "projected": normal(R * N, L, 2, KV, D, dtype=BFLOAT, seed=seed), "weights": normal(L, D, dtype=BFLOAT),
         "cos": angles.cos().to(BFLOAT), "sin": angles.sin().to(BFLOAT),
@@ -60,6 +63,14 @@ def store_context(kernels: Kernels, at: Inputs) -> tuple[Tensor, ...]:
     return keys, values
 
 
+def rope_store(kernels: Kernels, at: Inputs) -> tuple[Tensor, ...]:
+    keys, values = (torch.zeros(60, KV, D, dtype=BFLOAT, device=DEVICE) for _ in range(2))
+    place = KVPlace(keys, values, at["slots"])
+    norms = at["weights"][:1].expand(H + KV, D)
+    rows = kernels.rope_store(at["qkv"], norms, 1e-6, at["cos"], at["sin"], KV, place)
+    return rows, place.key_cache, place.value_cache
+
+
 def sampling_rows(at: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return at["logits"], at["temperatures"], at["top_ks"], at["top_ps"]
 
@@ -68,11 +79,11 @@ CALLS: dict[str, Call] = {
     "slot_mapping": lambda k, at: (k.slot_mapping(at["table"], at["positions"], at["reserved"], PAGE),),
     "kv_store": store,
     "rms_norm": lambda k, at: (k.rms_norm(at["query"], at["weights"][0], 1e-6),),
-    "add_rms_norm": lambda k, at: k.add_rms_norm(at["keys"], at["values"], at["weights"][0], 1e-6),
-    "qk_norm_rope": lambda k, at: (
-        k.qk_norm_rope(at["query"].flatten(0, 1), at["weights"][0], 1e-6, at["cos"], at["sin"]),
-    ),
-    "silu_mul": lambda k, at: (k.silu_mul(at["query"].flatten(0, 1)[:, 0]),),
+    "add_rms_norm": lambda k, at: k.add_rms_norm(at["parts"], at["residual"], at["weights"][0], 1e-6),
+    "rope_store": rope_store,
+    "product": lambda k, at: (k.product(at["residual"], at["weights"]),),
+    "product_parts": lambda k, at: (k.product_parts(at["residual"], at["weights"]).sum(0).to(BFLOAT),),
+    "gated_product": lambda k, at: (k.gated_product(at["residual"], at["weights"]),),
     "context_kv_store": store_context,
     "block_attention": attend,
     "accept_block": lambda k, at: k.accept_block(at["drafts"], at["targets"], at["most"], at["stops"], at["remaining"]),

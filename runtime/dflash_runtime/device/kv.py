@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dflash_kernels.rope_store import KVPlace
 from dflash_kernels.suite import Kernels
 from dflash_runtime.config import DraftConfig, TargetConfig
 from dflash_runtime.models.placement import Placement
@@ -64,9 +65,19 @@ class PagedAttention:
 
     def __call__(self, layer: int, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """[T, H, D], [T, KV, D] twice -> [T, H, D]."""
-        if self.slots is not None:
-            key_cache, value_cache = self.cache.keys[layer], self.cache.values[layer]
-            self.kernels.kv_store(keys, values, key_cache, value_cache, self.slots.flatten())
+        place = self.place(layer)
+        if place is not None:
+            self.kernels.kv_store(keys, values, *place)
+        return self.read(layer, query, keys, values)
+
+    def place(self, layer: int) -> KVPlace | None:
+        """See `models.layers.Attend`."""
+        if self.slots is None:
+            return None
+        return KVPlace(self.cache.keys[layer], self.cache.values[layer], self.slots.flatten())
+
+    def read(self, layer: int, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """See `models.layers.Attend`."""
         num_requests = len(self.context_lens)
         attended = self.kernels.block_attention(
             query.view(num_requests, -1, *query.shape[1:]),

@@ -39,10 +39,10 @@ class DFlashDraft:
         self.config = config
         self.target_ids = _target_ids(config, weights)
         self._embedding = target.embedding
-        self._head = Linear(weights[HEAD]) if config.has_reduced_vocab else target.head
-        self._features = Linear(weights["fc.weight"])
-        self._kernels = placement.kernels
-        self._feature_norm = RMSNorm(weights["hidden_norm.weight"], config.rms_norm_eps, placement.kernels)
+        self._kernels = kernels = placement.kernels
+        self._head = Linear(weights[HEAD], kernels=kernels) if config.has_reduced_vocab else target.head
+        self._features = Linear(weights["fc.weight"], kernels=kernels)
+        self._feature_norm = RMSNorm(weights["hidden_norm.weight"], config.rms_norm_eps, kernels)
         self._decoder = DecoderStack(weights, "", config, placement)
         self._context = _stack_context([layer.attention.key_value for layer in self._decoder.layers])
         self._key_norms = torch.stack([layer.attention.key_norm for layer in self._decoder.layers])
@@ -79,7 +79,8 @@ def _scale(rows: Tensor, factor: float) -> Tensor:
 def _stack_context(projections: list[Linear]) -> Linear:
     """One projection to every layer's keys and values, [L * 2 * KV * D, hidden]: context rows are the same for all."""
     biases = [projection.bias for projection in projections if projection.bias is not None]
-    return Linear(torch.cat([projection.weight for projection in projections]), torch.cat(biases) if biases else None)
+    weight = torch.cat([projection.weight for projection in projections])
+    return Linear(weight, torch.cat(biases) if biases else None, projections[0].kernels)
 
 
 def _target_ids(config: DraftConfig, weights: Weights) -> Tensor | None:

@@ -3,7 +3,7 @@
 Axis letters: T flat rows, H heads, KV heads of keys and values, D head dim, F inner width, L layers, S slots.
 """
 
-from collections.abc import Callable, Container
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,14 +11,32 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from dflash_kernels.suite import Kernels
+from dflash_kernels.rope_store import KVPlace
+from dflash_kernels.suite import REFERENCE, Kernels
 from dflash_runtime.config import DraftConfig, RopeConfig, TargetConfig
 from dflash_runtime.errors import UnsupportedError
 from dflash_runtime.models.placement import Placement
 from dflash_runtime.models.weights import Weights
 
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""(layer, query [T, H, D], keys [T, KV, D], values [T, KV, D]) -> [T, H, D]. It owns the KV in pages."""
+
+class Attend(Protocol):
+    """Attention of one forward. It owns the KV in pages.
+
+    A model either calls it with what its projections give, or asks for the `place` of a layer, stores keys and values
+    there in the launch that makes them, and then lets `read` do the rest.
+    """
+
+    def __call__(self, layer: int, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """Query [T, H, D], keys and values [T, KV, D] -> [T, H, D]."""
+        ...
+
+    def place(self, layer: int) -> KVPlace | None:
+        """Where keys and values of the rows are kept; None where they are not."""
+        ...
+
+    def read(self, layer: int, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """As a call, with keys and values stored already."""
+        ...
 
 
 class PagedKV(Protocol):
@@ -37,17 +55,30 @@ class PagedKV(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """`x @ weight.T + bias`."""
+    """`x @ weight.T + bias`, rows [T, K] -> [T, N]."""
 
     weight: Tensor
     bias: Tensor | None = None
+    kernels: Kernels = REFERENCE
 
     @classmethod
-    def read(cls, weights: Weights, name: str) -> "Linear":
-        return cls(weights[f"{name}.weight"], weights.get(f"{name}.bias"))
+    def read(cls, weights: Weights, name: str, kernels: Kernels) -> "Linear":
+        return cls(weights[f"{name}.weight"], weights.get(f"{name}.bias"), kernels)
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        return functional.linear(hidden, self.weight, self.bias)
+        if self.bias is not None:
+            return functional.linear(hidden, self.weight, self.bias)
+        return self.kernels.product(hidden, self.weight)
+
+    def parts(self, hidden: Tensor) -> Tensor:
+        """[T, K] -> parts of the product that its reader adds up, [P, T, N]."""
+        return self(hidden)[None] if self.bias is not None else self.kernels.product_parts(hidden, self.weight)
+
+    def gated(self, hidden: Tensor) -> Tensor:
+        """silu(gate) * up of a product with both weights, [T, K] -> [T, N / 2]."""
+        if self.bias is not None:
+            raise UnsupportedError("a gated product with a bias")
+        return self.kernels.gated_product(hidden, self.weight)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +92,9 @@ class RMSNorm:
     def __call__(self, hidden: Tensor) -> Tensor:
         return self.kernels.rms_norm(hidden, self.weight, self.eps)
 
-    def add(self, hidden: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Add a sublayer's output to the residual stream -> the sum normalised, and the sum."""
-        return self.kernels.add_rms_norm(hidden, residual, self.weight, self.eps)
+    def add(self, parts: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """Add a sublayer's output, in parts [P, T, D], to the residual stream -> the sum normalised, and the sum."""
+        return self.kernels.add_rms_norm(parts, residual, self.weight, self.eps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,16 +103,16 @@ class MLP:
 
     gate_up: Linear
     down: Linear
-    kernels: Kernels
 
     @classmethod
     def read(cls, weights: Weights, name: str, hidden_act: str, kernels: Kernels) -> "MLP":
         if hidden_act != "silu":
             raise UnsupportedError(f"hidden_act {hidden_act!r} is not served (known: silu)")
-        return cls(Linear.read(weights, f"{name}.gate_up_proj"), Linear.read(weights, f"{name}.down_proj"), kernels)
+        return cls(*(Linear.read(weights, f"{name}.{part}_proj", kernels) for part in ("gate_up", "down")))
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        return self.down(self.kernels.silu_mul(self.gate_up(hidden)))
+        """[T, hidden] -> parts [P, T, hidden]."""
+        return self.down.parts(self.gate_up.gated(hidden))
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,21 +130,20 @@ class Attention:
 
     @classmethod
     def read(cls, weights: Weights, name: str, config: TargetConfig | DraftConfig, kernels: Kernels) -> "Attention":
-        qkv, output = (Linear.read(weights, f"{name}.{part}_proj") for part in ("qkv", "o"))
+        qkv, output = (Linear.read(weights, f"{name}.{part}_proj", kernels) for part in ("qkv", "o"))
         counts = (config.num_heads, config.num_kv_heads)
         norms = (weights[f"{name}.{part}_norm.weight"] for part in "qk")
         head_norms = torch.cat([norm.expand(count, -1) for norm, count in zip(norms, counts, strict=True)])
         return cls(qkv, output, head_norms, config.rms_norm_eps, *counts, config.head_dim, kernels)
 
-    def project(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, hidden: Tensor, cos: Tensor, sin: Tensor, place: KVPlace | None) -> tuple[Tensor, Tensor, Tensor]:
         """[T, hidden] -> queries [T, H, D] and keys [T, KV, D], normalised and rotated; values [T, KV, D].
 
-        All are views of wider rows.
+        All are views of wider rows. Keys and values are stored in their place, if there is one.
         """
-        rows = self.qkv(hidden).view(len(hidden), -1, self.head_dim)
-        heads, values = rows.split((self.num_heads + self.num_kv_heads, self.num_kv_heads), dim=1)
-        rotated = self.kernels.qk_norm_rope(heads, self.head_norms, self.eps, cos, sin)
-        query, keys = rotated.split((self.num_heads, self.num_kv_heads), dim=1)
+        parts = self.qkv.parts(hidden)
+        rows = self.kernels.rope_store(parts, self.head_norms, self.eps, cos, sin, self.num_kv_heads, place)
+        query, keys, values = rows.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
         return query, keys, values
 
     @property
@@ -125,7 +155,7 @@ class Attention:
     def key_value(self) -> Linear:
         """The part of the projection that makes keys and values: [2 * KV * D, hidden]."""
         begin = self.num_heads * self.head_dim
-        return Linear(self.qkv.weight[begin:], None if self.qkv.bias is None else self.qkv.bias[begin:])
+        return Linear(self.qkv.weight[begin:], None if self.qkv.bias is None else self.qkv.bias[begin:], self.kernels)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,13 +176,13 @@ class DecoderLayer:
     def __call__(
         self, layer: int, normed: Tensor, residual: Tensor, cos: Tensor, sin: Tensor, attend: Attend
     ) -> tuple[Tensor, Tensor]:
-        """Normalised rows and the residual stream, [T, hidden] -> what is to be added to the stream, and the stream.
+        """Normalised rows and the residual stream, [T, hidden] -> parts to be added to the stream, and the stream.
 
         The last addition is left to the norm that follows, which does both in one pass.
         """
-        query, keys, values = self.attention.project(normed, cos, sin)
-        attended = attend(layer, query, keys, values)
-        normed, residual = self.mlp_norm.add(self.attention.output(attended.flatten(-2)), residual)
+        query, keys, values = self.attention.project(normed, cos, sin, attend.place(layer))
+        attended = attend.read(layer, query, keys, values)
+        normed, residual = self.mlp_norm.add(self.attention.output.parts(attended.flatten(-2)), residual)
         return self.mlp(normed), residual
 
 

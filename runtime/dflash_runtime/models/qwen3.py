@@ -28,7 +28,8 @@ class Qwen3Target:
     def __init__(self, config: TargetConfig, weights: Weights, placement: Placement) -> None:
         self.config = config
         self.embedding = weights[f"{PREFIX}embed_tokens.weight"]
-        self.head = Linear(self.embedding if config.tie_word_embeddings else weights["lm_head.weight"])
+        head = self.embedding if config.tie_word_embeddings else weights["lm_head.weight"]
+        self.head = Linear(head, kernels=placement.kernels)
         self._decoder = DecoderStack(weights, PREFIX, config, placement)
 
     def __call__(

@@ -39,7 +39,7 @@ from dflash_runtime.errors import UsageError
 from dflash_runtime.llm import LLM
 from dflash_runtime.scheduling.request import RequestOutput
 from dflash_testing import checkpoints as support
-from dflash_testing.pairs import bundled_draft, random_draft, random_target
+from dflash_testing.pairs import DenseAttention, bundled_draft, random_draft, random_target
 
 TARGET = fetch_directory(TINY, Role.TARGET)
 
@@ -338,12 +338,7 @@ def test_anchor_first_reads_the_rows_before() -> None:
     """Row i of the other reading is row i - 1 of the usual one, and the anchor's row is new."""
     draft = random_draft(random_target())
     ids, positions = torch.tensor([[5, 96, 96, 96]]), torch.arange(10, 14)[None]
-
-    def attend(layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        query, keys, values = (item.transpose(0, 1)[None] for item in (query, keys, values))
-        out = torch.nn.functional.scaled_dot_product_attention(query, keys, values, enable_gqa=True)
-        return out[0].transpose(0, 1)
-
+    attend = DenseAttention(is_causal=False)
     usual, shifted = draft.logits(ids, positions, attend), AnchorFirst(draft).logits(ids, positions, attend)
     torch.testing.assert_close(shifted[:, 1:], usual[:, :-1])
     assert not torch.allclose(shifted[:, 0], usual[:, 0])

@@ -210,14 +210,26 @@ def random_prompts(lengths: Sequence[int], vocab_size: int, seed: int = 0) -> li
     return [torch.randint(0, vocab_size, (length,), generator=generator).tolist() for length in lengths]
 
 
-def target_logits(target: Target, tokens: Sequence[int]) -> Tensor:
-    """[T, V] logits of a plain forward over a text, by no part of the engine but the model and one attention call."""
+class DenseAttention:
+    """An `Attend` over the rows alone, kept nowhere; one call of torch's attention."""
 
-    def attend(layer: int, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def __init__(self, *, is_causal: bool) -> None:
+        self._is_causal = is_causal
+
+    def __call__(self, layer: int, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         query, keys, values = (heads[None].transpose(1, 2) for heads in (query, keys, values))
-        attended = scaled_dot_product_attention(query, keys, values, is_causal=True, enable_gqa=True)
+        attended = scaled_dot_product_attention(query, keys, values, is_causal=self._is_causal, enable_gqa=True)
         return attended.transpose(1, 2)[0]
 
+    read = __call__
+
+    def place(self, layer: int) -> None:
+        return None
+
+
+def target_logits(target: Target, tokens: Sequence[int]) -> Tensor:
+    """[T, V] logits of a plain forward over a text, by no part of the engine but the model and one attention call."""
+    attend = DenseAttention(is_causal=True)
     with torch.inference_mode():
         hidden, _ = target(torch.tensor(tokens), torch.arange(len(tokens)), attend, ())
         logits: Tensor = target.head(hidden)

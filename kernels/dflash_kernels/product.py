@@ -1,0 +1,137 @@
+"""Products of few rows with a weight, as decode steps have them: read the weight once, as fast as memory gives it.
+
+A library's products are made for many rows. With 16 to 32 the time is that of reading the weight, and what is lost is
+lost at the ends: a product that does not fill the device, a pass that adds up the parts of a long sum, a pass that
+gates. So a long sum is left in parts, which the norm after it adds up while it reads them, and the gate of a
+feed-forward layer is applied where its two products meet. Products of more rows are torch's.
+
+The weight is the side of the tile that tensor cores read from shared memory, so that few rows do not leave them idle.
+
+Axis letters: T rows, K inner width, N columns, P parts, F width of a gated product.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from dflash_kernels.activation import gate_tiles, silu_mul, silu_mul_ref
+from dflash_kernels.launch_config import (
+    IS_INTERPRETED,
+    MAX_PRODUCT_ROWS,
+    ceil_div,
+    check_dtypes,
+    check_tensors,
+    jit,
+    product_shape,
+    require,
+    tl,
+)
+
+
+def product_ref(hidden: Tensor, weight: Tensor) -> Tensor:
+    """`hidden @ weight.T`: [T, K], [N, K] -> [T, N]."""
+    return functional.linear(hidden, weight)
+
+
+def product_parts_ref(hidden: Tensor, weight: Tensor) -> Tensor:
+    """`product_ref` as parts that are still to be added up and rounded to the model's dtype: [P, T, N].
+
+    How many there are, and whether they are float32 or the model's dtype, is up to the implementation.
+    """
+    return functional.linear(hidden, weight)[None]
+
+
+def gated_product_ref(hidden: Tensor, weight: Tensor) -> Tensor:
+    """silu(gate) * up of one product with both weights, the gate's rows first: [T, K], [2 F, K] -> [T, F]."""
+    return silu_mul_ref(functional.linear(hidden, weight))
+
+
+@jit(do_not_specialize=["num_rows"])
+def _product_kernel(
+    hidden, weight, out, num_rows, hidden_row,
+    NUM_COLUMNS: tl.constexpr, DEPTH: tl.constexpr, NUM_PARTS: tl.constexpr, IS_GATED: tl.constexpr,
+    TILE_R: tl.constexpr, TILE_C: tl.constexpr, TILE_K: tl.constexpr,
+):  # fmt: skip
+    part = tl.program_id(1)
+    row = tl.arange(0, TILE_R)
+    column = tl.program_id(0) * TILE_C + tl.arange(0, TILE_C)
+    inner = tl.arange(0, TILE_K)
+    is_row, is_column = row < num_rows, column < NUM_COLUMNS
+    hidden_tile = hidden + row[:, None] * hidden_row + inner[None, :]
+    weight_tile = weight + column[:, None].to(tl.int64) * DEPTH + inner[None, :]
+    acc = tl.zeros((TILE_C, TILE_R), tl.float32)
+    up = tl.zeros((TILE_C, TILE_R), tl.float32)
+    NUM_TILES: tl.constexpr = (DEPTH + TILE_K - 1) // TILE_K
+    for tile in range(part * NUM_TILES // NUM_PARTS, (part + 1) * NUM_TILES // NUM_PARTS):
+        first = tile * TILE_K
+        is_row_element, is_weight = is_row[:, None], is_column[:, None]
+        if DEPTH % TILE_K:
+            is_row_element = is_row_element & (first + inner < DEPTH)[None, :]
+            is_weight = is_weight & (first + inner < DEPTH)[None, :]
+        rows = tl.trans(tl.load(hidden_tile + first, mask=is_row_element, other=0.0))
+        # Each weight is read once a step: keeping it would only push out what is read again.
+        loaded = tl.load(weight_tile + first, mask=is_weight, other=0.0, eviction_policy="evict_first")
+        acc = tl.dot(loaded, rows, acc, input_precision="ieee")
+        if IS_GATED:
+            loaded = tl.load(
+                weight_tile + first + NUM_COLUMNS * DEPTH, mask=is_weight, other=0.0, eviction_policy="evict_first"
+            )
+            up = tl.dot(loaded, rows, up, input_precision="ieee")
+    if IS_GATED:
+        dtype = out.dtype.element_ty
+        acc = gate_tiles(acc.to(dtype), up.to(dtype)).to(tl.float32)
+    place = (part.to(tl.int64) * num_rows + row[None, :]) * NUM_COLUMNS + column[:, None]
+    tl.store(out + place, acc.to(out.dtype.element_ty), mask=is_row[None, :] & is_column[:, None])
+
+
+def product(hidden: Tensor, weight: Tensor) -> Tensor:
+    """`product_ref` in one launch."""
+    if not _is_small(hidden):
+        return functional.linear(hidden, weight)
+    return _launch(hidden, weight, has_parts=False)[0]
+
+
+def product_parts(hidden: Tensor, weight: Tensor) -> Tensor:
+    """`product_parts_ref` in one launch; as many parts as fill the device."""
+    if not _is_small(hidden):
+        return functional.linear(hidden, weight)[None]
+    return _launch(hidden, weight, has_parts=True)
+
+
+def gated_product(hidden: Tensor, weight: Tensor) -> Tensor:
+    """`gated_product_ref` in one launch, or two with many rows."""
+    if not _is_small(hidden):
+        return silu_mul(functional.linear(hidden, weight))
+    return _launch(hidden, weight, is_gated=True)[0]
+
+
+def _is_small(hidden: Tensor) -> bool:
+    """Whether so few rows are at hand that reading the weight is all that counts.
+
+    float32 has no tensor cores here; the interpreter takes it all the same, which is how this is tested.
+    """
+    is_few = hidden.dim() == 2 and 0 < len(hidden) <= MAX_PRODUCT_ROWS
+    return is_few and (hidden.element_size() == 2 or IS_INTERPRETED)
+
+
+def _launch(hidden: Tensor, weight: Tensor, *, has_parts: bool = False, is_gated: bool = False) -> Tensor:
+    """One launch of the kernel -> [P, T, N] or, gated, [1, T, F]."""
+    check_tensors(hidden, weight)
+    check_dtypes(hidden, weight)
+    num_rows, depth = hidden.shape
+    require(weight.dim() == 2 and weight.shape[1] == depth, f"a weight of {depth} columns")
+    require(weight.is_contiguous() and hidden.stride(1) == 1, "a contiguous weight and contiguous rows")
+    require(not is_gated or len(weight) % 2 == 0, "two halves of one width")
+    num_columns = len(weight) // 2 if is_gated else len(weight)
+    shape = product_shape(
+        num_rows, num_columns, depth, hidden.element_size(), hidden.device, has_parts=has_parts, is_gated=is_gated
+    )
+    dtype = torch.float32 if shape.num_parts > 1 else hidden.dtype
+    out = torch.empty((shape.num_parts, num_rows, num_columns), dtype=dtype, device=hidden.device)
+    _product_kernel[(ceil_div(num_columns, shape.columns), shape.num_parts)](
+        hidden, weight, out, num_rows, hidden.stride(0),
+        NUM_COLUMNS=num_columns, DEPTH=depth, NUM_PARTS=shape.num_parts, IS_GATED=is_gated,
+        TILE_R=shape.rows, TILE_C=shape.columns, TILE_K=shape.depth,
+        num_warps=4, num_stages=shape.num_stages, enable_fp_fusion=False,
+    )  # fmt: skip
+    return out

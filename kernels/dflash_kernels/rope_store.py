@@ -1,0 +1,165 @@
+"""From a projection to queries, keys and values ready for attention, and to the pages, in one launch.
+
+The parts of the projection are added up, query and key heads are normalised and rotated, and keys and values go into
+their slots while they are at hand. Rounding is that of `rope_norm`.
+
+Axis letters: T rows, P parts, H query heads, KV heads of keys and values, D head dim, S slots.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dflash_kernels.kv_store import kv_store_ref
+from dflash_kernels.launch_config import (
+    HEAD_TILE,
+    ceil_div,
+    check_dtypes,
+    check_tensors,
+    jit,
+    power_of_2,
+    require,
+    tl,
+    warps_for,
+)
+from dflash_kernels.rope_norm import (
+    check_parts,
+    norm_half_tiles,
+    norm_rope_ref,
+    rotate_half_tiles,
+    sum_parts,
+    sum_parts_ref,
+)
+
+
+class KVPlace(NamedTuple):
+    """Where rows' keys and values are kept; rows whose slot is PAD are dropped."""
+
+    key_cache: Tensor
+    """[S, KV, D]"""
+    value_cache: Tensor
+    """[S, KV, D]"""
+    slots: Tensor
+    """[T] int64, no two the same, PAD apart"""
+
+
+def rope_store_ref(
+    parts: Tensor,
+    head_norms: Tensor | None,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    num_kv: int,
+    place: KVPlace | None,
+) -> Tensor:
+    """Normalise and rotate the query and key heads of a projection, and keep keys and values.
+
+    parts       [P, T, (H + 2 KV) * D]   queries, keys, values, as `product_parts_ref` leaves them; D even
+    head_norms  [H + KV, D]              that of queries for each of their heads, then that of keys; None without
+    cos, sin    [T, D]                   rows of the rope table
+    place       where keys and values are kept, written; None keeps them nowhere
+    Returns [T, H + 2 KV, D]: queries and keys, rotated, and values.
+
+    The reference waits for the device (`kv_store_ref`); the kernel does not.
+    """
+    rows = sum_parts_ref(parts, cos.dtype).view(len(cos), -1, cos.shape[1])
+    heads, values = rows[:, :-num_kv], rows[:, -num_kv:]
+    heads = norm_rope_ref(heads, head_norms, eps, cos, sin)
+    if place is not None:
+        kv_store_ref(heads[:, -num_kv:], values, *place)
+    return torch.cat((heads, values), dim=1)
+
+
+@jit(do_not_specialize=["part_stride"])
+def _rope_store_kernel(
+    parts, weight, cos, sin, out, key_cache, value_cache, slots,
+    parts_row, part_stride, cos_row, sin_row, keys_row, keys_head, values_row, values_head, eps,
+    NUM_HEADS: tl.constexpr, NUM_KV: tl.constexpr, HEAD_DIM: tl.constexpr, NUM_PARTS: tl.constexpr,
+    HAS_NORM: tl.constexpr, HAS_PLACE: tl.constexpr, TILE_H: tl.constexpr, TILE_HALF: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1).to(tl.int64) * TILE_H + tl.arange(0, TILE_H)
+    HALF: tl.constexpr = HEAD_DIM // 2
+    NUM_ROTATED: tl.constexpr = NUM_HEADS + NUM_KV
+    dtype: tl.constexpr = out.dtype.element_ty
+    dim = tl.arange(0, TILE_HALF)
+    is_dim = dim < HALF
+    is_rotated = (head < NUM_ROTATED)[:, None]
+    is_element = (head < NUM_ROTATED + NUM_KV)[:, None] & is_dim[None, :]
+    source = row * parts_row + head[:, None] * HEAD_DIM + dim[None, :]
+    part_stride = part_stride.to(tl.int64)
+    plain_first = sum_parts(parts, source, is_element, part_stride, NUM_PARTS, dtype)
+    plain_second = sum_parts(parts, source + HALF, is_element, part_stride, NUM_PARTS, dtype)
+    first, second = plain_first, plain_second
+    if HAS_NORM:
+        weights = weight + head[:, None] * HEAD_DIM + dim[None, :]
+        weight_first = tl.load(weights, mask=is_rotated & is_element, other=0.0)
+        weight_second = tl.load(weights + HALF, mask=is_rotated & is_element, other=0.0)
+        first, second = norm_half_tiles(first, second, weight_first, weight_second, eps, HEAD_DIM)
+    first, second = rotate_half_tiles(
+        first, second,
+        tl.load(cos + row * cos_row + dim, mask=is_dim, other=0.0)[None, :],
+        tl.load(cos + row * cos_row + HALF + dim, mask=is_dim, other=0.0)[None, :],
+        tl.load(sin + row * sin_row + dim, mask=is_dim, other=0.0)[None, :],
+        tl.load(sin + row * sin_row + HALF + dim, mask=is_dim, other=0.0)[None, :],
+    )  # fmt: skip
+    # A tile may hold heads of both kinds: values pass as they are.
+    first, second = tl.where(is_rotated, first, plain_first), tl.where(is_rotated, second, plain_second)
+    target = out + (row * (NUM_ROTATED + NUM_KV) + head[:, None]) * HEAD_DIM + dim[None, :]
+    tl.store(target, first, mask=is_element)
+    tl.store(target + HALF, second, mask=is_element)
+    if HAS_PLACE:
+        slot = tl.load(slots + row).to(tl.int64)
+        is_key = is_rotated & (head >= NUM_HEADS)[:, None] & is_element & (slot >= 0)
+        is_value = (head >= NUM_ROTATED)[:, None] & is_element & (slot >= 0)
+        keys = key_cache + slot * keys_row + (head - NUM_HEADS)[:, None] * keys_head + dim[None, :]
+        values = value_cache + slot * values_row + (head - NUM_ROTATED)[:, None] * values_head + dim[None, :]
+        tl.store(keys, first, mask=is_key)
+        tl.store(keys + HALF, second, mask=is_key)
+        tl.store(values, first, mask=is_value)
+        tl.store(values + HALF, second, mask=is_value)
+
+
+def rope_store(
+    parts: Tensor,
+    head_norms: Tensor | None,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    num_kv: int,
+    place: KVPlace | None,
+) -> Tensor:
+    """`rope_store_ref` in one launch."""
+    tables = (cos, sin) if head_norms is None else (cos, sin, head_norms)
+    check_tensors(parts, *tables, *(place or ()))
+    check_dtypes(*tables, *(place or ())[:2])
+    check_parts(parts, cos.dtype)
+    num_parts, num_rows, width = parts.shape
+    head_dim = cos.shape[1]
+    require(head_dim % 2 == 0 and width % head_dim == 0, "an even head size, and whole heads")
+    num_heads = width // head_dim - 2 * num_kv
+    require(num_heads > 0, f"query heads besides {num_kv} of keys and values")
+    shape = (num_heads + num_kv, head_dim)
+    require(head_norms is None or head_norms.shape == shape, f"a norm of {head_dim} elements for each rotated head")
+    require(cos.shape == sin.shape == (num_rows, head_dim), "a row of cos and sin for each row")
+    require(parts.stride(2) == cos.stride(1) == sin.stride(1) == 1, "contiguous rows")
+    caches = (parts, parts)
+    if place is not None:
+        caches = (place.key_cache, place.value_cache)
+        require(all(cache.shape[1:] == (num_kv, head_dim) for cache in caches), "caches of the same heads")
+        require(all(cache.stride(2) == 1 for cache in caches), "each head contiguous")
+        require(place.slots.numel() == num_rows, "a slot for each row")
+    out = torch.empty((num_rows, num_heads + 2 * num_kv, head_dim), dtype=cos.dtype, device=parts.device)
+    if num_rows:
+        tile_heads, tile_half = min(HEAD_TILE, power_of_2(num_heads + 2 * num_kv)), power_of_2(head_dim // 2)
+        _rope_store_kernel[(num_rows, ceil_div(num_heads + 2 * num_kv, tile_heads))](
+            parts, cos if head_norms is None else head_norms.contiguous(), cos, sin, out,
+            *caches, cos if place is None else place.slots.contiguous(),
+            parts.stride(1), parts.stride(0), cos.stride(0), sin.stride(0),
+            *(stride for cache in caches for stride in cache.stride()[:2]), eps,
+            NUM_HEADS=num_heads, NUM_KV=num_kv, HEAD_DIM=head_dim, NUM_PARTS=num_parts,
+            HAS_NORM=head_norms is not None, HAS_PLACE=place is not None,
+            TILE_H=tile_heads, TILE_HALF=tile_half, num_warps=warps_for(tile_heads * tile_half), enable_fp_fusion=False,
+        )  # fmt: skip
+    return out
