@@ -92,14 +92,16 @@ def _rms_norm_kernel(
     dim = tl.arange(0, TILE)
     is_dim = dim < WIDTH
     dtype = normed.dtype.element_ty
+    # Asked for before anything is summed: what waits for memory waits at the same time.
+    weights = tl.load(weight + dim, mask=is_dim, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        stream = tl.load(residual + row * residual_row + dim, mask=is_dim, other=0.0).to(tl.float32)
     wide = sum_parts(hidden, row * hidden_row + dim, is_dim, part_stride.to(tl.int64), NUM_PARTS, dtype).to(tl.float32)
     if HAS_RESIDUAL:
-        wide += tl.load(residual + row * residual_row + dim, mask=is_dim, other=0.0).to(tl.float32)
-        wide = wide.to(dtype).to(tl.float32)
+        wide = (wide + stream).to(dtype).to(tl.float32)
         tl.store(total + row * WIDTH + dim, wide.to(dtype), mask=is_dim)
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
-    scaled = (wide * scale).to(dtype).to(tl.float32)
-    scaled *= tl.load(weight + dim, mask=is_dim, other=0.0).to(tl.float32)
+    scaled = (wide * scale).to(dtype).to(tl.float32) * weights
     tl.store(normed + row * WIDTH + dim, scaled.to(dtype), mask=is_dim)
 
 

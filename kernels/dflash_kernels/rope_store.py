@@ -88,29 +88,30 @@ def _rope_store_kernel(
     is_rotated = (head < NUM_ROTATED)[:, None]
     is_element = (head < NUM_ROTATED + NUM_KV)[:, None] & is_dim[None, :]
     source = row * parts_row + head[:, None] * HEAD_DIM + dim[None, :]
+    # Asked for before anything is summed: what waits for memory waits at the same time.
+    cos_first = tl.load(cos + row * cos_row + dim, mask=is_dim, other=0.0)[None, :]
+    cos_second = tl.load(cos + row * cos_row + HALF + dim, mask=is_dim, other=0.0)[None, :]
+    sin_first = tl.load(sin + row * sin_row + dim, mask=is_dim, other=0.0)[None, :]
+    sin_second = tl.load(sin + row * sin_row + HALF + dim, mask=is_dim, other=0.0)[None, :]
+    if HAS_NORM:
+        weights = weight + head[:, None] * HEAD_DIM + dim[None, :]
+        weight_first = tl.load(weights, mask=is_rotated & is_element, other=0.0)
+        weight_second = tl.load(weights + HALF, mask=is_rotated & is_element, other=0.0)
+    if HAS_PLACE:
+        slot = tl.load(slots + row).to(tl.int64)
     part_stride = part_stride.to(tl.int64)
     plain_first = sum_parts(parts, source, is_element, part_stride, NUM_PARTS, dtype)
     plain_second = sum_parts(parts, source + HALF, is_element, part_stride, NUM_PARTS, dtype)
     first, second = plain_first, plain_second
     if HAS_NORM:
-        weights = weight + head[:, None] * HEAD_DIM + dim[None, :]
-        weight_first = tl.load(weights, mask=is_rotated & is_element, other=0.0)
-        weight_second = tl.load(weights + HALF, mask=is_rotated & is_element, other=0.0)
         first, second = norm_half_tiles(first, second, weight_first, weight_second, eps, HEAD_DIM)
-    first, second = rotate_half_tiles(
-        first, second,
-        tl.load(cos + row * cos_row + dim, mask=is_dim, other=0.0)[None, :],
-        tl.load(cos + row * cos_row + HALF + dim, mask=is_dim, other=0.0)[None, :],
-        tl.load(sin + row * sin_row + dim, mask=is_dim, other=0.0)[None, :],
-        tl.load(sin + row * sin_row + HALF + dim, mask=is_dim, other=0.0)[None, :],
-    )  # fmt: skip
+    first, second = rotate_half_tiles(first, second, cos_first, cos_second, sin_first, sin_second)
     # A tile may hold heads of both kinds: values pass as they are.
     first, second = tl.where(is_rotated, first, plain_first), tl.where(is_rotated, second, plain_second)
     target = out + (row * (NUM_ROTATED + NUM_KV) + head[:, None]) * HEAD_DIM + dim[None, :]
     tl.store(target, first, mask=is_element)
     tl.store(target + HALF, second, mask=is_element)
     if HAS_PLACE:
-        slot = tl.load(slots + row).to(tl.int64)
         is_key = is_rotated & (head >= NUM_HEADS)[:, None] & is_element & (slot >= 0)
         is_value = (head >= NUM_ROTATED)[:, None] & is_element & (slot >= 0)
         keys = key_cache + slot * keys_row + (head - NUM_HEADS)[:, None] * keys_head + dim[None, :]
