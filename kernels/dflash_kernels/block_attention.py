@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dflash_kernels.attention_walk import share_of_tiles, walk_block, walk_context
+from dflash_kernels.early_launch import early, wait_for_launches_before
 from dflash_kernels.launch_config import (
     COMBINE_TILE,
     MAX_GRID,
@@ -101,8 +102,9 @@ def _block_attention_kernel(
     num_rows, num_pages, num_out, scale,
     NUM_KV: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
     IS_CAUSAL: tl.constexpr, WINDOW: tl.constexpr, NUM_SPLITS: tl.constexpr,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_D: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_D: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
+    wait_for_launches_before(IS_EARLY)
     # The last tiles of a causal block are the longest: start with them.
     first_packed = (tl.num_programs(0) - 1 - tl.program_id(0)) * TILE_M
     split = tl.program_id(1).to(tl.int64)
@@ -154,8 +156,9 @@ def _block_attention_kernel(
 def _combine_kernel(
     parts, part_lses, out, num_out,
     HEAD_DIM: tl.constexpr, NUM_SPLITS: tl.constexpr,
-    TILE_R: tl.constexpr, TILE_S: tl.constexpr, TILE_D: tl.constexpr,
+    TILE_R: tl.constexpr, TILE_S: tl.constexpr, TILE_D: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
+    wait_for_launches_before(IS_EARLY)
     row = tl.program_id(0).to(tl.int64) * TILE_R + tl.arange(0, TILE_R)
     split = tl.arange(0, TILE_S)
     dim = tl.arange(0, TILE_D)
@@ -227,11 +230,12 @@ def block_attention(
         NUM_KV=num_kv, GROUP=group, HEAD_DIM=head_dim, PAGE_SIZE=page_size,
         IS_CAUSAL=is_causal, WINDOW=window or 0, NUM_SPLITS=num_splits,
         TILE_M=shape.rows, TILE_N=shape.keys, TILE_D=tile_dim,
-        num_warps=4, num_stages=shape.num_stages,
+        num_warps=4, num_stages=shape.num_stages, **early(query.device),
     )  # fmt: skip
     if num_splits > 1:
         _combine_kernel[(ceil_div(num_out, COMBINE_TILE),)](
             parts, part_lses, out, num_out, HEAD_DIM=head_dim, NUM_SPLITS=num_splits,
             TILE_R=COMBINE_TILE, TILE_S=power_of_2(num_splits), TILE_D=tile_dim, num_warps=COMBINE_TILE,
+            **early(query.device),
         )  # fmt: skip
     return out

@@ -11,6 +11,7 @@ Axis letters: T rows, H heads, D head dim.
 import torch
 from torch import Tensor
 
+from dflash_kernels.early_launch import early, wait_for_launches_before
 from dflash_kernels.launch_config import (
     check_dtypes,
     check_tensors,
@@ -87,6 +88,7 @@ def sum_parts(parts, offsets, is_element, part_stride, NUM_PARTS: tl.constexpr, 
 def _rms_norm_kernel(
     hidden, residual, weight, normed, total, hidden_row, residual_row, part_stride, eps,
     WIDTH: tl.constexpr, HAS_RESIDUAL: tl.constexpr, NUM_PARTS: tl.constexpr, TILE: tl.constexpr,
+    IS_EARLY: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     dim = tl.arange(0, TILE)
@@ -94,6 +96,7 @@ def _rms_norm_kernel(
     dtype = normed.dtype.element_ty
     # Asked for before anything is summed: what waits for memory waits at the same time.
     weights = tl.load(weight + dim, mask=is_dim, other=0.0).to(tl.float32)
+    wait_for_launches_before(IS_EARLY)
     if HAS_RESIDUAL:
         stream = tl.load(residual + row * residual_row + dim, mask=is_dim, other=0.0).to(tl.float32)
     wide = sum_parts(hidden, row * hidden_row + dim, is_dim, part_stride.to(tl.int64), NUM_PARTS, dtype).to(tl.float32)
@@ -135,7 +138,7 @@ def _launch_norm(parts: Tensor, residual: Tensor | None, weight: Tensor, eps: fl
         _rms_norm_kernel[(num_rows,)](
             parts, others, weight.contiguous(), normed, total, parts.stride(1), others.stride(0), parts.stride(0), eps,
             WIDTH=width, HAS_RESIDUAL=residual is not None, NUM_PARTS=num_parts, TILE=tile,
-            num_warps=warps_for(tile), enable_fp_fusion=False,
+            num_warps=warps_for(tile), enable_fp_fusion=False, **early(parts.device),
         )  # fmt: skip
     return normed, total
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dflash_kernels.early_launch import early, wait_for_launches_before
 from dflash_kernels.kv_store import kv_store_ref
 from dflash_kernels.launch_config import (
     HEAD_TILE,
@@ -71,55 +72,57 @@ def rope_store_ref(
     return torch.cat((heads, values), dim=1)
 
 
+@jit
+def _load_halves(source, is_element, HALF: tl.constexpr):
+    return tl.load(source, mask=is_element, other=0.0), tl.load(source + HALF, mask=is_element, other=0.0)
+
+
+@jit
+def _store_halves(target, first, second, is_element, HALF: tl.constexpr):
+    tl.store(target, first, mask=is_element)
+    tl.store(target + HALF, second, mask=is_element)
+
+
 @jit(do_not_specialize=["part_stride"])
 def _rope_store_kernel(
     parts, weight, cos, sin, out, key_cache, value_cache, slots,
     parts_row, part_stride, cos_row, sin_row, keys_row, keys_head, values_row, values_head, eps,
     NUM_HEADS: tl.constexpr, NUM_KV: tl.constexpr, HEAD_DIM: tl.constexpr, NUM_PARTS: tl.constexpr,
     HAS_NORM: tl.constexpr, HAS_PLACE: tl.constexpr, TILE_H: tl.constexpr, TILE_HALF: tl.constexpr,
+    IS_EARLY: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1).to(tl.int64) * TILE_H + tl.arange(0, TILE_H)
+    head = tl.program_id(1).to(tl.int64) * TILE_H + tl.arange(0, TILE_H)[:, None]
     HALF: tl.constexpr = HEAD_DIM // 2
     NUM_ROTATED: tl.constexpr = NUM_HEADS + NUM_KV
     dtype: tl.constexpr = out.dtype.element_ty
-    dim = tl.arange(0, TILE_HALF)
-    is_dim = dim < HALF
-    is_rotated = (head < NUM_ROTATED)[:, None]
-    is_element = (head < NUM_ROTATED + NUM_KV)[:, None] & is_dim[None, :]
-    source = row * parts_row + head[:, None] * HEAD_DIM + dim[None, :]
+    dim = tl.arange(0, TILE_HALF)[None, :]
+    is_rotated = head < NUM_ROTATED
+    is_element = (head < NUM_ROTATED + NUM_KV) & (dim < HALF)
     # Asked for before anything is summed: what waits for memory waits at the same time.
-    cos_first = tl.load(cos + row * cos_row + dim, mask=is_dim, other=0.0)[None, :]
-    cos_second = tl.load(cos + row * cos_row + HALF + dim, mask=is_dim, other=0.0)[None, :]
-    sin_first = tl.load(sin + row * sin_row + dim, mask=is_dim, other=0.0)[None, :]
-    sin_second = tl.load(sin + row * sin_row + HALF + dim, mask=is_dim, other=0.0)[None, :]
     if HAS_NORM:
-        weights = weight + head[:, None] * HEAD_DIM + dim[None, :]
-        weight_first = tl.load(weights, mask=is_rotated & is_element, other=0.0)
-        weight_second = tl.load(weights + HALF, mask=is_rotated & is_element, other=0.0)
-    if HAS_PLACE:
-        slot = tl.load(slots + row).to(tl.int64)
+        norm_first, norm_second = _load_halves(weight + head * HEAD_DIM + dim, is_rotated & is_element, HALF)
+    wait_for_launches_before(IS_EARLY)
+    cos_first, cos_second = _load_halves(cos + row * cos_row + dim, dim < HALF, HALF)
+    sin_first, sin_second = _load_halves(sin + row * sin_row + dim, dim < HALF, HALF)
+    source = row * parts_row + head * HEAD_DIM + dim
     part_stride = part_stride.to(tl.int64)
     plain_first = sum_parts(parts, source, is_element, part_stride, NUM_PARTS, dtype)
     plain_second = sum_parts(parts, source + HALF, is_element, part_stride, NUM_PARTS, dtype)
     first, second = plain_first, plain_second
     if HAS_NORM:
-        first, second = norm_half_tiles(first, second, weight_first, weight_second, eps, HEAD_DIM)
+        first, second = norm_half_tiles(first, second, norm_first, norm_second, eps, HEAD_DIM)
     first, second = rotate_half_tiles(first, second, cos_first, cos_second, sin_first, sin_second)
     # A tile may hold heads of both kinds: values pass as they are.
     first, second = tl.where(is_rotated, first, plain_first), tl.where(is_rotated, second, plain_second)
-    target = out + (row * (NUM_ROTATED + NUM_KV) + head[:, None]) * HEAD_DIM + dim[None, :]
-    tl.store(target, first, mask=is_element)
-    tl.store(target + HALF, second, mask=is_element)
+    _store_halves(out + (row * (NUM_ROTATED + NUM_KV) + head) * HEAD_DIM + dim, first, second, is_element, HALF)
     if HAS_PLACE:
-        is_key = is_rotated & (head >= NUM_HEADS)[:, None] & is_element & (slot >= 0)
-        is_value = (head >= NUM_ROTATED)[:, None] & is_element & (slot >= 0)
-        keys = key_cache + slot * keys_row + (head - NUM_HEADS)[:, None] * keys_head + dim[None, :]
-        values = value_cache + slot * values_row + (head - NUM_ROTATED)[:, None] * values_head + dim[None, :]
-        tl.store(keys, first, mask=is_key)
-        tl.store(keys + HALF, second, mask=is_key)
-        tl.store(values, first, mask=is_value)
-        tl.store(values + HALF, second, mask=is_value)
+        slot = tl.load(slots + row).to(tl.int64)
+        is_kept = is_element & (slot >= 0)
+        keys = key_cache + slot * keys_row + (head - NUM_HEADS) * keys_head + dim
+        values = value_cache + slot * values_row + (head - NUM_ROTATED) * values_head + dim
+        _store_halves(keys, first, second, is_kept & is_rotated & (head >= NUM_HEADS), HALF)
+        _store_halves(values, first, second, is_kept & (head >= NUM_ROTATED), HALF)
 
 
 def rope_store(
@@ -162,5 +165,6 @@ def rope_store(
             NUM_HEADS=num_heads, NUM_KV=num_kv, HEAD_DIM=head_dim, NUM_PARTS=num_parts,
             HAS_NORM=head_norms is not None, HAS_PLACE=place is not None,
             TILE_H=tile_heads, TILE_HALF=tile_half, num_warps=warps_for(tile_heads * tile_half), enable_fp_fusion=False,
+            **early(parts.device),
         )  # fmt: skip
     return out
