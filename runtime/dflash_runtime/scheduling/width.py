@@ -33,6 +33,9 @@ MIN_MEMORY, MEMORY_STEPS = 128, 12
 MIN_GAIN = 0.01
 """By how much another width must be better to be taken, so that noise changes nothing."""
 
+MIN_SAVING = 0.015
+"""Share of a wider step's time that a narrower one must save to be a candidate: each is a graph of its own."""
+
 TRIAL_SHARE = 0.01
 """Share of the time that may be lost to steps that try another width."""
 
@@ -42,6 +45,10 @@ HOPED_RATE = 0.85
 
 class WidthPolicy(Protocol):
     """Who decides on the verify width of each step, and hears what was accepted."""
+
+    def candidates(self, batch: int, widest: int) -> Sequence[int]:
+        """The widths that steps of so many requests can have, where they ask for `widest` at most."""
+        ...
 
     def choose(self, widths: Sequence[int], num_context: int) -> int:
         """The width of a step whose requests ask for `widths` at most and have `num_context` tokens of KV together.
@@ -58,6 +65,9 @@ class WidthPolicy(Protocol):
 class FixedWidth:
     """As many rows as any request asks for."""
 
+    def candidates(self, batch: int, widest: int) -> Sequence[int]:
+        return (widest,)
+
     def choose(self, widths: Sequence[int], num_context: int) -> int:
         return max(widths)
 
@@ -69,26 +79,36 @@ class FixedWidth:
 class StepTimes:
     """Milliseconds of a decode step without context, by batch size and verify width, and what context adds.
 
-    Every batch size has the same widths, 1 among them. A token of context is read in every step, by the target and in
-    steps that draft by the draft too: `context_ms` and `draft_context_ms` for each.
+    A batch takes the time of the next size in the table, as it takes that one's graph. A token of context is read in
+    every step, by the target and in steps that draft by the draft too: `context_ms` and `draft_context_ms` for each.
     """
 
     table: Mapping[int, Mapping[int, float]]
     context_ms: float = 0.0
     draft_context_ms: float = 0.0
 
-    @property
-    def widths(self) -> tuple[int, ...]:
-        """The widths that were measured, narrowest first."""
-        return tuple(sorted(next(iter(self.table.values()))))
+    @classmethod
+    def between(
+        cls,
+        measured: Mapping[int, Mapping[int, float]],
+        batches: Sequence[int],
+        context_ms: float = 0.0,
+        draft_context_ms: float = 0.0,
+    ) -> "StepTimes":
+        """Times of these batch sizes from those of some of them, on the line from one to the next."""
+        sizes = sorted(measured)
+        table = {}
+        for batch in batches:
+            after = min(bisect_left(sizes, batch), len(sizes) - 1)
+            low, high = sizes[max(0, after - 1)], sizes[after]
+            share = min(1.0, max(0.0, (batch - low) / (high - low))) if high > low else 0.0
+            table[batch] = {width: ms + share * (measured[high][width] - ms) for width, ms in measured[low].items()}
+        return cls(table, context_ms, draft_context_ms)
 
-    def row(self, batch: int) -> dict[int, float]:
-        """Milliseconds by width, between measured batch sizes on the line from one to the next."""
-        batches = sorted(self.table)
-        after = min(bisect_left(batches, batch), len(batches) - 1)
-        low, high = batches[max(0, after - 1)], batches[after]
-        share = min(1.0, max(0.0, (batch - low) / (high - low))) if high > low else 0.0
-        return {width: ms + share * (self.table[high][width] - ms) for width, ms in self.table[low].items()}
+    def row(self, batch: int) -> Mapping[int, float]:
+        """Milliseconds by width."""
+        sizes = sorted(self.table)
+        return self.table[sizes[min(bisect_left(sizes, batch), len(sizes) - 1)]]
 
 
 class SurvivalEstimate:
@@ -128,12 +148,21 @@ class AdaptiveWidth:
 
     def __init__(self, times: StepTimes, num_draft_tokens: int) -> None:
         self._times = times
-        self._rows: dict[int, dict[int, float]] = {}
+        self._rows: dict[tuple[int, int], dict[int, float]] = {}
         self._survival = SurvivalEstimate(num_draft_tokens)
         self._hoped = list(accumulate(HOPED_RATE**position for position in range(num_draft_tokens + 1)))
         self._memory = MIN_MEMORY
         self._width: int | None = None
         self._saved_ms = 0.0
+
+    def candidates(self, batch: int, widest: int) -> list[int]:
+        """Narrowest first, without those that save next to nothing against a wider one."""
+        row = self._times.row(batch)
+        kept = [widest if widest in row else max(width for width in row if width <= widest)]
+        for width in sorted((width for width in row if 1 < width < kept[0]), reverse=True):
+            if row[width] < (1 - MIN_SAVING) * row[kept[-1]]:
+                kept.append(width)
+        return sorted({1, *kept})
 
     def choose(self, widths: Sequence[int], num_context: int) -> int:
         """See `WidthPolicy`."""
@@ -154,10 +183,13 @@ class AdaptiveWidth:
 
     def _step_times(self, batch: int, widest: int, num_context: int) -> dict[int, float]:
         """Milliseconds of the widths that the batch can take, narrowest first."""
-        row = self._rows.setdefault(batch, self._times.row(batch))
+        key = batch, widest
+        if key not in self._rows:
+            row = self._times.row(batch)
+            self._rows[key] = {width: row[width] for width in self.candidates(batch, widest)}
         plain = self._times.context_ms * num_context
         drafting = plain + self._times.draft_context_ms * num_context
-        return {width: row[width] + (drafting if width > 1 else plain) for width in sorted(row) if width <= widest}
+        return {width: ms + (drafting if width > 1 else plain) for width, ms in self._rows[key].items()}
 
     def _trial(
         self, own: int, times: Mapping[int, float], tokens: Mapping[int, float], widths: Sequence[int]

@@ -12,6 +12,9 @@ class ListedWidths:
         self.chosen: list[int] = []
         self.observed: list[tuple[int, int]] = []
 
+    def candidates(self, batch: int, widest: int) -> Sequence[int]:
+        return range(1, widest + 1)
+
     def choose(self, widths: Sequence[int], num_context: int) -> int:
         wanted = self._widths[len(self.chosen)] if len(self.chosen) < len(self._widths) else max(widths)
         self.chosen.append(min(wanted, max(widths)))
