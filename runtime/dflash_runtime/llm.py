@@ -65,7 +65,7 @@ class LLM:
         cache = PrefixCache(pages, is_enabled=pair.config.prefix_cache)
         max_in_flight = pair.config.max_in_flight if pair.config.is_async else 0
         runner = Runner(pair, num_pages)
-        scheduler = Scheduler(pair.limits, pages, cache, _width_policy(pair, runner))
+        scheduler = Scheduler(pair.limits, pages, cache, find_width_policy(pair, runner))
         self.engine = Engine(scheduler, runner, max_in_flight=max_in_flight, seed=pair.config.seed)
         self._call: object | None = None  # the one that runs
         self._lock = Lock()
@@ -172,7 +172,7 @@ class LLM:
         self.close()
 
 
-def _width_policy(pair: LoadedPair, runner: Runner) -> WidthPolicy | None:
+def find_width_policy(pair: LoadedPair, runner: Runner) -> WidthPolicy | None:
     """An adaptive width, where it is asked for and steps have times; None is the whole block."""
     if not pair.config.adaptive_width or runner.draft is None or runner.graphs is None:
         return None

@@ -1,6 +1,7 @@
 """Verify widths: only so many rows of a block go through the target, and nothing else changes."""
 
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import pytest
@@ -8,10 +9,12 @@ import torch
 from torch import Tensor
 
 from dflash_runtime.device.runner import Runner
-from dflash_runtime.llm import LLM
+from dflash_runtime.llm import LLM, find_width_policy
+from dflash_runtime.metrics import count_acceptance, count_widths
 from dflash_runtime.models.layers import Attend
 from dflash_runtime.scheduling.request import Request, RequestOutput, SamplingParams
-from dflash_testing.pairs import bundled_draft_model, bundled_llm, bundled_prompts
+from dflash_runtime.scheduling.width import AdaptiveWidth, FixedWidth, StepTimes, widths_for
+from dflash_testing.pairs import always_wrong, bundled_draft_model, bundled_llm, bundled_prompts
 from dflash_testing.widths import ListedWidths, RandomWidths
 
 SAMPLED = {"temperature": 1.0, "seed": 3}
@@ -155,3 +158,62 @@ def test_pages_are_reserved_for_whole_blocks_whatever_is_verified() -> None:
         if request.is_finished:
             break
         assert len(request.pages) == before + 8
+
+
+def made_up(row_ms: float) -> StepTimes:
+    """Steps of 10 ms and so much more for each row of each request; drafting takes 2 ms."""
+    widths, batches = widths_for(7), range(1, 9)
+    return StepTimes(
+        {batch: {width: 10 + row_ms * batch * width + 2 * (width > 1) for width in widths} for batch in batches}
+    )
+
+
+@pytest.mark.parametrize(("scheduling", "sampling"), [("sync", {}), ("async", SAMPLED)], ids=str)
+def test_an_adaptive_run_has_the_text_of_plain_decoding(scheduling: str, sampling: dict[str, Any]) -> None:
+    """With rows so dear that the width falls when requests come and grows when they leave."""
+    prompts = short_prompts(5)
+    params = [SamplingParams(max_new_tokens=20 + 9 * index, **sampling) for index in range(5)]
+    wanted = texts(exact_llm(0, max_num_requests=5).generate(prompts, params))
+    llm = exact_llm(scheduling=scheduling, max_num_requests=4, num_pages=24)
+    llm.engine.scheduler.width_policy = AdaptiveWidth(made_up(1.2), 7)
+    outputs = llm.generate(prompts, params)
+    assert texts(outputs) == wanted
+    llm.engine.scheduler.check_integrity()
+    assert len(count_widths(outputs)) >= 3
+    assert count_acceptance(outputs, 7).is_capped
+
+
+@pytest.mark.parametrize("row_ms", [0.0, 3.0])
+def test_rows_that_cost_nothing_are_all_verified_and_dear_ones_are_not(row_ms: float) -> None:
+    llm = bundled_llm(bundled_draft_model(), 7, max_num_requests=4)
+    llm.engine.scheduler.width_policy = AdaptiveWidth(made_up(row_ms), 7)
+    outputs = llm.generate([prompt[:20] for prompt in bundled_prompts()[:4]], SamplingParams(max_new_tokens=60))
+    counts = count_widths(outputs)
+    if row_ms:
+        assert counts.get(8, 0) < sum(counts.values()) / 10
+    else:
+        assert set(counts) == {8}
+
+
+def test_a_draft_that_is_never_right_is_left_alone_and_tried_now_and_then() -> None:
+    prompt = bundled_prompts()[0][:20]
+    params = SamplingParams(max_new_tokens=300)
+    plain = bundled_llm(None, 0).generate([prompt], params)[0]
+    llm = bundled_llm(always_wrong(bundled_draft_model(), prompt + plain.token_ids), 7, scheduling="async")
+    llm.engine.scheduler.width_policy = AdaptiveWidth(made_up(0.1), 7)
+    output = llm.generate([prompt], params)[0]
+    assert output.token_ids == plain.token_ids
+    assert 5 < len(output.drafts) < 40
+    assert any(step.start > 200 for step in output.drafts)
+
+
+def test_a_width_adapts_only_where_it_is_asked_for_and_steps_have_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dflash_runtime.llm.find_step_times", lambda runner: made_up(1.0))
+    for is_asked, has_draft, has_graphs in product((True, False), repeat=3):
+        draft, num_drafts = (bundled_draft_model(), 7) if has_draft else (None, 0)
+        llm = bundled_llm(draft, num_drafts, adaptive_width=is_asked)
+        if has_graphs:
+            monkeypatch.setattr(llm.engine.runner, "graphs", object())
+        policy = find_width_policy(llm.pair, llm.engine.runner)
+        assert isinstance(policy, AdaptiveWidth) == (is_asked and has_draft and has_graphs)
+        assert isinstance(llm.engine.scheduler.width_policy, FixedWidth)

@@ -24,7 +24,7 @@ WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 FIRST_RATE = 0.75
 """What the first drafted token is expected to be accepted at, before anything was seen."""
 
-PRIOR_WEIGHT = 8.0
+PRIOR_WEIGHT = 4.0
 """Observations that an expected rate counts as; a position is expected to do as well as the one before it."""
 
 MIN_MEMORY, MEMORY_STEPS = 128, 12

@@ -92,6 +92,15 @@ def test_a_narrow_verification_says_that_acceptance_is_capped(expected: RequestO
     assert "(capped: 2.0 of 7 drafts verified)" in done.stderr
 
 
+def test_widths_do_not_adapt_where_steps_have_no_times() -> None:
+    """Silently unless it is asked for: on the CPU nobody expects it."""
+    by_default, asked = (run(PROMPT, "-n", "9", "--json", *options) for options in ([], ["--adaptive-width"]))
+    assert "adaptive width" not in by_default.stderr
+    assert "warning: adaptive width is off because of steps without CUDA graphs" in asked.stderr
+    for done in (by_default, asked):
+        assert json.loads(done.stdout)["measured"]["adaptive_width"] is False
+
+
 def test_a_verify_width_of_one_is_plain_decoding(expected: RequestOutput) -> None:
     document = json.loads(run(PROMPT, "-n", "40", "--ignore-eos", "--verify-width", "1", "--json").stdout)
     assert document["rows"][0]["token_ids"] == list(expected.token_ids)
