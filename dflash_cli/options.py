@@ -153,7 +153,7 @@ class SamplingOptions:
             min=1,
             metavar="N",
             help="Verify only the first N positions of each block, counting the last committed token as the first. The "
-            "draft still fills the whole block. Default: all K + 1 positions.",
+            "draft still fills the whole block; with 1 it is not run. Default: all K + 1 positions.",
             rich_help_panel=DRAFTING,
         ),
     ] = None

@@ -41,13 +41,13 @@ class RepeatingDraft:
     def write_context(self, features: Tensor, positions: Tensor, cache: PagedKV, slots: Tensor) -> None:
         """Needs no context KV."""
 
-    def logits(self, block_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """[R, N] blocks -> [R, N - 1, V], one-hot at what is proposed."""
+    def logits(self, block_ids: Tensor, positions: Tensor, attend: Attend, num_drafts: int | None = None) -> Tensor:
+        """[R, N] blocks -> [R, K, V], one-hot at what is proposed; K is `num_drafts`, by default N - 1."""
         logits = torch.zeros(*block_ids[:, 1:].shape, self.config.vocab_size)
         for request, anchor in enumerate(block_ids[:, 0].tolist()):
             for position, token in enumerate(self._after.get(anchor, [])):
                 logits[request, position, token] = 1.0
-        return logits
+        return logits[:, :num_drafts]
 
 
 def main() -> None:

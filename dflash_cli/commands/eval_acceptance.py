@@ -141,6 +141,8 @@ def eval_acceptance(
         raise UsageError(f"--confidence {confidence:g}, expected a number between 0 and 1")
     if engine.num_speculative_tokens == 0:
         raise UsageError("-k 0 runs without a draft, so there is no acceptance to measure")
+    if sampling.verify_width == 1:
+        raise UsageError("--verify-width 1 verifies no drafted token, so there is no acceptance to measure")
     params, config = sampling.params(max_new_tokens), engine.config()
     from dflash_cli.generation.announcements import announce_loading, note_cut_answers, suggest_diagnosis
 

@@ -2,6 +2,7 @@
 
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
@@ -23,7 +24,7 @@ from dflash_cli.options import (
     TemplateOption,
     ThreadsOption,
 )
-from dflash_cli.parameters import ESSENTIALS, OUTPUT
+from dflash_cli.parameters import DRAFTING, ESSENTIALS, OUTPUT
 from dflash_runtime.errors import GateFailed, UsageError
 
 if TYPE_CHECKING:
@@ -67,6 +68,17 @@ LosslessOption = Annotated[
         rich_help_panel=OUTPUT,
     ),
 ]
+AdaptiveWidthOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--adaptive-width/--no-adaptive-width",
+        help="Choose for each step how many positions of its blocks to verify, or to decode without drafting, by what "
+        "is accepted and how long steps take. The text is the same. Default: on where steps are CUDA graphs, unless "
+        "--verify-width is given.",
+        show_default=False,
+        rich_help_panel=DRAFTING,
+    ),
+]
 
 
 def generate(
@@ -81,6 +93,7 @@ def generate(
     chat: ChatOption = False,
     chat_template_kwargs: TemplateOption = None,
     causality: CausalityOption = None,
+    adaptive_width: AdaptiveWidthOption = None,
     trace: TraceOption = False,
     check_lossless: LosslessOption = False,
     threads: ThreadsOption = None,
@@ -108,7 +121,11 @@ def generate(
     announce_loading(draft, target, plain=engine.num_speculative_tokens == 0, device=config.device)
     from dflash_cli.generation.answers import Tally, answer_rows
     from dflash_cli.generation.loaded_pair import open_session
+    from dflash_runtime.device.settings import can_adapt
 
+    if adaptive_width is None:
+        adaptive_width = sampling.verify_width is None and can_adapt(config)
+    config = replace(config, adaptive_width=adaptive_width)
     session = open_session(
         draft, target, config, causality=causality, template_options=chat_template_kwargs, threads=threads
     )

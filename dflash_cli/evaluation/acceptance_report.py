@@ -86,11 +86,18 @@ def headline(evaluation: Evaluation) -> str:
     total = evaluation.total
     block = total.counts.num_speculative_tokens + 1
     parts = [f"acceptance length {_length(total)}, at most {block}"]
+    if total.counts.is_capped:
+        parts.append(f"capped: of {block - 1} drafted tokens {_num_verified(total)} were verified")
     if evaluation.failures:
         parts.append(f"{len(evaluation.failures)} of {evaluation.num_prompts} prompts not measured")
     if evaluation.source.is_foreign:
         parts.append("on the bundled Python prompts")
     return ", ".join(parts)
+
+
+def _num_verified(total: Summary) -> int:
+    """Drafted tokens of a block that were verified at all."""
+    return sum(count > 0 for count in total.counts.per_pos_verified)
 
 
 def legend(evaluation: Evaluation) -> str:
@@ -157,6 +164,7 @@ def _position_table(total: Summary) -> Table:
         for place, (accepted, rate, conditional) in enumerate(
             zip(counts.per_pos_accepted, counts.per_pos_acceptance_rates, total.conditional_rates, strict=False)
         )
+        if counts.per_pos_verified[place]
     ]
     return ("position", "accepted", "share of steps", "share if the position before was accepted", ""), rows
 

@@ -211,6 +211,7 @@ def _from_json(record: Mapping[str, Any], row: PromptRow) -> Answer:
         finish_reason=FinishReason(record["finish_reason"]),
         acceptance_lengths=tuple(record["acceptance_lengths"]),
         committed_lengths=tuple(record["committed_lengths"]),
+        verify_widths=tuple(record.get("verify_widths", ())),
     )
     return Answer(row, record["turn"], output, record["text"])
 

@@ -54,11 +54,15 @@ class Summary:
 
     @property
     def conditional_rates(self) -> list[float | None]:
-        """Share of steps that accepted position i among those that accepted position i - 1."""
-        reached = [self.counts.num_drafts, *self.counts.per_pos_accepted]
+        """Share of steps that accepted position i among those that accepted position i - 1; None where none did.
+
+        None also where no step verified it: all steps of an evaluation are as wide.
+        """
+        counts = self.counts
+        reached = [counts.num_drafts, *counts.per_pos_accepted]
         return [
-            after / before if before else None
-            for before, after in zip(reached, self.counts.per_pos_accepted, strict=False)
+            after / before if before and verified else None
+            for before, after, verified in zip(reached, counts.per_pos_accepted, counts.per_pos_verified, strict=False)
         ]
 
     def to_json(self) -> dict[str, object]:

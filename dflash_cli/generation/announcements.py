@@ -22,16 +22,17 @@ def announce_loading(draft: str | None, target: str | None, *, plain: bool = Fal
 
 
 def is_low(counts: AcceptanceCounts) -> bool:
-    """Whether acceptance is low, over enough steps to say so."""
-    length = counts.acceptance_len
+    """Whether acceptance is low, over enough steps to say so. Where part of the block was verified, it is of that."""
+    length, num_verified = counts.acceptance_len, counts.draft_tokens_per_step
     return (
         length is not None
+        and num_verified is not None
         and counts.num_drafts >= ENOUGH_STEPS
-        and is_low_length(length, counts.num_speculative_tokens)
+        and is_low_length(length, num_verified)
     )
 
 
-def is_low_length(length: float, num_drafted: int) -> bool:
+def is_low_length(length: float, num_drafted: float) -> bool:
     """Whether an acceptance length is so low that something is probably wrong with the draft, or with how it is read.
 
     Low is less than a quarter of the block, or less than 1.5 tokens per step; with one drafted token, less than 1.25.

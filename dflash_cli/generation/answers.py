@@ -9,7 +9,7 @@ from dflash_cli.generation.prompts import Conversation, PromptRow
 from dflash_cli.generation.tokenizer import StreamDecoder, Tokenizer
 from dflash_runtime.errors import RequestError
 from dflash_runtime.lossless import Lossless
-from dflash_runtime.metrics import AcceptanceCounts, count_acceptance
+from dflash_runtime.metrics import AcceptanceCounts, count_acceptance, count_widths
 from dflash_runtime.scheduling.request import DraftStep, FinishReason, RequestOutput, SamplingParams, derive_seed
 
 
@@ -35,6 +35,7 @@ class Answer:
             "text": self.text,
             "finish_reason": str(self.output.finish_reason),
             "acceptance_lengths": list(self.output.acceptance_lengths),
+            "verify_widths": list(self.output.verify_widths),
         }
         if with_trace:
             record["trace"] = [_step_json(step, self.output.token_ids) for step in self.output.drafts]
@@ -101,7 +102,9 @@ class Tally:
         counts = self.counts
         parts = [plural(self.num_tokens, "token")]
         if counts.acceptance_len is not None:
-            parts += [plural(counts.num_drafts, "step"), f"acceptance length {counts.acceptance_len:.2f}"]
+            capped = f" (capped: {counts.draft_tokens_per_step:.1f} of {self.num_speculative_tokens} drafts verified)"
+            length = f"acceptance length {counts.acceptance_len:.2f}" + (capped if counts.is_capped else "")
+            parts += [plural(counts.num_drafts, "step"), length]
         if seconds > 0 and self.num_tokens:
             parts.append(f"{self.num_tokens / seconds:.1f} tokens/s (with prompts, without loading)")
         return ", ".join(parts)
@@ -118,6 +121,7 @@ class Tally:
             "num_tokens": self.num_tokens,
             "seconds": round(seconds, 6),
             **self.counts.to_json(),
+            "verify_width_histogram": count_widths(self.outputs),
             "lossless": lossless.to_json() if lossless is not None else None,
             "measured": session.describe(),
             "rows": [answer.to_json(with_trace=with_trace) for answer in answers],

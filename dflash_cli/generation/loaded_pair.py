@@ -81,6 +81,7 @@ class PairSession:
             "max_num_requests": config.max_num_requests,
             "scheduling": config.scheduling,
             "prefix_cache": config.prefix_cache,
+            "adaptive_width": config.adaptive_width,
             "argv": [Path(sys.argv[0]).name, *sys.argv[1:]],
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
         }

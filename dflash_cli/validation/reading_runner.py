@@ -41,9 +41,11 @@ class AnchorFirst:
         """See `drafts.draft.Draft`."""
         self._draft.write_context(features, positions, cache, slots)
 
-    def logits(self, block_ids: "Tensor", positions: "Tensor", attend: Attend) -> "Tensor":
+    def logits(
+        self, block_ids: "Tensor", positions: "Tensor", attend: Attend, num_drafts: int | None = None
+    ) -> "Tensor":
         """See `drafts.draft.Draft`."""
-        return self._draft.logits(block_ids.roll(1, dims=1), positions.roll(1, dims=1), attend)
+        return self._draft.logits(block_ids.roll(1, dims=1), positions.roll(1, dims=1), attend, num_drafts)
 
 
 class ReadingRunner:

@@ -194,7 +194,9 @@ class EngineConfig:
     A step prefills at most `max_batched_tokens` prompt rows. `kv_memory_bytes` sets the size of the page pool;
     without it the pool takes the memory that `gpu_memory_utilization` allows. `max_in_flight` steps are queued ahead of
     their results when scheduling is asynchronous. Requests without a seed get theirs from `seed`; with None, that is
-    another number each time. With `graphs`, decode steps on a GPU are captured as CUDA graphs.
+    another number each time. With `graphs`, decode steps on a GPU are captured as CUDA graphs. With `adaptive_width`
+    steps verify as many rows of a block as promise the most tokens a second on this GPU, or decode plainly: the text is
+    the same, and the acceptance that is counted is capped.
     """
 
     device: str = "auto"
@@ -213,6 +215,7 @@ class EngineConfig:
     scheduling: str = "async"
     max_in_flight: int = 2
     graphs: bool = True
+    adaptive_width: bool = False
     seed: int | None = None
 
     def __post_init__(self) -> None:

@@ -17,6 +17,7 @@ from dflash_runtime.config import EngineConfig
 from dflash_runtime.device.loading import LoadedPair, load_pair
 from dflash_runtime.device.runner import Runner
 from dflash_runtime.device.settings import fit_num_pages
+from dflash_runtime.device.step_times import find_step_times
 from dflash_runtime.engine import Engine
 from dflash_runtime.errors import DFlashError, UsageError
 from dflash_runtime.lossless import Lossless, check_lossless
@@ -25,6 +26,7 @@ from dflash_runtime.scheduling.pages import PagePool
 from dflash_runtime.scheduling.prefix_cache import PrefixCache
 from dflash_runtime.scheduling.request import Request, RequestOutput, SamplingParams, check_ids
 from dflash_runtime.scheduling.scheduler import Scheduler
+from dflash_runtime.scheduling.width import AdaptiveWidth, WidthPolicy
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +64,9 @@ class LLM:
         pages = PagePool(num_pages, pair.config.page_size)
         cache = PrefixCache(pages, is_enabled=pair.config.prefix_cache)
         max_in_flight = pair.config.max_in_flight if pair.config.is_async else 0
-        scheduler = Scheduler(pair.limits, pages, cache)
-        self.engine = Engine(scheduler, Runner(pair, num_pages), max_in_flight=max_in_flight, seed=pair.config.seed)
+        runner = Runner(pair, num_pages)
+        scheduler = Scheduler(pair.limits, pages, cache, find_width_policy(pair, runner))
+        self.engine = Engine(scheduler, runner, max_in_flight=max_in_flight, seed=pair.config.seed)
         self._call: object | None = None  # the one that runs
         self._lock = Lock()
 
@@ -167,6 +170,13 @@ class LLM:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def find_width_policy(pair: LoadedPair, runner: Runner) -> WidthPolicy | None:
+    """An adaptive width, where it is asked for and steps have times; None is the whole block."""
+    if not pair.config.adaptive_width or runner.draft is None or runner.graphs is None:
+        return None
+    return AdaptiveWidth(find_step_times(runner), pair.limits.num_draft_tokens)
 
 
 def _requests(

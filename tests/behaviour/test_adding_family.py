@@ -69,8 +69,8 @@ class ToyDraft:
     def write_context(self, features, positions, cache, slots):
         assert features.shape[-1] == self.config.num_taps * self.config.feature_size
 
-    def logits(self, block_ids, positions, attend):
-        ahead = torch.arange(1, block_ids.shape[1]) * self.step
+    def logits(self, block_ids, positions, attend, num_drafts=None):
+        ahead = torch.arange(1, block_ids.shape[1])[:num_drafts] * self.step
         ids = (block_ids[:, :1] + ahead) % self.config.vocab_size
         return functional.one_hot(ids, self.config.vocab_size).float()
 

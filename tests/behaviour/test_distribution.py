@@ -38,8 +38,10 @@ class FixedDraft(ScriptedDraft):
         super().__init__(draft, lambda place: 0)
         self._logits = distribution("T 1").sum((0, 2)).log() + torch.linspace(-0.5, 0.5, V, dtype=torch.float64)
 
-    def logits(self, block_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
-        return self._logits.expand(len(positions), positions.shape[1] - 1, V)
+    def logits(
+        self, block_ids: torch.Tensor, positions: torch.Tensor, attend: Attend, num_drafts: int | None = None
+    ) -> torch.Tensor:
+        return self._logits.expand(len(positions), num_drafts or positions.shape[1] - 1, V)
 
 
 def observe(draft_sampling: str, sampling: dict[str, Any], num_samples: int) -> tuple[torch.Tensor, float]:

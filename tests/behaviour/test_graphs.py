@@ -1,15 +1,19 @@
 """Captured decode steps: the same tokens, drafts and counts as steps launched one by one, whatever the batch does."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from dflash_runtime.device.decode_graphs import bucket_of
+from dflash_runtime.device.step_times import find_step_times
 from dflash_runtime.llm import LLM
 from dflash_runtime.scheduling.request import RequestOutput, SamplingParams
+from dflash_runtime.scheduling.width import AdaptiveWidth
 from dflash_testing.gpu import gpu_llm
 from dflash_testing.pairs import bundled_prompts
+from dflash_testing.widths import RandomWidths
 
 PARAMS = SamplingParams(max_new_tokens=48)
 
@@ -51,6 +55,65 @@ def test_graphs_change_nothing(draft: str | None, sampling: dict[str, Any], max_
     assert captured.engine.runner.graphs is not None
     assert len(captured.engine.runner.graphs) >= min(max_num_requests, 3)
     assert fixed(captured, **sampling) == wanted  # the graphs that are there, replayed
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", range(1, 9))
+@pytest.mark.parametrize("draft_sampling", ["greedy", "probabilistic"])
+def test_graphs_change_nothing_at_any_width(width: int, draft_sampling: str) -> None:
+    """And verify as few rows as they say: with probabilistic drafts too, whose text depends on what is drafted."""
+    sampling: dict[str, Any] = {"verify_width": width, "temperature": float(draft_sampling != "greedy")}
+    settings: dict[str, Any] = {"max_num_requests": 5, "num_pages": 400, "draft_sampling": draft_sampling}
+    plainly, captured = (gpu_llm("tiny", "float32", graphs=has, **settings) for has in (False, True))
+    wanted = fixed(plainly, **sampling)
+    assert fixed(captured, **sampling) == wanted
+    assert fixed(captured, **sampling) == wanted
+    assert captured.engine.runner.graphs is not None
+    assert {mode.verify_width for _, mode in captured.engine.runner.graphs._graphs} == {width}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_changing_widths_in_graphs_give_the_text_of_plain_decoding(temperature: float) -> None:
+    prompts = bundled_prompts()[:11]
+    params = [SamplingParams(max_new_tokens=20 + 9 * index, temperature=temperature, seed=index) for index in range(11)]
+    wanted = [item.token_ids for item in gpu_llm(None, "float32", max_num_requests=5).generate(prompts, params)]
+    llm = gpu_llm("tiny", "float32", max_num_requests=5, num_pages=400)
+    for seed in range(2):
+        llm.engine.scheduler.width_policy = RandomWidths(seed, 8)
+        assert [item.token_ids for item in llm.generate(prompts, params)] == wanted
+        llm.engine.scheduler.check_integrity()
+
+
+@pytest.mark.gpu
+def test_an_adaptive_run_has_the_text_of_plain_decoding(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With step times measured here, then read from the cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    prompts = bundled_prompts()[:11]
+    params = [SamplingParams(max_new_tokens=40 + 9 * index) for index in range(11)]
+    wanted = [item.token_ids for item in gpu_llm(None, "float32", max_num_requests=5).generate(prompts, params)]
+    for _ in range(2):
+        llm = gpu_llm("tiny", "float32", max_num_requests=5, num_pages=400, adaptive_width=True)
+        policy = llm.engine.scheduler.width_policy
+        assert isinstance(policy, AdaptiveWidth)
+        times = policy._times
+        assert set(times.table) == {1, 2, 3, 4, 5}
+        assert all(0 < row[1] <= row[2] <= row[8] < 1000 for row in times.table.values())
+        assert [item.token_ids for item in llm.generate(prompts, params)] == wanted
+    assert len(list((tmp_path / "dflash" / "step_times").iterdir())) == 1
+
+
+@pytest.mark.gpu
+def test_measuring_step_times_changes_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Padding rows read and write no KV, so an engine that has measured is as one that has not."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    wanted = fixed(gpu_llm("tiny", "float32", max_num_requests=5, num_pages=400))
+    llm = gpu_llm("tiny", "float32", max_num_requests=5, num_pages=400)
+    find_step_times(llm.engine.runner)
+    for cache in (llm.engine.runner.target_kv, llm.engine.runner.draft_kv):
+        assert cache is not None
+        assert not cache.keys.any()
+    assert fixed(llm) == wanted
 
 
 @pytest.mark.gpu

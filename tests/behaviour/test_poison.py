@@ -5,6 +5,7 @@ import torch
 from dflash_runtime.llm import LLM
 from dflash_runtime.scheduling.request import Request, SamplingParams
 from dflash_testing.pairs import bundled_draft_model, bundled_llm, bundled_prompts
+from dflash_testing.widths import RandomWidths
 
 
 def test_poisoned_slots_change_nothing() -> None:
@@ -20,6 +21,22 @@ def test_poisoned_slots_change_nothing() -> None:
         llm.engine.step()
     assert [tuple(request.output_token_ids) for request in requests] == [output.token_ids for output in clean]
     assert [tuple(request.steps) for request in requests] == [output.drafts for output in clean]
+
+
+def test_poisoned_slots_change_nothing_when_widths_do() -> None:
+    """Slots that a wide step wrote and a narrow one did not are poison too."""
+    prompts = [prompt[:20] for prompt in bundled_prompts()[:3]]
+    params = SamplingParams(max_new_tokens=30)
+    plain = bundled_llm(None, 0, num_pages=20).generate(prompts, params)
+    llm = bundled_llm(bundled_draft_model(), 7, max_num_requests=2, num_pages=20)
+    llm.engine.scheduler.width_policy = RandomWidths(2, 8)
+    requests = [Request(index=index, prompt_token_ids=prompt, params=params) for index, prompt in enumerate(prompts)]
+    for request in requests:
+        llm.engine.add(request)
+    while llm.engine.scheduler.has_work:
+        poison(llm, requests)
+        llm.engine.step()
+    assert [tuple(request.output_token_ids) for request in requests] == [output.token_ids for output in plain]
 
 
 def poison(llm: LLM, requests: list[Request]) -> None:

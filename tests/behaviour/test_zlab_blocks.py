@@ -35,8 +35,8 @@ def test_block_logits(golden: dict[str, Any]) -> None:
     seen: list[Tensor] = []
     logits = draft.logits
 
-    def watched(block_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        seen.append(logits(block_ids, positions, attend))
+    def watched(block_ids: Tensor, positions: Tensor, attend: Attend, num_drafts: int | None = None) -> Tensor:
+        seen.append(logits(block_ids, positions, attend, num_drafts))
         return seen[-1]
 
     draft.logits = watched  # type: ignore[method-assign]

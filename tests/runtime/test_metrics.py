@@ -1,5 +1,7 @@
 """Acceptance counts under vLLM's names."""
 
+from dataclasses import replace
+
 from dflash_runtime.metrics import AcceptanceCounts, count_acceptance
 from dflash_runtime.scheduling.request import FinishReason, RequestOutput
 
@@ -22,11 +24,27 @@ def test_counts_by_hand() -> None:
         "num_draft_tokens": 12,
         "num_accepted_tokens": 6,
         "acceptance_len": 2.5,
+        "is_capped": False,
         "draft_tokens_per_step": 3.0,
         "overall_acceptance_rate": 0.5,
         "per_pos_accepted": [3, 2, 1],
+        "per_pos_verified": [4, 4, 4],
         "per_pos_acceptance_rates": [0.75, 0.5, 0.25],
     }
+
+
+def test_a_draft_that_is_not_verified_is_not_refused_either() -> None:
+    """Steps of widths 2, 4 and 3: position 3 was verified once, and accepted then."""
+    narrow = replace(output(2, 4, 1), verify_widths=(2, 4, 3))
+    counts = count_acceptance([narrow], 3)
+    assert counts.per_pos_verified == [3, 2, 1]
+    assert counts.per_pos_acceptance_rates == [2 / 3, 1 / 2, 1.0]
+    assert counts.num_draft_tokens == 6
+    assert counts.overall_acceptance_rate == 4 / 6
+    assert counts.is_capped
+    assert not count_acceptance([output(2, 4, 1)], 3).is_capped
+    unseen = count_acceptance([replace(output(2, 1), verify_widths=(2, 2))], 3)
+    assert unseen.per_pos_acceptance_rates == [0.5, 0.0, 0.0]
 
 
 def test_acceptance_length_is_one_plus_the_rates() -> None:

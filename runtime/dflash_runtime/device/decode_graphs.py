@@ -20,9 +20,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StepMode:
-    """What the host decides of a decode step: whether it drafts, and how its tokens are sampled."""
+    """What the host decides of a decode step: how many rows of each block are verified, and how tokens are sampled.
 
-    is_drafting: bool
+    A verify width of 1 is plain decoding: with no draft to verify, none is made.
+    """
+
+    verify_width: int
     is_greedy: bool
     has_filters: bool
 

@@ -9,6 +9,7 @@ from dflash_runtime.config import DraftConfig, EngineConfig
 from dflash_runtime.device.attention import check_capability
 from dflash_runtime.device.settings import (
     apply_exclusions,
+    can_capture,
     resolve_device,
     resolve_dtype,
     resolve_kernels,
@@ -44,11 +45,7 @@ class LoadedPair:
         """Whether decode steps are captured as CUDA graphs: where Triton runs, and models say that this is safe."""
         models = [self.target] if self.draft is None else [self.target, self.draft]
         is_safe = all(getattr(model, "follows_from_shapes", False) for model in models)
-        return self.config.graphs and is_safe and self.placement.kernels.name == "triton" and self._is_on_gpu
-
-    @property
-    def _is_on_gpu(self) -> bool:
-        return self.placement.device.type == "cuda"
+        return is_safe and can_capture(self.config, self.placement.device, self.placement.kernels)
 
     def with_draft(self, config: DraftConfig) -> "LoadedPair":
         """The same pair with its draft's weights read by another config."""

@@ -3,14 +3,14 @@
 One decode step, for R requests of N = K + 1 block rows each:
 
     draft     [anchor, mask x K] over the context KV -> K drafted tokens
-    verify    [anchor, drafted] through the target -> its own choice after every row
+    verify    [anchor, drafted], W <= N rows of it, through the target -> its own choice after every row
     accept    the longest prefix of the drafts the target agrees with, one bonus token, cut at stops and limits
     context   features of the committed rows -> the draft's context KV, before anything reads past them
 
 Nothing here waits for the device. A request whose block would pass the model's limit takes part with no drafts
 accepted, which is plain decoding; one that is done takes part and changes nothing.
 
-Axis letters: R requests, N block rows, K drafted tokens, T flat rows (R * N), F features, V vocabulary, P pages.
+Axis letters: R requests, N block rows, W of them verified, K drafted tokens, T flat rows, F features, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -73,8 +73,8 @@ class Sampling:
 class Proposal:
     """Drafted tokens, and the distributions they were sampled from where they were sampled."""
 
-    token_ids: Tensor  # [R, K] over the target's ids; negative where the draft proposes nothing
-    probs: Tensor | None = None  # [R, K, V]
+    token_ids: Tensor  # [R, W - 1] over the target's ids; negative where the draft proposes nothing
+    probs: Tensor | None = None  # [R, W - 1, V]
 
 
 class Runner:
@@ -106,7 +106,7 @@ class Runner:
             parts: list[Tensor] = []
             requests: list[Request] = []
             if batch.decode:
-                rows, mode = [_row(request) for request in batch.decode], _mode(batch.decode, batch.is_drafting)
+                rows, mode = [_row(request) for request in batch.decode], _mode(batch.decode, batch.verify_width)
                 if self.graphs is not None:
                     parts.append(self.graphs.replay(rows, mode))
                 else:
@@ -156,17 +156,16 @@ class Runner:
 
         `longest` bounds their true KV lengths; without it nothing here depends on lengths, only on shapes and the mode.
         """
-        is_drafting = self.draft is not None and mode.is_drafting
-        num_rows = self.limits.num_lookahead_tokens if is_drafting else 1
+        num_rows = mode.verify_width
         view = self._view(rows, None if longest is None else longest + num_rows)
         positions = view.kv_lens[:, None] + torch.arange(num_rows, device=self.device)
         sampling = self._sampling(view.rows, mode)
         anchors = self.state.anchors[view.rows]
         # Each request by itself: near the model's limit its drafts do not count. The block keeps its length all the
         # same, since in a non-causal block every row depends on how many follow.
-        can_draft = view.is_alive & (view.kv_lens <= self.limits.last_draft_len) & is_drafting
+        can_draft = view.is_alive & (view.kv_lens <= self.limits.last_draft_len) & (num_rows > 1)
         max_accepted = torch.where(can_draft, self.state.widths[view.rows] - 1, 0)
-        proposal = self._propose(view, anchors, positions, sampling) if is_drafting else _no_drafts(anchors)
+        proposal = self._propose(view, anchors, sampling) if num_rows > 1 else _no_drafts(anchors)
         # A draft may decline a position with a negative id, which is never accepted. An embedding has no row for it,
         # so it becomes 0 here.
         block_ids = torch.cat((anchors[:, None], proposal.token_ids.clamp(min=0)), dim=1)
@@ -224,7 +223,7 @@ class Runner:
         state, rows = self.state, view.rows
         nothing, zero = _no_drafts(rows), torch.zeros_like(rows)
         chosen, _, num_finite = self._choose(
-            hidden, positions, self._sampling(rows, _mode([request], is_drafting=False)), nothing, zero
+            hidden, positions, self._sampling(rows, _mode([request], verify_width=1)), nothing, zero
         )
         num_remaining = request.remaining(self.limits.max_model_len)
         remaining = torch.full_like(rows, num_remaining)
@@ -250,24 +249,25 @@ class Runner:
             _row(request), request.kv_len, anchor, remaining, torch.zeros_like(remaining, dtype=torch.bool)
         )
 
-    def _propose(self, view: BatchRows, anchors: Tensor, positions: Tensor, sampling: Sampling) -> Proposal:
-        """Draft after anchors [R] at positions [R, N]. The block's K and V stay out of the pages."""
+    def _propose(self, view: BatchRows, anchors: Tensor, sampling: Sampling) -> Proposal:
+        """Draft whole blocks after anchors [R]; choose what is verified. The block's K and V stay out of the pages."""
         assert self.draft is not None
         assert self.draft_kv is not None
         config = self.draft.config
-        num_drafts = positions.shape[1] - 1
-        masks = anchors.new_full((len(anchors), num_drafts), config.mask_token_id)
+        num_drafts = sampling.mode.verify_width - 1
+        positions = view.kv_lens[:, None] + torch.arange(self.limits.num_lookahead_tokens, device=self.device)
+        masks = anchors.new_full((len(anchors), self.limits.num_draft_tokens), config.mask_token_id)
         attend = PagedAttention(
             self.kernels, self.draft_kv, view.page_table, view.context_lens, config.causal, config.windows
         )
-        logits = self.draft.logits(torch.cat((anchors[:, None], masks), dim=1), positions, attend)
+        logits = self.draft.logits(torch.cat((anchors[:, None], masks), dim=1), positions, attend, num_drafts)
         if sampling.mode.is_greedy or not self.samples_drafts:
             return Proposal(self._to_target(logits.argmax(-1)))
         temperatures, top_ks, top_ps, seeds = sampling.spread(num_drafts)
         probs = self.kernels.filtered_probs(
             logits.flatten(0, 1), temperatures, top_ks, top_ps, has_filters=sampling.mode.has_filters
         )
-        sampled = self.kernels.sample_probs(probs, seeds, positions[:, 1:].flatten(), DRAFT)
+        sampled = self.kernels.sample_probs(probs, seeds, positions[:, 1 : 1 + num_drafts].flatten(), DRAFT)
         return Proposal(self._to_target(sampled.view(-1, num_drafts)), self._spread_probs(probs, num_drafts))
 
     def _to_target(self, draft_ids: Tensor) -> Tensor:
@@ -379,9 +379,9 @@ def _row(request: Request) -> int:
     return request.row
 
 
-def _mode(requests: Sequence[Request], is_drafting: bool) -> StepMode:
+def _mode(requests: Sequence[Request], verify_width: int) -> StepMode:
     return StepMode(
-        is_drafting=is_drafting,
+        verify_width=verify_width,
         is_greedy=all(request.params.is_greedy for request in requests),
         has_filters=any(request.params.has_filters for request in requests),
     )

@@ -74,7 +74,26 @@ def apply_exclusions(
     if config.draft_sampling == "probabilistic" and num_draft_tokens == 0:
         config = replace(config, draft_sampling="greedy")
         warnings.append("probabilistic drafting is off because of plain decoding (-k 0), which drafts no tokens")
+    if config.adaptive_width and not can_capture(config, placement.device, placement.kernels):
+        config = replace(config, adaptive_width=False)
+        warnings.append("adaptive width is off because of steps without CUDA graphs, whose times are not measured")
     return config, tuple(warnings)
+
+
+def can_capture(config: EngineConfig, device: torch.device, kernels: Kernels) -> bool:
+    """Whether decode steps are captured as CUDA graphs, as far as the models allow it."""
+    return config.graphs and kernels.name == "triton" and device.type == "cuda"
+
+
+def can_adapt(config: EngineConfig) -> bool:
+    """Whether an engine with these settings drafts, in steps that are captured.
+
+    Raises:
+        UsageError, UnsupportedError: a device or kernels that do not exist here.
+    """
+    device = resolve_device(config.device)
+    kernels = resolve_kernels(config.kernels, device, resolve_dtype(config.dtype, device))
+    return config.num_draft_tokens != 0 and can_capture(config, device, kernels)
 
 
 def resolve_limits(config: EngineConfig, target: TargetConfig, draft: DraftConfig | None) -> Limits:

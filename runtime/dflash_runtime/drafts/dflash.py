@@ -57,13 +57,14 @@ class DFlashDraft:
             projected, self._key_norms, config.rms_norm_eps, cos, sin, cache.keys, cache.values, slots
         )
 
-    def logits(self, block_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def logits(self, block_ids: Tensor, positions: Tensor, attend: Attend, num_drafts: int | None = None) -> Tensor:
         """See `drafts.draft.Draft`."""
+        num_drafts = block_ids.shape[1] - 1 if num_drafts is None else num_drafts
         embedded = _scale(functional.embedding(block_ids.flatten(), self._embedding), self.config.input_embedding_scale)
         hidden, _ = self._decoder(embedded, positions.flatten(), attend)
         # As rows of one matrix: a product of a batch of blocks would read the head once for each of them.
-        masked = hidden.view(*block_ids.shape, -1)[:, 1:].flatten(0, 1)
-        return self._cap(self._head(masked)).view(len(block_ids), block_ids.shape[1] - 1, -1)
+        masked = hidden.view(*block_ids.shape, -1)[:, 1 : 1 + num_drafts].flatten(0, 1)
+        return self._cap(self._head(masked)).view(len(block_ids), num_drafts, -1)
 
     def _cap(self, logits: Tensor) -> Tensor:
         logits = _scale(logits, self.config.output_multiplier)

@@ -42,8 +42,12 @@ class Draft(Protocol):
         """Make context KV of features [T, F] at positions [T] and store it, all layers, in slots [T]."""
         ...
 
-    def logits(self, block_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Blocks [R, N], anchor first and masks after, at positions [R, N] -> logits [R, N - 1, V']."""
+    def logits(self, block_ids: Tensor, positions: Tensor, attend: Attend, num_drafts: int | None = None) -> Tensor:
+        """Blocks [R, N], anchor first and masks after, at positions [R, N] -> logits [R, K, V'].
+
+        K is `num_drafts`, by default N - 1. All rows of a block go through the layers whatever it is, since without
+        causality the first depend on the last; only the first K masks need logits.
+        """
         ...
 
 

@@ -36,7 +36,7 @@ class Batch:
     """One step: requests admitted, pages added, chunks to prefill, and requests to decode.
 
     Prefill and decode are separate forwards. `longest` is an upper bound on the true KV length of every
-    decoding request.
+    decoding request. Of each block `verify_width` rows are verified; with 1, nothing is drafted.
     """
 
     admitted: tuple[Request, ...] = ()
@@ -44,7 +44,7 @@ class Batch:
     chunks: tuple[Chunk, ...] = ()
     decode: tuple[Request, ...] = ()
     longest: int = 0
-    is_drafting: bool = True
+    verify_width: int = 1
 
     @property
     def is_empty(self) -> bool:
@@ -53,7 +53,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What one step gave one request: the committed tokens, and the drafts where it drafted.
+    """What one step gave one request: the committed tokens, and the drafts that were verified where it drafted.
 
     With `is_finite` false the logits after the last of these tokens were not finite, and there are no more to come.
     """

@@ -44,7 +44,8 @@ class SamplingParams:
     A temperature below `MIN_TEMPERATURE` is greedy. With a `seed` a request samples the same text in every run; without
     one the engine draws a seed for each request, so that equal prompts give different texts. `stop_token_ids` end a
     request and stay its last token; `ignore_eos` makes them ordinary tokens. `verify_width` verifies only so many rows
-    of the block, the anchor included; the draft sees the whole block all the same.
+    of the block, the anchor included; the draft sees the whole block all the same, unless the width is 1, which is
+    plain decoding.
 
     Raises:
         RequestError: a value of another type than stated, or out of its range.
@@ -94,6 +95,11 @@ class SamplingParams:
         return self.temperature < MIN_TEMPERATURE
 
     @property
+    def max_drafts(self) -> int | None:
+        """Drafts of a block that are verified for this request at most; None is all."""
+        return None if self.verify_width is None else self.verify_width - 1
+
+    @property
     def has_filters(self) -> bool:
         """Whether top-k or top-p cut the distribution this request is sampled from."""
         return not self.is_greedy and (self.top_k > 0 or self.top_p < 1)
@@ -112,14 +118,20 @@ class SamplingParams:
 class DraftStep:
     """One verify step of one request.
 
-    Its `num_committed` tokens are those of the output from `start` on: accepted drafts, then the bonus, cut at stops
-    and limits.
+    `draft_ids` are the drafts that were verified, `num_accepted` of them accepted. What the draft proposed beyond the
+    verify width is not here: nobody knows whether it would have been accepted. The `num_committed` tokens are those of
+    the output from `start` on: accepted drafts, then the bonus, cut at stops and limits.
     """
 
     start: int
     draft_ids: tuple[int, ...]
     num_accepted: int
     num_committed: int
+
+    @property
+    def verify_width(self) -> int:
+        """Rows of the block that were verified, the anchor included."""
+        return len(self.draft_ids) + 1
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -210,9 +222,11 @@ class RequestOutput:
     """What became of a request.
 
     `acceptance_lengths` has accepted + 1 for each verify step, untruncated; the prefill's token is no step.
-    `committed_lengths` has the tokens each of those steps left in the output after stops and limits, and `drafts` what
-    it proposed. A step that decoded plainly is in none of them. `error` says why prompt `index` was not served, or not
-    finished, with `finish_reason` ERROR, the exit code its error has, and the tokens it had until then.
+    `verify_widths` has the most that each of them can be. `committed_lengths` has the tokens each of those steps left
+    in the output after stops and limits, and `drafts` what it verified. A step that decoded plainly is in none of them.
+
+    `error` says why prompt `index` was not served, or not finished, with `finish_reason` ERROR, the exit code its error
+    has, and the tokens it had until then.
     """
 
     index: int
@@ -220,12 +234,18 @@ class RequestOutput:
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
     acceptance_lengths: tuple[int, ...] = ()
+    verify_widths: tuple[int, ...] = ()
     committed_lengths: tuple[int, ...] = ()
     drafts: tuple[DraftStep, ...] = ()
     num_cached: int = 0
     num_preemptions: int = 0
     error: str | None = None
     exit_code: int = 0
+
+    @property
+    def num_plain_steps(self) -> int:
+        """Steps that decoded plainly, a token each; the first token is the prefill's."""
+        return max(0, len(self.token_ids) - 1 - sum(self.committed_lengths))
 
     @classmethod
     def read(cls, request: Request) -> "RequestOutput":
@@ -237,6 +257,7 @@ class RequestOutput:
             token_ids=tuple(request.output_token_ids),
             finish_reason=request.finish_reason,
             acceptance_lengths=tuple(step.num_accepted + 1 for step in request.steps),
+            verify_widths=tuple(step.verify_width for step in request.steps),
             committed_lengths=tuple(step.num_committed for step in request.steps),
             drafts=tuple(request.steps),
             num_cached=request.num_cached,

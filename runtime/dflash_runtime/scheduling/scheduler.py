@@ -27,6 +27,7 @@ from dflash_runtime.scheduling.limits import Limits
 from dflash_runtime.scheduling.pages import PagePool
 from dflash_runtime.scheduling.prefix_cache import PrefixCache
 from dflash_runtime.scheduling.request import DraftStep, Request
+from dflash_runtime.scheduling.width import FixedWidth, WidthPolicy
 
 FIRST_SHARE = 0.25
 """Share of the tokens it is allowed that a request is expected to use, before any has ended."""
@@ -47,11 +48,13 @@ class OutOfPages(Exception):
 class Scheduler:
     """First come, first served: running requests decode in every step, and prompts share the budget of prompt rows."""
 
-    def __init__(self, limits: Limits, pages: PagePool, cache: PrefixCache) -> None:
+    def __init__(
+        self, limits: Limits, pages: PagePool, cache: PrefixCache, width_policy: WidthPolicy | None = None
+    ) -> None:
         self.limits = limits
         self.pages = pages
         self.cache = cache
-        self.is_drafting = True
+        self.width_policy = width_policy or FixedWidth()
         self.num_preemptions = 0
         self.max_batched_tokens = limits.max_batched_tokens  # lowered where memory is short
         self.max_running = limits.max_num_requests
@@ -112,7 +115,7 @@ class Scheduler:
             chunks=tuple(chunks),
             decode=tuple(decode),
             longest=longest,
-            is_drafting=self.is_drafting,
+            verify_width=self._verify_width(decode),
         )
 
     def commit(self, request: Request, output: StepOutput) -> list[int]:
@@ -130,9 +133,10 @@ class Scheduler:
         start = len(request.output_token_ids)
         request.commit(output.token_ids, self.limits.max_model_len)
         assert request.is_finished == output.is_done, "host and device disagree on the end of a request"
-        if output.num_accepted is not None:
-            step = DraftStep(start, tuple(output.draft_ids), output.num_accepted, len(output.token_ids))
-            request.steps.append(step)
+        draft_ids = output.draft_ids[: request.params.max_drafts]
+        if output.num_accepted is not None and draft_ids:
+            request.steps.append(DraftStep(start, tuple(draft_ids), output.num_accepted, len(output.token_ids)))
+            self.width_policy.observe(len(draft_ids), output.num_accepted)
         self.cache.publish(request, request.kv_len)
         if request.is_finished:
             self._learn(request)
@@ -212,6 +216,12 @@ class Scheduler:
             if self._grow_or_preempt(request, needed, is_drained):
                 decode.append(request)
         return decode
+
+    def _verify_width(self, decode: Sequence[Request]) -> int:
+        """How many rows of each block this step verifies."""
+        full = self.limits.num_lookahead_tokens
+        widths = [min(request.params.verify_width or full, full) for request in decode]
+        return self.width_policy.choose(widths, sum(request.kv_len for request in decode)) if decode else 1
 
     def _plan_begun(self) -> list[Chunk]:
         """The next chunks of prompts that were begun in earlier steps, oldest first; their pages are theirs already."""

@@ -67,6 +67,7 @@ def test_rows_hold_what_the_runtime_said(expected: RequestOutput) -> None:
         "text": bundled_tokenizer().decode(expected.token_ids),
         "finish_reason": "length",
         "acceptance_lengths": list(expected.acceptance_lengths),
+        "verify_widths": [8] * len(expected.acceptance_lengths),
     }
 
 
@@ -76,6 +77,35 @@ def test_json_is_one_document_with_vllms_names(expected: RequestOutput) -> None:
     assert document["num_drafts"] == len(expected.acceptance_lengths)
     assert document["num_accepted_tokens"] == sum(expected.acceptance_lengths) - len(expected.acceptance_lengths)
     assert document["rows"][0]["token_ids"] == list(expected.token_ids)
+    assert document["verify_width_histogram"] == {"8": len(expected.acceptance_lengths)}
+    assert document["is_capped"] is False
+
+
+def test_a_narrow_verification_says_that_acceptance_is_capped(expected: RequestOutput) -> None:
+    done = run(PROMPT, "-n", "40", "--ignore-eos", "--verify-width", "3", "--json")
+    document = json.loads(done.stdout)
+    assert document["rows"][0]["token_ids"] == list(expected.token_ids)
+    assert set(document["rows"][0]["verify_widths"]) == {3}
+    assert document["verify_width_histogram"] == {"3": document["num_drafts"]}
+    assert document["per_pos_verified"] == [document["num_drafts"]] * 2 + [0] * 5
+    assert document["is_capped"] is True
+    assert "(capped: 2.0 of 7 drafts verified)" in done.stderr
+
+
+def test_widths_do_not_adapt_where_steps_have_no_times() -> None:
+    """Silently unless it is asked for: on the CPU nobody expects it."""
+    by_default, asked = (run(PROMPT, "-n", "9", "--json", *options) for options in ([], ["--adaptive-width"]))
+    assert "adaptive width" not in by_default.stderr
+    assert "warning: adaptive width is off because of steps without CUDA graphs" in asked.stderr
+    for done in (by_default, asked):
+        assert json.loads(done.stdout)["measured"]["adaptive_width"] is False
+
+
+def test_a_verify_width_of_one_is_plain_decoding(expected: RequestOutput) -> None:
+    document = json.loads(run(PROMPT, "-n", "40", "--ignore-eos", "--verify-width", "1", "--json").stdout)
+    assert document["rows"][0]["token_ids"] == list(expected.token_ids)
+    assert document["num_drafts"] == 0
+    assert document["verify_width_histogram"] == {"1": 39}
 
 
 def test_json_and_rows_on_stdout_exclude_each_other() -> None:

@@ -98,9 +98,9 @@ class ScriptedDraft:
     def write_context(self, features: Tensor, positions: Tensor, cache: PagedKV, slots: Tensor) -> None:
         self._draft.write_context(features, positions, cache, slots)
 
-    def logits(self, block_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def logits(self, block_ids: Tensor, positions: Tensor, attend: Attend, num_drafts: int | None = None) -> Tensor:
         drafted = torch.tensor([[self._script(int(position)) for position in row[1:]] for row in positions])
-        return one_hot(drafted, self.config.vocab_size).float()
+        return one_hot(drafted, self.config.vocab_size).float()[:, :num_drafts]
 
 
 def always_right(draft: Draft, sequence: Sequence[int]) -> ScriptedDraft:

@@ -71,6 +71,10 @@ CUDA = torch.device("cuda")
             EngineConfig(draft_sampling="probabilistic"), CPU, 0, {"draft_sampling": "greedy"},
             ("probabilistic drafting", "plain decoding"),
         ),
+        (
+            EngineConfig(adaptive_width=True), CPU, 7, {"adaptive_width": False},
+            ("adaptive width", "steps without CUDA graphs"),
+        ),
     ],
 )  # fmt: skip
 def test_what_is_excluded_is_switched_off_with_one_warning_naming_both(
@@ -90,6 +94,9 @@ def test_both_exclusions_may_apply_and_nothing_else_is_touched() -> None:
     for config in (EngineConfig(), both):
         assert apply_exclusions(config, placement(), 7) == (config, ())
         assert apply_exclusions(config, on_triton, 7) == (config, ())
+    adaptive = EngineConfig(adaptive_width=True)
+    assert apply_exclusions(adaptive, on_triton, 7) == (adaptive, ())
+    assert apply_exclusions(replace(adaptive, graphs=False), on_triton, 7)[1]
 
 
 def test_loading_warns_and_the_engine_runs(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,0 +1,219 @@
+"""How long decode steps take on this GPU, by batch size and verify width: measured once, then read from a cache.
+
+Captured steps are replayed on the padding row, which has no context; what context adds is what reading its KV takes.
+The times are those of greedy steps. A cache file is for one machine, one version of everything and one pair's shapes.
+"""
+
+import json
+import logging
+import os
+import platform
+import tempfile
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from functools import cache
+from hashlib import blake2b
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import dflash_kernels.suite
+from dflash_runtime.config import DraftConfig, TargetConfig
+from dflash_runtime.device.decode_graphs import StepMode, bucket_of
+from dflash_runtime.device.kv import KVCache, bytes_per_token
+from dflash_runtime.device.runner import Runner
+from dflash_runtime.json_values import as_object, is_number
+from dflash_runtime.scheduling.width import StepTimes, widths_for
+
+logger = logging.getLogger(__name__)
+
+NUM_REPLAYS = 5
+
+MAX_READ_BYTES, MIN_READ_BYTES = 2**30, 2**28
+"""KV that is read to see how fast memory is. Less than the second lies in the L2 cache and says nothing."""
+
+Observe = Callable[[int, int], None]
+
+
+def find_step_times(runner: Runner, observe: Observe = lambda num_done, total: None) -> StepTimes:
+    """The step times of a runner whose steps are captured, from the cache where they were measured before.
+
+    `observe` hears how many steps were measured, of how many.
+    """
+    key = describe(runner)
+    path = cache_directory() / f"{blake2b(_to_text(key).encode(), digest_size=12).hexdigest()}.json"
+    batches, widths = measured_batches(runner.limits.max_num_requests), widths_for(runner.limits.num_draft_tokens)
+    document = _read(path, key, batches, widths)
+    if document is None:
+        document = {"key": key} | measure(runner, batches, widths, observe)
+        _write(path, document)
+    table = {int(batch): {int(width): ms for width, ms in row.items()} for batch, row in document["ms"].items()}
+    buckets = {bucket_of(count, batches[-1]) for count in range(1, batches[-1] + 1)}
+    return StepTimes.between(table, sorted(buckets), document["context_ms"], document["draft_context_ms"])
+
+
+def measured_batches(max_requests: int) -> tuple[int, ...]:
+    """Powers of two, and the largest batch; times of those between lie between."""
+    powers = [1 << power for power in range(max_requests.bit_length())]
+    return tuple(sorted({*powers, max_requests}))
+
+
+def measure(runner: Runner, batches: tuple[int, ...], widths: tuple[int, ...], observe: Observe) -> dict[str, Any]:
+    """Replay every step a few times, largest first, and read a piece of KV; waits for the device."""
+    logger.info("measuring decode steps of %s rows a block, %s requests", widths, batches)
+    table: dict[str, dict[str, float]] = {}
+    total, num_done = len(batches) * len(widths), 0
+    for batch in reversed(batches):
+        table[str(batch)] = row = {}
+        ms = float("inf")
+        for width in reversed(widths):
+            # No step takes longer than a wider one, so a time that is disturbed is not kept.
+            ms = min(ms, _replay_ms(runner, batch, width))
+            row[str(width)] = ms
+            num_done += 1
+            observe(num_done, total)
+    byte_ms = _byte_ms(runner.target_kv)
+    draft_bytes = _context_bytes(runner.draft.config, runner) if runner.draft is not None else 0.0
+    return {
+        "ms": table,
+        "context_ms": byte_ms * _context_bytes(runner.target.config, runner),
+        "draft_context_ms": byte_ms * draft_bytes,
+    }
+
+
+def describe(runner: Runner) -> dict[str, Any]:
+    """All that step times depend on."""
+    draft = runner.draft.config if runner.draft is not None else None
+    return {
+        "gpu": torch.cuda.get_device_name(runner.device) if runner.device.type == "cuda" else platform.machine(),
+        "torch": torch.__version__,
+        "triton": _release("triton"),
+        "code": code_digest(),
+        "target": _plain(runner.target.config),
+        "draft": _plain(draft),
+        "dtype": str(runner.target_kv.keys.dtype),
+        "draft_sampling": "probabilistic" if runner.samples_drafts else "greedy",
+        **asdict(runner.limits),
+        "page_size": runner.page_size,
+    }
+
+
+@cache
+def code_digest() -> str:
+    """A digest of the kernels and of all that runs them: with other code, steps take other times."""
+    digest = blake2b(digest_size=12)
+    roots = (Path(dflash_kernels.suite.__file__).parent, Path(__file__).parents[1])
+    for file in sorted(file for root in roots for file in root.rglob("*.py")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def cache_directory() -> Path:
+    """Where step times are kept."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dflash" / "step_times"
+
+
+def _replay_ms(runner: Runner, batch: int, width: int) -> float:
+    """Milliseconds of a captured greedy step of so many requests, all of them padding."""
+    assert runner.graphs is not None
+    graphs, mode = runner.graphs, StepMode(verify_width=width, is_greedy=True, has_filters=False)
+    rows = [runner.limits.max_num_requests] * batch
+    return _milliseconds(runner.device, lambda: graphs.replay(rows, mode))
+
+
+def _byte_ms(kv: KVCache) -> float:
+    """Milliseconds it takes to read a byte of KV; 0 where there is too little of it to tell."""
+    keys = kv.keys.view(-1)[: MAX_READ_BYTES // kv.keys.itemsize]
+    num_bytes = keys.numel() * keys.itemsize
+    return _milliseconds(keys.device, keys.amax) / num_bytes if num_bytes >= MIN_READ_BYTES else 0.0
+
+
+@torch.inference_mode()
+def _milliseconds(device: torch.device, run: Callable[[], object]) -> float:
+    """What a piece of work takes on a GPU, after it has run once."""
+    with torch.cuda.device(device):
+        run()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(NUM_REPLAYS):
+            run()
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / NUM_REPLAYS
+
+
+def _context_bytes(config: TargetConfig | DraftConfig, runner: Runner) -> float:
+    """KV bytes of a token that every step reads; a layer with a window reads few."""
+    share = sum(window is None for window in config.windows) / len(config.windows)
+    return share * bytes_per_token(config, runner.target_kv.keys.dtype)
+
+
+def _read(
+    path: Path, key: Mapping[str, Any], batches: tuple[int, ...], widths: tuple[int, ...]
+) -> dict[str, Any] | None:
+    """A cache file's document, or None where there is none; one that is damaged or of something else is named."""
+    try:
+        document = as_object(json.loads(path.read_text()))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError):
+        document = {}
+    if document.get("key") == key and _is_complete(document, batches, widths):
+        return dict(document)
+    logger.warning("%s: no step times of this pair on this GPU; they are measured again", path)
+    return None
+
+
+def _is_complete(document: Mapping[str, Any], batches: tuple[int, ...], widths: tuple[int, ...]) -> bool:
+    """Whether a document has a time for every step that is measured, and what context adds."""
+    table = as_object(document.get("ms"))
+    rows = [as_object(table.get(str(batch))) for batch in batches]
+    times = [row.get(str(width)) for row in rows for width in widths]
+    added = [document.get("context_ms"), document.get("draft_context_ms")]
+    is_table = len(table) == len(rows) and all(len(row) == len(widths) for row in rows)
+    return is_table and all(map(_is_time, times)) and all(ms == 0 or _is_time(ms) for ms in added)
+
+
+def _is_time(value: object) -> bool:
+    return is_number(value) and 0 < value < 1e6
+
+
+def _write(path: Path, document: Mapping[str, Any]) -> None:
+    """Write a cache file whole or not at all; where that is not possible, the next run measures again."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+    except OSError as error:
+        logger.warning("step times are not kept: %s", error)
+        return
+    try:
+        with os.fdopen(handle, "w") as file:
+            file.write(_to_text(document))
+        Path(name).replace(path)
+    except OSError as error:
+        logger.warning("step times are not kept: %s", error)
+        with suppress(OSError):
+            Path(name).unlink()
+
+
+def _to_text(document: Mapping[str, Any]) -> str:
+    return json.dumps(document, sort_keys=True, allow_nan=False)
+
+
+def _plain(config: TargetConfig | DraftConfig | None) -> dict[str, Any] | None:
+    """A config as a file has it after it was written and read again, without the names of checkpoints."""
+    if config is None:
+        return None
+    values: dict[str, Any] = json.loads(json.dumps(asdict(config)))
+    values.pop("verifier", None)
+    return values
+
+
+def _release(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,219 @@
+"""Verify widths: only so many rows of a block go through the target, and nothing else changes."""
+
+from collections.abc import Sequence
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dflash_runtime.device.runner import Runner
+from dflash_runtime.llm import LLM, find_width_policy
+from dflash_runtime.metrics import count_acceptance, count_widths
+from dflash_runtime.models.layers import Attend
+from dflash_runtime.scheduling.request import Request, RequestOutput, SamplingParams
+from dflash_runtime.scheduling.width import AdaptiveWidth, FixedWidth, StepTimes, widths_for
+from dflash_testing.pairs import always_wrong, bundled_draft_model, bundled_llm, bundled_prompts
+from dflash_testing.widths import ListedWidths, RandomWidths
+
+SAMPLED = {"temperature": 1.0, "seed": 3}
+WAYS: list[tuple[str, dict[str, Any]]] = [("greedy", {}), ("greedy", SAMPLED), ("probabilistic", SAMPLED)]
+
+
+def short_prompts(count: int) -> list[tuple[int, ...]]:
+    return [prompt[: 12 + 5 * index] for index, prompt in enumerate(bundled_prompts()[:count])]
+
+
+def exact_llm(num_draft_tokens: int = 7, **engine: Any) -> LLM:
+    """In float64, where batches of other shapes give the same tokens."""
+    draft = bundled_draft_model(dtype=torch.float64) if num_draft_tokens else None
+    return bundled_llm(draft, num_draft_tokens, dtype=torch.float64, **engine)
+
+
+def texts(outputs: Sequence[RequestOutput]) -> list[tuple[int, ...]]:
+    return [output.token_ids for output in outputs]
+
+
+def watch_rows(runner: Runner) -> tuple[list[int], list[int]]:
+    """Rows of each forward of the target and of the draft, as they are run."""
+    target, draft = runner.target, runner.draft
+    assert draft is not None
+    logits = draft.logits
+    verified: list[int] = []
+    drafted: list[int] = []
+
+    class Watched:
+        config, head = target.config, staticmethod(target.head)
+
+        def __call__(self, token_ids: Tensor, positions: Tensor, attend: Attend, taps: Any) -> Any:
+            verified.append(len(token_ids))
+            return target(token_ids, positions, attend, taps)
+
+    def watched(block_ids: Tensor, positions: Tensor, attend: Attend, num_drafts: int | None = None) -> Tensor:
+        drafted.append(block_ids.numel())
+        return logits(block_ids, positions, attend, num_drafts)
+
+    runner.target = Watched()  # type: ignore[assignment]
+    draft.logits = watched  # type: ignore[method-assign]
+    return verified, drafted
+
+
+@pytest.mark.parametrize("width", [1, 2, 5, 8])
+def test_the_target_runs_the_verified_rows_and_the_draft_its_whole_block(width: int) -> None:
+    llm = bundled_llm(bundled_draft_model(), 7, max_num_requests=3)
+    verified, drafted = watch_rows(llm.engine.runner)
+    llm.generate([bundled_prompts()[0][:20]] * 3, SamplingParams(max_new_tokens=9, verify_width=width))
+    decoded = verified[3:]
+    assert len(decoded) >= 2
+    assert set(decoded) <= {width, 2 * width, 3 * width}
+    assert decoded[0] == 3 * width
+    assert set(drafted) <= ({8, 16, 24} if width > 1 else set())
+    assert len(drafted) == (len(decoded) if width > 1 else 0)
+
+
+def test_a_step_verifies_as_many_rows_as_any_of_its_requests_asks_for() -> None:
+    llm = bundled_llm(bundled_draft_model(), 7, max_num_requests=3)
+    verified, _ = watch_rows(llm.engine.runner)
+    lengths = {2: 40, 4: 20, 7: 6}
+    params = [SamplingParams(max_new_tokens=length, verify_width=width) for width, length in lengths.items()]
+    outputs = llm.generate([bundled_prompts()[0][:20]] * 3, params)
+    decoded = verified[3:]
+    assert [decoded[0], decoded[-1]] == [3 * 7, 2]
+    assert {rows for rows in decoded if rows in (21, 8, 2)} == {21, 8, 2}
+    for output, width in zip(outputs, lengths, strict=True):
+        assert set(output.verify_widths) == {width}
+        assert max(output.acceptance_lengths) <= width
+
+
+@pytest.mark.parametrize(("draft_sampling", "sampling"), WAYS)
+def test_a_text_and_its_trace_do_not_depend_on_the_widths_of_batch_mates(
+    draft_sampling: str, sampling: dict[str, Any]
+) -> None:
+    """Alone a request's step runs its own rows, beside a wide one all rows with acceptance capped."""
+    prompt, mate = bundled_prompts()[0][:20], bundled_prompts()[1][:20]
+    for width in (2, 5):
+        own = SamplingParams(max_new_tokens=30, verify_width=width, **sampling)
+        alone = exact_llm(draft_sampling=draft_sampling).generate([prompt], own)[0]
+        beside = exact_llm(draft_sampling=draft_sampling, max_num_requests=2).generate(
+            [prompt, mate], [own, SamplingParams(max_new_tokens=60, **sampling)]
+        )[0]
+        assert (beside.token_ids, beside.drafts) == (alone.token_ids, alone.drafts)
+        assert 1 < max(alone.acceptance_lengths) <= width
+
+
+@pytest.mark.parametrize(("scheduling", "sampling"), [("sync", {}), ("async", SAMPLED)], ids=str)
+def test_another_width_in_every_step_gives_the_text_of_plain_decoding(
+    scheduling: str, sampling: dict[str, Any]
+) -> None:
+    """Plain steps among them, with chunks and few pages; what a draft sees of its context must be all of it."""
+    prompts = short_prompts(5)
+    params = [SamplingParams(max_new_tokens=14 + 7 * index, **sampling) for index in range(5)]
+    wanted = texts(exact_llm(0, max_num_requests=5).generate(prompts, params))
+    llm = exact_llm(scheduling=scheduling, max_num_requests=3, num_pages=14, max_batched_tokens=24)
+    policy = llm.engine.scheduler.width_policy = RandomWidths(0, 8)
+    for index, (prompt, item) in enumerate(zip(prompts, params, strict=True)):
+        llm.engine.add(Request(index=index, prompt_token_ids=prompt, params=item))
+    requests = llm.engine.scheduler.live
+    while llm.engine.scheduler.has_work:
+        llm.engine.step()
+        llm.engine.scheduler.check_integrity()
+    assert [tuple(request.output_token_ids) for request in requests] == wanted
+    assert set(policy.chosen) == set(range(1, 9))
+    assert {step.verify_width for request in requests for step in request.steps} == set(range(2, 9))
+
+
+def test_widths_change_what_is_verified_and_not_what_is_drafted() -> None:
+    """Every step of a run with changing widths drafts what a fresh engine drafts there, and accepts as much of it."""
+    prompt, params = bundled_prompts()[0][:20], SamplingParams(max_new_tokens=40)
+    llm = exact_llm()
+    llm.engine.scheduler.width_policy = RandomWidths(1, 8)
+    output = llm.generate([prompt], params)[0]
+    whole = prompt + output.token_ids
+    for step in output.drafts[::3]:
+        fresh = exact_llm().generate([whole[: 20 + step.start - 1]], SamplingParams(max_new_tokens=10))[0].drafts[0]
+        assert step.draft_ids == fresh.draft_ids[: step.verify_width - 1]
+        assert step.num_accepted == min(fresh.num_accepted, step.verify_width - 1)
+
+
+def test_a_policy_hears_what_was_verified_and_accepted() -> None:
+    llm = bundled_llm(bundled_draft_model(), 7, scheduling="async", max_num_requests=2)
+    policy = llm.engine.scheduler.width_policy = ListedWidths([3, 1, 8, 2] * 5)
+    outputs = llm.generate([prompt[:20] for prompt in bundled_prompts()[:2]], SamplingParams(max_new_tokens=25))
+    steps = [step for output in outputs for step in output.drafts]
+    assert sorted(policy.observed) == sorted((step.verify_width - 1, step.num_accepted) for step in steps)
+    assert all(output.num_plain_steps for output in outputs)
+
+
+def test_pages_are_reserved_for_whole_blocks_whatever_is_verified() -> None:
+    """A later step may verify all rows."""
+    llm = bundled_llm(bundled_draft_model(), 7, page_size=1)
+    request = Request(index=0, prompt_token_ids=bundled_prompts()[0][:9], params=SamplingParams(max_new_tokens=20))
+    llm.engine.scheduler.width_policy = ListedWidths([2] * 50)
+    llm.engine.add(request)
+    llm.engine.step()
+    while True:
+        before = request.kv_len
+        llm.engine.step()
+        if request.is_finished:
+            break
+        assert len(request.pages) == before + 8
+
+
+def made_up(row_ms: float) -> StepTimes:
+    """Steps of 10 ms and so much more for each row of each request; drafting takes 2 ms."""
+    widths, batches = widths_for(7), range(1, 9)
+    return StepTimes(
+        {batch: {width: 10 + row_ms * batch * width + 2 * (width > 1) for width in widths} for batch in batches}
+    )
+
+
+@pytest.mark.parametrize(("scheduling", "sampling"), [("sync", {}), ("async", SAMPLED)], ids=str)
+def test_an_adaptive_run_has_the_text_of_plain_decoding(scheduling: str, sampling: dict[str, Any]) -> None:
+    """With rows so dear that the width falls when requests come and grows when they leave."""
+    prompts = short_prompts(5)
+    params = [SamplingParams(max_new_tokens=20 + 9 * index, **sampling) for index in range(5)]
+    wanted = texts(exact_llm(0, max_num_requests=5).generate(prompts, params))
+    llm = exact_llm(scheduling=scheduling, max_num_requests=4, num_pages=24)
+    llm.engine.scheduler.width_policy = AdaptiveWidth(made_up(1.2), 7)
+    outputs = llm.generate(prompts, params)
+    assert texts(outputs) == wanted
+    llm.engine.scheduler.check_integrity()
+    assert len(count_widths(outputs)) >= 3
+    assert count_acceptance(outputs, 7).is_capped
+
+
+@pytest.mark.parametrize("row_ms", [0.0, 3.0])
+def test_rows_that_cost_nothing_are_all_verified_and_dear_ones_are_not(row_ms: float) -> None:
+    llm = bundled_llm(bundled_draft_model(), 7, max_num_requests=4)
+    llm.engine.scheduler.width_policy = AdaptiveWidth(made_up(row_ms), 7)
+    outputs = llm.generate([prompt[:20] for prompt in bundled_prompts()[:4]], SamplingParams(max_new_tokens=60))
+    counts = count_widths(outputs)
+    if row_ms:
+        assert counts.get(8, 0) < sum(counts.values()) / 10
+    else:
+        assert set(counts) == {8}
+
+
+def test_a_draft_that_is_never_right_is_left_alone_and_tried_now_and_then() -> None:
+    prompt = bundled_prompts()[0][:20]
+    params = SamplingParams(max_new_tokens=300)
+    plain = bundled_llm(None, 0).generate([prompt], params)[0]
+    llm = bundled_llm(always_wrong(bundled_draft_model(), prompt + plain.token_ids), 7, scheduling="async")
+    llm.engine.scheduler.width_policy = AdaptiveWidth(made_up(0.1), 7)
+    output = llm.generate([prompt], params)[0]
+    assert output.token_ids == plain.token_ids
+    assert 5 < len(output.drafts) < 40
+    assert any(step.start > 200 for step in output.drafts)
+
+
+def test_a_width_adapts_only_where_it_is_asked_for_and_steps_have_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dflash_runtime.llm.find_step_times", lambda runner: made_up(1.0))
+    for is_asked, has_draft, has_graphs in product((True, False), repeat=3):
+        draft, num_drafts = (bundled_draft_model(), 7) if has_draft else (None, 0)
+        llm = bundled_llm(draft, num_drafts, adaptive_width=is_asked)
+        if has_graphs:
+            monkeypatch.setattr(llm.engine.runner, "graphs", object())
+        policy = find_width_policy(llm.pair, llm.engine.runner)
+        assert isinstance(policy, AdaptiveWidth) == (is_asked and has_draft and has_graphs)
+        assert isinstance(llm.engine.scheduler.width_policy, FixedWidth)

@@ -1,0 +1,32 @@
+"""Width policies that do not adapt: widths from a list, and random ones."""
+
+import random
+from collections.abc import Sequence
+
+
+class ListedWidths:
+    """These widths, step by step, then all rows. `chosen` has those of every step."""
+
+    def __init__(self, widths: Sequence[int]) -> None:
+        self._widths = list(widths)
+        self.chosen: list[int] = []
+        self.observed: list[tuple[int, int]] = []
+
+    def candidates(self, batch: int, widest: int) -> Sequence[int]:
+        return range(1, widest + 1)
+
+    def choose(self, widths: Sequence[int], num_context: int) -> int:
+        wanted = self._widths[len(self.chosen)] if len(self.chosen) < len(self._widths) else max(widths)
+        self.chosen.append(min(wanted, max(widths)))
+        return self.chosen[-1]
+
+    def observe(self, num_verified: int, num_accepted: int) -> None:
+        self.observed.append((num_verified, num_accepted))
+
+
+class RandomWidths(ListedWidths):
+    """Another width in every step, plain steps among them."""
+
+    def __init__(self, seed: int, widest: int) -> None:
+        generator = random.Random(seed)
+        super().__init__([generator.randint(1, widest) for _ in range(1000)])
