@@ -16,6 +16,7 @@ from dflash_kernels.categorical import sample_probs, sample_probs_ref
 from dflash_kernels.context_kv import context_kv_store, context_kv_store_ref
 from dflash_kernels.kv_store import kv_store, kv_store_ref
 from dflash_kernels.launch_config import FLOATS, HAS_TRITON, IS_INTERPRETED, NOT_INSTALLED
+from dflash_kernels.ragged_attention import ragged_attention, ragged_attention_ref
 from dflash_kernels.rejection import reject, reject_ref
 from dflash_kernels.rope_norm import (
     add_rms_norm,
@@ -44,6 +45,7 @@ class Kernels:
     silu_mul: Callable[[Tensor], Tensor]
     context_kv_store: Callable[[Tensor, Tensor, float, Tensor, Tensor, Tensor, Tensor, Tensor], None]
     block_attention: Callable[..., Tensor]
+    ragged_attention: Callable[..., Tensor]
     accept_block: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Acceptance]
     sample_probs: Callable[..., Tensor]
     filtered_probs: Callable[..., Tensor]
@@ -61,6 +63,7 @@ REFERENCE = Kernels(
     silu_mul=silu_mul_ref,
     context_kv_store=context_kv_store_ref,
     block_attention=block_attention_ref,
+    ragged_attention=ragged_attention_ref,
     accept_block=accept_block_ref,
     sample_probs=sample_probs_ref,
     filtered_probs=filtered_probs_ref,
@@ -78,6 +81,7 @@ _TRITON = Kernels(
     silu_mul=silu_mul,
     context_kv_store=context_kv_store,
     block_attention=block_attention,
+    ragged_attention=ragged_attention,
     accept_block=accept_block,
     sample_probs=sample_probs,
     filtered_probs=filtered_probs,
