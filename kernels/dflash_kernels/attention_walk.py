@@ -1,7 +1,8 @@
 """How one attention program walks over its keys: which tiles are its own, and what it makes of each.
 
-Device functions of `block_attention.py` and `ragged_attention.py`. A program holds TILE_M packed rows of one KV head of one request and keeps a
-running softmax over tiles of TILE_N keys (Milakov and Gimelshein 2018, "Online normalizer calculation for softmax").
+Device functions of `block_attention.py` and `ragged_attention.py`. A program holds TILE_M packed rows of one KV head of
+one request and keeps a running softmax over tiles of TILE_N keys (Milakov and Gimelshein 2018, "Online normalizer
+calculation for softmax").
 """
 
 from dflash_kernels.launch_config import jit, tl

@@ -162,7 +162,7 @@ def attention_shape(
 
 @dataclass(frozen=True, slots=True)
 class RaggedShape:
-    """Tiles of prefill: packed rows (query heads x rows) and keys, and the launch. Any batch of a model has the same."""
+    """Tiles of prefill: packed rows (query heads x rows) and keys, and the launch: one for a model."""
 
     rows: int
     keys: int

@@ -136,10 +136,10 @@ def ragged_attention_ref(
         num_pages = ceil_div(segment.context_len + segment.num_rows, page_size)
         table = page_table[segment.table_row : segment.table_row + 1, :num_pages]
         context_lens = table.new_full((1,), segment.context_len)
-        blocks = [tensor[None, rows] for tensor in (query, keys, values)]
         out = block_attention_ref(
-            *blocks, key_cache, value_cache, table, context_lens, page_size=page_size, is_causal=True, window=window
-        )
+            query[None, rows], keys[None, rows], values[None, rows], key_cache, value_cache, table, context_lens,
+            page_size=page_size, is_causal=True, window=window,
+        )  # fmt: skip
         attended.append(out[0])
     return torch.cat(attended) if attended else torch.empty_like(query)
 

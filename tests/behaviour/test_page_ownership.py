@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dflash_runtime.device.results import PendingStep
+from dflash_runtime.device.results import PendingForward
 from dflash_runtime.llm import LLM
 from dflash_runtime.scheduling.batch import Batch
 from dflash_runtime.scheduling.request import DraftStep, Request, SamplingParams
@@ -56,7 +56,7 @@ def check_every_step(llm: LLM) -> list[int]:
         published.update(scheduler.cache._digests)
         return schedule(is_drained=is_drained)
 
-    def watched_submit(batch: Batch) -> PendingStep:
+    def watched_submit(batch: Batch) -> list[PendingForward]:
         written.clear()
         now = scheduler.cache._digests
         final = {page for page, digest in published.items() if now.get(page) == digest}
