@@ -80,7 +80,8 @@ def test_the_definition_is_that_of_blocks(window: int | None) -> None:
         assert torch.equal(packed[rows], alone[0])
     together = block_attention_ref(
         query.view(3, 7, -1, 16), keys.view(3, 7, -1, 16), values.view(3, 7, -1, 16),
-        pages.key_cache, pages.value_cache, pages.page_table.flip(0), pages.context_lens.flip(0), page_size=PAGE, is_causal=True, window=window,
+        pages.key_cache, pages.value_cache, pages.page_table.flip(0), pages.context_lens.flip(0),
+        page_size=PAGE, is_causal=True, window=window,
     )  # fmt: skip
     assert torch.allclose(packed, together.flatten(0, 1), atol=1e-6)
 
