@@ -34,7 +34,6 @@ from dflash_kernels.launch_config import (
     jit,
     num_multiprocessors,
     power_of_2,
-    ragged_shape,
     require,
     tl,
 )
@@ -78,13 +77,13 @@ class RaggedPlan:
 
 
 def plan_ragged(
-    segments: Sequence[Segment], num_heads: int, num_kv: int, head_dim: int, itemsize: int, device: torch.device
+    segments: Sequence[Segment], num_heads: int, num_kv: int, shape: RaggedShape, device: torch.device
 ) -> RaggedPlan:
     """Cut packed rows into tiles, longest first, and the keys of the longest into parts if the device were idle else.
 
     A part has at least an even share of all the work, by programs that run at once.
     """
-    group, shape = num_heads // num_kv, ragged_shape(head_dim, itemsize)
+    group = num_heads // num_kv
     cut = []
     for segment in segments:
         for first in range(0, segment.num_rows * group, shape.rows):

@@ -8,13 +8,14 @@ from torch import Tensor
 
 from dflash_kernels import ragged_attention as module
 from dflash_kernels.block_attention import block_attention_ref
-from dflash_kernels.launch_config import MAX_SPLITS, RaggedShape
+from dflash_kernels.launch_config import MAX_SPLITS, RaggedShape, ragged_shape
 from dflash_kernels.ragged_attention import RaggedPlan, Segment, plan_ragged, ragged_attention, ragged_attention_ref
 from dflash_testing.tensors import DEVICE, DTYPES, Pages, assert_rows_close, normal, random_pages
 
 PAGE = 16
 ROWS = (1, 15, 16, 17, 63, 64, 65)
 CONTEXTS = (0, 1, 15, 16, 17)
+SHAPE = RaggedShape(rows=128, keys=64, num_warps=8, num_stages=2)
 
 
 def lay_out(rows: list[int], contexts: list[int]) -> tuple[Segment, ...]:
@@ -38,14 +39,15 @@ def pages_of(segments: tuple[Segment, ...], num_kv: int, head_dim: int, dtype: t
 
 def check(
     segments: tuple[Segment, ...], num_heads: int, num_kv: int, head_dim: int, dtype: torch.dtype,
-    window: int | None = None,
+    window: int | None = None, shape: RaggedShape | None = None,
 ) -> RaggedPlan:  # fmt: skip
     pages = pages_of(segments, num_kv, head_dim, dtype)
     num_rows = sum(segment.num_rows for segment in segments)
     query = normal(num_rows, num_heads, head_dim, dtype=dtype, seed=1)
     heads = normal(num_rows, 2 * num_kv, head_dim, dtype=dtype, seed=2)  # views of one projection
     keys, values = heads[:, :num_kv], heads[:, num_kv:]
-    plan = plan_ragged(segments, num_heads, num_kv, head_dim, query.element_size(), DEVICE)
+    shape = shape or ragged_shape(head_dim, query.element_size())
+    plan = plan_ragged(segments, num_heads, num_kv, shape, DEVICE)
     out = ragged_attention(
         query, keys, values, pages.key_cache, pages.value_cache, pages.page_table, plan, place(plan),
         page_size=PAGE, window=window,
@@ -64,7 +66,7 @@ def test_the_definition_is_that_of_blocks(window: int | None) -> None:
     segments = lay_out([7, 7, 7], [0, 40, 5])
     pages = pages_of(segments, 2, 16, torch.float32)
     query, keys, values = (normal(21, heads, 16, seed=heads) for heads in (4, 2, 2))
-    plan = plan_ragged(segments, 4, 2, 16, 4, DEVICE)
+    plan = plan_ragged(segments, 4, 2, SHAPE, DEVICE)
     packed = ragged_attention_ref(
         query, keys, values, pages.key_cache, pages.value_cache, pages.page_table, plan, place(plan),
         page_size=PAGE, window=window,
@@ -112,23 +114,22 @@ def test_parts_of_long_segments_beside_short_ones(
     shape: RaggedShape, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a window most parts see nothing, and some rows of a part see nothing."""
-    monkeypatch.setattr(module, "ragged_shape", lambda *_: shape)
     monkeypatch.setattr(module, "MIN_PART", 1)
-    plan = check(lay_out([3, 20, 1], [600, 2, 333]), 2, 1, 16, torch.float32, window)
+    plan = check(lay_out([3, 20, 1], [600, 2, 333]), 2, 1, 16, torch.float32, window, shape)
     assert plan.num_parts > len(plan.sums) > 1
     assert len(plan.tiles) > plan.num_parts  # the short ones are not cut
 
 
 def test_work_is_shared_evenly_and_short_work_not_at_all() -> None:
     device = torch.device("cpu")  # as if 8 programs ran at once: here 8 of them for each of 2 KV heads
-    alone = plan_ragged(lay_out([16], [5000]), 8, 2, 128, 2, device)
+    alone = plan_ragged(lay_out([16], [5000]), 8, 2, SHAPE, device)
     assert [tile[5:] for tile in alone.tiles] == [(part, 8, part) for part in range(8)]
     assert len(alone.sums) == 1
-    many = plan_ragged(lay_out([512] * 32, [0] * 32), 8, 2, 128, 2, device)
+    many = plan_ragged(lay_out([512] * 32, [0] * 32), 8, 2, SHAPE, device)
     assert not many.sums
     assert len(many.tiles) == 32 * 16
-    assert plan_ragged(lay_out([200], [0]), 8, 2, 128, 2, device).num_parts == 0
-    longest = plan_ragged(lay_out([1], [100_000]), 8, 1, 128, 2, torch.device("cpu"))
+    assert plan_ragged(lay_out([200], [0]), 8, 2, SHAPE, device).num_parts == 0
+    longest = plan_ragged(lay_out([1], [100_000]), 8, 1, SHAPE, device)
     assert len(longest.tiles) == MAX_SPLITS
     assert (longest.ints[5], longest.ints[6]) == (0, MAX_SPLITS)
 
@@ -139,7 +140,7 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="at least 1"):
         check(lay_out([3], [2]), 4, 2, 16, torch.float32, 0)
     query = normal(4, 1, 16)
-    plan = plan_ragged(lay_out([3], [0]), 1, 1, 16, 4, DEVICE)
+    plan = plan_ragged(lay_out([3], [0]), 1, 1, SHAPE, DEVICE)
     with pytest.raises(ValueError, match="a plan of these rows"):
         ragged_attention(
             query, query, query, query, query, place(plan)[None], plan, place(plan), page_size=4, window=None

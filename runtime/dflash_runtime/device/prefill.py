@@ -14,6 +14,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from dflash_kernels.launch_config import ragged_shape
 from dflash_kernels.ragged_attention import RaggedPlan, Segment, plan_ragged
 from dflash_kernels.slot_mapping import PAD
 from dflash_kernels.suite import Kernels
@@ -123,9 +124,8 @@ class Prefill:
             for first, length, chunk in zip(firsts, lens, chunks, strict=False)
         ]
         config, keys = self.target.config, self.cache.keys
-        return plan_ragged(
-            segments, config.num_heads, config.num_kv_heads, config.head_dim, keys.element_size(), keys.device
-        )
+        shape = ragged_shape(config.head_dim, keys.element_size())
+        return plan_ragged(segments, config.num_heads, config.num_kv_heads, shape, keys.device)
 
     def _locate(self, num_rows: int, ends: Tensor, shifts: Tensor, table_rows: Tensor) -> tuple[Tensor, Tensor]:
         """Position and slot of each packed row, [T] each, from what is known of each chunk, [G]."""
