@@ -1,7 +1,8 @@
 """How one attention program walks over its keys: which tiles are its own, and what it makes of each.
 
-Device functions of `block_attention.py`. A program holds TILE_M packed rows of one KV head of one request and keeps a
-running softmax over tiles of TILE_N keys (Milakov and Gimelshein 2018, "Online normalizer calculation for softmax").
+Device functions of `block_attention.py` and `ragged_attention.py`. A program holds TILE_M packed rows of one KV head of
+one request and keeps a running softmax over tiles of TILE_N keys (Milakov and Gimelshein 2018, "Online normalizer
+calculation for softmax").
 """
 
 from dflash_kernels.launch_config import jit, tl
@@ -22,8 +23,8 @@ def _attend(queries, keys, values, is_visible, acc, row_max, weight_sum, scale):
 
 @jit
 def share_of_tiles(
-    context_len, readable_len, first_row, last_row, num_rows, split,
-    IS_CAUSAL: tl.constexpr, WINDOW: tl.constexpr, NUM_SPLITS: tl.constexpr, TILE_N: tl.constexpr,
+    context_len, readable_len, first_row, last_row, num_rows, part, num_parts,
+    IS_CAUSAL: tl.constexpr, WINDOW: tl.constexpr, TILE_N: tl.constexpr,
 ):  # fmt: skip
     """Tiles of keys one part walks, of the context and of the block: two intervals `[begin, end)`.
 
@@ -40,8 +41,8 @@ def share_of_tiles(
     context_tile, block_tile = context_start // TILE_N, block_start // TILE_N
     num_context = tl.maximum(tl.cdiv(readable_len, TILE_N) - context_tile, 0)
     num_tiles = num_context + tl.cdiv(block_end, TILE_N) - block_tile
-    begin = split * num_tiles // NUM_SPLITS
-    end = (split + 1) * num_tiles // NUM_SPLITS
+    begin = part * num_tiles // num_parts
+    end = (part + 1) * num_tiles // num_parts
     return (
         context_tile + tl.minimum(begin, num_context),
         context_tile + tl.minimum(end, num_context),

@@ -124,7 +124,7 @@ def _block_attention_kernel(
     last_row = tl.minimum((first_packed + TILE_M - 1) // GROUP, num_rows - 1)
     context_begin, context_end, block_begin, block_end = share_of_tiles(
         context_len, readable_len, first_packed // GROUP, last_row, num_rows, split.to(tl.int32),
-        IS_CAUSAL, WINDOW, NUM_SPLITS, TILE_N,
+        NUM_SPLITS, IS_CAUSAL, WINDOW, TILE_N,
     )  # fmt: skip
     target = flat_row * (NUM_KV * GROUP) + head
     if NUM_SPLITS > 1:

@@ -206,3 +206,27 @@ def product_shape(
             break
         num_parts *= 2
     return ProductShape(rows, columns, inner, num_parts, num_stages=3 if is_gated and not is_wide else 4)
+
+
+@dataclass(frozen=True, slots=True)
+class RaggedShape:
+    """Tiles of prefill: packed rows (query heads x rows) and keys, and the launch: one for a model."""
+
+    rows: int
+    keys: int
+    num_warps: int
+    num_stages: int
+
+
+RAGGED_SHAPES = (
+    (256, RaggedShape(rows=128, keys=64, num_warps=8, num_stages=3)),
+    (512, RaggedShape(rows=64, keys=32, num_warps=4, num_stages=2)),
+    (1024, RaggedShape(rows=MIN_DOT, keys=16, num_warps=4, num_stages=2)),
+)
+"""By the bytes of a head's row, at most: wider rows leave shared memory for fewer of them."""
+
+
+def ragged_shape(head_dim: int, itemsize: int) -> RaggedShape:
+    """The tiles for heads of this size."""
+    row_bytes = power_of_2(head_dim) * itemsize
+    return next((shape for limit, shape in RAGGED_SHAPES if row_bytes <= limit), RAGGED_SHAPES[-1][1])

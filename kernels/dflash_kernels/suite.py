@@ -23,6 +23,7 @@ from dflash_kernels.product import (
     product_parts_ref,
     product_ref,
 )
+from dflash_kernels.ragged_attention import ragged_attention, ragged_attention_ref
 from dflash_kernels.rejection import reject, reject_ref
 from dflash_kernels.rope_norm import add_rms_norm, add_rms_norm_ref, rms_norm, rms_norm_ref
 from dflash_kernels.rope_store import KVPlace, rope_store, rope_store_ref
@@ -47,6 +48,7 @@ class Kernels:
     gated_product: Callable[[Tensor, Tensor], Tensor]
     context_kv_store: Callable[[Tensor, Tensor, float, Tensor, Tensor, Tensor, Tensor, Tensor], None]
     block_attention: Callable[..., Tensor]
+    ragged_attention: Callable[..., Tensor]
     accept_block: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Acceptance]
     sample_probs: Callable[..., Tensor]
     filtered_probs: Callable[..., Tensor]
@@ -66,6 +68,7 @@ REFERENCE = Kernels(
     gated_product=gated_product_ref,
     context_kv_store=context_kv_store_ref,
     block_attention=block_attention_ref,
+    ragged_attention=ragged_attention_ref,
     accept_block=accept_block_ref,
     sample_probs=sample_probs_ref,
     filtered_probs=filtered_probs_ref,
@@ -85,6 +88,7 @@ _TRITON = Kernels(
     gated_product=gated_product,
     context_kv_store=context_kv_store,
     block_attention=block_attention,
+    ragged_attention=ragged_attention,
     accept_block=accept_block,
     sample_probs=sample_probs,
     filtered_probs=filtered_probs,

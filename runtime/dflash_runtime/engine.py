@@ -1,9 +1,11 @@
 """The step loop: schedule a batch, queue it on the device, commit results that have come back.
 
 Synchronous, a step's results are read before the next is scheduled. Asynchronous, `max_in_flight` steps are queued
-before the oldest one's results are read, so the device never waits for the host. The scheduler then does not know how
-many drafts those steps accept, and plans for every count they can give: pages are reserved as if all were accepted, a
-request that the queued steps end in any case is left out, and nothing is preempted while a step is in flight.
+before the oldest one's results are read, so the device never waits for the host. The forwards of a step, decoding and
+prompts, come back one by one: tokens are committed while the prompts behind them run. The scheduler does not know how
+many drafts the steps in flight accept, and plans for every count they can give: pages are reserved as if all were
+accepted, a request that the queued steps end in any case is left out, and nothing is preempted while a step is in
+flight.
 
 A step that fails is undone: every request begins again from the tokens it has, in a pool without content, and half as
 many run at a time; out of memory, with half as many prompt rows. One that fails alone, and again, ends with the error,
@@ -19,7 +21,7 @@ from secrets import randbits
 
 import torch
 
-from dflash_runtime.device.results import PendingStep
+from dflash_runtime.device.results import PendingForward
 from dflash_runtime.device.runner import Runner
 from dflash_runtime.errors import CapacityError, DFlashError
 from dflash_runtime.scheduling.batch import Batch
@@ -53,7 +55,7 @@ class Engine:
         self.runner = runner
         self.max_in_flight = max_in_flight
         self.failure: DFlashError | None = None  # why nothing runs any more
-        self._in_flight: deque[PendingStep] = deque()
+        self._in_flight: deque[PendingForward] = deque()
         self._touched: dict[Request, None] = {}  # may have tokens, or an end, that nobody has heard of
         self._is_whole = True  # host and device agree; false while a step is under way
         self._num_failures = 0  # since a token was last committed
@@ -88,8 +90,8 @@ class Engine:
             if batch.is_empty:
                 self._commit_oldest()
             else:
-                self._in_flight.append(self.runner.submit(batch))
-            while len(self._in_flight) > self.max_in_flight:
+                self._in_flight += self.runner.submit(batch)
+            while self._is_due:
                 self._commit_oldest()
             self._num_good_steps += 1
             if self._num_good_steps % NUM_GOOD_STEPS == 0:
@@ -150,8 +152,17 @@ class Engine:
                     del own[item.request]
                 yield item
 
+    @property
+    def _is_due(self) -> bool:
+        """Whether to wait for the oldest results: as many steps are queued as may be, or prompts right behind it.
+
+        Prompts keep the device busy meanwhile, so that the tokens before them need not wait until they are through.
+        """
+        queue = self._in_flight
+        return len(queue) > self.max_in_flight or (len(queue) > 1 and bool(queue[1].chunks))
+
     def _commit_oldest(self) -> None:
-        """Wait for the results of the oldest step in flight, if there is one, and make its tokens final."""
+        """Wait for the results of the oldest forward in flight, if there is one, and make its tokens final."""
         if not self._in_flight:
             return
         pending = self._in_flight.popleft()

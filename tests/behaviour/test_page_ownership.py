@@ -8,7 +8,8 @@ import torch
 
 from dflash_kernels.rope_store import KVPlace
 from dflash_runtime.device.kv import PagedAttention
-from dflash_runtime.device.results import PendingStep
+from dflash_runtime.device.prefill import RaggedAttention
+from dflash_runtime.device.results import PendingForward
 from dflash_runtime.llm import LLM
 from dflash_runtime.scheduling.batch import Batch
 from dflash_runtime.scheduling.request import DraftStep, Request, SamplingParams
@@ -44,23 +45,28 @@ def check_every_step(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     A page is published when the step that filled it is committed, and never written after.
     """
     runner, scheduler = llm.engine.runner, llm.engine.scheduler
-    place, submit, schedule = PagedAttention.place, runner.submit, scheduler.schedule
+    submit, schedule = runner.submit, scheduler.schedule
     written: list[int] = []
     checked: list[int] = []
     published: dict[int, bytes] = {}
 
-    def watched_place(self: PagedAttention, layer: int) -> KVPlace | None:
-        found = place(self, layer)
-        if found is not None:
-            written.extend(slot for slot in found.slots.tolist() if slot >= 0)
-        return found
+    def watch(kind: type[PagedAttention] | type[RaggedAttention]) -> None:
+        place = kind.place
+
+        def watched(self: Any, layer: int) -> KVPlace | None:
+            found = place(self, layer)
+            if found is not None:
+                written.extend(slot for slot in found.slots.tolist() if slot >= 0)
+            return found
+
+        monkeypatch.setattr(kind, "place", watched)
 
     def watched_schedule(*, is_drained: bool) -> Batch:
         published.clear()
         published.update(scheduler.cache._digests)
         return schedule(is_drained=is_drained)
 
-    def watched_submit(batch: Batch) -> PendingStep:
+    def watched_submit(batch: Batch) -> list[PendingForward]:
         written.clear()
         now = scheduler.cache._digests
         final = {page for page, digest in published.items() if now.get(page) == digest}
@@ -75,7 +81,8 @@ def check_every_step(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
         checked.extend(written)
         return result
 
-    monkeypatch.setattr(PagedAttention, "place", watched_place)
+    watch(PagedAttention)
+    watch(RaggedAttention)
     runner.submit = watched_submit  # type: ignore[method-assign]
     scheduler.schedule = watched_schedule  # type: ignore[method-assign]
     return checked

@@ -43,31 +43,31 @@ class StepResults:
 
 
 @dataclass(frozen=True, slots=True)
-class PendingStep:
-    """A step in flight: its chunks, its requests in the order of the result rows, and the tensor results arrive in."""
+class PendingForward:
+    """A forward in flight: the requests of its result rows, the tensor these arrive in, and the chunks it fills."""
 
-    chunks: tuple[Chunk, ...]
     requests: tuple[Request, ...]
-    results: Tensor | None  # [R, NUM_FIELDS + 2N - 1] int64, on the host; None where no tokens come of the step
+    results: Tensor | None  # [R, NUM_FIELDS + 2N - 1] int64, on the host; None where no tokens come of it
     event: torch.cuda.Event | None
+    chunks: tuple[Chunk, ...] = ()
 
     @classmethod
     def send(
-        cls, chunks: Sequence[Chunk], requests: Sequence[Request], packed: Tensor | None, device: torch.device
-    ) -> "PendingStep":
+        cls, requests: Sequence[Request], packed: Tensor | None, device: torch.device, chunks: Sequence[Chunk] = ()
+    ) -> "PendingForward":
         """Start the copy to the host."""
         if device.type != "cuda":
-            return cls(tuple(chunks), tuple(requests), packed, None)
+            return cls(tuple(requests), packed, None, tuple(chunks))
         results = None
         if packed is not None:
             results = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
             results.copy_(packed, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
-        return cls(tuple(chunks), tuple(requests), results, event)
+        return cls(tuple(requests), results, event, tuple(chunks))
 
     def read(self) -> list[tuple[Request, StepOutput]]:
-        """Wait for the step and unpack what it gave."""
+        """Wait for the forward and unpack what it gave."""
         if self.event is not None:
             self.event.synchronize()
         if self.results is None:

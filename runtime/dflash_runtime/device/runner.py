@@ -1,4 +1,4 @@
-"""Runs the models: prefill, draft, verify, accept, context KV. Owns the KV tensors and the device state.
+"""Runs the models: draft, verify, accept, context KV; `prefill.py` runs prompts. Owns KV tensors and device state.
 
 One decode step, for R requests of N = K + 1 block rows each:
 
@@ -26,9 +26,10 @@ from dflash_kernels.uniform import DRAFT
 from dflash_runtime.device.decode_graphs import DecodeGraphs, StepMode
 from dflash_runtime.device.kv import KVCache, PagedAttention
 from dflash_runtime.device.loading import LoadedPair
-from dflash_runtime.device.results import PendingStep, StepResults
+from dflash_runtime.device.prefill import Prefill
+from dflash_runtime.device.results import PendingForward, StepResults
 from dflash_runtime.device.state import DeviceState, Uploader
-from dflash_runtime.scheduling.batch import Batch, Chunk
+from dflash_runtime.scheduling.batch import Batch
 from dflash_runtime.scheduling.request import Request
 
 REGRET_ROWS = 256
@@ -97,32 +98,26 @@ class Runner:
         self.graphs = DecodeGraphs(self._decode, self.limits.max_num_requests, self.device) if pair.has_graphs else None
 
     @torch.inference_mode()
-    def submit(self, batch: Batch) -> PendingStep:
-        """Queue one step, on the device of the pair whatever the caller's current one is."""
+    def submit(self, batch: Batch) -> list[PendingForward]:
+        """Queue one step, on the device of the pair whatever the caller's current one is.
+
+        Decoding first: its results are on their way to the host before the chunks, which take longer, are queued.
+        """
         with self._on_device():
-            for request in batch.admitted:
-                self.state.admit(request, request.generation, self.limits.num_lookahead_tokens, self._upload)
-            self.state.add_pages(batch.additions, self.page_size, self._upload)
-            parts: list[Tensor] = []
-            requests: list[Request] = []
+            num_rows = self.limits.num_lookahead_tokens
+            self.state.admit(batch.admitted, batch.additions, num_rows, self.page_size, self._upload)
+            pending = []
             if batch.decode:
                 rows, mode = [_row(request) for request in batch.decode], _mode(batch.decode, batch.verify_width)
                 if self.graphs is not None:
-                    parts.append(self.graphs.replay(rows, mode))
+                    packed = self.graphs.replay(rows, mode)
                 else:
-                    parts.append(self._decode(self._upload.ints(rows), mode, batch.longest))
-                requests += batch.decode
-            for chunk in batch.chunks:
-                if chunk.start == chunk.end:
-                    self._resume(chunk.request)  # every row up to its anchor was in the prefix cache
-                    continue
-                packed = self._prefill(chunk)
-                if packed is not None:
-                    parts.append(packed)
-                    requests.append(chunk.request)
-            width = max((part.shape[1] for part in parts), default=0)
-            packed = torch.cat([_widen(part, width) for part in parts]) if parts else None
-            return PendingStep.send(batch.chunks, requests, packed, self.device)
+                    packed = self._decode(self._upload.ints(rows), mode, batch.longest)
+                pending.append(PendingForward.send(batch.decode, packed, self.device))
+            if batch.chunks:
+                requests, first = self._prefill().fill(batch.chunks)
+                pending.append(PendingForward.send(requests, first, self.device, batch.chunks))
+            return pending
 
     @torch.inference_mode()
     def regrets(self, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> list[float]:
@@ -202,52 +197,27 @@ class Runner:
         state.done[rows] = is_done
         return is_done
 
-    def _prefill(self, chunk: Chunk) -> Tensor | None:
-        """Run a chunk that is not empty. After the last chunk, choose the first token and start decoding."""
-        view = self._chunk_view(chunk)
-        token_ids = self._upload.ints(chunk.request.token_slice(chunk.start, chunk.end))
-        positions = torch.arange(chunk.start, chunk.end, device=self.device)[None]
-        slots = self._slots(view, positions)
-        attend = self._attend_target(view, slots)
-        hidden, features = self.target(token_ids, positions.flatten(), attend, self._taps)
-        self._write_context(features, positions, slots)
-        if not chunk.is_last:
-            return None
-        if chunk.request.output_token_ids:
-            self._resume(chunk.request)
-            return None
-        return self._first_token(chunk.request, view, hidden[-1:], positions[:, -1:])
-
-    def _first_token(self, request: Request, view: BatchRows, hidden: Tensor, positions: Tensor) -> Tensor:
-        """Choose the token after a prompt from its last row's hidden state [1, hidden] -> packed results."""
-        state, rows = self.state, view.rows
-        nothing, zero = _no_drafts(rows), torch.zeros_like(rows)
-        chosen, _, num_finite = self._choose(
-            hidden, positions, self._sampling(rows, _mode([request], verify_width=1)), nothing, zero
+    def _prefill(self) -> Prefill:
+        return Prefill(
+            target=self.target,
+            kernels=self.kernels,
+            cache=self.target_kv,
+            state=self.state,
+            upload=self._upload,
+            taps=self._taps,
+            max_model_len=self.limits.max_model_len,
+            choose_first=self._choose_first,
+            write_context=self._write_context,
         )
-        num_remaining = request.remaining(self.limits.max_model_len)
-        remaining = torch.full_like(rows, num_remaining)
-        accepted = self.kernels.accept_block(nothing.token_ids, chosen, zero, state.stop_ids[rows], remaining)
-        is_done = accepted.is_stopped if num_remaining > 1 else torch.ones_like(accepted.is_stopped)
-        state.activate(_row(request), request.prompt_len, chosen[0, 0], remaining[0] - 1, is_done[0])
-        return StepResults(
-            num_committed=accepted.num_committed,
-            num_accepted=zero,
-            is_drafting=zero,
-            is_done=is_done,
-            num_finite=num_finite,
-            generations=state.generations[rows],
-            token_ids=chosen,
-            draft_ids=nothing.token_ids,
-        ).pack()
 
-    def _resume(self, request: Request) -> None:
-        """Let a preempted request decode again from where it was."""
-        values = [request.output_token_ids[-1], request.remaining(self.limits.max_model_len)]
-        anchor, remaining = self._upload.ints(values)
-        self.state.activate(
-            _row(request), request.kv_len, anchor, remaining, torch.zeros_like(remaining, dtype=torch.bool)
-        )
+    def _choose_first(
+        self, requests: Sequence[Request], rows: Tensor, hidden: Tensor, positions: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The tokens after prompts, from their last rows: see `prefill.ChooseFirst`."""
+        sampling = self._sampling(rows, _mode(requests, verify_width=1))
+        zero = torch.zeros_like(rows)
+        chosen, _, num_finite = self._choose(hidden, positions[:, None], sampling, _no_drafts(rows), zero)
+        return chosen[:, 0], num_finite
 
     def _propose(self, view: BatchRows, anchors: Tensor, sampling: Sampling) -> Proposal:
         """Draft whole blocks after anchors [R]; choose what is verified. The block's K and V stay out of the pages."""
@@ -345,20 +315,6 @@ class Runner:
             page_table=self._page_table(rows, num_tokens),
         )
 
-    def _chunk_view(self, chunk: Chunk) -> BatchRows:
-        """The row of a request that is being prefilled: still done on the device, its lengths known on the host."""
-        rows = self._upload.ints([_row(chunk.request)])
-        start = torch.full_like(rows, chunk.start)
-        return BatchRows(
-            rows=rows,
-            is_alive=torch.ones_like(rows, dtype=torch.bool),
-            kv_lens=start,
-            context_lens=start,
-            reserved_lens=self.state.reserved_lens[rows],
-            remaining=torch.zeros_like(rows),
-            page_table=self._page_table(rows, chunk.end),
-        )
-
     def _page_table(self, rows: Tensor, num_tokens: int | None) -> Tensor:
         """Page table of rows [R] as far as `num_tokens` tokens reach: [R, P']."""
         if num_tokens is None:
@@ -389,11 +345,3 @@ def _mode(requests: Sequence[Request], verify_width: int) -> StepMode:
 
 def _no_drafts(anchors: Tensor) -> Proposal:
     return Proposal(anchors.new_empty((len(anchors), 0)))
-
-
-def _widen(packed: Tensor, width: int) -> Tensor:
-    """Bring results of a forward with fewer rows to the width of the others: [R, W'] -> [R, W].
-
-    Tokens stay where they are; the drafts of such a forward are none.
-    """
-    return torch.nn.functional.pad(packed, (0, width - packed.shape[1]))

@@ -1,7 +1,8 @@
 """The state of each batch row on the device, which steps read and write without waiting for the host.
 
 A request holds one row from admission to its end. The host writes a row when a request is admitted, when pages are
-added and when the request is switched on; every step writes lengths, anchor and done flag. All of that happens in
+added and when the request is switched on, for all requests of a step together; every step writes lengths, anchor and
+done flag. All of that happens in
 stream order, so a row may be given to a new request while steps of the old one are still queued: those steps find
 the row done, and their results carry the old generation number.
 
@@ -60,39 +61,74 @@ class DeviceState:
             page_table=ints(num_rows, max_pages),
         )
 
-    def admit(self, request: Request, generation: int, full_width: int, upload: "Uploader") -> None:
-        """Write what does not change while a request holds its row; it stays done until `activate`."""
-        params = request.params
-        width = min(params.verify_width or full_width, full_width)
-        stops = [*params.effective_stops, *[-1] * (MAX_STOP_IDS - len(params.effective_stops))]
-        ints = upload.ints([generation, width, params.top_k, request.seed, *stops])
-        floats = upload.floats([params.temperature, params.top_p])
-        row = request.row
-        self.generations[row], self.widths[row], self.top_ks[row], self.seeds[row] = ints[0], ints[1], ints[2], ints[3]
-        self.stop_ids[row] = ints[4:]
-        self.temperatures[row], self.top_ps[row] = floats[0], floats[1]
-        self.done[row].fill_(True)
-        self.page_table[row].zero_()
-        self.reserved_lens[row].zero_()
+    def admit(
+        self,
+        requests: Sequence[Request],
+        additions: Sequence[PageAddition],
+        full_width: int,
+        page_size: int,
+        upload: "Uploader",
+    ) -> None:
+        """Give rows to requests and pages to rows; a row stays done until `activate`.
 
-    def add_pages(self, additions: Sequence[PageAddition], page_size: int, upload: "Uploader") -> None:
-        """Enter pages into the table and extend what the rows have reserved."""
-        cells = [(item.row, item.column + index, page) for item in additions for index, page in enumerate(item.pages)]
-        if not cells:
+        A row begins without pages: those of the request itself are among the additions. Whatever their number, the
+        device is asked as often, since every field is written for all rows at once.
+        """
+        if not (requests or additions):
             return
-        rows, columns, pages = upload.ints([value for cell in zip(*cells, strict=True) for value in cell]).view(3, -1)
-        self.page_table[rows, columns] = pages
+        cells = [(item.row, item.column + index, page) for item in additions for index, page in enumerate(item.pages)]
         # One entry a row: writing an index twice in one call has no defined order on a GPU.
-        reserved = {item.row: (item.column + len(item.pages)) * page_size for item in additions}
-        reserved_rows, lens = upload.ints([*reserved, *reserved.values()]).view(2, -1)
-        self.reserved_lens[reserved_rows] = lens
+        reserved = {item.row: (item.column + len(item.pages)) * page_size for item in additions if item.pages}
+        rows, fields, stops, cell, reserved_rows, lens = upload.lists(
+            [_row(request) for request in requests],
+            [value for request in requests for value in _int_fields(request, full_width)],
+            [stop for request in requests for stop in _stops(request)],
+            [value for column in zip(*cells, strict=True) for value in column],
+            list(reserved),
+            list(reserved.values()),
+        )
+        if requests:
+            self._begin(rows, fields.view(len(requests), -1), stops.view(len(requests), -1))
+            floats = upload.floats(
+                [value for item in requests for value in (item.params.temperature, item.params.top_p)]
+            )
+            self.temperatures[rows], self.top_ps[rows] = floats.view(-1, 2).unbind(1)
+        if cells:
+            cell_rows, columns, pages = cell.view(3, -1)
+            self.page_table[cell_rows, columns] = pages
+            self.reserved_lens[reserved_rows] = lens
 
-    def activate(self, row: int, kv_len: int, anchor: Tensor, remaining: Tensor, done: Tensor) -> None:
-        """Switch a row on after its prefill: anchor, remaining and done are device scalars."""
-        self.kv_lens[row].fill_(kv_len)
-        self.anchors[row] = anchor
-        self.remaining[row] = remaining
-        self.done[row] = done
+    def _begin(self, rows: Tensor, fields: Tensor, stops: Tensor) -> None:
+        """Write what does not change while requests hold rows [R]: `_int_fields` [R, ...] and stop ids [R, S]."""
+        self.generations[rows], self.widths[rows], self.top_ks[rows], self.seeds[rows] = fields.unbind(1)
+        self.stop_ids[rows] = stops
+        self.done.index_fill_(0, rows, True)
+        self.page_table.index_fill_(0, rows, 0)
+        self.reserved_lens.index_fill_(0, rows, 0)
+
+    def activate(self, rows: Tensor, kv_lens: Tensor, anchors: Tensor, remaining: Tensor, done: Tensor) -> None:
+        """Switch rows [R] on after their prefill; everything is [R]."""
+        self.kv_lens[rows] = kv_lens
+        self.anchors[rows] = anchors
+        self.remaining[rows] = remaining
+        self.done[rows] = done
+
+
+def _row(request: Request) -> int:
+    assert request.row is not None
+    return request.row
+
+
+def _int_fields(request: Request, full_width: int) -> tuple[int, int, int, int]:
+    """Generation, width, top-k and seed."""
+    width = min(request.params.verify_width or full_width, full_width)
+    return request.generation, width, request.params.top_k, request.seed
+
+
+def _stops(request: Request) -> list[int]:
+    """Its stop ids, filled up with -1."""
+    stops = request.params.effective_stops
+    return [*stops, *[-1] * (MAX_STOP_IDS - len(stops))]
 
 
 class Uploader:
@@ -107,6 +143,16 @@ class Uploader:
 
     def ints(self, values: Sequence[int]) -> Tensor:
         return self._send(torch.tensor(values, dtype=torch.int64, pin_memory=self._is_cuda))
+
+    def lists(self, *lists: Sequence[int]) -> list[Tensor]:
+        """Several lists in one copy.
+
+        Each begins at a multiple of 16 bytes, so that a kernel that is given one finds every pointer as aligned as the
+        ones it was compiled for.
+        """
+        sizes = [len(values) + len(values) % 2 for values in lists]
+        flat = self.ints([value for values in lists for value in (*values, *[0] * (len(values) % 2))])
+        return [part[: len(values)] for part, values in zip(flat.split(sizes), lists, strict=True)]
 
     def floats(self, values: Sequence[float]) -> Tensor:
         return self._send(torch.tensor(values, dtype=torch.float64, pin_memory=self._is_cuda))

@@ -27,6 +27,7 @@ from dflash_runtime.scheduling.limits import Limits
 from dflash_runtime.scheduling.pages import PagePool
 from dflash_runtime.scheduling.prefix_cache import PrefixCache
 from dflash_runtime.scheduling.request import DraftStep, Request
+from dflash_runtime.scheduling.row_shares import RowShares
 from dflash_runtime.scheduling.width import FixedWidth, WidthPolicy
 
 FIRST_SHARE = 0.25
@@ -46,7 +47,7 @@ class OutOfPages(Exception):
 
 
 class Scheduler:
-    """First come, first served: running requests decode in every step, and prompts share the budget of prompt rows."""
+    """First come, first served: running requests decode in every step, and prompts share its prompt rows."""
 
     def __init__(
         self, limits: Limits, pages: PagePool, cache: PrefixCache, width_policy: WidthPolicy | None = None
@@ -100,11 +101,8 @@ class Scheduler:
         """
         num_preemptions = self.num_preemptions
         decode = self._plan_decode(is_drained)
-        chunks = self._plan_begun()
-        admitted: list[Request] = []
         # A step that had to preempt admits no request: the pages it gained are for requests that already run.
-        if self.num_preemptions == num_preemptions:
-            self._plan_new(admitted, chunks)
+        admitted, chunks = self._plan_prompts(may_admit=self.num_preemptions == num_preemptions)
         additions, self._additions = self._additions, []
         longest = max((self._kv_upper(request) for request in decode), default=0)
         for request in decode:
@@ -223,25 +221,26 @@ class Scheduler:
         widths = [min(request.params.verify_width or full, full) for request in decode]
         return self.width_policy.choose(widths, sum(request.kv_len for request in decode)) if decode else 1
 
-    def _plan_begun(self) -> list[Chunk]:
-        """The next chunks of prompts that were begun in earlier steps, oldest first; their pages are theirs already."""
-        chunks: list[Chunk] = []
-        for request in self._running:
-            if request.is_prefilled:
-                continue
-            end = min(request.prefill_len, request.prefilled_len + self._budget(chunks))
-            if end == request.prefilled_len:
-                break
-            chunks.append(self._chunk(request, end))
-        return chunks
+    def _plan_prompts(self, *, may_admit: bool) -> tuple[list[Request], list[Chunk]]:
+        """Requests that are admitted, and the chunks of this step; see `RowShares` for who gets how many rows."""
+        shares = RowShares(self.max_batched_tokens)
+        first, last = shares.order([request for request in self._running if not request.is_prefilled])
+        for request in first:
+            shares.give(request)
+        admitted = self._admit_waiting(shares) if may_admit else []
+        for request in last:
+            shares.give(request)
+        chunks = [self._chunk(request, num_rows) for request, num_rows in shares.settle().items()]
+        return admitted, chunks
 
-    def _plan_new(self, admitted: list[Request], chunks: list[Chunk]) -> None:
-        """Admit waiting requests in order, as budget, rows and pages allow, each with the pages of its whole prompt.
+    def _admit_waiting(self, shares: RowShares) -> list[Request]:
+        """Admit waiting requests in order, as prompt rows, batch rows and pages allow, with the pages of whole prompts.
 
         One whose text is being prefilled for another is passed over until it finds the pages of that one.
         """
+        admitted: list[Request] = []
         passed_over: list[Request] = []
-        while self._waiting and self._free_rows and self._budget(chunks):
+        while self._waiting and self._free_rows and shares.num_left:
             if len(self._running) + len(passed_over) >= self.max_running:
                 break
             request = self._waiting[0]
@@ -254,12 +253,13 @@ class Scheduler:
                 self._release_pages(request)
                 passed_over.append(request)
                 continue
-            self._admit(request, admitted)
+            self._admit(request)
+            admitted.append(request)
             is_grown = self._grow(request, self.limits.reserved_len(request.prefill_len))
             assert is_grown, "an admitted request was promised its pages"
-            end = min(request.prefill_len, request.prefilled_len + self._budget(chunks))
-            chunks.append(self._chunk(request, end))
+            shares.give(request)
         self._waiting.extendleft(reversed(passed_over))
+        return admitted
 
     def _has_room(self, request: Request) -> bool:
         """Whether the pool has the pages a waiting request and those that run are expected to need.
@@ -292,11 +292,12 @@ class Scheduler:
         share = num_used / (num_used + request.remaining(self.limits.max_model_len))
         self.expected_share += (max(share, LOWEST_SHARE) - self.expected_share) * SHARE_WEIGHT
 
-    def _chunk(self, request: Request, end: int) -> Chunk:
-        """Count positions `[prefilled_len, end)` as prefilled: whatever is queued later runs after them.
+    def _chunk(self, request: Request, num_rows: int) -> Chunk:
+        """Count so many positions more as prefilled: whatever is queued later runs after them.
 
         A resumed request of which every position is cached has an empty last chunk, which only switches it on.
         """
+        end = request.prefilled_len + num_rows
         is_last = end == request.prefill_len
         chunk = Chunk(request, request.prefilled_len, end, is_last, request.generation)
         request.prefilled_len = end
@@ -304,11 +305,7 @@ class Scheduler:
             request.num_in_flight += 1  # its first token
         return chunk
 
-    def _budget(self, chunks: Sequence[Chunk]) -> int:
-        """Prompt rows this step may still prefill."""
-        return max(0, self.max_batched_tokens - sum(chunk.end - chunk.start for chunk in chunks))
-
-    def _admit(self, request: Request, admitted: list[Request]) -> None:
+    def _admit(self, request: Request) -> None:
         row = self._free_rows.pop()
         request.row = row
         request.prefill_len = request.rows_to_prefill
@@ -317,7 +314,6 @@ class Scheduler:
         self._generations[row] += 1
         request.generation = self._generations[row]
         self._running.append(request)
-        admitted.append(request)
         self._additions.append(PageAddition(row, 0, tuple(request.pages)))
 
     def _grow_or_preempt(self, request: Request, num_tokens: int, is_drained: bool) -> bool:

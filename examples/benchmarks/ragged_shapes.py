@@ -1,0 +1,176 @@
+"""Compare tiles of prefill attention in bf16 at the shapes of Qwen3-8B: `RAGGED_SHAPES` in `launch_config.py`.
+
+    python3 examples/benchmarks/ragged_shapes.py [--out shapes.jsonl]
+
+Needs a CUDA device. Every cut is held against the reference in float32 and timed as a CUDA graph, beside the attention
+of uniform blocks called once for each prompt. A cut that does not fit the device is left out. The last table has one
+line a cut, the best on average first; `*` marks the one that is in use.
+"""
+
+import argparse
+import itertools
+import json
+import math
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from dflash_kernels.launch_config import RaggedShape, ragged_shape
+from dflash_kernels.ragged_attention import Segment, plan_ragged
+from dflash_kernels.suite import REFERENCE, triton_kernels
+
+HEADS, KV, HEAD_DIM, PAGE = 32, 8, 128, 16
+LENGTHS: dict[str, tuple[list[int], list[int]]] = {
+    "1 x 2,048": ([2048], [0]),
+    "4 x 512": ([512] * 4, [0] * 4),
+    "32 x 512": ([512] * 32, [0] * 32),
+    "2,048 at 14,336": ([2048], [14_336]),
+    "64 at 14,336": ([64], [14_336]),
+    "16 at 14,336": ([16], [14_336]),
+    "mixed": ([1024, 7, 300, 512, 64, 141], [14_336, 4096, 0, 0, 30_000, 512]),
+}
+"""Rows and context lengths of the prompts of one forward."""
+
+LARGEST_ERROR = 1e-2
+
+
+class Batch:
+    """Packed prompts with their context in pages of a shuffled order."""
+
+    def __init__(self, rows: list[int], contexts: list[int]) -> None:
+        firsts = list(itertools.accumulate(rows, initial=0))
+        self.segments = tuple(Segment(*item) for item in zip(firsts, rows, contexts, range(len(rows)), strict=False))
+        num_pages = -(-max(map(sum, zip(rows, contexts, strict=True))) // PAGE)
+        self.table = (torch.randperm(len(rows) * num_pages, device="cuda") + 1).view(len(rows), num_pages)
+        num_slots = (len(rows) * num_pages + 1) * PAGE
+        self.block = [normal(sum(rows), heads, HEAD_DIM) for heads in (HEADS, KV, KV)]
+        self.caches = [normal(num_slots, KV, HEAD_DIM) for _ in range(2)]
+        self.flops = sum(
+            4 * HEADS * HEAD_DIM * n * (context + (n + 1) / 2) for n, context in zip(rows, contexts, strict=True)
+        )
+        self.exact = self._attend_exactly()
+
+    def packed(self, shape: RaggedShape) -> Callable[[], Tensor]:
+        """A call of the kernel with its plan made and placed."""
+        plan = plan_ragged(self.segments, HEADS, KV, shape, self.table.device)
+        placed = torch.tensor(plan.ints, device="cuda")
+        attend = triton_kernels().ragged_attention
+        return lambda: attend(*self.block, *self.caches, self.table, plan, placed, page_size=PAGE, window=None)
+
+    def one_by_one(self) -> Callable[[], Tensor]:
+        """Attention of uniform blocks, called for each prompt."""
+        attend, calls = triton_kernels().block_attention, []
+        for segment in self.segments:
+            rows = slice(segment.first_row, segment.first_row + segment.num_rows)
+            num_pages = -(-(segment.context_len + segment.num_rows) // PAGE)
+            table = self.table[segment.table_row : segment.table_row + 1, :num_pages].contiguous()
+            lens = torch.tensor([segment.context_len], device="cuda")
+            calls.append(([tensor[None, rows] for tensor in self.block], table, lens))
+        return lambda: torch.cat(
+            [attend(*block, *self.caches, table, lens, page_size=PAGE, is_causal=True, window=None).flatten(0, 1)
+             for block, table, lens in calls]
+        )  # fmt: skip
+
+    def error_of(self, out: Tensor) -> float:
+        return float((out.float() - self.exact).norm() / self.exact.norm())
+
+    def _attend_exactly(self) -> Tensor:
+        plan = plan_ragged(self.segments, HEADS, KV, ragged_shape(HEAD_DIM, 2), self.table.device)
+        block, caches = ([tensor.float() for tensor in tensors] for tensors in (self.block, self.caches))
+        return REFERENCE.ragged_attention(*block, *caches, self.table, plan, self.table, page_size=PAGE, window=None)
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
+
+def median_us(call: Callable[[], object], calls: int = 8, repeats: int = 9) -> float:
+    """Device time of one call: a graph of `calls` of them, replayed."""
+    for _ in range(2):
+        call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            call()
+    times: list[float] = []
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1000 / calls)
+    return statistics.median(times[2:])
+
+
+def shapes() -> Iterator[RaggedShape]:
+    for rows, keys, num_warps, num_stages in itertools.product((64, 128), (32, 64, 128), (4, 8), (2, 3)):
+        yield RaggedShape(rows, keys, num_warps, num_stages)
+
+
+def time_shape(batch: Batch, shape: RaggedShape) -> float | None:
+    """Microseconds, or None where the cut does not run on this device, or not right."""
+    try:
+        call = batch.packed(shape)
+        error = batch.error_of(call())
+        if not error < LARGEST_ERROR:
+            print(f"  WRONG: {shape}, relative error {error:.1e}", flush=True)
+            return None
+        return median_us(call)
+    except Exception as error:
+        print(f"  left out: {shape}: {str(error)[:90]}", flush=True)
+        return None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="results as JSON Lines")
+    given = parser.parse_args()
+    torch.manual_seed(0)
+    in_use = ragged_shape(HEAD_DIM, 2)
+    found: dict[RaggedShape, dict[str, float]] = {shape: {} for shape in shapes()}
+    before: dict[str, float] = {}
+    flops: dict[str, float] = {}
+    for name, (rows, contexts) in LENGTHS.items():
+        batch = Batch(rows, contexts)
+        flops[name], before[name] = batch.flops, median_us(batch.one_by_one())
+        print(f"{name}: one by one {before[name]:.1f} us", flush=True)
+        for shape, times in found.items():
+            if (us := time_shape(batch, shape)) is not None:
+                times[name] = us
+        del batch
+        torch.cuda.empty_cache()
+    if given.out is not None:
+        lines = [{"shape": repr(shape), "us": times} for shape, times in found.items()]
+        given.out.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    print_table(found, before, flops, in_use)
+
+
+def print_table(
+    found: dict[RaggedShape, dict[str, float]], before: dict[str, float], flops: dict[str, float], in_use: RaggedShape
+) -> None:
+    best = {name: min(times[name] for times in found.values() if name in times) for name in LENGTHS}
+
+    def behind(item: tuple[RaggedShape, dict[str, float]]) -> float:
+        """Mean of the times as multiples of the best; a cut that is missing somewhere comes last."""
+        times = item[1]
+        return math.exp(statistics.mean(math.log(times[n] / best[n]) if n in times else 9.0 for n in LENGTHS))
+
+    print(f"\n{torch.cuda.get_device_name()}, torch {torch.__version__}, microseconds a layer")
+    print(f"{'rows keys warps stages':24s}" + "".join(f"{name:>17s}" for name in LENGTHS) + f"{'x best':>9s}")
+    print(f"{'one by one':24s}" + "".join(f"{before[name]:17.1f}" for name in LENGTHS))
+    print(f"{'best, TFLOP/s':24s}" + "".join(f"{flops[name] / best[name] / 1e6:17.0f}" for name in LENGTHS))
+    for shape, times in sorted(found.items(), key=behind):
+        label = f"{shape.rows:4d} {shape.keys:4d} {shape.num_warps:5d} {shape.num_stages:6d}{' *' * (shape == in_use)}"
+        row = "".join(f"{times[name]:17.1f}" if name in times else f"{'-':>17s}" for name in LENGTHS)
+        print(f"{label:24s}{row}{behind((shape, times)):9.2f}")
+
+
+if __name__ == "__main__":
+    if not torch.cuda.is_available():
+        sys.exit("needs a CUDA device")
+    main()

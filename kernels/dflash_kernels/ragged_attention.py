@@ -1,0 +1,286 @@
+"""Causal attention of rows of several requests, packed one request after the other: prefill in one launch.
+
+The definition is that of `block_attention`, with blocks that differ in length: row i of a segment stands at position
+`context_len + i`, the context `[0, context_len)` is read through the request's row of the page table, and the segments'
+own keys and values come dense.
+
+Lengths are known on the host, so the host cuts the rows into tiles, once for all layers of a forward, and cuts the keys
+of those tiles that are long beside the rest into parts (flash-decoding; see `block_attention`). The kernel finds all
+of that in one tensor: no argument changes from step to step, so nothing is compiled for lengths not seen before.
+
+Axis letters: T packed rows, S slots, B rows of the page table, P pages, H heads, KV heads of keys and values, D head
+dim, M tiles, C tiles with several parts.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dflash_kernels.attention_walk import share_of_tiles, walk_block, walk_context
+from dflash_kernels.block_attention import block_attention_ref
+from dflash_kernels.launch_config import (
+    COMBINE_TILE,
+    MAX_GRID,
+    MAX_SPLITS,
+    MIN_DOT,
+    RaggedShape,
+    ceil_div,
+    check_dtypes,
+    check_tensors,
+    constexpr,
+    jit,
+    num_multiprocessors,
+    power_of_2,
+    require,
+    tl,
+)
+
+TILE_FIELDS = 8
+"""Of a tile: first row, rows, context length and table row of its segment; first packed row; part, parts; where to."""
+
+SUM_FIELDS = 6
+"""Of a tile with parts: first row and rows of its segment; first packed row; where its first part is; parts; unused."""
+
+_TL_TILE_FIELDS, _TL_SUM_FIELDS = constexpr(TILE_FIELDS), constexpr(SUM_FIELDS)
+
+MIN_PART = 4
+"""Tiles of keys below which a part costs more to add up than it gains."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """The packed rows of one request: `num_rows` from `first_row` on, after a context that is in its pages already."""
+
+    first_row: int
+    num_rows: int
+    context_len: int
+    table_row: int
+
+
+@dataclass(frozen=True, slots=True)
+class RaggedPlan:
+    """How the rows of a forward are cut into programs. `tiles` and `sums` are rows of integers, for the kernels."""
+
+    segments: tuple[Segment, ...]
+    tiles: tuple[tuple[int, ...], ...]  # [M, TILE_FIELDS]
+    sums: tuple[tuple[int, ...], ...]  # [C, SUM_FIELDS]
+    num_parts: int  # of all tiles that have several
+    shape: RaggedShape
+
+    @property
+    def ints(self) -> list[int]:
+        """What the kernels read, to be brought to the device: tiles, then sums."""
+        return [value for row in (*self.tiles, *self.sums) for value in row]
+
+
+def plan_ragged(
+    segments: Sequence[Segment], num_heads: int, num_kv: int, shape: RaggedShape, device: torch.device
+) -> RaggedPlan:
+    """Cut packed rows into tiles, longest first, and the keys of the longest into parts if the device were idle else.
+
+    A part has at least an even share of all the work, by programs that run at once.
+    """
+    group = num_heads // num_kv
+    cut = []
+    for segment in segments:
+        for first in range(0, segment.num_rows * group, shape.rows):
+            last_row = min((first + shape.rows - 1) // group, segment.num_rows - 1)
+            cut.append((ceil_div(segment.context_len, shape.keys) + last_row // shape.keys + 1, segment, first))
+    cut.sort(key=lambda item: -item[0])
+    num_programs = max(1, 2 * num_multiprocessors(device) // num_kv)
+    share = max(MIN_PART, ceil_div(sum(num_tiles for num_tiles, _, _ in cut), num_programs))
+    tiles, sums, num_parts = [], [], 0
+    for num_tiles, segment, first in cut:
+        parts = min(ceil_div(num_tiles, share), MAX_SPLITS)
+        where = (segment.first_row, segment.num_rows, segment.context_len, segment.table_row, first)
+        if parts == 1:
+            tiles.append((*where, 0, 1, -1))
+            continue
+        tiles += [(*where, part, parts, num_parts + part) for part in range(parts)]
+        sums.append((segment.first_row, segment.num_rows, first, num_parts, parts, 0))
+        num_parts += parts
+    return RaggedPlan(tuple(segments), tuple(tiles), tuple(sums), num_parts, shape)
+
+
+def ragged_attention_ref(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    page_table: Tensor,
+    plan: RaggedPlan,
+    placed: Tensor,
+    *,
+    page_size: int,
+    window: int | None,
+) -> Tensor:
+    """Attend from each row to its request's context and to the rows of its segment up to itself.
+
+    query                   [T, H, D]
+    keys, values            [T, KV, D]
+    key_cache, value_cache  [S, KV, D]
+    page_table              [B, P] int64
+    plan                    the segments, which cover all rows
+    placed                  `plan.ints` on the device, int64; the reference goes by the segments
+    window                  a row sees keys less than `window` positions before it; None is unlimited
+    Returns [T, H, D].
+    """
+    attended = []
+    for segment in plan.segments:
+        rows = slice(segment.first_row, segment.first_row + segment.num_rows)
+        num_pages = ceil_div(segment.context_len + segment.num_rows, page_size)
+        table = page_table[segment.table_row : segment.table_row + 1, :num_pages]
+        context_lens = table.new_full((1,), segment.context_len)
+        out = block_attention_ref(
+            query[None, rows], keys[None, rows], values[None, rows], key_cache, value_cache, table, context_lens,
+            page_size=page_size, is_causal=True, window=window,
+        )  # fmt: skip
+        attended.append(out[0])
+    return torch.cat(attended) if attended else torch.empty_like(query)
+
+
+@jit
+def _ragged_attention_kernel(
+    query, keys, values, key_cache, value_cache, page_table, tiles, out, parts, part_lses,
+    query_row, query_head, keys_row, keys_head, values_row, values_head,
+    key_cache_row, key_cache_head, value_cache_row, value_cache_head, table_stride, scale,
+    NUM_KV: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_D: tl.constexpr,
+):  # fmt: skip
+    tile = tiles + tl.program_id(0).to(tl.int64) * _TL_TILE_FIELDS
+    kv_head = tl.program_id(1).to(tl.int64)
+    first_row = tl.load(tile)
+    num_rows = tl.load(tile + 1).to(tl.int32)
+    context_len = tl.load(tile + 2).to(tl.int32)
+    table_row = tl.load(tile + 3)
+    first_packed = tl.load(tile + 4).to(tl.int32)
+    part = tl.load(tile + 5).to(tl.int32)
+    num_parts = tl.load(tile + 6).to(tl.int32)
+    place = tl.load(tile + 7)
+    packed = first_packed + tl.arange(0, TILE_M)
+    row = packed // GROUP
+    dim = tl.arange(0, TILE_D)
+    is_query = (row < num_rows)[:, None] & (dim < HEAD_DIM)[None, :]
+    head = kv_head * GROUP + packed % GROUP
+    flat_row = first_row + row
+    queries = tl.load(
+        query + (flat_row * query_row + head * query_head)[:, None] + dim[None, :], mask=is_query, other=0.0
+    )
+    last_row = tl.minimum((first_packed + TILE_M - 1) // GROUP, num_rows - 1)
+    context_begin, context_end, block_begin, block_end = share_of_tiles(
+        context_len, context_len, first_packed // GROUP, last_row, num_rows, part, num_parts, True, WINDOW, TILE_N
+    )
+    acc, row_max, weight_sum = walk_context(
+        queries, row, dim, key_cache + kv_head * key_cache_head, value_cache + kv_head * value_cache_head,
+        key_cache_row, value_cache_row, page_table + table_row * table_stride, context_len, context_len,
+        context_begin, context_end,
+        tl.zeros((TILE_M, TILE_D), tl.float32), tl.full((TILE_M,), float("-inf"), tl.float32),
+        tl.zeros((TILE_M,), tl.float32), scale, HEAD_DIM, PAGE_SIZE, WINDOW, TILE_N,
+    )  # fmt: skip
+    acc, row_max, weight_sum = walk_block(
+        queries, row, dim, keys + first_row * keys_row + kv_head * keys_head,
+        values + first_row * values_row + kv_head * values_head, keys_row, values_row, num_rows,
+        block_begin, block_end, acc, row_max, weight_sum, scale, HEAD_DIM, True, WINDOW, TILE_N,
+    )  # fmt: skip
+    # A row that sees nothing in this part has the mean 0, and the weight 2**-inf in the sum of parts.
+    weight_sum = tl.where(weight_sum > 0, weight_sum, 1.0)
+    mean = acc / weight_sum[:, None]
+    if place < 0:
+        target = flat_row * (NUM_KV * GROUP) + head
+        tl.store(out + target[:, None] * HEAD_DIM + dim[None, :], mean.to(out.dtype.element_ty), mask=is_query)
+    else:
+        target = (place * NUM_KV + kv_head) * TILE_M + tl.arange(0, TILE_M)
+        tl.store(part_lses + target, row_max + tl.log2(weight_sum), mask=row < num_rows)
+        tl.store(parts + target[:, None] * HEAD_DIM + dim[None, :], mean, mask=is_query)
+
+
+@jit
+def _sum_parts_kernel(
+    sums, parts, part_lses, out,
+    NUM_KV: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, TILE_M: tl.constexpr,
+    TILE_R: tl.constexpr, TILE_S: tl.constexpr, TILE_D: tl.constexpr,
+):  # fmt: skip
+    item = sums + tl.program_id(0).to(tl.int64) * _TL_SUM_FIELDS
+    kv_head = tl.program_id(1).to(tl.int64)
+    first_row = tl.load(item)
+    num_rows = tl.load(item + 1)
+    first_packed = tl.load(item + 2)
+    first_part = tl.load(item + 3)
+    num_parts = tl.load(item + 4).to(tl.int32)
+    place = tl.program_id(2) * TILE_R + tl.arange(0, TILE_R)  # of a packed row in its tile
+    packed = first_packed + place
+    row = packed // GROUP
+    is_row = row < num_rows
+    part = tl.arange(0, TILE_S)
+    dim = tl.arange(0, TILE_D)
+    source = ((first_part + part)[None, :] * NUM_KV + kv_head) * TILE_M + place[:, None]
+    is_part = is_row[:, None] & (part < num_parts)[None, :]
+    lses = tl.load(part_lses + source, mask=is_part, other=float("-inf"))
+    max_lse = tl.where(is_row, tl.max(lses, 1), 0.0)
+    is_element = is_row[:, None] & (dim < HEAD_DIM)[None, :]
+    acc = tl.zeros((TILE_R, TILE_D), tl.float32)
+    weight_sum = tl.zeros((TILE_R,), tl.float32)
+    for step in range(num_parts):
+        source = ((first_part + step) * NUM_KV + kv_head) * TILE_M + place
+        weight = tl.exp2(tl.load(part_lses + source, mask=is_row, other=0.0) - max_lse)
+        mean = tl.load(parts + source[:, None] * HEAD_DIM + dim[None, :], mask=is_element, other=0.0)
+        acc += mean * weight[:, None]
+        weight_sum += weight
+    target = (first_row + row) * (NUM_KV * GROUP) + kv_head * GROUP + packed % GROUP
+    summed = acc / weight_sum[:, None]
+    tl.store(out + target[:, None] * HEAD_DIM + dim[None, :], summed.to(out.dtype.element_ty), mask=is_element)
+
+
+def ragged_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    page_table: Tensor,
+    plan: RaggedPlan,
+    placed: Tensor,
+    *,
+    page_size: int,
+    window: int | None,
+) -> Tensor:
+    """`ragged_attention_ref` in one launch, or two where some tile has its keys in parts."""
+    check_tensors(query, keys, values, key_cache, value_cache, page_table, placed)
+    check_dtypes(query, keys, values, key_cache, value_cache)
+    num_rows, num_heads, head_dim = query.shape
+    num_kv = keys.shape[1]
+    require(num_heads % num_kv == 0, "query heads a multiple of KV heads")
+    require(keys.shape == values.shape == (num_rows, num_kv, head_dim), "a key for each row")
+    require(key_cache.shape[1:] == value_cache.shape[1:] == (num_kv, head_dim), "caches of the keys' heads")
+    require(page_table.stride(1) == 1 and placed.is_contiguous(), "contiguous rows of the page table and the plan")
+    require(window is None or window > 0, "a window of at least 1")
+    require(num_kv <= MAX_GRID, f"at most {MAX_GRID} KV heads")
+    require(sum(segment.num_rows for segment in plan.segments) == num_rows, "a plan of these rows")
+    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    if not out.numel():
+        return out
+    tensors = (query, keys, values, key_cache, value_cache)
+    require(all(tensor.stride(2) == 1 for tensor in tensors), "each head contiguous")
+    shape, group, tile_dim = plan.shape, num_heads // num_kv, max(power_of_2(head_dim), MIN_DOT)
+    # Parts are always float32, and empty where there are none, so that the kernel is one and the same.
+    part_lses = torch.empty((plan.num_parts, num_kv, shape.rows), dtype=torch.float32, device=query.device)
+    parts = torch.empty((*part_lses.shape, head_dim), dtype=torch.float32, device=query.device)
+    _ragged_attention_kernel[(len(plan.tiles), num_kv)](
+        *tensors, page_table, placed, out, parts, part_lses,
+        *(stride for tensor in tensors for stride in tensor.stride()[:2]), page_table.stride(0),
+        math.log2(math.e) / math.sqrt(head_dim),
+        NUM_KV=num_kv, GROUP=group, HEAD_DIM=head_dim, PAGE_SIZE=page_size, WINDOW=window or 0,
+        TILE_M=shape.rows, TILE_N=shape.keys, TILE_D=tile_dim,
+        num_warps=shape.num_warps, num_stages=shape.num_stages,
+    )  # fmt: skip
+    if plan.sums:
+        sums = placed[len(plan.tiles) * TILE_FIELDS :]
+        _sum_parts_kernel[(len(plan.sums), num_kv, ceil_div(shape.rows, COMBINE_TILE))](
+            sums, parts, part_lses, out, NUM_KV=num_kv, GROUP=group, HEAD_DIM=head_dim, TILE_M=shape.rows,
+            TILE_R=COMBINE_TILE, TILE_S=power_of_2(MAX_SPLITS), TILE_D=tile_dim, num_warps=COMBINE_TILE,
+        )  # fmt: skip
+    return out

@@ -1,0 +1,225 @@
+"""Prompts of one step in one forward: the same text and drafts as one by one, and results as early as they can be."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dflash_runtime.device.results import PendingForward
+from dflash_runtime.llm import LLM
+from dflash_runtime.models.layers import Attend
+from dflash_runtime.models.target import Target
+from dflash_runtime.scheduling.batch import Batch
+from dflash_runtime.scheduling.request import Request, SamplingParams
+from dflash_testing.pairs import random_draft, random_llm, random_prompts, random_target
+
+LENGTHS = (1, 15, 16, 17, 40, 63, 64, 65, 3, 33)
+PROMPTS = random_prompts(LENGTHS, 97)
+
+
+class Watched:
+    """A target that notes how many rows each of its forwards has."""
+
+    def __init__(self, target: Target) -> None:
+        self.config, self.embedding, self.head = target.config, target.embedding, target.head
+        self.num_rows: list[int] = []
+        self._target = target
+
+    def __call__(
+        self, token_ids: Tensor, positions: Tensor, attend: Attend, taps: Sequence[int]
+    ) -> tuple[Tensor, Tensor | None]:
+        self.num_rows.append(len(token_ids))
+        return self._target(token_ids, positions, attend, taps)
+
+
+def make_llm(**engine: Any) -> tuple[LLM, Watched]:
+    target = random_target(torch.float64, num_layers=3, windows=(None, 20, None))
+    watched = Watched(target)
+    settings: dict[str, Any] = {"max_num_requests": len(PROMPTS), "prefix_cache": False} | engine
+    draft = random_draft(target, torch.float64, target_layer_ids=(0, 1))
+    return random_llm(watched, draft, 7, **settings), watched
+
+
+def add(llm: LLM, prompts: Sequence[Sequence[int]], **params: Any) -> list[Request]:
+    requests = [
+        Request(index=index, prompt_token_ids=tuple(prompt), params=SamplingParams(seed=index, **params))
+        for index, prompt in enumerate(prompts)
+    ]
+    for request in requests:
+        llm.engine.add(request)
+    return requests
+
+
+def finish(llm: LLM) -> None:
+    while llm.engine.scheduler.has_work:
+        llm.engine.step()
+
+
+def traces(requests: Sequence[Request]) -> list[Any]:
+    return [(request.output_token_ids, request.steps) for request in requests]
+
+
+def one_by_one(prompts: Sequence[Sequence[int]], **params: Any) -> list[Any]:
+    llm, _ = make_llm(max_num_requests=1)
+    requests = add(llm, prompts, **params)
+    finish(llm)
+    return traces(requests)
+
+
+@pytest.mark.parametrize(
+    "sampling", [{}, {"temperature": 1.0}, {"temperature": 0.9, "top_k": 20, "top_p": 0.9}], ids=str
+)
+def test_prompts_of_one_step_are_one_forward_and_give_what_each_gives_alone(sampling: dict[str, Any]) -> None:
+    llm, watched = make_llm()
+    requests = add(llm, PROMPTS, max_new_tokens=8, **sampling)
+    llm.engine.step()
+    assert watched.num_rows == [sum(LENGTHS)]
+    assert all(len(request.output_token_ids) == 1 for request in requests)
+    finish(llm)
+    assert traces(requests) == one_by_one(PROMPTS, max_new_tokens=8, **sampling)
+
+
+def test_greedy_and_sampled_prompts_share_a_forward() -> None:
+    llm, watched = make_llm()
+    greedy, sampled = add(llm, PROMPTS[:5], max_new_tokens=4), add(llm, PROMPTS[5:], max_new_tokens=4, temperature=1.0)
+    llm.engine.step()
+    assert len(watched.num_rows) == 1
+    finish(llm)
+    assert traces(greedy) == one_by_one(PROMPTS[:5], max_new_tokens=4)
+    assert traces(sampled) == one_by_one(PROMPTS[5:], max_new_tokens=4, temperature=1.0)
+
+
+@pytest.mark.parametrize("rows", [7, 50])
+def test_chunks_of_several_prompts_share_forwards(rows: int) -> None:
+    """Some end in a step, some begin in it, some do both."""
+    llm, watched = make_llm(max_batched_tokens=rows, scheduling="async")
+    requests = add(llm, PROMPTS, max_new_tokens=6)
+    finish(llm)
+    assert traces(requests) == one_by_one(PROMPTS, max_new_tokens=6)
+    assert max(watched.num_rows) <= max(rows, 8 * len(PROMPTS))
+
+
+def test_hits_and_misses_share_a_forward() -> None:
+    llm, watched = make_llm(prefix_cache=True)
+    long = PROMPTS[7]
+    add(llm, [long], max_new_tokens=3)
+    finish(llm)
+    watched.num_rows.clear()
+    prompts = [[*long[:50], 1, 2], PROMPTS[4], [*long[:16], 5], PROMPTS[0]]
+    requests = add(llm, prompts, max_new_tokens=8)
+    llm.engine.step()
+    assert [request.num_cached for request in requests] == [48, 0, 16, 0]
+    assert watched.num_rows == [4 + 40 + 1 + 1]
+    finish(llm)
+    assert traces(requests) == one_by_one(prompts, max_new_tokens=8)
+
+
+@pytest.mark.parametrize(("prefix_cache", "num_rows"), [(False, 16), (True, 0)])
+def test_resumed_and_new_prompts_share_a_forward(num_rows: int, *, prefix_cache: bool) -> None:
+    """With the cache every row of the resumed request is found: its chunk is empty, and only switches it on."""
+    llm, watched = make_llm(prefix_cache=prefix_cache)
+    prompts = [PROMPTS[2], PROMPTS[5]]
+    (old,) = add(llm, prompts[:1], max_new_tokens=12)
+    llm.engine.step()
+    assert len(old.output_token_ids) == 1
+    llm.engine.scheduler._preempt(old)
+    (new,) = add(llm, prompts[1:], max_new_tokens=12)
+    watched.num_rows.clear()
+    llm.engine.step()
+    assert watched.num_rows == [num_rows + len(PROMPTS[5])]
+    finish(llm)
+    assert traces([old, new]) == one_by_one(prompts, max_new_tokens=12)
+
+
+def test_a_short_prompt_ends_while_a_long_one_is_prefilled() -> None:
+    llm, _ = make_llm(max_batched_tokens=16, scheduling="async")
+    prompts = [PROMPTS[7] * 3, PROMPTS[8]]
+    requests = add(llm, prompts, max_new_tokens=8)
+    while not requests[1].is_finished:
+        llm.engine.step()
+    assert not requests[0].is_prefilled
+    finish(llm)
+    assert traces(requests) == one_by_one(prompts, max_new_tokens=8)
+
+
+def test_decoded_tokens_do_not_wait_for_the_prompts_behind_them() -> None:
+    """Asynchronous, and prompts in every step: what is decoded is committed while they run."""
+    llm, _ = make_llm(max_batched_tokens=8, scheduling="async", max_in_flight=2)
+    (decoding,) = add(llm, PROMPTS[:1], max_new_tokens=40)
+    while not decoding.output_token_ids:
+        llm.engine.step()
+    while llm.engine._in_flight:
+        llm.engine._commit_oldest()
+    add(llm, [PROMPTS[5]], max_new_tokens=2)
+    for _ in range(4):
+        num_tokens = len(decoding.output_token_ids)
+        (committed,) = llm.engine.step()
+        assert committed.request is decoding
+        assert len(decoding.output_token_ids) > num_tokens
+        assert decoding.num_in_flight == 0
+        assert [bool(pending.chunks) for pending in llm.engine._in_flight] == [True]
+
+
+def test_decoded_results_are_sent_before_the_prompts_are_queued(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    llm, watched = make_llm()
+    send = PendingForward.send
+
+    def watched_send(requests: Sequence[Request], *rest: Any) -> PendingForward:
+        events.append(f"results of {len(requests)}")
+        return send(requests, *rest)
+
+    add(llm, PROMPTS[:2], max_new_tokens=20)
+    llm.engine.step()
+    add(llm, PROMPTS[2:5], max_new_tokens=20)
+    monkeypatch.setattr(PendingForward, "send", watched_send)
+    monkeypatch.setattr(watched, "num_rows", events)
+    llm.engine.step()
+    assert events == [16, "results of 2", sum(LENGTHS[2:5]), "results of 3"]
+
+
+class Counting(TorchDispatchMode):
+    """Counts what torch is asked to do."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class Silent(Watched):
+    """A target without layers, since the reference attends prompt by prompt."""
+
+    def __call__(
+        self, token_ids: Tensor, positions: Tensor, attend: Attend, taps: Sequence[int]
+    ) -> tuple[Tensor, Tensor | None]:
+        return self.embedding[token_ids], None
+
+
+def calls_of(num_prompts: int, *, resumed: bool) -> list[str]:
+    """What the device is asked for in the step that admits and prefills so many prompts."""
+    llm = random_llm(Silent(random_target()), None, 0, max_num_requests=8, prefix_cache=False)
+    requests = add(llm, PROMPTS[2 : 2 + num_prompts], max_new_tokens=9)
+    if resumed:
+        llm.engine.step()
+        llm.engine.scheduler._preempt(requests[0])
+        llm.engine.abort(requests[1:])
+        add(llm, PROMPTS[2 : 2 + num_prompts], max_new_tokens=9)
+    batch: Batch = llm.engine.scheduler.schedule(is_drained=True)
+    assert len(batch.admitted) == num_prompts + resumed
+    counting = Counting()
+    with counting:
+        llm.engine.runner.submit(batch)
+    return counting.calls
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_the_device_is_asked_as_often_however_many_prompts_come(*, resumed: bool) -> None:
+    few, many = calls_of(2, resumed=resumed), calls_of(4, resumed=resumed)
+    assert many == few

@@ -1,0 +1,147 @@
+"""Attention of packed rows: the definition segment by segment, and the kernel against it in float64."""
+
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from dflash_kernels import ragged_attention as module
+from dflash_kernels.block_attention import block_attention_ref
+from dflash_kernels.launch_config import MAX_SPLITS, RaggedShape, ragged_shape
+from dflash_kernels.ragged_attention import RaggedPlan, Segment, plan_ragged, ragged_attention, ragged_attention_ref
+from dflash_testing.tensors import DEVICE, DTYPES, Pages, assert_rows_close, normal, random_pages
+
+PAGE = 16
+ROWS = (1, 15, 16, 17, 63, 64, 65)
+CONTEXTS = (0, 1, 15, 16, 17)
+SHAPE = RaggedShape(rows=128, keys=64, num_warps=8, num_stages=2)
+
+
+def lay_out(rows: list[int], contexts: list[int]) -> tuple[Segment, ...]:
+    """Segments one after the other; their rows of the page table in reverse."""
+    firsts = [sum(rows[:index]) for index in range(len(rows))]
+    table_rows = range(len(rows) - 1, -1, -1)
+    return tuple(Segment(*values) for values in zip(firsts, rows, contexts, table_rows, strict=True))
+
+
+def place(plan: RaggedPlan) -> Tensor:
+    return torch.tensor(plan.ints, dtype=torch.int64, device=DEVICE)
+
+
+def pages_of(segments: tuple[Segment, ...], num_kv: int, head_dim: int, dtype: torch.dtype) -> Pages:
+    """Context of each segment in the pages of its row of the table; every other slot is NaN."""
+    lens = [segment.context_len for segment in sorted(segments, key=lambda item: item.table_row)]
+    longest = max(segment.context_len + segment.num_rows for segment in segments)
+    spare = -(-longest // PAGE) - -(-max(lens) // PAGE)
+    return random_pages(lens, num_kv, head_dim, PAGE, dtype, 0, spare_pages=spare)
+
+
+def check(
+    segments: tuple[Segment, ...], num_heads: int, num_kv: int, head_dim: int, dtype: torch.dtype,
+    window: int | None = None, shape: RaggedShape | None = None,
+) -> RaggedPlan:  # fmt: skip
+    pages = pages_of(segments, num_kv, head_dim, dtype)
+    num_rows = sum(segment.num_rows for segment in segments)
+    query = normal(num_rows, num_heads, head_dim, dtype=dtype, seed=1)
+    heads = normal(num_rows, 2 * num_kv, head_dim, dtype=dtype, seed=2)  # views of one projection
+    keys, values = heads[:, :num_kv], heads[:, num_kv:]
+    shape = shape or ragged_shape(head_dim, query.element_size())
+    plan = plan_ragged(segments, num_heads, num_kv, shape, DEVICE)
+    out = ragged_attention(
+        query, keys, values, pages.key_cache, pages.value_cache, pages.page_table, plan, place(plan),
+        page_size=PAGE, window=window,
+    )  # fmt: skip
+    expected = ragged_attention_ref(
+        query.double(), keys.double(), values.double(), *pages.clean(), pages.page_table, plan, place(plan),
+        page_size=PAGE, window=window,
+    )  # fmt: skip
+    assert_rows_close(out, expected, dtype)
+    return plan
+
+
+@pytest.mark.parametrize("window", [None, 9])
+def test_the_definition_is_that_of_blocks(window: int | None) -> None:
+    """Segments of one length are a batch of blocks, to the last bit."""
+    segments = lay_out([7, 7, 7], [0, 40, 5])
+    pages = pages_of(segments, 2, 16, torch.float32)
+    query, keys, values = (normal(21, heads, 16, seed=heads) for heads in (4, 2, 2))
+    plan = plan_ragged(segments, 4, 2, SHAPE, DEVICE)
+    packed = ragged_attention_ref(
+        query, keys, values, pages.key_cache, pages.value_cache, pages.page_table, plan, place(plan),
+        page_size=PAGE, window=window,
+    )  # fmt: skip
+    for segment in segments:
+        rows = slice(segment.first_row, segment.first_row + 7)
+        num_pages = -(-(segment.context_len + 7) // PAGE)
+        alone = block_attention_ref(
+            query[None, rows], keys[None, rows], values[None, rows], pages.key_cache, pages.value_cache,
+            pages.page_table[segment.table_row, :num_pages][None], torch.tensor([segment.context_len], device=DEVICE),
+            page_size=PAGE, is_causal=True, window=window,
+        )  # fmt: skip
+        assert torch.equal(packed[rows], alone[0])
+    together = block_attention_ref(
+        query.view(3, 7, -1, 16), keys.view(3, 7, -1, 16), values.view(3, 7, -1, 16),
+        pages.key_cache, pages.value_cache, pages.page_table.flip(0), pages.context_lens.flip(0),
+        page_size=PAGE, is_causal=True, window=window,
+    )  # fmt: skip
+    assert torch.allclose(packed, together.flatten(0, 1), atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 1, 9, 40])
+def test_every_length_after_every_context(window: int | None, dtype: torch.dtype) -> None:
+    """All in one launch."""
+    pairs = list(product(ROWS, CONTEXTS))[:: 1 if window is None else 3]
+    check(lay_out([rows for rows, _ in pairs], [context for _, context in pairs]), 2, 1, 16, dtype, window)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_heads", "num_kv"), [(1, 1), (4, 4), (6, 2), (5, 1), (8, 1)])
+def test_groups(num_heads: int, num_kv: int, dtype: torch.dtype) -> None:
+    check(lay_out([65, 1, 30], [33, 0, 17]), num_heads, num_kv, 16, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [24, 80, 128, 256])
+def test_head_sizes(head_dim: int, dtype: torch.dtype) -> None:
+    check(lay_out([5, 40], [40, 3]), 2, 1, head_dim, dtype)
+
+
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("shape", [RaggedShape(16, 16, 4, 2), RaggedShape(64, 32, 4, 2)], ids=str)
+def test_parts_of_long_segments_beside_short_ones(
+    shape: RaggedShape, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a window most parts see nothing, and some rows of a part see nothing."""
+    monkeypatch.setattr(module, "MIN_PART", 1)
+    plan = check(lay_out([3, 20, 1], [600, 2, 333]), 2, 1, 16, torch.float32, window, shape)
+    assert plan.num_parts > len(plan.sums) > 1
+    assert len(plan.tiles) > plan.num_parts  # the short ones are not cut
+
+
+def test_work_is_shared_evenly_and_short_work_not_at_all() -> None:
+    device = torch.device("cpu")  # as if 8 programs ran at once: here 8 of them for each of 2 KV heads
+    alone = plan_ragged(lay_out([16], [5000]), 8, 2, SHAPE, device)
+    assert [tile[5:] for tile in alone.tiles] == [(part, 8, part) for part in range(8)]
+    assert len(alone.sums) == 1
+    many = plan_ragged(lay_out([512] * 32, [0] * 32), 8, 2, SHAPE, device)
+    assert not many.sums
+    assert len(many.tiles) == 32 * 16
+    assert plan_ragged(lay_out([200], [0]), 8, 2, SHAPE, device).num_parts == 0
+    longest = plan_ragged(lay_out([1], [100_000]), 8, 1, SHAPE, device)
+    assert len(longest.tiles) == MAX_SPLITS
+    assert (longest.ints[5], longest.ints[6]) == (0, MAX_SPLITS)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    with pytest.raises(ValueError, match="multiple of KV heads"):
+        check(lay_out([3], [2]), 3, 2, 16, torch.float32)
+    with pytest.raises(ValueError, match="at least 1"):
+        check(lay_out([3], [2]), 4, 2, 16, torch.float32, 0)
+    query = normal(4, 1, 16)
+    plan = plan_ragged(lay_out([3], [0]), 1, 1, SHAPE, DEVICE)
+    with pytest.raises(ValueError, match="a plan of these rows"):
+        ragged_attention(
+            query, query, query, query, query, place(plan)[None], plan, place(plan), page_size=4, window=None
+        )
