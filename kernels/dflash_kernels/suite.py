@@ -25,7 +25,7 @@ from dflash_kernels.rope_norm import (
     rms_norm,
     rms_norm_ref,
 )
-from dflash_kernels.sampling import filtered_probs, filtered_probs_ref, sample, sample_ref
+from dflash_kernels.sampling import Chosen, argmax, argmax_ref, filtered_probs, filtered_probs_ref, sample, sample_ref
 from dflash_kernels.slot_mapping import slot_mapping, slot_mapping_ref
 
 KernelChoice = Literal["auto", "triton", "reference"]
@@ -47,7 +47,8 @@ class Kernels:
     accept_block: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Acceptance]
     sample_probs: Callable[..., Tensor]
     filtered_probs: Callable[..., Tensor]
-    sample: Callable[..., Tensor]
+    argmax: Callable[[Tensor], Tensor]
+    sample: Callable[..., Chosen]
     reject: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
@@ -64,6 +65,7 @@ REFERENCE = Kernels(
     accept_block=accept_block_ref,
     sample_probs=sample_probs_ref,
     filtered_probs=filtered_probs_ref,
+    argmax=argmax_ref,
     sample=sample_ref,
     reject=reject_ref,
 )
@@ -81,6 +83,7 @@ _TRITON = Kernels(
     accept_block=accept_block,
     sample_probs=sample_probs,
     filtered_probs=filtered_probs,
+    argmax=argmax,
     sample=sample,
     reject=reject,
 )

@@ -1,0 +1,75 @@
+"""Products of few rows: close to float64 whatever the shape, in parts or gated, and torch's own with many rows."""
+
+import pytest
+import torch
+
+from dflash_kernels import product as module
+from dflash_kernels.activation import silu_mul_ref
+from dflash_kernels.launch_config import MAX_PRODUCT_ROWS, product_shape
+from dflash_kernels.product import gated_product, gated_product_ref, product, product_parts, product_parts_ref
+from dflash_testing.tensors import DEVICE, assert_rows_close, normal
+
+DTYPE = torch.float32 if DEVICE.type == "cpu" else torch.bfloat16
+"""What the kernel is for is bf16, in which the interpreter cannot multiply."""
+
+SHAPES = [(1, 1, 1), (3, 70, 40), (16, 64, 1024), (17, 200, 1000), (32, 129, 2048)]
+"""Rows, columns and inner width."""
+
+
+@pytest.mark.parametrize(("num_rows", "num_columns", "depth"), SHAPES)
+def test_products(num_rows: int, num_columns: int, depth: int) -> None:
+    hidden, weight = normal(num_rows, depth, dtype=DTYPE), normal(num_columns, depth, dtype=DTYPE, seed=1)
+    exact = hidden.double() @ weight.double().T
+    assert_rows_close(product(hidden, weight), exact, DTYPE)
+    parts = product_parts(hidden, weight)
+    assert_rows_close(parts.sum(0).to(DTYPE), exact, DTYPE)
+    assert_rows_close(product_parts_ref(hidden, weight).sum(0), exact, DTYPE)
+    assert len(parts) == 1 or parts.dtype == torch.float32
+
+
+@pytest.mark.parametrize(("num_rows", "width", "depth"), SHAPES)
+def test_gated_products(num_rows: int, width: int, depth: int) -> None:
+    hidden, weight = normal(num_rows, depth, dtype=DTYPE), normal(2 * width, depth, dtype=DTYPE, seed=1) * depth**-0.5
+    gate_up = (hidden.double() @ weight.double().T).to(DTYPE)
+    assert_rows_close(gated_product(hidden, weight), silu_mul_ref(gate_up.double()), DTYPE)
+    assert_rows_close(gated_product_ref(hidden, weight), silu_mul_ref(gate_up.double()), DTYPE)
+
+
+def test_rows_of_a_wider_tensor_are_read_where_they_are() -> None:
+    wide, weight = normal(5, 3, 64, dtype=DTYPE), normal(33, 64, dtype=DTYPE, seed=1)
+    assert_rows_close(product(wide[:, 1], weight), wide[:, 1].double() @ weight.double().T, DTYPE)
+
+
+def test_a_long_sum_is_cut_until_the_device_is_full() -> None:
+    def num_parts(num_columns: int, depth: int, *, has_parts: bool = True) -> int:
+        return product_shape(16, num_columns, depth, 2, DEVICE, has_parts=has_parts).num_parts
+
+    assert num_parts(64, 16384) == 8
+    assert num_parts(64, 1024) == 1
+    assert num_parts(64, 16384, has_parts=False) == 1
+    assert num_parts(64 * 10_000, 16384) == 1
+
+
+@pytest.mark.parametrize("call", [product, product_parts, gated_product])
+def test_many_rows_are_a_librarys(call: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[int] = []
+    launch = module._launch
+
+    def watched(hidden: torch.Tensor, *given: object, **options: object) -> torch.Tensor:
+        launched.append(len(hidden))
+        return launch(hidden, *given, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(module, "_launch", watched)
+    weight = normal(64, 128, dtype=DTYPE, seed=1)
+    for num_rows in (MAX_PRODUCT_ROWS, MAX_PRODUCT_ROWS + 1):
+        call(normal(num_rows, 128, dtype=DTYPE), weight)  # type: ignore[operator]
+    assert launched == [MAX_PRODUCT_ROWS]
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    with pytest.raises(ValueError, match="8 columns"):
+        product(normal(2, 8), normal(3, 7))
+    with pytest.raises(TypeError, match="in one launch"):
+        product(normal(2, 8), normal(3, 8).half())
+    with pytest.raises(ValueError, match="two halves"):
+        gated_product(normal(2, 8), normal(3, 8))
