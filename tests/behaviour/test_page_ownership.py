@@ -1,5 +1,6 @@
 """Every slot a step writes belongs to the request it is written for, alone."""
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 

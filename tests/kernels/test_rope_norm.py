@@ -1,7 +1,5 @@
 """Norms and rotation: close to float64, and rounded where the references round."""
 
-from itertools import product
-
 import pytest
 import torch
 from torch import Tensor
@@ -9,11 +7,11 @@ from torch import Tensor
 from dflash_kernels.rope_norm import (
     add_rms_norm,
     add_rms_norm_ref,
+    qk_norm_rope,
+    qk_norm_rope_ref,
     rms_norm,
     rms_norm_ref,
 )
-from dflash_kernels.rope_store import KVPlace, rope_store, rope_store_ref
-from dflash_kernels.slot_mapping import PAD
 from dflash_testing.tensors import DTYPES, assert_mostly_equal, assert_rows_close, normal
 
 
@@ -28,19 +26,17 @@ def test_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(1, 1, 8), (1, 7, 31), (3, 2, 64), (2, 3, 2560)])
+@pytest.mark.parametrize("shape", [(1, 8), (7, 31), (2, 3, 64), (3, 2560)])
 def test_add_and_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    kind = dtype if shape[0] == 1 else torch.float32
-    parts, residual = normal(*shape, dtype=kind), normal(*shape[1:], dtype=dtype, seed=1)
+    hidden, residual = normal(*shape, dtype=dtype), normal(*shape, dtype=dtype, seed=1)
     weight = normal(shape[-1], dtype=dtype, seed=2)
     kept = residual.clone()
-    normed, total = add_rms_norm(parts, residual, weight, 1e-5)
+    normed, total = add_rms_norm(hidden, residual, weight, 1e-5)
     assert torch.equal(residual, kept)
-    assert torch.equal(total, parts.sum(0).to(dtype) + residual)
-    exact = add_rms_norm_ref(total.double()[None], 0 * total.double(), weight.double(), 1e-5)[0]
-    assert_rows_close(normed, exact, dtype)
+    assert torch.equal(total, hidden + residual)
+    assert_rows_close(normed, add_rms_norm_ref(total.double(), 0 * total.double(), weight.double(), 1e-5)[0], dtype)
     if dtype != torch.float32:
-        assert_mostly_equal(normed, add_rms_norm_ref(parts, residual, weight, 1e-5)[0])
+        assert_mostly_equal(normed, add_rms_norm_ref(hidden, residual, weight, 1e-5)[0])
 
 
 def test_norm_of_views_reads_the_right_rows() -> None:
@@ -59,41 +55,23 @@ def rope_tables(num_rows: int, head_dim: int, dtype: torch.dtype) -> tuple[Tenso
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("has_norm", "is_kept"), product((True, False), (True, False)))
+@pytest.mark.parametrize("norm", ["none", "shared", "one a head"])
 @pytest.mark.parametrize(
-    ("num_parts", "num_rows", "num_heads", "num_kv", "head_dim"),
-    [(1, 1, 1, 1, 8), (2, 7, 3, 1, 12), (1, 3, 9, 3, 80), (4, 15, 4, 2, 128), (2, 2, 6, 2, 256)],
+    ("num_rows", "num_heads", "head_dim"), [(1, 1, 8), (7, 3, 12), (3, 9, 80), (15, 4, 128), (2, 16, 256)]
 )
-def test_heads_are_rotated_and_kept(
-    num_parts: int, num_rows: int, num_heads: int, num_kv: int, head_dim: int, has_norm: bool, is_kept: bool,
-    dtype: torch.dtype,
-) -> None:  # fmt: skip
-    kind = dtype if num_parts == 1 else torch.float32
-    parts = normal(num_parts, num_rows, (num_heads + 2 * num_kv) * head_dim, dtype=kind) * 2
-    weight = normal(num_heads + num_kv, head_dim, dtype=dtype, seed=1) if has_norm else None
+def test_norm_and_rope(num_rows: int, num_heads: int, head_dim: int, norm: str, dtype: torch.dtype) -> None:
+    projected = normal(num_rows, num_heads + 2, head_dim, dtype=dtype) * 2
+    heads = projected[:, 1:-1]
+    shape = (num_heads, head_dim) if norm == "one a head" else (head_dim,)
+    weight = normal(*shape, dtype=dtype, seed=1) if norm != "none" else None
     cos, sin = rope_tables(num_rows, head_dim, dtype)
-    slots = torch.randperm(num_rows + 3)[:num_rows].to(cos.device)
-    slots[num_rows // 2] = PAD
-    place, same, exact = (
-        KVPlace(*(torch.full((num_rows + 3, num_kv, head_dim), torch.nan, dtype=kind).to(cos.device) for _ in "kv"),
-                slots) for kind in (dtype, dtype, torch.float64)
-    )  # fmt: skip
-    out = rope_store(parts, weight, 1e-6, cos, sin, num_kv, place if is_kept else None)
-    rounded = parts.double().sum(0, keepdim=True).to(dtype).double() if num_parts == 1 else parts.double()
-    wide = None if weight is None else weight.double()
-    true = rope_store_ref(rounded, wide, 1e-6, cos.double(), sin.double(), num_kv, exact)
-    assert_rows_close(out, true, dtype)
+    out = qk_norm_rope(heads, weight, 1e-6, cos, sin)
+    exact = qk_norm_rope_ref(
+        heads.double(), None if weight is None else weight.double(), 1e-6, cos.double(), sin.double()
+    )
+    assert_rows_close(out, exact, dtype)
     if dtype != torch.float32:
-        assert_mostly_equal(out, rope_store_ref(parts, weight, 1e-6, cos, sin, num_kv, same))
-    if is_kept:
-        written = slots[slots >= 0]
-        is_written = torch.zeros(num_rows + 3, dtype=torch.bool, device=cos.device)
-        is_written[written] = True
-        keys, values = out[slots >= 0][:, -2 * num_kv :].split(num_kv, dim=1)
-        assert torch.equal(place.key_cache[written], keys)
-        assert torch.equal(place.value_cache[written], values)
-        assert bool(place.key_cache[~is_written].isnan().all())
-        assert bool(place.value_cache[~is_written].isnan().all())
+        assert_mostly_equal(out, qk_norm_rope_ref(heads, weight, 1e-6, cos, sin))
 
 
 def test_what_does_not_fit_is_refused() -> None:
@@ -104,8 +82,4 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="8 elements"):
         rms_norm(normal(2, 8), normal(7), 1e-6)
     with pytest.raises(ValueError, match="even"):
-        rope_store(normal(1, 2, 21), None, 1e-6, normal(2, 7), normal(2, 7), 1, None)
-    with pytest.raises(ValueError, match="query heads"):
-        rope_store(normal(1, 2, 16), None, 1e-6, normal(2, 8), normal(2, 8), 1, None)
-    with pytest.raises(TypeError, match="parts of"):
-        add_rms_norm(normal(1, 2, 8).half(), normal(2, 8), normal(8), 1e-6)
+        qk_norm_rope(normal(2, 1, 7), None, 1e-6, normal(2, 7), normal(2, 7))

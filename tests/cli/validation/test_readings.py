@@ -39,7 +39,7 @@ from dflash_runtime.errors import UsageError
 from dflash_runtime.llm import LLM
 from dflash_runtime.scheduling.request import RequestOutput
 from dflash_testing import checkpoints as support
-from dflash_testing.pairs import DenseAttention, bundled_draft, random_draft, random_target
+from dflash_testing.pairs import bundled_draft, random_draft, random_target
 
 TARGET = fetch_directory(TINY, Role.TARGET)
 
