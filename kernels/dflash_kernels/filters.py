@@ -312,4 +312,5 @@ def launch_cut(logits: Tensor, temperatures: Tensor, top_ks: Tensor, top_ps: Ten
 
 def no_cut(stats: TileStats) -> Cut:
     """In place of a cut where a kernel is compiled without filters, and reads nothing of it."""
-    return Cut(*[stats.maxes] * 5, {"KEY_BITS": 1, "GROUP": 1, "TILE_L": 1})
+    none = stats.maxes
+    return Cut(none, none, none, none, none, {"KEY_BITS": 1, "GROUP": 1, "TILE_L": 1})
