@@ -103,7 +103,7 @@ def _count_from(keys, candidate):
 
 @jit
 def _kth_key(keys, count, low, high):
-    """The key at or above which `count` of the keys lie."""
+    """The highest key at or above which `count` of the keys lie; `low` where there are not so many."""
     while high - low > 1:
         step = (high - low + 3) >> 2
         low, high, _ = _narrowed(
@@ -131,8 +131,7 @@ def _list_groups_kernel(
     low = tl.full((), -(1 << (KEY_BITS - 1)), tl.int64)
     keys = tl.where(is_group, score_keys(maxes, KEY_BITS), low.to(tl.int32))
     if by_count:
-        if top_k <= num_groups:
-            low = _kth_key(keys, top_k, low, tl.max(keys, 0).to(tl.int64) + 1)
+        low = _kth_key(keys, top_k, low, tl.max(keys, 0).to(tl.int64) + 1)
     else:
         sums, max_score = scaled_sums(tile_maxes, tile_sums, row, num_tiles, temperature, TILE_T)
         # If all tokens lay below this, they would not add up to what top-p leaves out.
