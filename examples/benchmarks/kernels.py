@@ -1,6 +1,6 @@
 """Check every kernel in bf16 against float64, and time it, at the shapes of Qwen3-8B with a draft of 5 layers.
 
-    python3 examples/benchmarks/kernels.py [--only attention]
+    python3 examples/benchmarks/kernels.py [--only attention] [--sweep]
 
 Needs a CUDA device. Times are medians of CUDA graph replays over rotating inputs, so that caches stay cold; the floor
 is the bytes that must move divided by what a copy reaches on the same device.
@@ -15,7 +15,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from dflash_kernels import logit_tiles
 from dflash_kernels.activation import silu_mul, silu_mul_ref
+from dflash_kernels.launch_config import VocabShape
 from dflash_kernels.rope_store import KVPlace
 from dflash_kernels.suite import REFERENCE, triton_kernels
 
@@ -130,21 +132,25 @@ def token_cases(requests: int) -> list[Case]:
     seeds = torch.arange(tokens, device="cuda")
     ones, zeros = torch.ones(tokens, dtype=torch.float64, device="cuda"), torch.zeros_like(seeds)
     plain, cut = (ones, zeros, ones, seeds, seeds), (ones * 0.6, zeros + 20, ones * 0.95, seeds, seeds)
-    greedy = KERNELS.sample(logits, *plain, is_greedy=True)
-    ids = greedy.view(requests, ROWS)
+    nucleus = (ones * 0.6, zeros, ones * 0.95, seeds, seeds)
+    # One request samples, all others are greedy.
+    mixed = ((ones * 0.6) * (seeds < ROWS), *cut[1:])
+    ids = KERNELS.argmax(logits).view(requests, ROWS)
     most, stops = torch.full((requests,), ROWS, device="cuda"), torch.full((requests, 4), -1, device="cuda")
 
     def mismatch(kernel: Tensor, reference: Tensor) -> float:
         return float((kernel != reference).double().mean())
 
+    def sampled(name: str, rows: Sequence[Tensor], **options: bool) -> Case:
+        error = mismatch(KERNELS.sample(logits, *rows, **options).token_ids,
+                         REFERENCE.sample(logits, *rows, **options).token_ids)  # fmt: skip
+        return f"sample {name} T {tokens}", lambda: KERNELS.sample(logits, *rows, **options), error, 2 * tokens * VOCAB
+
     cases: list[Case] = [
-        (f"sample greedy T {tokens}", lambda: KERNELS.sample(logits, *plain, is_greedy=True),
-         mismatch(greedy, logits.argmax(-1)), 2 * tokens * VOCAB),
-        (f"sample T {tokens}", lambda: KERNELS.sample(logits, *plain, has_filters=False),
-         mismatch(KERNELS.sample(logits, *plain, has_filters=False),
-                  REFERENCE.sample(logits, *plain, has_filters=False)), 2 * tokens * VOCAB),
-        (f"sample top-k top-p T {tokens}", lambda: KERNELS.sample(logits, *cut),
-         mismatch(KERNELS.sample(logits, *cut), REFERENCE.sample(logits, *cut)), 2 * tokens * VOCAB),
+        (f"argmax T {tokens}", lambda: KERNELS.argmax(logits), mismatch(ids.flatten(), logits.argmax(-1)),
+         2 * tokens * VOCAB),
+        sampled("greedy", plain, is_greedy=True), sampled("unfiltered", plain, has_filters=False),
+        sampled("top-k top-p", cut), sampled("top-p", nucleus), sampled("top-k top-p in one request", mixed),
         (f"accept_block R {requests}", lambda: KERNELS.accept_block(ids[:, :-1], ids, most, stops, most), 0.0, 0),
     ]  # fmt: skip
     if requests <= 8:
@@ -155,6 +161,37 @@ def token_cases(requests: int) -> list[Case]:
         cases.append((f"reject R {requests}", lambda: KERNELS.reject(*given), mismatch(out[0], reference[0]),
                       2 * 8 * requests * VOCAB))  # fmt: skip
     return cases
+
+
+def sweep(bandwidth: float) -> None:
+    """Times of the passes over logits with other launch parameters than those of `launch_config`, marked by *."""
+    print(f"{'pass':16s} {'T':>4s} {'tile':>6s} {'warps':>6s} {'us':>9s} {'floor':>8s}")
+    for tokens in (16, 128, 480, 512):
+        floor = 2 * tokens * VOCAB / bandwidth
+        seeds = torch.arange(tokens, device="cuda")
+        ones, zeros = torch.ones(tokens, dtype=torch.float64, device="cuda"), torch.zeros_like(seeds)
+        copies = max(2, int(2e8 / (2 * tokens * VOCAB)))
+        logits = itertools.cycle([normal(tokens, VOCAB) * 3 for _ in range(copies)])
+
+        def unfiltered(rows: Tensor, *, values: Sequence[Tensor] = (ones, zeros, ones, seeds, seeds)) -> object:
+            return KERNELS.sample(rows, *values, has_filters=False)
+
+        calls: list[tuple[str, Callable[[Tensor], object], str, tuple[int, ...]]] = [
+            ("argmax", KERNELS.argmax, "argmax_shape", (1024, 2048, 4096, 8192, 16384)),
+            ("sample", unfiltered, "sampling_shape", (1024, 2048, 4096, 8192)),
+        ]
+        for (name, call, shape, tiles), warps in itertools.product(calls, (2, 4, 8, 16)):
+            chosen = getattr(logit_tiles, shape)
+            own = chosen(tokens) if name == "argmax" else chosen()
+            for tile in (tile for tile in tiles if 256 <= tile // warps <= 4096):
+                tried = VocabShape(tile, warps)
+                setattr(logit_tiles, shape, lambda *_, tried=tried: tried)
+                taken = median_us(lambda call=call, logits=logits: call(next(logits)))  # type: ignore[misc]
+                mark = "*" if tried == own else ""
+                print(f"{name:16s} {tokens:4d} {tile:6d} {warps:6d} {taken:9.1f} {floor:8.1f} {mark}", flush=True)
+            setattr(logit_tiles, shape, chosen)
+        del logits
+        torch.cuda.empty_cache()
 
 
 def copy_bandwidth() -> float:
@@ -175,10 +212,14 @@ def copy_bandwidth() -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="part of a case's name")
-    only = parser.parse_args().only
+    parser.add_argument("--sweep", action="store_true", help="only the passes over logits, with other tiles and warps")
+    options = parser.parse_args()
+    only = options.only
     torch.manual_seed(0)
     bandwidth = copy_bandwidth()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, copy {bandwidth / 1e6:.2f} TB/s")
+    if options.sweep:
+        return sweep(bandwidth)
     print(f"{'kernel':52s} {'us':>9s} {'floor':>8s} {'error':>9s}")
     for make in makers():
         for name, call, error, moved in make():

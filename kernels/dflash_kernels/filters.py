@@ -1,23 +1,46 @@
-"""Cut distributions to their top-k and top-p tokens.
+"""Cut distributions to their top-k and top-p tokens, without writing them out.
 
-The reference sorts each row. The kernels search for each row's threshold, the lowest logit that stays, by refining a
-key of its leading bits: each pass over all rows and tiles of the vocabulary fixes two more bits, and skips the tiles
-whose highest logit lies below every candidate. top-k counts the tokens above a candidate, top-p adds up their
-probabilities, one search after the other. The tokens kept are the reference's, ties included; sums are made in a fixed
-order and may differ from the reference's in their last bit.
+The reference sorts each row. The kernels search for each row's threshold, the lowest logit that stays, as a key of its
+leading bits. The vocabulary comes in small groups whose highest logits are known, and few of them matter: the k-th
+highest of the groups' highest bounds top-k's threshold from below, and what all lower tokens can add up to at most
+bounds top-p's. Groups that reach the bound are listed, in the order of ids; what follows reads these alone, a program a
+row. Each pass over them quarters the interval of keys, top-k by how many tokens lie above a key, top-p by the weights
+of those. The tokens kept are the reference's, ties included; sums are made in a fixed order and may differ from the
+reference's in their last bit.
 
-Axis letters: T rows, V vocabulary.
+Axis letters: T rows, R requests, G groups, V vocabulary.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from dflash_kernels.launch_config import MIN_TEMPERATURE, constexpr, jit, power_of_2, tl
+from dflash_kernels.categorical import first_above
+from dflash_kernels.launch_config import LISTED_TILE, MIN_TEMPERATURE, constexpr, jit, power_of_2, tl
+from dflash_kernels.logit_tiles import MAX_FLOAT, TileStats, has_top_k, load_maxes, load_scores, scaled_sums, weights_of
 
 _TL_MIN_TEMPERATURE = constexpr(MIN_TEMPERATURE)
 
 _KEY_BITS = {torch.float32: 32, torch.float16: 20, torch.bfloat16: 16}
-"""Leading bits that tell any two logits of a dtype apart, once widened to float32; an even number."""
+"""Leading bits that tell any two logits of a dtype apart, once widened to float32."""
+
+
+class Cut(NamedTuple):
+    """What stays of each row: keys above `keys`, and the tokens at that key up to `last_ids`."""
+
+    groups: Tensor
+    """[T, G] int32, the groups that may hold such tokens, ascending"""
+    num_listed: Tensor
+    """[T] int32, how many groups those are; 0 where no filter cuts the row, and all of it stays"""
+    keys: Tensor
+    """[T] int32"""
+    last_ids: Tensor
+    """[T] int32"""
+    masses: Tensor
+    """[T] float64, what the weights that stay add up to"""
+    sizes: dict[str, int]
+    """Bits of a key, and tokens of a group and of a tile of listed groups, as the kernels take them"""
 
 
 def cut_ref(logits: Tensor, probs: Tensor, top_ks: Tensor, top_ps: Tensor) -> Tensor:
@@ -46,185 +69,247 @@ def cut_ref(logits: Tensor, probs: Tensor, top_ks: Tensor, top_ps: Tensor) -> Te
 
 
 @jit
-def _keys(scores, NUM_BITS: tl.constexpr):
-    """Floats as int64 in the same order, from 0 up, by their leading bits; the two zeros are one."""
+def score_keys(scores, KEY_BITS: tl.constexpr):
+    """Floats as integers in the same order, by their leading bits; the two zeros are one."""
     bits = tl.where(scores == 0, 0.0, scores).to(tl.int32, bitcast=True)
-    ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) + 2147483648
-    return ordered >> (32 - NUM_BITS)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> (32 - KEY_BITS)
 
 
 @jit
-def _load_keys(logits, token, vocab_size, NUM_BITS: tl.constexpr):
-    scores = tl.load(logits + token, mask=token < vocab_size, other=float("-inf")).to(tl.float32)
-    return _keys(tl.where(scores == scores, scores, float("-inf")), NUM_BITS)
+def _key_score(key, KEY_BITS: tl.constexpr):
+    """The float of a key."""
+    ordered = key << (32 - KEY_BITS)
+    ordered = tl.where(key < 0, ordered | ((1 << (32 - KEY_BITS)) - 1), ordered)
+    return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @jit
-def _refined_key(keys, tile_sums, row, level, num_tiles, shift, TILE_T: tl.constexpr):
-    """The key after a pass: two more bits, those of the highest candidate at or above which the sums reach `level`."""
-    key = tl.load(keys + row)
-    tiles = tl.arange(0, TILE_T)
-    for candidate in tl.static_range(3):
-        cell = tile_sums + (row * 3 + candidate) * num_tiles + tiles
-        row_sum = tl.sum(tl.load(cell, mask=tiles < num_tiles, other=0.0), 0)
-        key += (row_sum >= level).to(tl.int64) << shift
-    return key
+def _narrowed(low, high, above, step, level, first, second, third):
+    """The interval of keys after a pass, from the sums at or above three candidates, `step` apart; and that above it.
 
-
-@jit
-def _refine_threshold_kernel(
-    logits, probs, tile_maxes, levels, keys, tile_sums, new_keys, new_tile_sums,
-    vocab_size, row_stride, num_tiles, shift,
-    IS_FIRST: tl.constexpr, BY_MASS: tl.constexpr, NUM_BITS: tl.constexpr, TILE_V: tl.constexpr, TILE_T: tl.constexpr,
-):  # fmt: skip
-    """One pass: how many tokens, or how much probability, a tile has at or above each of three candidate keys."""
-    row = tl.program_id(0).to(tl.int64)
-    tile = tl.program_id(1)
-    level = tl.load(levels + row)
-    if level == 0:
-        return
-    key = tl.zeros((), tl.int64)
-    if not IS_FIRST:
-        key = _refined_key(keys, tile_sums, row, level, num_tiles, shift + 2, TILE_T)
-    if tile == 0:
-        tl.store(new_keys + row, key)
-    token = tile * TILE_V + tl.arange(0, TILE_V)
-    cell = new_tile_sums + row * 3 * num_tiles + tile
-    one = tl.full((), 1, tl.int64) << shift
-    # Most tiles of most rows have nothing as high as the keys in question.
-    if _keys(tl.load(tile_maxes + row * num_tiles + tile), NUM_BITS) >= key + one:
-        token_keys = _load_keys(logits + row * row_stride, token, vocab_size, NUM_BITS)
-        weights = tl.where(token < vocab_size, 1.0, 0.0).to(tl.float64)
-        if BY_MASS:
-            is_above = (token_keys >= key + one) & (token < vocab_size)
-            weights = tl.load(probs + row * vocab_size + token, mask=is_above, other=0.0)
-        for candidate in tl.static_range(3):
-            is_above = token_keys >= key + one * (candidate + 1)
-            tl.store(cell + candidate * num_tiles, tl.sum(tl.where(is_above, weights, 0.0), 0))
-    else:
-        for candidate in tl.static_range(3):
-            tl.store(cell + candidate * num_tiles, 0.0)
-
-
-@jit
-def _tie_stats_kernel(
-    logits, probs, levels, low_keys, keys, tile_sums, new_keys, tie_stats, vocab_size, row_stride, num_tiles,
-    NUM_BITS: tl.constexpr, TILE_V: tl.constexpr, TILE_T: tl.constexpr,
-):  # fmt: skip
-    """At the threshold: a tile's number and probability above it, the number equal to it, and one's probability."""
-    row = tl.program_id(0).to(tl.int64)
-    tile = tl.program_id(1)
-    level = tl.load(levels + row)
-    if level == 0:
-        return
-    key = _refined_key(keys, tile_sums, row, level, num_tiles, 0, TILE_T)
-    key = tl.maximum(key, tl.load(low_keys + row))
-    if tile == 0:
-        tl.store(new_keys + row, key)
-    token = tile * TILE_V + tl.arange(0, TILE_V)
-    token_keys = _load_keys(logits + row * row_stride, token, vocab_size, NUM_BITS)
-    is_token = token < vocab_size
-    above, equal = is_token & (token_keys > key), is_token & (token_keys == key)
-    weights = tl.load(probs + row * vocab_size + token, mask=above | equal, other=0.0)
-    cell = tie_stats + row * 4 * num_tiles + tile
-    tl.store(cell, tl.sum(above.to(tl.int32), 0).to(tl.float64))
-    tl.store(cell + num_tiles, tl.sum(tl.where(above, weights, 0.0), 0))
-    tl.store(cell + 2 * num_tiles, tl.sum(equal.to(tl.int32), 0).to(tl.float64))
-    tl.store(cell + 3 * num_tiles, tl.max(tl.where(equal, weights, 0.0), 0))
-
-
-@jit
-def _resolve_ties_kernel(
-    logits, temperatures, top_ks, top_ps, levels, tie_stats, tie_keys, keys, last_ids, masses, num_ties_kept,
-    vocab_size, row_stride, num_tiles,
-    BY_MASS: tl.constexpr, NUM_BITS: tl.constexpr, TILE_V: tl.constexpr, TILE_T: tl.constexpr,
-):  # fmt: skip
-    """Decide how many tokens equal to the threshold are kept, and find the last. After top-k, set top-p's level."""
-    row = tl.program_id(0).to(tl.int64)
-    level, mass = tl.load(levels + row), tl.load(masses + row)
-    if level > 0:
-        tiles = tl.arange(0, TILE_T)
-        is_tile = tiles < num_tiles
-        cell = tie_stats + row * 4 * num_tiles + tiles
-        above_mass = tl.sum(tl.load(cell + num_tiles, mask=is_tile, other=0.0), 0)
-        ties = tl.load(cell + 2 * num_tiles, mask=is_tile, other=0.0)
-        weight = tl.max(tl.load(cell + 3 * num_tiles, mask=is_tile, other=0.0), 0)
-        key = tl.load(tie_keys + row)
-        if BY_MASS:
-            # Those are kept before which the level is not reached, and no more than top-k left of them.
-            needed = tl.ceil((level - above_mass) / tl.where(weight > 0, weight, 1.0))
-            max_ties = tl.where(key == tl.load(keys + row), tl.load(num_ties_kept + row), vocab_size).to(tl.float64)
-            needed = tl.minimum(tl.maximum(needed, 1.0), max_ties)
-        else:
-            needed = level - tl.sum(tl.load(cell, mask=is_tile, other=0.0), 0)
-        needed = tl.minimum(needed, tl.sum(ties, 0))
-        rank = tl.cumsum(ties, 0)
-        tile = tl.min(tl.where(rank >= needed, tiles, TILE_T - 1), 0)
-        before = tl.sum(tl.where(tiles < tile, ties, 0.0), 0)
-        token = tile * TILE_V + tl.arange(0, TILE_V)
-        is_tie = (_load_keys(logits + row * row_stride, token, vocab_size, NUM_BITS) == key) & (token < vocab_size)
-        is_last = is_tie & (tl.cumsum(is_tie.to(tl.int32), 0).to(tl.float64) + before == needed)
-        tl.store(last_ids + row, tl.max(tl.where(is_last, token, 0), 0).to(tl.int64))
-        mass = above_mass + needed * weight
-        tl.store(masses + row, mass)
-        tl.store(keys + row, key)
-        tl.store(num_ties_kept + row, needed.to(tl.int64))
-    if not BY_MASS:
-        top_p = tl.load(top_ps + row)
-        is_cut = (tl.load(temperatures + row) >= _TL_MIN_TEMPERATURE) & (top_p < 1)
-        # Above 0, which means that there is nothing to do.
-        tl.store(levels + row, tl.where(is_cut, tl.maximum(top_p * mass, 1e-300), 0.0))
-
-
-@jit
-def _cut_kernel(
-    logits, probs, keys, last_ids, masses, vocab_size, row_stride, NUM_BITS: tl.constexpr, TILE_V: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    token = tl.program_id(1) * TILE_V + tl.arange(0, TILE_V)
-    lowest = tl.load(keys + row)
-    key = _load_keys(logits + row * row_stride, token, vocab_size, NUM_BITS)
-    is_kept = (key > lowest) | ((key == lowest) & (token <= tl.load(last_ids + row)))
-    is_token = token < vocab_size
-    prob = tl.load(probs + row * vocab_size + token, mask=is_token & is_kept, other=0.0)
-    tl.store(probs + row * vocab_size + token, prob / tl.load(masses + row), mask=is_token)
-
-
-def launch_cut(
-    logits: Tensor, probs: Tensor, tile_maxes: Tensor, temperatures: Tensor, top_ks: Tensor, top_ps: Tensor, tile: int
-) -> None:
-    """`cut_ref` in place; greedy rows stay as they are. A launch for every two bits of a logit, twice.
-
-    tile_maxes  [T, tiles] float32   the highest logit of each tile of `tile` tokens
+    At or above `low` the level is reached, at or above `high` it is not.
     """
-    num_rows, vocab_size = logits.shape
-    num_tiles, num_bits = tile_maxes.shape[1], _KEY_BITS[logits.dtype]
-    sizes = vocab_size, logits.stride(0), num_tiles
-    tiling = {"NUM_BITS": num_bits, "TILE_V": tile, "TILE_T": power_of_2(num_tiles)}
-    # Until a filter says otherwise: keep every key, and divide by exactly 1.
-    keys = torch.zeros(num_rows, dtype=torch.int64, device=logits.device)
-    last_ids, num_ties_kept = (torch.full_like(keys, vocab_size) for _ in range(2))
-    masses = torch.ones(num_rows, dtype=torch.float64, device=logits.device)
-    tie_stats = torch.empty((num_rows, 4, num_tiles), dtype=torch.float64, device=logits.device)
-    levels = torch.where((temperatures >= MIN_TEMPERATURE) & (top_ks < vocab_size), top_ks, 0).double()
-    for by_mass in (False, True):
-        pass_keys, tile_sums = keys, tie_stats
-        for shift in range(num_bits - 2, -1, -2):
-            new_pass_keys = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
-            new_tile_sums = torch.empty((num_rows, 3, num_tiles), dtype=torch.float64, device=logits.device)
-            _refine_threshold_kernel[(num_rows, num_tiles)](
-                logits, probs, tile_maxes, levels, pass_keys, tile_sums, new_pass_keys, new_tile_sums, *sizes, shift,
-                IS_FIRST=shift == num_bits - 2, BY_MASS=by_mass, **tiling,
-            )  # fmt: skip
-            pass_keys, tile_sums = new_pass_keys, new_tile_sums
-        tie_keys = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
-        _tie_stats_kernel[(num_rows, num_tiles)](
-            logits, probs, levels, keys, pass_keys, tile_sums, tie_keys, tie_stats, *sizes, **tiling
-        )
-        _resolve_ties_kernel[(num_rows,)](
-            logits, temperatures, top_ks, top_ps, levels, tie_stats, tie_keys, keys, last_ids, masses, num_ties_kept,
-            *sizes, BY_MASS=by_mass, **tiling,
+    num_reached = (first >= level).to(tl.int64) + (second >= level).to(tl.int64) + (third >= level).to(tl.int64)
+    low += num_reached * step
+    is_tighter = (num_reached < 3) & (low + step < high)
+    next_sum = tl.where(num_reached == 0, first, tl.where(num_reached == 1, second, third))
+    return low, tl.where(is_tighter, low + step, high), tl.where(is_tighter, next_sum, above)
+
+
+@jit
+def _count_from(keys, candidate):
+    return tl.sum((keys >= candidate.to(tl.int32)).to(tl.int32), 0)
+
+
+@jit
+def _kth_key(keys, count, low, high):
+    """The highest key at or above which `count` of the keys lie; `low` where there are not so many."""
+    while high - low > 1:
+        step = (high - low + 3) >> 2
+        low, high, _ = _narrowed(
+            low, high, 0, step, count,
+            _count_from(keys, low + step), _count_from(keys, low + 2 * step), _count_from(keys, low + 3 * step),
         )  # fmt: skip
-    _cut_kernel[(num_rows, num_tiles)](
-        logits, probs, keys, last_ids, masses, vocab_size, logits.stride(0), NUM_BITS=num_bits, TILE_V=tile
+    return low
+
+
+@jit(do_not_specialize=["num_repeats"])
+def _list_groups_kernel(
+    temperatures, top_ks, top_ps, tile_maxes, tile_sums, group_maxes, groups, num_listed, low_keys,
+    vocab_size, num_tiles, num_groups, num_repeats, KEY_BITS: tl.constexpr, TILE_T: tl.constexpr, TILE_G: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    request = row // num_repeats
+    temperature, top_k, top_p = tl.load(temperatures + request), tl.load(top_ks + request), tl.load(top_ps + request)
+    by_count = has_top_k(top_k, vocab_size)
+    if (temperature < _TL_MIN_TEMPERATURE) | ((by_count == 0) & (top_p >= 1)):
+        tl.store(num_listed + row, 0)
+        return
+    group = tl.arange(0, TILE_G)
+    is_group = group < num_groups
+    maxes = tl.load(group_maxes + row * num_groups + group, mask=is_group, other=float("-inf"))
+    low = tl.full((), -(1 << (KEY_BITS - 1)), tl.int64)
+    keys = tl.where(is_group, score_keys(maxes, KEY_BITS), low.to(tl.int32))
+    if by_count:
+        low = _kth_key(keys, top_k, low, tl.max(keys, 0).to(tl.int64) + 1)
+    else:
+        sums, max_score = scaled_sums(tile_maxes, tile_sums, row, num_tiles, temperature, TILE_T)
+        # If all tokens lay below this, they would not add up to what top-p leaves out.
+        share = (1 - top_p) * tl.maximum(tl.sum(sums, 0), 1.0)
+        low_score = max_score.to(tl.float64) - temperature * tl.log(2.0 * vocab_size / share)
+        low = score_keys(low_score.to(tl.float32), KEY_BITS).to(tl.int64)
+    is_listed = is_group & (keys >= low.to(tl.int32))
+    rank = tl.cumsum(is_listed.to(tl.int32), 0)
+    tl.store(groups + row * num_groups + rank - 1, group, mask=is_listed)
+    tl.store(num_listed + row, tl.max(rank, 0))
+    tl.store(low_keys + row, low.to(tl.int32))
+
+
+@jit
+def _load_listed(row_logits, row_groups, first, num_listed, vocab_size, GROUP: tl.constexpr, TILE_L: tl.constexpr):
+    """Tokens and logits of a tile of listed groups from the `first` on; past the list, ids past the vocabulary."""
+    index = tl.arange(0, TILE_L)
+    place = first + index // GROUP
+    group = tl.load(row_groups + place, mask=place < num_listed, other=0)
+    token = tl.where(place < num_listed, group * GROUP + index % GROUP, vocab_size)
+    return token, load_scores(row_logits, token, vocab_size)
+
+
+@jit
+def _threshold(
+    row_logits, row_groups, num_listed, low, high, level, max_score, temperature, vocab_size,
+    BY_MASS: tl.constexpr, KEY_BITS: tl.constexpr, GROUP: tl.constexpr, TILE_L: tl.constexpr,
+):  # fmt: skip
+    """The highest key at or above which tokens reach the level, by number or by weight; and what lies above it."""
+    above = tl.zeros((), tl.float64)
+    while high - low > 1:
+        step = (high - low + 3) >> 2
+        first_sums = tl.zeros((TILE_L,), tl.float64)
+        second_sums = tl.zeros((TILE_L,), tl.float64)
+        third_sums = tl.zeros((TILE_L,), tl.float64)
+        for first in range(0, num_listed, TILE_L // GROUP):
+            token, scores = _load_listed(row_logits, row_groups, first, num_listed, vocab_size, GROUP, TILE_L)
+            weights = (token < vocab_size).to(tl.float64)
+            if BY_MASS:
+                weights = weights_of(scores, max_score, temperature)
+            keys = score_keys(scores, KEY_BITS)
+            first_sums += tl.where(keys >= (low + step).to(tl.int32), weights, 0.0)
+            second_sums += tl.where(keys >= (low + 2 * step).to(tl.int32), weights, 0.0)
+            third_sums += tl.where(keys >= (low + 3 * step).to(tl.int32), weights, 0.0)
+        low, high, above = _narrowed(
+            low, high, above, step, level, tl.sum(first_sums, 0), tl.sum(second_sums, 0), tl.sum(third_sums, 0)
+        )
+    return low.to(tl.int32), above
+
+
+@jit
+def _resolve_ties(
+    row_logits, row_groups, num_listed, key, needed, max_score, temperature, vocab_size,
+    KEY_BITS: tl.constexpr, GROUP: tl.constexpr, TILE_L: tl.constexpr,
+):  # fmt: skip
+    """The last of the `needed` lowest ids at a key, how many there are, and the mass of these and of all above."""
+    last_id, num_ties = tl.full((), -1, tl.int32), tl.zeros((), tl.int32)
+    masses = tl.zeros((TILE_L,), tl.float64)
+    for first in range(0, num_listed, TILE_L // GROUP):
+        token, scores = _load_listed(row_logits, row_groups, first, num_listed, vocab_size, GROUP, TILE_L)
+        keys = score_keys(scores, KEY_BITS)
+        is_tie = (keys == key) & (token < vocab_size)
+        rank = num_ties + tl.cumsum(is_tie.to(tl.int32), 0)
+        last_id = tl.maximum(last_id, tl.max(tl.where(is_tie & (rank <= needed), token, -1), 0))
+        num_ties += tl.sum(is_tie.to(tl.int32), 0)
+        masses += tl.where(keys > key, weights_of(scores, max_score, temperature), 0.0)
+    num_kept = tl.minimum(needed, num_ties)
+    weight = weights_of(_key_score(key, KEY_BITS), max_score, temperature)
+    return last_id, num_kept, tl.sum(masses, 0) + num_kept * weight
+
+
+@jit(do_not_specialize=["num_repeats"])
+def _cut_kernel(
+    logits, temperatures, top_ks, top_ps, tile_maxes, tile_sums, groups, num_listed, low_keys, keys, last_ids, masses,
+    vocab_size, row_stride, num_tiles, num_groups, num_repeats,
+    KEY_BITS: tl.constexpr, GROUP: tl.constexpr, TILE_L: tl.constexpr, TILE_T: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    length = tl.load(num_listed + row)
+    if length == 0:
+        return
+    request = row // num_repeats
+    temperature, top_k, top_p = tl.load(temperatures + request), tl.load(top_ks + request), tl.load(top_ps + request)
+    row_logits, row_groups = logits + row * row_stride, groups + row * num_groups
+    max_score = tl.minimum(tl.max(load_maxes(tile_maxes, row, num_tiles, TILE_T), 0), MAX_FLOAT)
+    high = score_keys(max_score, KEY_BITS).to(tl.int64) + 1
+    key = tl.load(low_keys + row)
+    last_id, num_kept = tl.zeros((), tl.int32) + vocab_size, tl.zeros((), tl.int32) + vocab_size
+    mass = tl.zeros((), tl.float64)
+    if has_top_k(top_k, vocab_size):
+        level = top_k.to(tl.float64)
+        key, above = _threshold(
+            row_logits, row_groups, length, key.to(tl.int64), high, level, max_score, temperature, vocab_size,
+            False, KEY_BITS, GROUP, TILE_L,
+        )  # fmt: skip
+        last_id, num_kept, mass = _resolve_ties(
+            row_logits, row_groups, length, key, (level - above).to(tl.int32), max_score, temperature, vocab_size,
+            KEY_BITS, GROUP, TILE_L,
+        )  # fmt: skip
+    else:
+        sums, _ = scaled_sums(tile_maxes, tile_sums, row, num_tiles, temperature, TILE_T)
+        mass = tl.sum(sums, 0)
+    if top_p < 1:
+        level = tl.maximum(top_p * mass, 1e-300)
+        mass_key, above = _threshold(
+            row_logits, row_groups, length, key.to(tl.int64), high, level, max_score, temperature, vocab_size,
+            True, KEY_BITS, GROUP, TILE_L,
+        )  # fmt: skip
+        # Those are kept before which the level is not reached, and no more than top-k left of them.
+        weight = weights_of(_key_score(mass_key, KEY_BITS), max_score, temperature)
+        needed = tl.ceil((level - above) / tl.where(weight > 0, weight, 1.0))
+        most = tl.where(mass_key == key, num_kept, vocab_size).to(tl.float64)
+        needed = tl.minimum(tl.maximum(needed, 1.0), most).to(tl.int32)
+        key = mass_key
+        last_id, _, mass = _resolve_ties(
+            row_logits, row_groups, length, key, needed, max_score, temperature, vocab_size, KEY_BITS, GROUP, TILE_L
+        )
+    tl.store(keys + row, key)
+    tl.store(last_ids + row, last_id)
+    tl.store(masses + row, mass)
+
+
+@jit
+def kept_weights(scores, token, key, last_id, max_score, temperature, KEY_BITS: tl.constexpr):
+    """Weights of the tokens that a cut leaves, 0 for others."""
+    token_keys = score_keys(scores, KEY_BITS)
+    is_kept = (token_keys > key) | ((token_keys == key) & (token <= last_id))
+    return tl.where(is_kept & (scores > float("-inf")), weights_of(scores, max_score, temperature), 0.0)
+
+
+@jit
+def draw_kept(
+    row_logits, row_groups, num_listed, key, last_id, level, max_score, temperature, vocab_size,
+    KEY_BITS: tl.constexpr, GROUP: tl.constexpr, TILE_L: tl.constexpr,
+):  # fmt: skip
+    """The token at which the running sum of the weights kept passes `level`; if none does, the last with any."""
+    before, running = tl.zeros((), tl.float64), tl.zeros((), tl.float64)
+    place, found = tl.zeros((), tl.int32), tl.zeros((), tl.int32)
+    is_passed = tl.zeros((), tl.int32)
+    while (place < num_listed) & (is_passed == 0):
+        token, scores = _load_listed(row_logits, row_groups, place, num_listed, vocab_size, GROUP, TILE_L)
+        mass = tl.sum(kept_weights(scores, token, key, last_id, max_score, temperature, KEY_BITS), 0)
+        found, before = tl.where(mass > 0, place, found), tl.where(mass > 0, running, before)
+        running += mass
+        is_passed = ((mass > 0) & (running > level)).to(tl.int32)
+        place += TILE_L // GROUP
+    token, scores = _load_listed(row_logits, row_groups, found, num_listed, vocab_size, GROUP, TILE_L)
+    weights = kept_weights(scores, token, key, last_id, max_score, temperature, KEY_BITS)
+    index = first_above(weights, before, level, TILE_L)
+    return tl.sum(tl.where(tl.arange(0, TILE_L) == index, token, 0), 0).to(tl.int64)
+
+
+def launch_cut(logits: Tensor, temperatures: Tensor, top_ks: Tensor, top_ps: Tensor, stats: TileStats) -> Cut:
+    """Find what stays of rows of logits [T, V] in two launches; values [R] hold for T / R rows each."""
+    num_rows, vocab_size = logits.shape
+    num_tiles, num_groups = stats.maxes.shape[1], stats.group_maxes.shape[1]
+    num_repeats, tile_t = num_rows // len(temperatures), power_of_2(num_tiles)
+    groups = torch.empty((num_rows, num_groups), dtype=torch.int32, device=logits.device)
+    num_listed, low_keys, keys, last_ids = (
+        torch.empty(num_rows, dtype=torch.int32, device=logits.device) for _ in range(4)
     )
+    masses = torch.empty(num_rows, dtype=torch.float64, device=logits.device)
+    values = temperatures, top_ks, top_ps, stats.maxes, stats.sums
+    bits = _KEY_BITS[logits.dtype]
+    tile_g = power_of_2(num_groups)
+    _list_groups_kernel[(num_rows,)](
+        *values, stats.group_maxes, groups, num_listed, low_keys, vocab_size, num_tiles, num_groups, num_repeats,
+        KEY_BITS=bits, TILE_T=tile_t, TILE_G=tile_g, num_warps=8,
+    )  # fmt: skip
+    sizes = {"KEY_BITS": bits, "GROUP": stats.group, "TILE_L": min(LISTED_TILE, tile_g * stats.group)}
+    _cut_kernel[(num_rows,)](
+        logits, *values, groups, num_listed, low_keys, keys, last_ids, masses,
+        vocab_size, logits.stride(0), num_tiles, num_groups, num_repeats, **sizes, TILE_T=tile_t, num_warps=8,
+    )  # fmt: skip
+    return Cut(groups, num_listed, keys, last_ids, masses, sizes)
+
+
+def no_cut(stats: TileStats) -> Cut:
+    """In place of a cut where a kernel is compiled without filters, and reads nothing of it."""
+    none = stats.maxes
+    return Cut(none, none, none, none, none, {"KEY_BITS": 1, "GROUP": 1, "TILE_L": 1})

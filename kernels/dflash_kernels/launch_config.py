@@ -117,11 +117,34 @@ HEAD_TILE = 8
 VOCAB_TILE = 4096
 """Tokens a program covers in one pass over logits or probabilities."""
 
+VOCAB_GROUP = 64
+"""Tokens of which a filter knows the highest logit, and which it reads or passes over together."""
+
+LISTED_TILE = 2048
+"""Tokens of listed groups that a filter reads at a time."""
+
 MAX_GRID = 65_535
 """Programs along the second and third axis of a launch; only the first, where rows are, goes further."""
 
 MIN_TEMPERATURE = 1e-5
 """Below this a row is greedy: dividing logits by less tells no two of them apart any better, and overflows."""
+
+
+@dataclass(frozen=True, slots=True)
+class VocabShape:
+    """How a row of logits is cut into programs: the tokens and warps of each."""
+
+    tile: int
+    num_warps: int
+
+
+def argmax_shape(num_rows: int) -> VocabShape:
+    """For rows that are all greedy: few rows need many programs, and many rows few that do more each."""
+    return VocabShape(4096, 4) if num_rows <= 64 else VocabShape(8192, 8)
+
+
+def sampling_shape() -> VocabShape:
+    return VocabShape(VOCAB_TILE, 4)
 
 
 COMBINE_TILE = 4

@@ -4,29 +4,52 @@ Each sample uses one uniform that is a hash of (seed, position, purpose), so a r
 batch mates nor on how many tokens a step happens to verify: sampled speculative output equals sampled plain decoding.
 What the host knows of a batch (nobody samples, nobody filters) comes as keywords, so that nothing waits for the device.
 
-Axis letters: T rows, V vocabulary.
+Axis letters: T rows, R requests, V vocabulary.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from dflash_kernels.categorical import categorical_ref, first_above, sample_probs
-from dflash_kernels.filters import cut_ref, launch_cut
+from dflash_kernels.categorical import categorical_ref, first_above
+from dflash_kernels.filters import cut_ref, draw_kept, kept_weights, launch_cut, no_cut
 from dflash_kernels.launch_config import (
     MIN_TEMPERATURE,
-    VOCAB_TILE,
-    ceil_div,
     check_dtypes,
     check_tensors,
     constexpr,
     jit,
-    power_of_2,
     require,
     tl,
+)
+from dflash_kernels.logit_tiles import (
+    MAX_FLOAT,
+    launch_stats,
+    load_maxes,
+    load_raw,
+    load_scores,
+    scaled_sums,
+    weights_of,
+    without_nans,
 )
 from dflash_kernels.uniform import TARGET, stream, uniform_ref, uniform_tile
 
 _TL_MIN_TEMPERATURE = constexpr(MIN_TEMPERATURE)
+
+
+class Chosen(NamedTuple):
+    """What was chosen after each row of logits."""
+
+    token_ids: Tensor
+    """[T] int64; of a row that is not finite, some id of the vocabulary, which nobody should use."""
+    is_finite: Tensor
+    """[T] bool: the highest logit is NaN where any is, and infinite where nothing can be said: one token, or none."""
+
+
+def argmax_ref(logits: Tensor) -> Tensor:
+    """The token with the highest logit of each row, the lowest id among equals: [T, V] -> [T] int64."""
+    return logits.argmax(-1)
 
 
 def sample_ref(
@@ -40,25 +63,31 @@ def sample_ref(
     is_greedy: bool = False,
     has_filters: bool = True,
     purpose: int = TARGET,
-) -> Tensor:
+) -> Chosen:
     """One token a row: the argmax where the temperature is below MIN_TEMPERATURE, a sample otherwise.
 
-    logits        [T, V]   any float dtype
-    temperatures  [T] float64
-    top_ks        [T] int64     0 keeps all
-    top_ps        [T] float64   1 keeps all
-    seeds         [T] int64
+    logits        [T, V]   any float dtype; T / R rows in a row belong to one request
+    temperatures  [R] float64
+    top_ks        [R] int64     0 keeps all
+    top_ps        [R] float64   1 keeps all
+    seeds         [R] int64
     positions     [T] int64     position of the sampled token
     is_greedy     every temperature is below MIN_TEMPERATURE
     has_filters   some top_k or top_p may cut; False promises that none does
     purpose       which stream of random numbers
-    Returns [T] int64. Among equal logits the argmax is the lowest id. A row that is not finite gives some id of the
-    vocabulary, which nobody should use.
+    Among equal logits the argmax is the lowest id.
     """
+    is_finite = logits.amax(-1).isfinite()
     if is_greedy:
-        return logits.argmax(-1)
+        return Chosen(argmax_ref(logits), is_finite)
     probs = filtered_probs_ref(logits, temperatures, top_ks, top_ps, has_filters=has_filters)
-    return categorical_ref(probs, uniform_ref(seeds, positions, purpose))
+    numbers = uniform_ref(_for_rows(seeds, logits), positions, purpose)
+    return Chosen(categorical_ref(probs, numbers), is_finite)
+
+
+def _for_rows(values: Tensor, logits: Tensor) -> Tensor:
+    """[R] -> [T], each as often as a request has rows of logits."""
+    return values.repeat_interleave(len(logits) // max(len(values), 1))
 
 
 def filtered_probs_ref(
@@ -80,6 +109,7 @@ def filtered_probs_ref(
     top.scatter_(1, logits.argmax(-1, keepdim=True), 1.0)
     if is_greedy:
         return top
+    temperatures, top_ks, top_ps = (_for_rows(values, logits) for values in (temperatures, top_ks, top_ps))
     is_sampled = (temperatures >= MIN_TEMPERATURE)[:, None]
     probs = (logits.double() / torch.where(is_sampled, temperatures[:, None], 1.0)).softmax(-1)
     if has_filters:
@@ -88,96 +118,110 @@ def filtered_probs_ref(
 
 
 @jit
-def _load_tile(logits, row, token, vocab_size, row_stride):
-    """A tile of logits. NaN counts as -inf, so that an argmax is always a token, and no logit is +inf."""
-    tile = tl.load(logits + row * row_stride + token, mask=token < vocab_size, other=float("-inf")).to(tl.float32)
-    return tl.minimum(tl.where(tile == tile, tile, float("-inf")), 3.4028234663852886e38)
+def _first_id(scores, token, max_score, vocab_size):
+    """The lowest id with the highest logit; some id where none has it."""
+    return tl.min(tl.where(scores == max_score, token, vocab_size - 1), 0).to(tl.int64)
 
 
 @jit
-def _weights(scores, max_score, temperature):
-    """Probabilities up to a factor: exp((scores - max_score) / temperature) in float64, 0 where nothing is finite."""
-    shift = tl.where(max_score == float("-inf"), 0.0, max_score)
-    return tl.exp((scores.to(tl.float64) - shift.to(tl.float64)) * (1.0 / temperature))
+def _best_id(row_logits, maxes, max_score, vocab_size, TILE_V: tl.constexpr, TILE_T: tl.constexpr):
+    """The argmax, by reading the first tile that has the highest logit once more."""
+    tile = tl.min(tl.where(maxes == max_score, tl.arange(0, TILE_T), TILE_T), 0)
+    token = tile * TILE_V + tl.arange(0, TILE_V)
+    return _first_id(without_nans(load_raw(row_logits, token, vocab_size)), token, max_score, vocab_size)
 
 
 @jit
-def _tile_stats_kernel(
-    logits, temperatures, tile_maxes, tile_ids, tile_sums, vocab_size, row_stride, num_tiles,
-    IS_GREEDY: tl.constexpr, TILE_V: tl.constexpr,
+def _draw(row_logits, sums, max_score, level, temperature, vocab_size, TILE_V: tl.constexpr, TILE_T: tl.constexpr):
+    """The token at which the running sum of all weights passes `level`."""
+    tile = first_above(sums, 0.0, level, TILE_T)
+    before = tl.sum(tl.where(tl.arange(0, TILE_T) < tile, sums, 0.0), 0)
+    token = tile * TILE_V + tl.arange(0, TILE_V)
+    scores = load_scores(row_logits, token, vocab_size)
+    weights = tl.where(scores > float("-inf"), weights_of(scores, max_score, temperature), 0.0)
+    return (tile * TILE_V + first_above(weights, before, level, TILE_V)).to(tl.int64)
+
+
+@jit(do_not_specialize=["num_repeats"])
+def _sample_kernel(
+    logits, temperatures, seeds, positions, salt, tile_maxes, tile_has_nans, tile_sums,
+    groups, num_listed, keys, last_ids, masses, token_ids, is_finite,
+    vocab_size, row_stride, num_tiles, num_groups, num_repeats,
+    IS_GREEDY: tl.constexpr, HAS_FILTERS: tl.constexpr, TILE_V: tl.constexpr, TILE_T: tl.constexpr,
+    KEY_BITS: tl.constexpr, GROUP: tl.constexpr, TILE_L: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    tiles = tl.arange(0, TILE_T)
+    maxes = load_maxes(tile_maxes, row, num_tiles, TILE_T)
+    has_nan = tl.max(tl.load(tile_has_nans + row * num_tiles + tiles, mask=tiles < num_tiles, other=0), 0)
+    max_score = tl.max(maxes, 0)
+    tl.store(is_finite + row, (has_nan == 0) & (tl.abs(max_score) < float("inf")))
+    row_logits = logits + row * row_stride
+    if IS_GREEDY:
+        tl.store(token_ids + row, _best_id(row_logits, maxes, max_score, vocab_size, TILE_V, TILE_T))
+        return
+    temperature = tl.load(temperatures + row // num_repeats)
+    if temperature < _TL_MIN_TEMPERATURE:
+        tl.store(token_ids + row, _best_id(row_logits, maxes, max_score, vocab_size, TILE_V, TILE_T))
+        return
+    number = uniform_tile(tl.load(seeds + row // num_repeats), tl.load(positions + row), salt)
+    if HAS_FILTERS:
+        length = tl.load(num_listed + row)
+        if length > 0:
+            max_score = tl.minimum(max_score, MAX_FLOAT)
+            level = number * tl.load(masses + row)
+            chosen = draw_kept(
+                row_logits, groups + row * num_groups, length, tl.load(keys + row), tl.load(last_ids + row), level,
+                max_score, temperature, vocab_size, KEY_BITS, GROUP, TILE_L,
+            )  # fmt: skip
+            tl.store(token_ids + row, chosen)
+            return
+    sums, max_score = scaled_sums(tile_maxes, tile_sums, row, num_tiles, temperature, TILE_T)
+    level = number * tl.sum(sums, 0)
+    tl.store(
+        token_ids + row, _draw(row_logits, sums, max_score, level, temperature, vocab_size, TILE_V, TILE_T)
+    )  # fmt: skip
+
+
+@jit(do_not_specialize=["num_repeats"])
+def _probs_kernel(
+    logits, temperatures, tile_maxes, tile_sums, num_listed, keys, last_ids, masses, probs,
+    vocab_size, row_stride, num_tiles, num_repeats,
+    IS_GREEDY: tl.constexpr, HAS_FILTERS: tl.constexpr, TILE_V: tl.constexpr, TILE_T: tl.constexpr,
+    KEY_BITS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
-    token = tile.to(tl.int64) * TILE_V + tl.arange(0, TILE_V)
-    scores = _load_tile(logits, row, token, vocab_size, row_stride)
-    max_score = tl.max(scores, 0)
-    tl.store(tile_maxes + row * num_tiles + tile, max_score)
-    tl.store(tile_ids + row * num_tiles + tile, tl.min(tl.where(scores == max_score, token, vocab_size - 1), 0))
-    if not IS_GREEDY:
-        temperature = tl.load(temperatures + row)
-        if temperature >= _TL_MIN_TEMPERATURE:
-            tl.store(tile_sums + row * num_tiles + tile, tl.sum(_weights(scores, max_score, temperature), 0))
-
-
-@jit
-def _scaled_sums(tile_maxes, tile_sums, row, num_tiles, temperature, TILE_T: tl.constexpr):
-    """Sums of the tiles, scaled to the row's highest logit; and that logit."""
-    tiles = tl.arange(0, TILE_T)
-    is_tile = tiles < num_tiles
-    maxes = tl.load(tile_maxes + row * num_tiles + tiles, mask=is_tile, other=float("-inf"))
-    sums = tl.load(tile_sums + row * num_tiles + tiles, mask=is_tile, other=0.0)
+    token = tile * TILE_V + tl.arange(0, TILE_V)
+    row_logits = logits + row * row_stride
+    maxes = load_maxes(tile_maxes, row, num_tiles, TILE_T)
     max_score = tl.max(maxes, 0)
-    return tl.where(maxes > float("-inf"), sums * _weights(maxes, max_score, temperature), 0.0), max_score
-
-
-@jit
-def _best_id(tile_maxes, tile_ids, row, num_tiles, TILE_T: tl.constexpr):
-    """The lowest id with the highest logit."""
-    tiles = tl.arange(0, TILE_T)
-    maxes = tl.load(tile_maxes + row * num_tiles + tiles, mask=tiles < num_tiles, other=float("-inf"))
-    first = tl.min(tl.where(maxes == tl.max(maxes, 0), tiles, TILE_T), 0)
-    return tl.load(tile_ids + row * num_tiles + first)
-
-
-@jit
-def _sample_kernel(
-    logits, temperatures, seeds, positions, salt, tile_maxes, tile_ids, tile_sums, token_ids,
-    vocab_size, row_stride, num_tiles,
-    IS_GREEDY: tl.constexpr, TILE_V: tl.constexpr, TILE_T: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    chosen = _best_id(tile_maxes, tile_ids, row, num_tiles, TILE_T)
+    temperature = 0.0
     if not IS_GREEDY:
-        temperature = tl.load(temperatures + row)
-        if temperature >= _TL_MIN_TEMPERATURE:
-            sums, max_score = _scaled_sums(tile_maxes, tile_sums, row, num_tiles, temperature, TILE_T)
-            level = uniform_tile(tl.load(seeds + row), tl.load(positions + row), salt) * tl.sum(sums, 0)
-            tile = first_above(sums, 0.0, level, TILE_T)
-            before = tl.sum(tl.where(tl.arange(0, TILE_T) < tile, sums, 0.0), 0)
-            token = tile.to(tl.int64) * TILE_V + tl.arange(0, TILE_V)
-            scores = _load_tile(logits, row, token, vocab_size, row_stride)
-            weights = tl.where(scores > float("-inf"), _weights(scores, max_score, temperature), 0.0)
-            chosen = tile.to(tl.int64) * TILE_V + first_above(weights, before, level, TILE_V)
-    tl.store(token_ids + row, chosen)
-
-
-@jit
-def _probs_kernel(
-    logits, temperatures, tile_maxes, tile_ids, tile_sums, probs, vocab_size, row_stride, num_tiles,
-    IS_GREEDY: tl.constexpr, TILE_V: tl.constexpr, TILE_T: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    token = tl.program_id(1).to(tl.int64) * TILE_V + tl.arange(0, TILE_V)
-    chosen = (token == _best_id(tile_maxes, tile_ids, row, num_tiles, TILE_T)).to(tl.float64)
-    if not IS_GREEDY:
-        temperature = tl.load(temperatures + row)
-        if temperature >= _TL_MIN_TEMPERATURE:
-            sums, max_score = _scaled_sums(tile_maxes, tile_sums, row, num_tiles, temperature, TILE_T)
-            scores = _load_tile(logits, row, token, vocab_size, row_stride)
-            row_sum = tl.sum(sums, 0)
-            weights = tl.where(scores > float("-inf"), _weights(scores, max_score, temperature), 0.0)
-            chosen = weights / tl.where(row_sum > 0, row_sum, 1.0)
+        temperature = tl.load(temperatures + row // num_repeats)
+    if temperature >= _TL_MIN_TEMPERATURE:
+        sums, max_score = scaled_sums(tile_maxes, tile_sums, row, num_tiles, temperature, TILE_T)
+        scores = load_scores(row_logits, token, vocab_size)
+        weights = tl.where(scores > float("-inf"), weights_of(scores, max_score, temperature), 0.0)
+        mass = tl.sum(sums, 0)
+        if HAS_FILTERS:  # noqa: SIM102, decided when the kernel is compiled
+            if tl.load(num_listed + row) > 0:
+                key, last_id = tl.load(keys + row), tl.load(last_ids + row)
+                weights = kept_weights(scores, token, key, last_id, max_score, temperature, KEY_BITS)
+                mass = tl.load(masses + row)
+        chosen = weights / tl.where(mass > 0, mass, 1.0)
+    else:
+        best = _best_id(row_logits, maxes, max_score, vocab_size, TILE_V, TILE_T)
+        chosen = (token == best).to(tl.float64)
     tl.store(probs + row * vocab_size + token, chosen, mask=token < vocab_size)
+
+
+def argmax(logits: Tensor) -> Tensor:
+    """`argmax_ref` in two launches."""
+    _check_logits(logits)
+    none = torch.empty(1, dtype=torch.float64, device=logits.device)
+    values = none, none, none, none, none
+    return _launch_sample(logits, *values, is_greedy=True, has_filters=False, purpose=TARGET).token_ids
 
 
 def sample(
@@ -191,20 +235,36 @@ def sample(
     is_greedy: bool = False,
     has_filters: bool = True,
     purpose: int = TARGET,
-) -> Tensor:
-    """`sample_ref`, in two launches without filters; with them the distributions are written out first."""
-    _check(logits, temperatures, top_ks, top_ps, seeds, positions)
-    if has_filters and not is_greedy:
-        probs = filtered_probs(logits, temperatures, top_ks, top_ps)
-        return sample_probs(probs, seeds, positions, purpose)
-    token_ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
-    if len(logits):
-        stats, tiling = _launch_stats(logits, temperatures, is_greedy)
-        _sample_kernel[(len(logits),)](
-            logits, temperatures, seeds.contiguous(), positions.contiguous(), stream(purpose), *stats, token_ids,
-            logits.shape[1], logits.stride(0), stats[0].shape[1], IS_GREEDY=is_greedy, **tiling,
+) -> Chosen:
+    """`sample_ref`, in two launches, or four with filters; none of them writes a distribution."""
+    _check_logits(logits)
+    _check_values(logits, temperatures, top_ks, top_ps, seeds)
+    check_tensors(logits, positions)
+    require(positions.shape == (len(logits),) and positions.is_contiguous(), "a position for each row")
+    require(seeds.dtype == positions.dtype == torch.int64, "int64 seeds and positions")
+    return _launch_sample(
+        logits, temperatures, top_ks, top_ps, seeds, positions,
+        is_greedy=is_greedy, has_filters=has_filters and not is_greedy, purpose=purpose,
+    )  # fmt: skip
+
+
+def _launch_sample(
+    logits: Tensor, temperatures: Tensor, top_ks: Tensor, top_ps: Tensor, seeds: Tensor, positions: Tensor,
+    *, is_greedy: bool, has_filters: bool, purpose: int,
+) -> Chosen:  # fmt: skip
+    num_rows, vocab_size = logits.shape
+    token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    is_finite = torch.empty(num_rows, dtype=torch.bool, device=logits.device)
+    if num_rows:
+        stats = launch_stats(logits, temperatures, top_ks, is_greedy=is_greedy, has_filters=has_filters)
+        cut = launch_cut(logits, temperatures, top_ks, top_ps, stats) if has_filters else no_cut(stats)
+        _sample_kernel[(num_rows,)](
+            logits, temperatures, seeds, positions, stream(purpose), stats.maxes, stats.has_nans, stats.sums,
+            cut.groups, cut.num_listed, cut.keys, cut.last_ids, cut.masses, token_ids, is_finite,
+            vocab_size, logits.stride(0), stats.maxes.shape[1], cut.groups.shape[1], num_rows // len(temperatures),
+            IS_GREEDY=is_greedy, HAS_FILTERS=has_filters, **stats.tiling(), **cut.sizes, num_warps=8,
         )  # fmt: skip
-    return token_ids
+    return Chosen(token_ids, is_finite)
 
 
 def filtered_probs(
@@ -216,43 +276,35 @@ def filtered_probs(
     is_greedy: bool = False,
     has_filters: bool = True,
 ) -> Tensor:
-    """`filtered_probs_ref`: the softmax in two launches, and the cut, where there is one, in two more."""
-    _check(logits, temperatures, top_ks, top_ps)
+    """`filtered_probs_ref`, in two launches, or four with filters."""
+    _check_logits(logits)
+    _check_values(logits, temperatures, top_ks, top_ps)
+    has_filters = has_filters and not is_greedy
     probs = torch.empty(logits.shape, dtype=torch.float64, device=logits.device)
     if len(logits):
-        stats, tiling = _launch_stats(logits, temperatures, is_greedy)
-        num_tiles = stats[0].shape[1]
-        _probs_kernel[(len(logits), num_tiles)](
-            logits, temperatures, *stats, probs, logits.shape[1], logits.stride(0), num_tiles,
-            IS_GREEDY=is_greedy, **tiling,
+        stats = launch_stats(logits, temperatures, top_ks, is_greedy=is_greedy, has_filters=has_filters)
+        cut = launch_cut(logits, temperatures, top_ks, top_ps, stats) if has_filters else no_cut(stats)
+        num_rows, num_tiles = stats.maxes.shape
+        _probs_kernel[(num_rows, num_tiles)](
+            logits, temperatures, stats.maxes, stats.sums, cut.num_listed, cut.keys, cut.last_ids, cut.masses, probs,
+            logits.shape[1], logits.stride(0), num_tiles, num_rows // len(temperatures),
+            IS_GREEDY=is_greedy, HAS_FILTERS=has_filters, **stats.tiling(), KEY_BITS=cut.sizes["KEY_BITS"],
         )  # fmt: skip
-        if has_filters and not is_greedy:
-            launch_cut(logits, probs, stats[0], temperatures, top_ks, top_ps, tiling["TILE_V"])
     return probs
 
 
-def _launch_stats(
-    logits: Tensor, temperatures: Tensor, is_greedy: bool
-) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, int]]:
-    """Top, its id and the sum of weights of each tile of logits; and the tiling they were made with."""
-    num_rows, vocab_size = logits.shape
-    tile = min(VOCAB_TILE, power_of_2(vocab_size))
-    num_tiles = ceil_div(vocab_size, tile)
-    maxes = torch.empty((num_rows, num_tiles), dtype=torch.float32, device=logits.device)
-    ids = torch.empty((num_rows, num_tiles), dtype=torch.int64, device=logits.device)
-    sums = ids if is_greedy else torch.empty((num_rows, num_tiles), dtype=torch.float64, device=logits.device)
-    _tile_stats_kernel[(num_rows, num_tiles)](
-        logits, temperatures, maxes, ids, sums, vocab_size, logits.stride(0), num_tiles,
-        IS_GREEDY=is_greedy, TILE_V=tile,
-    )  # fmt: skip
-    return (maxes, ids, sums), {"TILE_V": tile, "TILE_T": power_of_2(num_tiles)}
-
-
-def _check(logits: Tensor, *rows: Tensor) -> None:
-    check_tensors(logits, *rows)
+def _check_logits(logits: Tensor) -> None:
+    check_tensors(logits)
     check_dtypes(logits)
-    require(logits.stride(1) == 1, "contiguous rows of logits")
-    require(all(row.shape == (len(logits),) for row in rows), "one value a row")
-    require(all(row.is_contiguous() for row in rows), "contiguous values")
-    require(rows[0].dtype == rows[2].dtype == torch.float64, "float64 temperatures and top_ps")
-    require(all(row.dtype == torch.int64 for row in (rows[1], *rows[3:])), "int64 top_ks, seeds and positions")
+    require(logits.dim() == 2 and logits.stride(1) == 1, "contiguous rows of logits")
+
+
+def _check_values(logits: Tensor, temperatures: Tensor, top_ks: Tensor, top_ps: Tensor, *seeds: Tensor) -> None:
+    values = temperatures, top_ks, top_ps, *seeds
+    check_tensors(logits, *values)
+    num_values = len(temperatures)
+    require(all(value.shape == (num_values,) for value in values), "one value a request")
+    require(len(logits) == 0 or (num_values > 0 and len(logits) % num_values == 0), "as many rows for each request")
+    require(all(value.is_contiguous() for value in values), "contiguous values")
+    require(temperatures.dtype == top_ps.dtype == torch.float64, "float64 temperatures and top_ps")
+    require(all(value.dtype == torch.int64 for value in (top_ks, *seeds)), "int64 top_ks and seeds")

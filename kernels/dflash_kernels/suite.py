@@ -27,7 +27,7 @@ from dflash_kernels.ragged_attention import ragged_attention, ragged_attention_r
 from dflash_kernels.rejection import reject, reject_ref
 from dflash_kernels.rope_norm import add_rms_norm, add_rms_norm_ref, rms_norm, rms_norm_ref
 from dflash_kernels.rope_store import KVPlace, rope_store, rope_store_ref
-from dflash_kernels.sampling import filtered_probs, filtered_probs_ref, sample, sample_ref
+from dflash_kernels.sampling import Chosen, argmax, argmax_ref, filtered_probs, filtered_probs_ref, sample, sample_ref
 from dflash_kernels.slot_mapping import slot_mapping, slot_mapping_ref
 
 KernelChoice = Literal["auto", "triton", "reference"]
@@ -52,7 +52,8 @@ class Kernels:
     accept_block: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Acceptance]
     sample_probs: Callable[..., Tensor]
     filtered_probs: Callable[..., Tensor]
-    sample: Callable[..., Tensor]
+    argmax: Callable[[Tensor], Tensor]
+    sample: Callable[..., Chosen]
     reject: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
@@ -72,6 +73,7 @@ REFERENCE = Kernels(
     accept_block=accept_block_ref,
     sample_probs=sample_probs_ref,
     filtered_probs=filtered_probs_ref,
+    argmax=argmax_ref,
     sample=sample_ref,
     reject=reject_ref,
 )
@@ -92,6 +94,7 @@ _TRITON = Kernels(
     accept_block=accept_block,
     sample_probs=sample_probs,
     filtered_probs=filtered_probs,
+    argmax=argmax,
     sample=sample,
     reject=reject,
 )

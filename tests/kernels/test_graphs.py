@@ -89,8 +89,9 @@ CALLS: dict[str, Call] = {
     "accept_block": lambda k, at: k.accept_block(at["drafts"], at["targets"], at["most"], at["stops"], at["remaining"]),
     "sample_probs": lambda k, at: (k.sample_probs(at["p"][:, 0], at["seeds"], at["places"]),),
     "filtered_probs": lambda k, at: (k.filtered_probs(*sampling_rows(at)),),
-    "sample": lambda k, at: (k.sample(*sampling_rows(at), at["seeds"], at["places"]),),
-    "sample greedy": lambda k, at: (k.sample(*sampling_rows(at), at["seeds"], at["places"], is_greedy=True),),
+    "argmax": lambda k, at: (k.argmax(at["logits"]),),
+    "sample": lambda k, at: k.sample(*sampling_rows(at), at["seeds"], at["places"]),
+    "sample greedy": lambda k, at: k.sample(*sampling_rows(at), at["seeds"], at["places"], is_greedy=True),
     "reject": lambda k, at: decided(*k.reject(*(at[n] for n in ("drafts", "p", "q", "seeds", "places", "most")))),
 }
 

@@ -188,7 +188,7 @@ def test_greedy_and_sampled_rows_share_a_batch() -> None:
     logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(0))
     temperatures = torch.tensor([0.0, 1.0, 0.0, 1.0], dtype=torch.float64)
     zeros, ones = torch.zeros(4, dtype=torch.int64), torch.ones(4, dtype=torch.float64)
-    chosen = sample_ref(logits, temperatures, zeros, ones, torch.arange(4), zeros)
+    chosen = sample_ref(logits, temperatures, zeros, ones, torch.arange(4), zeros).token_ids
     assert chosen[[0, 2]].tolist() == logits.argmax(-1)[[0, 2]].tolist()
     alone = sample_ref(logits[1:2], temperatures[1:2], zeros[:1], ones[:1], torch.tensor([1]), zeros[:1])
-    assert chosen[1] == alone[0]
+    assert chosen[1] == alone.token_ids[0]

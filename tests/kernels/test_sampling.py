@@ -1,19 +1,29 @@
 """Draws from logits: kernels against the references token for token, and what no batch may change."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from dflash_kernels import sampling
 from dflash_kernels.categorical import sample_probs, sample_probs_ref
 from dflash_kernels.launch_config import VOCAB_TILE, jit, tl
-from dflash_kernels.sampling import filtered_probs, filtered_probs_ref, sample, sample_ref
+from dflash_kernels.sampling import filtered_probs, filtered_probs_ref
 from dflash_kernels.uniform import ACCEPT, DRAFT, RESIDUAL, TARGET, stream, uniform_ref, uniform_tile
 from dflash_testing.tensors import DEVICE, DTYPES, normal, real, whole
 
 VOCABS = [1, 63, VOCAB_TILE + 1, 2 * VOCAB_TILE + 15]
 Rows = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def sample(*rows: Tensor, **options: Any) -> Tensor:
+    return sampling.sample(*rows, **options).token_ids
+
+
+def sample_ref(*rows: Tensor, **options: Any) -> Tensor:
+    return sampling.sample_ref(*rows, **options).token_ids
 
 
 def mixed(num_rows: int, seed: int = 0) -> Rows:

@@ -63,11 +63,9 @@ class Sampling:
     seeds: Tensor
     mode: StepMode
 
-    def spread(self, num_rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Each value once for each of a request's block rows: [R] -> [R * N]."""
-        values = (self.temperatures, self.top_ks, self.top_ps, self.seeds)
-        temperatures, top_ks, top_ps, seeds = (value.repeat_interleave(num_rows) for value in values)
-        return temperatures, top_ks, top_ps, seeds
+    def filters(self) -> tuple[Tensor, Tensor, Tensor]:
+        """In the order of the kernels, to which each value stands for all of a request's block rows."""
+        return self.temperatures, self.top_ks, self.top_ps
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,11 +230,10 @@ class Runner:
         )
         logits = self.draft.logits(torch.cat((anchors[:, None], masks), dim=1), positions, attend, num_drafts)
         if sampling.mode.is_greedy or not self.samples_drafts:
-            return Proposal(self._to_target(logits.argmax(-1)))
-        temperatures, top_ks, top_ps, seeds = sampling.spread(num_drafts)
-        probs = self.kernels.filtered_probs(
-            logits.flatten(0, 1), temperatures, top_ks, top_ps, has_filters=sampling.mode.has_filters
-        )
+            return Proposal(self._to_target(self.kernels.argmax(logits.flatten(0, 1)).view(-1, num_drafts)))
+        has_filters = sampling.mode.has_filters
+        probs = self.kernels.filtered_probs(logits.flatten(0, 1), *sampling.filters(), has_filters=has_filters)
+        seeds = sampling.seeds.repeat_interleave(num_drafts)
         sampled = self.kernels.sample_probs(probs, seeds, positions[:, 1 : 1 + num_drafts].flatten(), DRAFT)
         return Proposal(self._to_target(sampled.view(-1, num_drafts)), self._spread_probs(probs, num_drafts))
 
@@ -262,30 +259,22 @@ class Runner:
         finite: what is chosen from there on is some id of the vocabulary, and not to be committed. Sampled drafts are
         judged by rejection with their own distribution; others by whether the target would say the same.
         """
-        num_rows = positions.shape[1]
         logits = self.target.head(hidden)
-        # The highest logit of a row is NaN where any is, and infinite where nothing can be said: one token, or none.
-        is_finite = logits.amax(-1).isfinite().view_as(positions)
-        num_finite = is_finite.to(torch.int64).cumprod(1).sum(1)
-        temperatures, top_ks, top_ps, seeds = sampling.spread(num_rows)
+        mode = sampling.mode
         if proposal.probs is None:
-            chosen = self.kernels.sample(
-                logits,
-                temperatures,
-                top_ks,
-                top_ps,
-                seeds,
-                positions.flatten() + 1,
-                is_greedy=sampling.mode.is_greedy,
-                has_filters=sampling.mode.has_filters,
-            )
-            return chosen.view_as(positions), max_accepted, num_finite
-        probs = self.kernels.filtered_probs(logits, temperatures, top_ks, top_ps, has_filters=sampling.mode.has_filters)
-        probs = probs.view(*positions.shape, -1)
-        num_accepted, chosen = self.kernels.reject(
-            proposal.token_ids, probs, proposal.probs, sampling.seeds, positions[:, 1], max_accepted
-        )
-        return chosen, num_accepted, num_finite
+            chosen, is_finite = self.kernels.sample(
+                logits, *sampling.filters(), sampling.seeds, positions.flatten() + 1,
+                is_greedy=mode.is_greedy, has_filters=mode.has_filters,
+            )  # fmt: skip
+            chosen = chosen.view_as(positions)
+        else:
+            is_finite = logits.amax(-1).isfinite()
+            probs = self.kernels.filtered_probs(logits, *sampling.filters(), has_filters=mode.has_filters)
+            max_accepted, chosen = self.kernels.reject(
+                proposal.token_ids, probs.view(*positions.shape, -1), proposal.probs, sampling.seeds, positions[:, 1],
+                max_accepted,
+            )  # fmt: skip
+        return chosen, max_accepted, is_finite.view_as(positions).cumprod(1).sum(1)
 
     def _attend_target(self, view: BatchRows, slots: Tensor) -> PagedAttention:
         """The target's attention over the rows' pages; stores the KV of rows [R, N] in slots [R, N]."""

@@ -1,0 +1,185 @@
+"""Filters that never write a distribution: what stays is the reference's, and rows without filters cost nothing."""
+
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dflash_kernels import filters, logit_tiles, sampling
+from dflash_kernels.launch_config import VOCAB_GROUP, VOCAB_TILE
+from dflash_kernels.logit_tiles import launch_stats
+from dflash_kernels.sampling import argmax, filtered_probs, filtered_probs_ref, sample, sample_ref
+from dflash_testing.tensors import DEVICE, normal, real, whole
+
+VOCAB = VOCAB_TILE + 1000
+MANY = VOCAB // VOCAB_GROUP + 10
+"""More tokens than there are groups, so that the highest of each group say nothing."""
+
+REQUESTS = [
+    (0.0, 0, 1.0), (0.0, 20, 0.9), (0.7, 0, 1.0), (0.6, 20, 0.95), (1.0, 1, 1.0), (1.0, MANY, 1.0), (1.0, MANY, 0.3),
+    (1.5, VOCAB - 1, 1.0), (1.0, 0, 0.95), (0.2, 0, 0.5), (40.0, 0, 0.999), (1.0, 0, 1 - 1e-12), (1e-5, 3, 0.9),
+    (1.0, 0, 1e-9), (1.0, VOCAB, 1.0), (0.8, 300, 0.999),
+]  # fmt: skip
+"""Temperature, top_k, top_p: greedy, unfiltered, each filter and both, on flat distributions and on steep ones."""
+
+Values = tuple[Tensor, Tensor, Tensor]
+
+
+def values() -> Values:
+    temperatures, top_ks, top_ps = zip(*REQUESTS, strict=True)
+    return real(*temperatures), whole(*top_ks), real(*top_ps)
+
+
+def logits_of(kind: str, num_rows: int, dtype: torch.dtype) -> Tensor:
+    logits = normal(num_rows, VOCAB, dtype=torch.float32)
+    if kind == "steep":
+        logits = logits * 6
+    if kind == "ties":
+        logits = (logits * 2).round() / 2
+    if kind == "low":
+        logits = logits - 100
+        logits[:, ::3] = float("-inf")
+    return logits.to(dtype)
+
+
+KINDS = ["steep", "flat", "ties", "low"]
+FEW = [("steep", torch.float32), ("ties", torch.float16), ("low", torch.float16)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        *FEW,
+        *(pytest.param("flat", dtype, marks=pytest.mark.gpu) for dtype in (torch.bfloat16, torch.float32)),
+        *(
+            pytest.param(kind, dtype, marks=pytest.mark.slow)
+            for kind in KINDS
+            for dtype in (torch.float32, torch.float16)
+        ),
+    ],
+)
+def test_mixed_requests_sample_what_the_reference_does(kind: str, dtype: torch.dtype) -> None:
+    """Each request's values hold for its two rows."""
+    num_rows = 2 * len(REQUESTS)
+    logits = logits_of(kind, num_rows, dtype)
+    seeds = torch.arange(len(REQUESTS), device=DEVICE) * 977
+    positions = torch.arange(num_rows, device=DEVICE)
+    ours, expected = (draw(logits, *values(), seeds, positions) for draw in (sample, sample_ref))
+    assert torch.equal(ours.token_ids, expected.token_ids)
+    assert bool(ours.is_finite.all())
+    assert torch.equal(ours.token_ids[:4], argmax(logits[:4]))
+
+
+@pytest.mark.parametrize("kind", ["flat", *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS)])
+def test_mixed_requests_keep_what_the_reference_keeps(kind: str) -> None:
+    logits = logits_of(kind, len(REQUESTS), torch.float32)
+    probs, expected = (cut(logits, *values()) for cut in (filtered_probs, filtered_probs_ref))
+    assert torch.equal(probs > 0, expected > 0)
+    torch.testing.assert_close(probs, expected, atol=1e-14, rtol=1e-11)
+
+
+def test_rows_that_are_greedy_or_have_no_filter_are_not_searched() -> None:
+    """They have no groups, and what the search would have written is still what fresh memory held."""
+    logits = logits_of("flat", len(REQUESTS), torch.float32)
+    temperatures, top_ks, top_ps = values()
+    stats = launch_stats(logits, temperatures, top_ks, is_greedy=False, has_filters=True)
+    cut = filters.launch_cut(logits, temperatures, top_ks, top_ps, stats)
+    is_cut = (temperatures > 0) & (((top_ks > 0) & (top_ks < VOCAB)) | (top_ps < 1))
+    assert torch.equal(cut.num_listed > 0, is_cut)
+    assert torch.equal(~cut.masses.isnan(), is_cut)
+    # A top-k lists about as many groups as it has tokens, and not the vocabulary.
+    assert 0 < int(cut.num_listed[3]) <= 20
+
+
+class Allocations(TorchDispatchMode):
+    """Elements of the largest tensor in float64 that is made."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor) and out.dtype == torch.float64:
+            self.largest = max(self.largest, out.numel())
+        return out
+
+
+def test_no_distribution_is_written_to_sample() -> None:
+    logits = logits_of("flat", len(REQUESTS), torch.float16)
+    seeds = torch.arange(len(REQUESTS), device=DEVICE)
+    with Allocations() as made:
+        sample(logits, *values(), seeds, seeds)
+    assert 0 < made.largest <= 2 * len(logits)
+    with Allocations() as made:
+        filtered_probs(logits, *values())
+    assert made.largest == logits.numel()
+
+
+class Counted:
+    """A kernel that counts its launches."""
+
+    def __init__(self, kernel: Any, launches: list[str]) -> None:
+        self.kernel, self.launches = kernel, launches
+
+    def __getitem__(self, grid: Any) -> Any:
+        self.launches.append(self.kernel.__name__)
+        return self.kernel[grid]
+
+
+def count_launches(modules: tuple[ModuleType, ...], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    launches: list[str] = []
+    for module in modules:
+        for name in [name for name in vars(module) if name.endswith("_kernel")]:
+            monkeypatch.setattr(module, name, Counted(getattr(module, name), launches))
+    return launches
+
+
+def test_two_launches_choose_and_two_more_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a captured step each costs a few microseconds, whatever it does."""
+    launches = count_launches((logit_tiles, filters, sampling), monkeypatch)
+    logits = logits_of("flat", 2, torch.float32)
+    rows = real(0, 1), whole(3, 3), real(1, 0.9), whole(1, 2), whole(3, 4)
+    for call, expected in (
+        (lambda: argmax(logits), 2),
+        (lambda: sample(logits, *rows, is_greedy=True), 2),
+        (lambda: sample(logits, *rows, has_filters=False), 2),
+        (lambda: sample(logits, *rows), 4),
+    ):
+        launches.clear()
+        call()
+        assert len(launches) == expected
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scale", [1.0, 3.0, 10.0])
+def test_a_whole_vocabulary_in_bfloat16(scale: float) -> None:
+    logits = (normal(4 * len(REQUESTS), 151_936) * scale).to(torch.bfloat16)
+    seeds = torch.arange(len(REQUESTS), device=DEVICE) * 31
+    positions = torch.arange(len(logits), device=DEVICE)
+    ours, expected = (draw(logits, *values(), seeds, positions) for draw in (sample, sample_ref))
+    assert torch.equal(ours.token_ids, expected.token_ids)
+
+
+@pytest.mark.gpu
+def test_nothing_compiles_when_requests_have_more_rows() -> None:
+    def run(num_repeats: int) -> None:
+        logits = normal(2 * num_repeats, VOCAB, dtype=torch.bfloat16)
+        positions = torch.arange(2 * num_repeats, device=DEVICE)
+        sample(logits, real(1, 0), whole(5, 5), real(0.9, 0.9), whole(1, 2), positions)
+        sample(logits, real(1, 0), whole(0, 0), real(1, 1), whole(1, 2), positions, has_filters=False)
+
+    kernels = [kernel for module in (logit_tiles, filters, sampling) for name, kernel in vars(module).items()
+               if name.endswith("_kernel")]  # fmt: skip
+
+    def num_compiled() -> int:
+        return sum(len(cache[0]) for kernel in kernels for cache in kernel.device_caches.values())
+
+    run(3)
+    compiled = num_compiled()
+    for num_repeats in (1, 2, 16, 32):
+        run(num_repeats)
+    assert num_compiled() == compiled > 0
