@@ -115,6 +115,8 @@ def _table_bytes(config: EngineConfig, limits: Limits) -> int:
 
 def log_use(device: torch.device) -> None:
     """Say what the memory of a GPU holds after the warm-up, to be compared with what was kept free."""
+    if device.type != "cuda":
+        return
     free, total = torch.cuda.mem_get_info(device)
     allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
     logger.info(
