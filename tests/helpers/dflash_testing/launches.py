@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 Key = tuple[str, tuple[Any, ...]]
 
@@ -21,8 +21,8 @@ class Launch:
 
 
 @contextmanager
-def seen_launches(*, compute: bool = True) -> Iterator[list[Launch]]:
-    """Every launch of the block. Without `compute`, kernels that fill OUTPUTS write zeros, which takes no time."""
+def seen_launches(*, compute: Literal["all", "choices", "nothing"] = "all") -> Iterator[list[Launch]]:
+    """Every launch of the block. With `choices`, kernels that fill OUTPUTS write zeros, which takes no time."""
     from triton.runtime.interpreter import InterpretedFunction
 
     run, launches = InterpretedFunction.run, []
@@ -30,8 +30,10 @@ def seen_launches(*, compute: bool = True) -> Iterator[list[Launch]]:
     def seen(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         launches.append(Launch(kernel_key(self, args, kwargs), tuple(grid)))
         given = dict(zip(self.arg_names, args, strict=False))
-        outputs = [given[name] for name in OUTPUTS if name in given and not compute]
-        if not outputs:
+        outputs = [given[name] for name in OUTPUTS if name in given]
+        if compute == "nothing":
+            return None
+        if compute == "all" or not outputs:
             return run(self, *args, grid=grid, warmup=warmup, **kwargs)
         for output in outputs:
             output.zero_()
