@@ -1,7 +1,9 @@
 """Warming up: what is captured and in which order, what is compiled, and that nothing of it is left."""
 
+import gc
 import logging
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -55,8 +57,21 @@ def test_every_bucket_is_captured_once_the_largest_first() -> None:
     assert len(graphs.attempts) == num_captured
 
 
+class Echo:
+    """A step that gives back its rows, or fails."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+
+    def decode(self, rows: torch.Tensor, mode: StepMode) -> torch.Tensor:
+        if self.error is not None:
+            raise self.error
+        return rows
+
+
 def test_large_batches_are_captured_when_they_come() -> None:
-    graphs = StandInGraphs(lambda rows, mode: rows, 4096)
+    echo = Echo()
+    graphs = StandInGraphs(echo.decode, 4096)
     modes = modes_of([GREEDY], is_drafting=True)
     missing = graphs.missing(modes)
     assert missing[0][0] == START_REQUESTS
@@ -113,12 +128,25 @@ def test_a_step_that_memory_does_not_hold_is_launched_one_by_one(caplog: pytest.
 
 
 def test_other_errors_of_a_capture_are_raised() -> None:
-    def fail(rows: torch.Tensor, mode: StepMode) -> torch.Tensor:
-        raise ValueError("odd")
-
-    graphs = StandInGraphs(fail, 4)
+    echo = Echo(ValueError("odd"))
+    graphs = StandInGraphs(echo.decode, 4)
     with pytest.raises(ValueError, match="odd"):
         graphs.capture(1, modes_of([GREEDY], is_drafting=True)[0])
+
+
+def test_pages_are_freed_with_their_llm() -> None:
+    """At once, with graphs too: a second LLM finds the memory that the first one had."""
+    llm = small_llm()
+    with_stand_ins(llm)
+    llm.warm_up()
+    llm.generate(PROMPTS[:2], GREEDY)
+    keys = ref(llm.engine.runner.target_kv.keys)
+    gc.disable()
+    try:
+        del llm
+        assert keys() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.skipif(not HAS_TRITON or torch.cuda.is_available(), reason="needs Triton's interpreter")

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import combinations
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor
@@ -55,9 +56,10 @@ class DecodeGraphs:
     """
 
     def __init__(self, decode: Callable[[Tensor, StepMode], Tensor], max_requests: int, device: torch.device) -> None:
-        self._decode = decode
+        # A runner has its graphs and not the other way round: its KV is freed as soon as nobody uses the runner.
+        self._decoder = WeakMethod(decode)
         self._max_requests = max_requests
-        self._padding_row = max_requests
+        self.padding_row = max_requests
         self._device = device
         self._pool: Any = None  # torch gives the type of a handle no public name
         # None where memory did not hold a graph: such steps are launched one by one.
@@ -87,7 +89,7 @@ class DecodeGraphs:
         if (bucket, mode) not in self._graphs:
             self.capture(bucket, mode)
         graph = self._graphs[bucket, mode]
-        padded = [*rows, *[self._padding_row] * (bucket - len(rows))]
+        padded = [*rows, *[self.padding_row] * (bucket - len(rows))]
         sent = torch.tensor(padded, dtype=torch.int64, pin_memory=self._device.type == "cuda")
         if graph is None:
             return self._decode(sent.to(self._device, non_blocking=True), mode)[: len(rows)]
@@ -106,7 +108,7 @@ class DecodeGraphs:
         started = time.perf_counter()
         captured = None
         with self._on_device():
-            rows = torch.full((bucket,), self._padding_row, dtype=torch.int64, device=self._device)
+            rows = torch.full((bucket,), self.padding_row, dtype=torch.int64, device=self._device)
             try:
                 self._rehearse(rows, mode)
                 captured = DecodeGraph(*self._record(rows, mode))
@@ -121,6 +123,11 @@ class DecodeGraphs:
             seconds = time.perf_counter() - started
             logger.info("captured a decode step of %d requests in %.2f s (%s)", bucket, seconds, mode)
         return captured
+
+    def _decode(self, rows: Tensor, mode: StepMode) -> Tensor:
+        decode = self._decoder()
+        assert decode is not None, "the runner of these graphs"
+        return decode(rows, mode)
 
     def _rehearse(self, rows: Tensor, mode: StepMode) -> None:
         """Run a step where it is to be captured, so that what cuBLAS keeps for that stream lies outside the graphs."""

@@ -134,6 +134,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 def _free_bytes(device: torch.device, utilization: float) -> int:
     if device.type == "cuda":
+        torch.cuda.empty_cache()  # what an LLM before this one had is not in use, but torch's
         free, total = torch.cuda.mem_get_info(device)
         return free - int(total * (1 - utilization))
     return int(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * HOST_SHARE)
