@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from dflash_cli.validation.reading_screen import ReadingScreen
 from dflash_runtime.device import decode_graphs, memory
 from dflash_runtime.llm import LLM
 from dflash_runtime.scheduling.request import RequestOutput, SamplingParams
@@ -129,6 +130,18 @@ def test_a_pair_runs_on_the_second_device(params: SamplingParams) -> None:
         llm.close()
     assert torch.cuda.current_device() == 0
     assert torch.cuda.memory_allocated(0) <= held
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_readings_are_screened_on_the_second_device() -> None:
+    torch.cuda.set_device(0)
+    estimates = []
+    for device in ("cuda:0", "cuda:1"):
+        llm = gpu_llm("tiny", "float32", device=device, max_num_requests=4, seed=3)
+        outputs = llm.generate(bundled_prompts()[:4], SamplingParams(max_new_tokens=64))
+        screen = ReadingScreen(llm.pair, outputs, {0, 2, 3, 4}, 7)
+        estimates.append(screen.acceptance_len(llm.pair, 100))
+    assert estimates[0] == estimates[1] > 1.5
 
 
 def test_a_device_without_a_number_is_the_one_that_was_current() -> None:

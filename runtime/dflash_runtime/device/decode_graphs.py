@@ -11,7 +11,6 @@ Axis letters: R requests of a bucket.
 import logging
 import time
 from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from itertools import combinations
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor
 
 from dflash_runtime.device.memory import is_out_of_memory
+from dflash_runtime.models.placement import as_current
 from dflash_runtime.scheduling.request import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -107,7 +107,7 @@ class DecodeGraphs:
         """
         started = time.perf_counter()
         captured = None
-        with self._on_device():
+        with as_current(self._device):
             rows = torch.full((bucket,), self.padding_row, dtype=torch.int64, device=self._device)
             try:
                 self._rehearse(rows, mode)
@@ -160,9 +160,6 @@ class DecodeGraphs:
                 "--gpu-memory-utilization, --kv-memory or --max-num-requests"
             )
             logger.warning(self.shortage)
-
-    def _on_device(self) -> AbstractContextManager[object]:
-        return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
 
 
 @cache
