@@ -104,7 +104,7 @@ class RemoteCheckpoint(Checkpoint):
             self._tensors = self._read_headers()
         return self._tensors
 
-    def load_many(self, names: list[str]) -> Iterator[Any]:
+    def load_many(self, names: list[str], device: str = "cpu") -> Iterator[Any]:
         """Refused: only headers were fetched."""
         raise UnsupportedError(f"{self.path}: only headers were read, not the weights of {len(names)} tensors")
 

@@ -243,6 +243,8 @@ def _measure(session: "PairSession", request: "EvaluationRequest") -> "tuple[Eva
     from dflash_cli.evaluation.measure import measure
     from dflash_cli.generation.answers import Tally
 
+    session.check_params(request.params)
+    session.warm_up(request.params, len(request.rows))
     tally = Tally(session.llm.num_draft_tokens)
     with AcceptanceProgress(sum(row.num_turns for row in request.rows)) as progress:
         try:

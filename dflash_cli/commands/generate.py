@@ -132,6 +132,7 @@ def generate(
     session.check_params(params)
     session.check_chat(rows, chat=chat)
     params = params.with_stops(session.stop_token_ids)
+    session.warm_up(params, len(rows))
     tally = Tally(session.llm.num_draft_tokens)
     started = time.perf_counter()
     with ExitStack() as stack:

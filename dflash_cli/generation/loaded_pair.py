@@ -131,6 +131,20 @@ class PairSession:
             if not 0 <= token < vocab:
                 raise UsageError(f"--stop-token-id {token}: expected an id in [0, {vocab})")
 
+    def warm_up(self, params: SamplingParams, num_prompts: int) -> None:
+        """Prepare the device for so many prompts with these parameters, with a bar on a terminal."""
+        if not self.llm.pair.has_graphs:
+            return
+        with console.progress() as display:
+            task = display.add_task("preparing", figures="")
+
+            def show(num_done: int, total: int) -> None:
+                display.update(task, completed=num_done, total=total, figures=f"{num_done} of {total} steps")
+
+            self.llm.warm_up(params, max_requests=max(1, num_prompts), progress=show)
+        for text in self.llm.warnings[len(self.llm.pair.warnings) :]:
+            console.warn(text)
+
 
 def open_session(
     draft: str | None,

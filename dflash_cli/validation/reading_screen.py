@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dflash_runtime.device.kv import KVCache, PagedAttention
 from dflash_runtime.device.loading import LoadedPair
+from dflash_runtime.models.placement import as_current
 from dflash_runtime.models.weights import Weights
 from dflash_runtime.scheduling.request import RequestOutput
 
@@ -50,7 +51,8 @@ class ReadingScreen:
             for position in range(len(output.prompt_token_ids), len(text) - num_drafts)
         ]
         layers = tuple(sorted(taps))
-        features = torch.cat([_features(pair, text, layers) for text in texts])
+        with as_current(device):
+            features = torch.cat([_features(pair, text, layers) for text in texts])
         self._outputs = dict(zip(layers, features.chunk(len(layers), dim=-1), strict=True))
 
     @torch.inference_mode()
@@ -60,11 +62,13 @@ class ReadingScreen:
         chosen = self._anchors[::stride]
         if not chosen:
             return 1.0
-        cache = self._context(pair)
         num_drafts = pair.limits.num_draft_tokens
         assert pair.draft is not None
         piece = max(1, MAX_LOGITS // (num_drafts * pair.draft.config.draft_vocab_size))
-        found = [self._accepted(pair, cache, chosen[begin : begin + piece]) for begin in range(0, len(chosen), piece)]
+        parts = [chosen[begin : begin + piece] for begin in range(0, len(chosen), piece)]
+        with as_current(pair.placement.device):
+            cache = self._context(pair)
+            found = [self._accepted(pair, cache, part) for part in parts]
         return 1 + float(torch.cat(found).float().mean())
 
     def _context(self, pair: LoadedPair) -> KVCache:

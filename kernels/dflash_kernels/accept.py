@@ -50,7 +50,8 @@ def accept_block_ref(
     return Acceptance(num_accepted, num_committed, last_ids, is_some & is_stop.gather(1, last)[:, 0])
 
 
-@jit
+# Widths that differ from step to step: a kernel for those that are 1, or multiples of 16, would be compiled in mid-run.
+@jit(do_not_specialize=["draft_stride", "target_stride", "num_drafts"])
 def _accept_block_kernel(
     draft_ids, target_ids, max_accepted, stop_ids, remaining, num_accepted, num_committed, last_ids, is_stopped,
     draft_stride, target_stride, stop_stride, num_drafts, num_stops,

@@ -29,7 +29,8 @@ def slot_mapping_ref(page_table: Tensor, positions: Tensor, reserved_lens: Tenso
     return torch.where(is_inside & (pages > 0), slots, PAD)
 
 
-@jit
+# Sizes that differ from step to step: a kernel for those that are 1, or multiples of 16, would be compiled in mid-run.
+@jit(do_not_specialize=["table_stride", "positions_stride", "num_pages", "num_rows", "num_elements"])
 def _slot_mapping_kernel(
     page_table, positions, reserved_lens, slots,
     table_stride, positions_stride, num_pages, num_rows, num_elements,

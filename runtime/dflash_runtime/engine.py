@@ -21,6 +21,7 @@ from secrets import randbits
 
 import torch
 
+from dflash_runtime.device.memory import is_out_of_memory
 from dflash_runtime.device.results import PendingForward
 from dflash_runtime.device.runner import Runner
 from dflash_runtime.errors import CapacityError, DFlashError
@@ -232,10 +233,3 @@ def _explain(error: Exception) -> DFlashError:
     if is_out_of_memory(error):
         return CapacityError(f"out of memory: {text}", hint="lower --max-num-requests or --max-batched-tokens")
     return DFlashError(f"{type(error).__name__}: {text}")
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that host or device has no memory left; torch has no class of its own for the host."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and ("out of memory" in str(error) or "can't allocate memory" in str(error))

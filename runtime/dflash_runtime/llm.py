@@ -15,8 +15,8 @@ import torch
 from dflash_runtime.checkpoint.pair import DraftLike, TargetSource
 from dflash_runtime.config import EngineConfig
 from dflash_runtime.device.loading import LoadedPair, load_pair
+from dflash_runtime.device.memory import fit_num_pages
 from dflash_runtime.device.runner import Runner
-from dflash_runtime.device.settings import fit_num_pages
 from dflash_runtime.device.step_times import find_step_times
 from dflash_runtime.engine import Engine
 from dflash_runtime.errors import DFlashError, UsageError
@@ -27,6 +27,7 @@ from dflash_runtime.scheduling.prefix_cache import PrefixCache
 from dflash_runtime.scheduling.request import Request, RequestOutput, SamplingParams, check_ids
 from dflash_runtime.scheduling.scheduler import Scheduler
 from dflash_runtime.scheduling.width import AdaptiveWidth, WidthPolicy
+from dflash_runtime.warm_up import warm_up
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,13 +86,39 @@ class LLM:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """A sentence for each feature that was switched off, naming the feature that excludes it."""
-        return self.pair.warnings
+        """A sentence for each feature that was switched off, naming what excludes it: another feature, or memory."""
+        graphs = self.engine.runner.graphs
+        return (*self.pair.warnings, *([graphs.shortage] if graphs is not None and graphs.shortage else []))
 
     @property
     def num_draft_tokens(self) -> int:
         """K in use; 0 when decoding plainly."""
         return self.limits.num_draft_tokens
+
+    def warm_up(
+        self,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        max_requests: int | None = None,
+        progress: Callable[[int, int], None] = lambda num_done, total: None,
+    ) -> None:
+        """Compile every kernel and capture every decode step that calls with these parameters will need.
+
+        Without it that happens when each is first needed, which holds a call up by seconds. `params` are by default
+        greedy; `max_requests` says how many will run at a time at most; `progress` hears how much is done, and of how
+        much. What is prepared already is left as it is; where no steps are captured, as on the CPU, nothing is done.
+
+        Raises:
+            UsageError: this LLM is busy.
+            DFlashError: the device failed, which closes an LLM for good.
+        """
+        given = [params] if isinstance(params, SamplingParams) else list(params or [SamplingParams()])
+        call = self._begin()
+        try:
+            warm_up(self.engine, given, max_requests, progress)
+        finally:
+            if self._call is call:
+                self._call = None
 
     def generate(
         self, prompts: Iterable[Sequence[int]], params: SamplingParams | Sequence[SamplingParams] | None = None

@@ -52,7 +52,14 @@ def test_imports_point_downwards(file: Path) -> None:
 def test_every_room_is_there() -> None:
     names = {item.name.removesuffix(".py") for item in PACKAGE.iterdir()}
     assert set(LEVELS) <= names
-    assert names - set(LEVELS) - {"__init__", "__pycache__"} == {"engine", "llm", "lossless", "metrics", "py.typed"}
+    assert names - set(LEVELS) - {"__init__", "__pycache__"} == {
+        "engine",
+        "llm",
+        "lossless",
+        "metrics",
+        "warm_up",
+        "py.typed",
+    }
 
 
 @pytest.mark.parametrize("folder", TORCH_FREE)

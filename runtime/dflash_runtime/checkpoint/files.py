@@ -106,8 +106,11 @@ class Checkpoint:
         """Read one tensor to the CPU, in the dtype it is stored in."""
         return next(tensor for _, tensor in self.load_many([name]))
 
-    def load_many(self, names: list[str]) -> "Iterator[tuple[str, torch.Tensor]]":
-        """Read tensors to the CPU, file by file, so that each file is opened once."""
+    def load_many(self, names: list[str], device: str = "cpu") -> "Iterator[tuple[str, torch.Tensor]]":
+        """Read tensors to a device, file by file, so that each file is opened once.
+
+        Files are mapped, not read into memory: a device copies from the mapping, and the host holds no tensor.
+        """
         from safetensors import SafetensorError, safe_open
 
         by_file: dict[Path, list[str]] = {}
@@ -115,7 +118,7 @@ class Checkpoint:
             by_file.setdefault(self.tensors[name].file, []).append(name)
         for file, members in by_file.items():
             try:
-                with safe_open(file, framework="pt") as reader:
+                with safe_open(file, framework="pt", device=device) as reader:
                     for name in members:
                         yield name, self._read(reader, name)
             except SafetensorError as error:

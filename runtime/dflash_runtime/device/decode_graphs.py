@@ -9,13 +9,26 @@ Axis letters: R requests of a bucket.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
+from itertools import combinations
+from typing import Any
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor
 
+from dflash_runtime.device.memory import is_out_of_memory
+from dflash_runtime.models.placement import as_current
+from dflash_runtime.scheduling.request import SamplingParams
+
 logger = logging.getLogger(__name__)
+
+START_REQUESTS = 256
+"""The largest batch whose graphs are captured at start. Those of larger ones are when they first come: to capture one
+takes about as long as such a step, of which thousands follow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,44 +53,136 @@ class DecodeGraph:
 
 
 class DecodeGraphs:
-    """Graphs of `decode(rows [R], mode) -> packed results [R, ...]`, captured when they are first asked for.
+    """Graphs of `decode(rows [R], mode) -> packed results [R, ...]`, captured at start or when first asked for.
 
     All share one pool of memory, since only one runs at a time and its results are copied before the next one does.
     """
 
     def __init__(self, decode: Callable[[Tensor, StepMode], Tensor], max_requests: int, device: torch.device) -> None:
-        self._decode = decode
+        # A runner has its graphs and not the other way round: its KV is freed as soon as nobody uses the runner.
+        self._decoder = WeakMethod(decode)
         self._max_requests = max_requests
-        self._padding_row = max_requests
+        self.padding_row = max_requests
         self._device = device
-        self._pool = torch.cuda.graph_pool_handle()
-        self._graphs: dict[tuple[int, StepMode], DecodeGraph] = {}
+        self._pool: Any = None  # torch gives the type of a handle no public name
+        # None where memory did not hold a graph: such steps are launched one by one.
+        self._graphs: dict[tuple[int, StepMode], DecodeGraph | None] = {}
+        self.shortage: str | None = None  # a warning, where memory held not all that was asked for
 
     def __len__(self) -> int:
-        return len(self._graphs)
+        return len(self.captured)
+
+    @property
+    def captured(self) -> tuple[tuple[int, StepMode], ...]:
+        """Bucket and mode of every graph, in the order they were captured."""
+        return tuple(key for key, graph in self._graphs.items() if graph is not None)
+
+    def missing(
+        self, modes_of: Callable[[int], Iterable[StepMode]], max_requests: int | None = None
+    ) -> list[tuple[int, StepMode]]:
+        """What has to be captured so that batches up to `max_requests`, and START_REQUESTS, find their graph.
+
+        `modes_of` says which modes steps of a bucket can have. The largest bucket comes first: smaller ones then fit
+        into the memory it has freed.
+        """
+        limit = min(max_requests or self._max_requests, self._max_requests, START_REQUESTS)
+        buckets = sorted({bucket_of(count, self._max_requests) for count in range(1, limit + 1)}, reverse=True)
+        return [(bucket, mode) for bucket in buckets for mode in modes_of(bucket) if (bucket, mode) not in self._graphs]
 
     def replay(self, rows: Sequence[int], mode: StepMode) -> Tensor:
         """Queue a step of these batch rows -> packed results, which the next replay overwrites."""
         bucket = bucket_of(len(rows), self._max_requests)
-        graph = self._graphs.get((bucket, mode)) or self.capture(bucket, mode)
-        padded = [*rows, *[self._padding_row] * (bucket - len(rows))]
-        graph.rows.copy_(torch.tensor(padded, dtype=torch.int64, pin_memory=True), non_blocking=True)
+        if (bucket, mode) not in self._graphs:
+            self.capture(bucket, mode)
+        graph = self._graphs[bucket, mode]
+        padded = [*rows, *[self.padding_row] * (bucket - len(rows))]
+        sent = torch.tensor(padded, dtype=torch.int64, pin_memory=self._device.type == "cuda")
+        if graph is None:
+            return self._decode(sent.to(self._device, non_blocking=True), mode)[: len(rows)]
+        graph.rows.copy_(sent, non_blocking=True)
         graph.graph.replay()
         return graph.packed[: len(rows)]
 
-    def capture(self, bucket: int, mode: StepMode) -> DecodeGraph:
-        """Capture one graph. Before that the step runs on padding alone, which compiles kernels and changes nothing."""
-        rows = torch.full((bucket,), self._padding_row, dtype=torch.int64, device=self._device)
-        self._decode(rows, mode)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            packed = self._decode(rows, mode)
-        self._graphs[bucket, mode] = captured = DecodeGraph(graph, rows, packed)
-        logger.info("captured a decode step of %d requests (%s)", bucket, mode)
+    @torch.inference_mode()
+    def capture(self, bucket: int, mode: StepMode) -> DecodeGraph | None:
+        """Capture one graph, or note that memory does not hold it.
+
+        Before that the step runs on padding alone, which changes nothing. It is run for every graph, not once a mode:
+        kernels are specialised and matrix products chosen by the number of rows, and neither may be compiled or loaded
+        while a graph is captured.
+        """
+        started = time.perf_counter()
+        captured = None
+        with as_current(self._device):
+            rows = torch.full((bucket,), self.padding_row, dtype=torch.int64, device=self._device)
+            try:
+                self._rehearse(rows, mode)
+                captured = DecodeGraph(*self._record(rows, mode))
+            except Exception as error:
+                # Ending a capture that has failed fails as well.
+                if not any(map(is_out_of_memory, (error, error.__context__))):
+                    raise
+        self._graphs[bucket, mode] = captured
+        if captured is None:
+            self._give_up(bucket)
+        else:
+            seconds = time.perf_counter() - started
+            logger.info("captured a decode step of %d requests in %.2f s (%s)", bucket, seconds, mode)
         return captured
+
+    def _decode(self, rows: Tensor, mode: StepMode) -> Tensor:
+        decode = self._decoder()
+        assert decode is not None, "the runner of these graphs"
+        return decode(rows, mode)
+
+    def _rehearse(self, rows: Tensor, mode: StepMode) -> None:
+        """Run a step where it is to be captured, so that what cuBLAS keeps for that stream lies outside the graphs."""
+        stream = capture_stream(self._device)
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self._decode(rows, mode)
+        torch.cuda.current_stream().wait_stream(stream)
+
+    def _record(self, rows: Tensor, mode: StepMode) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor]:
+        """Capture a step -> the graph, its rows and its results. What other threads do meanwhile is their affair."""
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        graph, stream = torch.cuda.CUDAGraph(), capture_stream(self._device)
+        recording = torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local")
+        # A capture that fails may leave its stream the current one.
+        with torch.cuda.stream(torch.cuda.current_stream()), recording:
+            packed = self._decode(rows, mode)
+        return graph, rows, packed
+
+    def _give_up(self, bucket: int) -> None:
+        """Give back what the attempt has taken, and say once that memory is short."""
+        if not len(self):
+            self._pool = None  # torch does not open a pool again that no graph has
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        logger.info("no memory to capture a decode step of %d requests", bucket)
+        if self.shortage is None:
+            self.shortage = (
+                f"decode steps of {bucket} requests run slower, since memory does not hold their CUDA graph: lower "
+                "--gpu-memory-utilization, --kv-memory or --max-num-requests"
+            )
+            logger.warning(self.shortage)
+
+
+@cache
+def capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream of a device on which its graphs are captured; torch's own belongs to whichever device came first."""
+    return torch.cuda.Stream(device)
 
 
 def bucket_of(num_requests: int, max_requests: int) -> int:
     """The size of the graph for so many requests, at most a quarter larger: 1 to 8, 10, 12, 14, 16, 20, 24, ..."""
     grain = max(1, (1 << (num_requests.bit_length() - 1)) // 4)
     return min(-(-num_requests // grain) * grain, max_requests)
+
+
+def kinds_of(params: Sequence[SamplingParams]) -> list[tuple[bool, bool]]:
+    """How steps can be sampled whose requests have these parameters, in any mix: whether greedy, whether filtered."""
+    own = sorted({(item.is_greedy, item.has_filters) for item in params}, reverse=True)
+    mixes = [mix for size in range(1, len(own) + 1) for mix in combinations(own, size)]
+    kinds = [(all(is_greedy for is_greedy, _ in mix), any(has_filters for _, has_filters in mix)) for mix in mixes]
+    return list(dict.fromkeys(kinds))

@@ -1,7 +1,10 @@
 """Load a pair onto a device: everything that is decided once, before anything runs."""
 
 import logging
+import time
 from dataclasses import dataclass, replace
+
+import torch
 
 from dflash_runtime.checkpoint.canonical_names import find_quantization, refuse_packed
 from dflash_runtime.checkpoint.pair import DraftLike, TargetSource, check_pair
@@ -86,6 +89,7 @@ def load_pair(target: TargetSource, draft: DraftLike | None, config: EngineConfi
     config, warnings = apply_exclusions(config, placement, limits.num_draft_tokens)
     for text in warnings:
         logger.warning(text)
+    started = time.perf_counter()
     pair = LoadedPair(
         target=load_target(target, placement),
         draft=None,
@@ -94,6 +98,9 @@ def load_pair(target: TargetSource, draft: DraftLike | None, config: EngineConfi
         config=config,
         warnings=warnings,
     )
-    if draft is None:
-        return pair
-    return replace(pair, draft_weights=load_draft_weights(draft, placement)).with_draft(draft.config)
+    if draft is not None:
+        pair = replace(pair, draft_weights=load_draft_weights(draft, placement)).with_draft(draft.config)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    logger.info("loaded weights onto %s in %.1f s", device, time.perf_counter() - started)
+    return pair

@@ -14,7 +14,7 @@ Axis letters: R requests, N block rows, W of them verified, K drafted tokens, T 
 """
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +29,7 @@ from dflash_runtime.device.loading import LoadedPair
 from dflash_runtime.device.prefill import Prefill
 from dflash_runtime.device.results import PendingForward, StepResults
 from dflash_runtime.device.state import DeviceState, Uploader
+from dflash_runtime.models.placement import as_current
 from dflash_runtime.scheduling.batch import Batch
 from dflash_runtime.scheduling.request import Request
 
@@ -141,8 +142,7 @@ class Runner:
         return log_probs.max(-1).values - log_probs.gather(-1, token_ids[:, None])[:, 0]
 
     def _on_device(self) -> AbstractContextManager[object]:
-        """Makes the pair's GPU the current one of this thread, which is where Triton launches."""
-        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+        return as_current(self.device)
 
     def _decode(self, rows: Tensor, mode: StepMode, longest: int | None = None) -> Tensor:
         """One step of decoding batch rows [R] -> packed results.

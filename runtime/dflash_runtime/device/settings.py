@@ -1,6 +1,5 @@
-"""Resolve the engine config into what will run: device, dtype, kernels, limits, features, size of the page pool."""
+"""Resolve the engine config into what will run: device, dtype, kernels, limits, features."""
 
-import os
 from dataclasses import replace
 from typing import cast
 
@@ -9,15 +8,11 @@ import torch
 from dflash_kernels.launch_config import HAS_TRITON, MAX_GRID
 from dflash_kernels.suite import KernelChoice, Kernels, pick_kernels
 from dflash_runtime.config import DraftConfig, EngineConfig, TargetConfig
-from dflash_runtime.device.kv import bytes_per_token
-from dflash_runtime.errors import CapacityError, UnsupportedError, UsageError
+from dflash_runtime.errors import UnsupportedError, UsageError
 from dflash_runtime.models.placement import Placement
 from dflash_runtime.scheduling.limits import Limits
 
 MIN_CAPABILITY = (8, 0)
-
-HOST_SHARE = 0.5
-"""Share of the free memory that the KV cache may take on a machine without a GPU."""
 
 
 def resolve_device(name: str) -> torch.device:
@@ -37,6 +32,8 @@ def resolve_device(name: str) -> torch.device:
             raise UnsupportedError(
                 f"{torch.cuda.get_device_name(device)}: compute capability is below 8.0, which is the least"
             )
+        # By its number: what "cuda" names is whichever device is current when it is used.
+        return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
     return device
 
 
@@ -124,49 +121,3 @@ def resolve_limits(config: EngineConfig, target: TargetConfig, draft: DraftConfi
         vocab_size=target.vocab_size,
         max_batched_tokens=config.max_batched_tokens,
     )
-
-
-def fit_num_pages(
-    config: EngineConfig,
-    target: TargetConfig,
-    draft: DraftConfig | None,
-    limits: Limits,
-    placement: Placement,
-) -> int:
-    """Pages for every request at full length, or as many as the memory that is free after loading allows.
-
-    Raises:
-        CapacityError: memory does not hold a single request at its shortest, with the arithmetic.
-    """
-    if config.num_pages is not None:
-        return config.num_pages
-    configs = [item for item in (target, draft) if item is not None]
-    token_bytes = sum(bytes_per_token(item, placement.dtype) for item in configs)
-    page_bytes = config.page_size * token_bytes
-    wanted = limits.max_num_requests * -(-limits.max_model_len // config.page_size) + 1
-    budget = config.kv_memory_bytes
-    if budget is None:
-        budget = _free_bytes(placement.device, config.gpu_memory_utilization) - _scratch_bytes(config, limits)
-    affordable = max(0, budget) // page_bytes
-    needed = 1 + -(-(1 + limits.num_lookahead_tokens) // config.page_size)
-    if affordable < needed:
-        raise CapacityError(
-            f"KV cache: one request needs {needed} pages of {config.page_size} tokens, {needed * page_bytes} bytes at "
-            f"{token_bytes} bytes per token, but only {budget} bytes are free",
-            hint="give the KV cache more memory with --kv-memory or --gpu-memory-utilization",
-        )
-    return min(wanted, affordable)
-
-
-def _scratch_bytes(config: EngineConfig, limits: Limits) -> int:
-    """Bytes that a step needs besides KV and weights: logits, and both models' distributions if drafts are sampled."""
-    rows = limits.max_num_requests * limits.num_lookahead_tokens
-    copies = 4 if config.draft_sampling == "probabilistic" else 2
-    return rows * limits.vocab_size * 8 * copies
-
-
-def _free_bytes(device: torch.device, utilization: float) -> int:
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        return free - int(total * (1 - utilization))
-    return int(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * HOST_SHARE)

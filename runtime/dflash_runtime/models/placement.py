@@ -1,5 +1,6 @@
 """Where and how models run: the settings that every model is built with."""
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -20,3 +21,8 @@ class Placement:
     def dtype_name(self) -> str:
         """As configs write it: `bfloat16`."""
         return str(self.dtype).removeprefix("torch.")
+
+
+def as_current(device: torch.device) -> AbstractContextManager[object]:
+    """Makes a GPU the current one of this thread, which is where Triton launches and graphs are captured."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -19,11 +19,13 @@ _STACK_OF = {part: stack for stack, parts in FUSED.items() for part in parts}
 
 
 def load_weights(checkpoint: Checkpoint, names: Iterable[str], placement: Placement) -> Weights:
-    """Read tensors onto the device, floating point ones in the dtype of the run, and stack projections."""
-    device, dtype = placement.device, placement.dtype
+    """Read tensors onto the device, floating point ones in the dtype of the run, and stack projections.
+
+    What is stored in another dtype is converted there, where that takes no time and no memory of the host.
+    """
     return stack_projections(
-        (name, tensor.to(device, dtype) if tensor.is_floating_point() else tensor.to(device))
-        for name, tensor in checkpoint.load_many(list(names))
+        (name, tensor.to(placement.dtype) if tensor.is_floating_point() else tensor)
+        for name, tensor in checkpoint.load_many(list(names), str(placement.device))
     )
 
 

@@ -1,12 +1,21 @@
 """Stacked projections: the rows of the parts in their order, and nothing lost."""
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
+from dflash_kernels.suite import REFERENCE
+from dflash_runtime.checkpoint.files import Checkpoint
 from dflash_runtime.checkpoint.layout import owned_shapes
+from dflash_runtime.models.placement import Placement
 from dflash_runtime.models.weights import load_weights, stack_projections
 from dflash_testing.pairs import bundled_draft, placement, random_draft_config, random_target, random_weights
 
@@ -50,3 +59,49 @@ def test_weights_are_loaded_in_the_dtype_of_the_run_and_ids_as_they_are() -> Non
     assert weights["fc.weight"].dtype == torch.float64
     assert weights["d2t"].dtype == torch.int64
     assert torch.equal(weights["fc.weight"], checkpoint.load("fc.weight").double())
+
+
+def private_bytes() -> int:
+    """Memory of this process that no file backs."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
+
+
+class MetaReader:
+    """Opens a file for a device that holds nothing, and notes what the host holds meanwhile."""
+
+    peak = 0
+
+    def __init__(self, reader: Any) -> None:
+        self._reader = reader
+
+    def get_tensor(self, name: str) -> Tensor:
+        tensor: Tensor = self._reader.get_tensor(name)
+        tensor.sum()  # reads it, as a copy to a device would
+        MetaReader.peak = max(MetaReader.peak, private_bytes())
+        return tensor.to("meta")
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux for the memory of the process")
+def test_weights_go_to_the_device_without_a_copy_on_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of 96 MB in bfloat16, for a run in another dtype: the host never holds more than a tensor or two."""
+    shapes = [f"layers.{index}.self_attn.{part}_proj.weight" for index in range(8) for part in "qkv"]
+    save_file({name: torch.zeros(1024, 2048, dtype=torch.bfloat16) for name in shapes}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    devices, safe_open = [], safetensors.safe_open
+
+    @contextmanager
+    def open_for_meta(file: Path, *, framework: str, device: str) -> Iterator[MetaReader]:
+        devices.append(device)
+        with safe_open(file, framework=framework) as reader:
+            yield MetaReader(reader)
+
+    monkeypatch.setattr(safetensors, "safe_open", open_for_meta)
+    on_meta = Placement(torch.device("meta"), torch.float32, REFERENCE, num_positions=1)
+    load_weights(Checkpoint(tmp_path), shapes[:3], on_meta)  # what torch allocates once
+    before = MetaReader.peak = private_bytes()
+    weights = load_weights(Checkpoint(tmp_path), shapes, on_meta)
+    assert devices == ["meta", "meta"]
+    assert {tensor.shape for tensor in weights.values()} == {(3072, 2048)}
+    assert all(tensor.dtype == torch.float32 and tensor.device.type == "meta" for tensor in weights.values())
+    assert MetaReader.peak - before < 2 * 2**22

@@ -1,0 +1,144 @@
+"""What memory is for: weights first, then what a step takes besides, and pages of KV for all that is left.
+
+What a step takes is derived from the shapes of the pair, before anything has run. `log_use` says after the warm-up what
+it really took.
+"""
+
+import logging
+import os
+
+import torch
+
+from dflash_runtime.config import DraftConfig, EngineConfig, TargetConfig
+from dflash_runtime.device.kv import bytes_per_token
+from dflash_runtime.errors import CapacityError
+from dflash_runtime.models.placement import Placement
+from dflash_runtime.scheduling.limits import Limits
+
+logger = logging.getLogger(__name__)
+
+HOST_SHARE = 0.5
+"""Share of the free memory that the KV cache may take on a machine without a GPU."""
+
+WORKSPACE_BYTES = 256 * 2**20
+"""What libraries keep for themselves: cuBLAS for each of two streams, compiled kernels, split attention's parts."""
+
+GRAPH_BYTES = 4 * 2**20
+"""What the driver keeps of one captured step, beside the memory that it works in."""
+
+NUM_GRAPHS = 64
+"""Graphs that are counted: buckets times modes of an ordinary run."""
+
+
+def fit_num_pages(
+    config: EngineConfig,
+    target: TargetConfig,
+    draft: DraftConfig | None,
+    limits: Limits,
+    placement: Placement,
+) -> int:
+    """Pages for every request at full length, or as many as the memory that is free after loading allows.
+
+    Raises:
+        CapacityError: memory does not hold a single request at its shortest, with the arithmetic.
+    """
+    if config.num_pages is not None:
+        return config.num_pages
+    configs = [item for item in (target, draft) if item is not None]
+    token_bytes = sum(bytes_per_token(item, placement.dtype) for item in configs)
+    page_bytes = config.page_size * token_bytes
+    wanted = limits.max_num_requests * -(-limits.max_model_len // config.page_size) + 1
+    budget = config.kv_memory_bytes
+    if budget is None:
+        withheld = scratch_bytes(config, target, draft, limits, placement)
+        budget = _free_bytes(placement.device, config.gpu_memory_utilization) - withheld
+        logger.info("%s are kept free for steps", _gib(withheld))
+    affordable = max(0, budget) // page_bytes
+    needed = 1 + -(-(1 + limits.num_lookahead_tokens) // config.page_size)
+    if affordable < needed:
+        raise CapacityError(
+            f"KV cache: one request needs {needed} pages of {config.page_size} tokens, {needed * page_bytes} bytes at "
+            f"{token_bytes} bytes per token, but only {budget} bytes are free",
+            hint="give the KV cache more memory with --kv-memory or --gpu-memory-utilization",
+        )
+    return min(wanted, affordable)
+
+
+def scratch_bytes(
+    config: EngineConfig, target: TargetConfig, draft: DraftConfig | None, limits: Limits, placement: Placement
+) -> int:
+    """Bytes that steps need besides KV and weights.
+
+    Prefill and steps that are launched one by one share memory. Captured steps have some of their own, which the
+    largest of them decides.
+    """
+    num_taps = draft.num_taps if draft is not None else 0
+    prefill = limits.max_batched_tokens * row_bytes(target, num_taps, placement.dtype)
+    decode = _decode_bytes(config, target, draft, limits, placement.dtype)
+    shared = max(prefill, decode) + _table_bytes(config, limits)
+    if not config.graphs or placement.kernels.name != "triton" or placement.device.type != "cuda":
+        return shared
+    return shared + decode + WORKSPACE_BYTES + NUM_GRAPHS * GRAPH_BYTES
+
+
+def row_bytes(config: TargetConfig | DraftConfig, num_taps: int, dtype: torch.dtype) -> int:
+    """Bytes of one row where a forward holds most: in a feed-forward layer, or when features are put together.
+
+    The residual stream before and after, its norm and the sublayer's output; queries, keys and values, rotated too, of
+    which the last may still be held; gate, up and their product; tapped outputs and the features made of them.
+    """
+    heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    numbers = 4 * config.hidden_size + 2 * heads + 3 * config.intermediate_size + 2 * num_taps * config.hidden_size
+    return numbers * dtype.itemsize
+
+
+def _decode_bytes(
+    config: EngineConfig, target: TargetConfig, draft: DraftConfig | None, limits: Limits, dtype: torch.dtype
+) -> int:
+    """The largest decode step: a row of the target for each position of each block, and logits of both models."""
+    num_drafted = limits.max_num_requests * limits.num_draft_tokens
+    num_verified = limits.max_num_requests * limits.num_lookahead_tokens
+    num_taps = draft.num_taps if draft is not None else 0
+    widest = row_bytes(target, num_taps, dtype)
+    if draft is not None:
+        widest = max(widest, row_bytes(draft, 0, dtype))
+    logits = (num_drafted + num_verified) * limits.vocab_size
+    distributions = 2 * num_verified * limits.vocab_size if config.draft_sampling == "probabilistic" else 0
+    return num_verified * widest + logits * dtype.itemsize + distributions * torch.float64.itemsize
+
+
+def _table_bytes(config: EngineConfig, limits: Limits) -> int:
+    """The page table, and the copy of its rows that a step takes."""
+    num_columns = -(-(limits.max_model_len + limits.num_lookahead_tokens) // config.page_size)
+    return 2 * (limits.max_num_requests + 1) * num_columns * torch.int64.itemsize
+
+
+def log_use(device: torch.device) -> None:
+    """Say what the memory of a GPU holds after the warm-up, to be compared with what was kept free."""
+    if device.type != "cuda":
+        return
+    free, total = torch.cuda.mem_get_info(device)
+    allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+    logger.info(
+        "memory: %s hold weights, KV and state, %s more are held for steps, %s are outside torch, %s of %s are free",
+        _gib(allocated), _gib(reserved - allocated), _gib(total - free - reserved), _gib(free), _gib(total),
+    )  # fmt: skip
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether an error says that host or device has no memory left; torch has no class of its own for the host."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and ("out of memory" in str(error) or "can't allocate memory" in str(error))
+
+
+def _free_bytes(device: torch.device, utilization: float) -> int:
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what an LLM before this one had is not in use, but torch's
+        free, total = torch.cuda.mem_get_info(device)
+        return free - int(total * (1 - utilization))
+    return int(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * HOST_SHARE)
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB"

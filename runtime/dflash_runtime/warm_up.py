@@ -1,0 +1,106 @@
+"""What happens once, made to happen at start: kernels compiled, decode steps captured, prompts of all sizes prefilled.
+
+Prompts go the way of every request, so whatever a prefill launches is compiled, however it is cut. Nothing of them is
+left: no page is in the prefix cache, no seed was drawn, and nothing was learnt of how long answers are.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import count
+
+from dflash_runtime.device.decode_graphs import StepMode, kinds_of
+from dflash_runtime.device.memory import log_use
+from dflash_runtime.engine import Engine
+from dflash_runtime.errors import DFlashError
+from dflash_runtime.scheduling.request import Request, SamplingParams
+
+logger = logging.getLogger(__name__)
+
+MAX_PROMPTS = 64
+"""Prompts that are prefilled at once; more of them are no other launches."""
+
+Progress = Callable[[int, int], None]
+"""Hears how much is done, and of how much."""
+
+
+def warm_up(engine: Engine, params: Sequence[SamplingParams], max_requests: int | None, progress: Progress) -> None:
+    """Prepare an engine whose steps are captured for requests with these parameters; see `LLM.warm_up`.
+
+    Raises:
+        DFlashError: the device failed, and the engine is closed.
+    """
+    graphs = engine.runner.graphs
+    if graphs is None:
+        return
+    wanted = graphs.missing(lambda bucket: step_modes(engine, params, bucket), max_requests)
+    if not wanted:
+        return
+    batches = prefill_batches(engine, params, max_requests)
+    total, started = len(wanted) + len(batches), time.perf_counter()
+    progress(0, total)
+    for num_done, (bucket, mode) in enumerate(wanted, start=1):
+        graphs.capture(bucket, mode)
+        progress(num_done, total)
+    captured_s = time.perf_counter() - started
+    for num_done, batch in enumerate(batches, start=1 + len(wanted)):
+        run_once(engine, batch)
+        progress(num_done, total)
+    seconds = time.perf_counter() - started
+    logger.info("warmed up in %.1f s: %d captured in %.1f s", seconds, len(wanted), captured_s)
+    log_use(engine.runner.device)
+
+
+def step_modes(engine: Engine, params: Sequence[SamplingParams], bucket: int) -> list[StepMode]:
+    """The modes of all steps that so many requests with these parameters can come to share, the widest first."""
+    block, policy = engine.scheduler.limits.num_lookahead_tokens, engine.scheduler.width_policy
+    asked = {min(item.verify_width or block, block) for item in params}
+    widths = sorted({width for widest in asked for width in policy.candidates(bucket, widest)}, reverse=True)
+    kinds = kinds_of(params)
+    return [StepMode(width, is_greedy, has_filters) for width in widths for is_greedy, has_filters in kinds]
+
+
+def prefill_batches(engine: Engine, params: Sequence[SamplingParams], max_requests: int | None) -> list[list[Request]]:
+    """Prompts that run together, batch by batch: of each power of two alone, many at once, and one in several steps.
+
+    Each kind of sampling chooses a first token. No two prompts begin alike, so that none is found in the prefix cache.
+    """
+    limits = engine.scheduler.limits
+    most, longest = limits.max_batched_tokens, limits.max_model_len - 1
+    many = min(max_requests or limits.max_num_requests, limits.max_num_requests, MAX_PROMPTS)
+    lengths = [*((1 << power,) for power in range(most.bit_length())), (max(1, most // many),) * many, (2 * most + 1,)]
+    kinds = list({(item.is_greedy, item.has_filters): item for item in params}.values())
+    fitting = [tuple(min(length, longest) for length in batch) for batch in lengths]
+    plan = dict.fromkeys([*((batch, kinds[0]) for batch in fitting), *(((1,), kind) for kind in kinds)])
+    first = count()
+    return [[_prompt(next(first), length, kind, limits.vocab_size) for length in batch] for batch, kind in plan]
+
+
+def _prompt(index: int, length: int, kind: SamplingParams, vocab_size: int) -> Request:
+    params = replace(kind, max_new_tokens=1, seed=0, stop_token_ids=(), verify_width=None)
+    return Request(index=index, prompt_token_ids=(index % vocab_size,) * length, params=params)
+
+
+def run_once(engine: Engine, requests: Sequence[Request]) -> None:
+    """Run requests to their end and forget them, and whatever the prefix cache held. Those without pages are left out.
+
+    Raises:
+        DFlashError: the device failed, and the engine is closed.
+    """
+    scheduler = engine.scheduler
+    expected_share = scheduler.expected_share
+    try:
+        for request in requests:
+            try:
+                scheduler.add(request)  # not by way of the engine, which would draw a seed
+            except DFlashError as error:
+                logger.info("not warmed up with %d tokens: %s", request.prompt_len, error.message)
+        while scheduler.has_work:
+            engine.step()
+    finally:
+        engine.abort()
+        scheduler.restart()
+        scheduler.expected_share = expected_share
+    if engine.failure is not None:
+        raise engine.failure

@@ -1,0 +1,238 @@
+"""Starting on a GPU: nothing is compiled after the warm-up, memory stays what it was, and any device will do."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from dflash_cli.validation.reading_screen import ReadingScreen
+from dflash_runtime.device import decode_graphs, memory
+from dflash_runtime.llm import LLM
+from dflash_runtime.scheduling.request import RequestOutput, SamplingParams
+from dflash_testing.gpu import gpu_llm
+from dflash_testing.pairs import bundled_prompts
+
+pytestmark = pytest.mark.gpu
+
+GREEDY = SamplingParams(max_new_tokens=24)
+SAMPLED = SamplingParams(max_new_tokens=24, temperature=0.8)
+FILTERED = SamplingParams(max_new_tokens=24, temperature=0.8, top_k=20, top_p=0.9)
+
+
+@contextmanager
+def compilations() -> Iterator[list[str]]:
+    """The kernels that Triton compiles or loads while the block runs."""
+    import triton
+
+    names: list[str] = []
+    runtime = triton.knobs.runtime
+    before = runtime.jit_post_compile_hook
+    runtime.jit_post_compile_hook = lambda *, repr, **_: names.append(repr)
+    try:
+        yield names
+    finally:
+        runtime.jit_post_compile_hook = before
+
+
+def many_lengths(count: int) -> list[tuple[int, ...]]:
+    """Prompts of 1 token, 2, 3, ... that begin differently."""
+    text = [token for prompt in bundled_prompts() for token in prompt]
+    return [tuple(text[7 * index : 8 * index + 1]) for index in range(count)]
+
+
+@pytest.mark.parametrize("draft", ["tiny", "tiny:reduced", None])
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED, FILTERED], ids=["greedy", "sampled", "filtered"])
+@pytest.mark.parametrize("draft_sampling", ["greedy", "probabilistic"])
+def test_nothing_is_compiled_after_the_warm_up(draft: str | None, params: SamplingParams, draft_sampling: str) -> None:
+    llm = gpu_llm(draft, "bfloat16", max_num_requests=9, max_batched_tokens=96, draft_sampling=draft_sampling)
+    llm.warm_up(params)
+    graphs = llm.engine.runner.graphs
+    assert graphs is not None
+    captured = graphs.captured
+    with compilations() as names:
+        llm.generate(many_lengths(80), params)
+        llm.generate(many_lengths(5), params)
+    assert not names
+    assert graphs.captured == captured
+
+
+def test_greedy_and_sampled_requests_are_warmed_up_together() -> None:
+    params = [(GREEDY, SAMPLED, FILTERED)[index % 3] for index in range(40)]
+    llm = gpu_llm("tiny", "bfloat16", max_num_requests=5)
+    llm.warm_up(params)
+    graphs = llm.engine.runner.graphs
+    assert graphs is not None
+    captured = graphs.captured
+    with compilations() as names:
+        llm.generate(many_lengths(40), params)
+    assert not names
+    assert graphs.captured == captured
+
+
+def token_ids(outputs: list[RequestOutput]) -> list[Any]:
+    return [(output.token_ids, output.drafts, output.num_cached) for output in outputs]
+
+
+def test_a_warm_up_changes_no_text() -> None:
+    cold, warm = (gpu_llm("tiny", "float32", max_num_requests=4, seed=3) for _ in range(2))
+    warm.warm_up(SAMPLED)
+    assert token_ids(warm.generate(many_lengths(20), SAMPLED)) == token_ids(cold.generate(many_lengths(20), SAMPLED))
+
+
+def test_another_thread_uses_the_device_while_steps_are_captured() -> None:
+    llm = gpu_llm("tiny", "float32", max_num_requests=16)
+    wanted = token_ids(gpu_llm("tiny", "float32", max_num_requests=16).generate(many_lengths(16), GREEDY))
+    is_over, failures, rounds = threading.Event(), [], 0
+
+    def work() -> None:
+        nonlocal rounds
+        try:
+            while not is_over.is_set():
+                # A size of its own each time: memory has to be asked of the driver.
+                square = torch.randn(64 + rounds % 512, 4096, device="cuda")
+                (square @ square.T).sum().item()
+                torch.empty(1024, pin_memory=True).to("cuda", non_blocking=True)
+                rounds += 1
+        except Exception as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        llm.warm_up()
+    finally:
+        is_over.set()
+        thread.join()
+    assert not failures
+    assert rounds > 10
+    assert token_ids(llm.generate(many_lengths(16), GREEDY)) == wanted
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("params", [GREEDY, FILTERED], ids=["greedy", "filtered"])
+def test_a_pair_runs_on_the_second_device(params: SamplingParams) -> None:
+    """With graphs, while the current device is the first, on which graphs were captured before."""
+    torch.cuda.set_device(0)
+    first = gpu_llm("tiny", "float32", max_num_requests=4, seed=3)
+    first.warm_up(params)
+    wanted = token_ids(first.generate(many_lengths(12), params))
+    held = torch.cuda.memory_allocated(0)
+    for is_warm in (True, False):
+        llm = gpu_llm("tiny", "float32", device="cuda:1", max_num_requests=4, seed=3)
+        if is_warm:
+            llm.warm_up(params)
+        assert token_ids(llm.generate(many_lengths(12), params)) == wanted
+        assert llm.check_lossless(llm.generate(many_lengths(3), GREEDY)).is_lossless
+        assert llm.engine.runner.graphs
+        llm.close()
+    assert torch.cuda.current_device() == 0
+    assert torch.cuda.memory_allocated(0) <= held
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_readings_are_screened_on_the_second_device() -> None:
+    torch.cuda.set_device(0)
+    estimates = []
+    for device in ("cuda:0", "cuda:1"):
+        llm = gpu_llm("tiny", "float32", device=device, max_num_requests=4, seed=3)
+        outputs = llm.generate(bundled_prompts()[:4], SamplingParams(max_new_tokens=64))
+        screen = ReadingScreen(llm.pair, outputs, {0, 2, 3, 4}, 7)
+        estimates.append(screen.acceptance_len(llm.pair, 100))
+    assert estimates[0] == estimates[1] > 1.5
+
+
+def test_a_device_without_a_number_is_the_one_that_was_current() -> None:
+    assert gpu_llm("tiny", "float32").device == torch.device("cuda", torch.cuda.current_device())
+
+
+def test_a_step_that_memory_does_not_hold_is_launched_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Out of memory in the middle of a capture, which torch then has to end."""
+    wanted = token_ids(gpu_llm("tiny", "float32", max_num_requests=4).generate(many_lengths(12), GREEDY))
+    llm = gpu_llm("tiny", "float32", max_num_requests=4)
+    runner, head = llm.engine.runner, llm.engine.runner.target.head
+
+    def out_of_memory(hidden: torch.Tensor) -> torch.Tensor:
+        if torch.cuda.is_current_stream_capturing() and len(hidden) > 2 * llm.limits.num_lookahead_tokens:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return head(hidden)
+
+    monkeypatch.setattr(runner.target, "head", out_of_memory)
+    llm.warm_up()
+    assert runner.graphs is not None
+    assert [bucket for bucket, _ in runner.graphs.captured] == [2, 1]
+    assert len(llm.warnings) == 1
+    assert token_ids(llm.generate(many_lengths(12), GREEDY)) == wanted
+
+
+def test_4096_requests_at_once() -> None:
+    """Grids and buffers at the largest batch that is expected, a few tokens each; larger buckets are captured late."""
+    llm = gpu_llm("tiny", "float32", max_num_requests=4096, num_pages=13_000, max_model_len=64, max_batched_tokens=8192)
+    prompts = [(index % 2000, 1 + index // 2000, 5) for index in range(4096)]
+    outputs = llm.generate(prompts, SamplingParams(max_new_tokens=10))
+    assert all(len(output.token_ids) == 10 for output in outputs)
+    graphs = llm.engine.runner.graphs
+    assert graphs is not None
+    assert max(bucket for bucket, _ in graphs.captured) >= 3584
+    few = gpu_llm("tiny", "float32", max_num_requests=64).generate(prompts[:64], SamplingParams(max_new_tokens=10))
+    same = sum(a.token_ids == b.token_ids for a, b in zip(outputs, few, strict=False))
+    assert same >= 60  # a wider product is rounded otherwise, which may tip a tie
+
+
+def test_steps_take_no_more_than_was_kept_free() -> None:
+    """What the warm-up adds to the memory in use, of torch and of the driver, against what was derived from shapes."""
+    llm = gpu_llm("tiny", "bfloat16", max_num_requests=64, max_batched_tokens=2048)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    free = torch.cuda.mem_get_info(llm.device)[0]
+    llm.warm_up()
+    llm.generate(bundled_prompts()[:64], GREEDY)
+    torch.cuda.synchronize()
+    taken = free - torch.cuda.mem_get_info(llm.device)[0]
+    pair = llm.pair
+    assert pair.draft is not None
+    kept = memory.scratch_bytes(pair.config, pair.target.config, pair.draft.config, pair.limits, pair.placement)
+    print(f"taken {taken / 2**20:.0f} MiB, kept free {kept / 2**20:.0f} MiB")
+    assert taken <= kept
+
+
+def run_steps(llm: LLM, num_steps: int) -> None:
+    """Requests of all sizes come and go for at least so many steps."""
+    prompts, done = bundled_prompts(), 0
+    params = [SamplingParams(max_new_tokens=8 + 5 * index, ignore_eos=True) for index in range(32)]
+    step = llm.engine.step
+
+    def counted() -> Any:
+        nonlocal done
+        done += 1
+        return step()
+
+    llm.engine.step = counted  # type: ignore[method-assign]
+    try:
+        while done < num_steps:
+            llm.generate(prompts[:32], params)
+    finally:
+        llm.engine.step = step  # type: ignore[method-assign]
+
+
+@pytest.mark.slow
+def test_memory_after_10000_steps_is_that_after_1000() -> None:
+    llm = gpu_llm("tiny", "bfloat16", max_num_requests=6, num_pages=400)
+    llm.warm_up()
+    run_steps(llm, 1000)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), torch.cuda.mem_get_info()[0]
+    run_steps(llm, 9000)
+    torch.cuda.synchronize()
+    after = torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), torch.cuda.mem_get_info()[0]
+    assert after[0] <= before[0]
+    assert after[1] <= before[1]
+    assert before[2] - after[2] < 2**21, "memory that the driver took"
+
+
+def test_every_device_has_one_stream_for_captures() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    assert decode_graphs.capture_stream(device) is decode_graphs.capture_stream(device)
+    assert decode_graphs.capture_stream(device).device == device

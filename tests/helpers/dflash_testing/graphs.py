@@ -1,0 +1,51 @@
+"""Captured steps without a GPU: graphs that run their step again, in an engine whose kernels are interpreted."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from dflash_runtime.device.decode_graphs import DecodeGraphs, StepMode
+from dflash_runtime.llm import LLM
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class StandInGraph:
+    """Replays a step by running it."""
+
+    run: Callable[[], Tensor]
+    packed: Tensor
+
+    def replay(self) -> None:
+        self.packed.copy_(self.run())
+
+
+class StandInGraphs(DecodeGraphs):
+    """What `DecodeGraphs` does, all but capturing. Buckets in `refused` have no memory."""
+
+    def __init__(self, decode: Callable[[Tensor, StepMode], Tensor], max_requests: int) -> None:
+        super().__init__(decode, max_requests, CPU)
+        self.refused: set[int] = set()
+        self.attempts: list[tuple[int, StepMode]] = []
+
+    def _rehearse(self, rows: Tensor, mode: StepMode) -> None:
+        self._decode(rows, mode)
+
+    def _record(self, rows: Tensor, mode: StepMode) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor]:
+        self.attempts.append((len(rows), mode))
+        if len(rows) in self.refused:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        packed = self._decode(rows, mode)
+        graph: Any = StandInGraph(lambda: self._decode(rows, mode), packed)
+        return cast(torch.cuda.CUDAGraph, graph), rows, packed
+
+
+def with_stand_ins(llm: LLM) -> StandInGraphs:
+    """Let an LLM on the CPU replay its steps."""
+    runner = llm.engine.runner
+    runner.graphs = graphs = StandInGraphs(runner._decode, llm.limits.max_num_requests)
+    return graphs

@@ -1,0 +1,95 @@
+"""The grid of every launch at 4,096 requests of 16 rows: as many programs as a GPU takes along each axis."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from dflash_kernels.launch_config import HAS_TRITON, MAX_GRID
+from dflash_kernels.rope_store import KVPlace
+from dflash_kernels.suite import triton_kernels
+from dflash_runtime.config import EngineConfig
+from dflash_runtime.device.settings import resolve_limits
+from dflash_runtime.errors import UsageError
+from dflash_testing.launches import seen_launches
+from dflash_testing.pairs import random_target
+
+pytestmark = pytest.mark.skipif(not HAS_TRITON or torch.cuda.is_available(), reason="needs Triton's interpreter")
+
+R, N, KV, D, V, LAYERS = 4096, 16, 8, 16, 151_936, 8
+T = R * N
+FIRST_AXIS = 2**31 - 1
+
+
+def floats(*shape: int) -> Tensor:
+    """A tensor of any size whose rows share their memory: nothing is computed here."""
+    return torch.zeros(shape[-1]).expand(shape)
+
+
+def ints(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.int64)
+
+
+def doubles(count: int) -> Tensor:
+    return torch.ones(count, dtype=torch.float64)
+
+
+def attention() -> None:
+    block, cache = floats(R, N, KV, D), floats(64, KV, D)
+    triton_kernels().block_attention(
+        floats(R, N, 2 * KV, D), block, block, cache, cache, ints(R, 40), ints(R),
+        page_size=16, is_causal=False, window=None,
+    )  # fmt: skip
+
+
+def context_kv() -> None:
+    table, cache = floats(T, D), floats(LAYERS, 64, KV, D)
+    triton_kernels().context_kv_store(
+        floats(T, LAYERS, 2, KV, D), floats(LAYERS, D), 1e-6, table, table, cache, cache, ints(T)
+    )
+
+
+def kv_store() -> None:
+    rows, cache = floats(T, KV, D), floats(64, KV, D)
+    triton_kernels().kv_store(rows, rows, cache, cache, ints(T))
+
+
+def rope_store() -> None:
+    place = KVPlace(floats(64, KV, D), floats(64, KV, D), ints(T))
+    parts, norms = floats(1, T, 5 * KV * D), floats(4 * KV, D)
+    triton_kernels().rope_store(parts, norms, 1e-6, floats(T, D), floats(T, D), KV, place)
+
+
+LAUNCHES: dict[str, Callable[[], object]] = {
+    "slot_mapping": lambda: triton_kernels().slot_mapping(ints(R, 40), ints(R, N), ints(R), 16),
+    "kv_store": kv_store,
+    "rms_norm": lambda: triton_kernels().rms_norm(floats(T, 64), floats(64), 1e-6),
+    "add_rms_norm": lambda: triton_kernels().add_rms_norm(floats(2, T, 64), floats(T, 64), floats(64), 1e-6),
+    "rope_store": rope_store,
+    "gated_product": lambda: triton_kernels().gated_product(floats(T, 64), floats(128, 64)),
+    "context_kv_store": context_kv,
+    "block_attention": attention,
+    "accept_block": lambda: triton_kernels().accept_block(ints(R, N - 1), ints(R, N), ints(R), ints(R, 16), ints(R)),
+    "sample": lambda: triton_kernels().sample(
+        floats(T, V), doubles(T), ints(T), doubles(T), ints(T), ints(T), has_filters=False
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_every_axis_is_within_its_limit(name: str) -> None:
+    with seen_launches(compute="nothing") as launches:
+        LAUNCHES[name]()
+    assert launches
+    for launch in launches:
+        first, *others = launch.grid
+        assert 0 < first <= FIRST_AXIS, launch
+        assert all(0 < axis <= MAX_GRID for axis in others), launch
+
+
+def test_more_requests_than_attention_has_programs_are_refused_at_start() -> None:
+    target = random_target(num_kv_heads=4).config
+    assert resolve_limits(EngineConfig(max_num_requests=4096), target, None).max_num_requests == 4096
+    with pytest.raises(UsageError, match="expected at most 16383"):
+        resolve_limits(EngineConfig(max_num_requests=16_384), target, None)

@@ -1,0 +1,176 @@
+"""Warming up: what is captured and in which order, what is compiled, and that nothing of it is left."""
+
+import gc
+import logging
+from dataclasses import replace
+from typing import Any
+from weakref import ref
+
+import pytest
+import torch
+
+from dflash_kernels.launch_config import HAS_TRITON
+from dflash_runtime.device.decode_graphs import START_REQUESTS, StepMode
+from dflash_runtime.errors import UsageError
+from dflash_runtime.llm import LLM
+from dflash_runtime.scheduling.request import RequestOutput, SamplingParams
+from dflash_runtime.scheduling.width import AdaptiveWidth, StepTimes
+from dflash_runtime.warm_up import step_modes
+from dflash_testing.graphs import StandInGraphs, with_stand_ins
+from dflash_testing.launches import seen_launches
+from dflash_testing.pairs import random_draft, random_llm, random_prompts, random_target
+
+GREEDY, SAMPLED = SamplingParams(max_new_tokens=6), SamplingParams(max_new_tokens=6, temperature=1.0)
+FILTERED = SamplingParams(max_new_tokens=6, temperature=1.0, top_p=0.9)
+ATTENTION = ("_block_attention_kernel", "_combine_kernel")
+"""Kernels that are still compiled for each number of parts that a prefill's keys are cut into."""
+
+PROMPTS = random_prompts([31, 3, 19, 1, 40, 16, 7, 33], 97)
+
+
+def small_llm(**engine: Any) -> LLM:
+    target = random_target(num_layers=2, max_position_embeddings=64)
+    draft = random_draft(target, block_size=4, target_layer_ids=(0,), num_layers=1)
+    settings: dict[str, Any] = {"max_num_requests": 3, "max_batched_tokens": 16, "page_size": 8, "num_pages": 60}
+    return random_llm(target, draft, 3, **(settings | engine))
+
+
+def test_modes_are_those_of_all_mixes() -> None:
+    greedy, sampled, filtered = (StepMode(4, *kind) for kind in ((True, False), (False, False), (False, True)))
+    engine = small_llm().engine
+    assert step_modes(engine, [GREEDY, GREEDY], 3) == [greedy]
+    assert set(step_modes(engine, [GREEDY, SAMPLED], 3)) == {greedy, sampled}
+    assert set(step_modes(engine, [GREEDY, FILTERED], 3)) == {greedy, filtered}
+    assert set(step_modes(engine, [SAMPLED, FILTERED, GREEDY], 3)) == {greedy, sampled, filtered}
+    narrow = replace(GREEDY, verify_width=2)
+    assert step_modes(engine, [GREEDY, narrow], 3) == [greedy, StepMode(2, is_greedy=True, has_filters=False)]
+
+
+def test_every_width_that_an_adaptive_engine_chooses_from_is_captured() -> None:
+    engine = small_llm().engine
+    times = StepTimes({3: {1: 1.0, 2: 1.5, 3: 2.0, 4: 2.5}})
+    engine.scheduler.width_policy = AdaptiveWidth(times, 3)
+    assert [mode.verify_width for mode in step_modes(engine, [GREEDY], 3)] == [4, 3, 2, 1]
+
+
+def test_every_bucket_is_captured_once_the_largest_first() -> None:
+    llm = small_llm(max_num_requests=12)
+    graphs = with_stand_ins(llm)
+    seen: list[tuple[int, int]] = []
+    llm.warm_up(progress=lambda num_done, total: seen.append((num_done, total)))
+    assert [bucket for bucket, _ in graphs.captured] == [12, 10, 8, 7, 6, 5, 4, 3, 2, 1]
+    assert seen == [(index, len(seen) - 1) for index in range(len(seen))]
+    llm.warm_up()
+    llm.warm_up([GREEDY, SAMPLED], max_requests=2)
+    assert [bucket for bucket, _ in graphs.captured[10:]] == [2, 1]
+    num_captured = len(graphs.attempts)
+    llm.generate(PROMPTS, GREEDY)
+    assert len(graphs.attempts) == num_captured
+
+
+class Echo:
+    """A step that gives back its rows, or fails."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+
+    def decode(self, rows: torch.Tensor, mode: StepMode) -> torch.Tensor:
+        if self.error is not None:
+            raise self.error
+        return rows
+
+
+def test_large_batches_are_captured_when_they_come() -> None:
+    echo = Echo()
+    graphs = StandInGraphs(echo.decode, 4096)
+    modes = [StepMode(4, is_greedy=True, has_filters=False)]
+    missing = graphs.missing(lambda bucket: modes)
+    assert missing[0][0] == START_REQUESTS
+    assert len(missing) <= 32
+    with torch.inference_mode():
+        assert graphs.replay(range(3000), modes[0]).tolist() == list(range(3000))
+    assert graphs.captured == ((3072, modes[0]),)
+
+
+def traces(outputs: list[RequestOutput]) -> list[Any]:
+    return [(output.token_ids, output.drafts, output.num_cached) for output in outputs]
+
+
+def test_a_warm_up_leaves_nothing_behind() -> None:
+    """Seeds that the engine draws, the prefix cache, and what is expected of answers are as in an engine without."""
+    cold, warm = small_llm(seed=5, scheduling="async"), small_llm(seed=5, scheduling="async")
+    with_stand_ins(warm)
+    warm.warm_up(SAMPLED)
+    assert warm.engine.scheduler.expected_share == cold.engine.scheduler.expected_share
+    warm.engine.scheduler.check_integrity()
+    assert traces(warm.generate(PROMPTS, SAMPLED)) == traces(cold.generate(PROMPTS, SAMPLED))
+
+
+def test_without_graphs_there_is_nothing_to_do() -> None:
+    llm = small_llm()
+    seen: list[int] = []
+    llm.warm_up(progress=lambda num_done, total: seen.append(num_done))
+    assert not seen
+
+
+def test_a_busy_llm_is_not_warmed_up() -> None:
+    llm = small_llm()
+    stream = llm.stream(PROMPTS[:2], GREEDY)
+    next(stream)
+    with pytest.raises(UsageError, match="busy"):
+        llm.warm_up()
+    llm.close()
+    llm.warm_up()
+
+
+def test_a_step_that_memory_does_not_hold_is_launched_one_by_one(caplog: pytest.LogCaptureFixture) -> None:
+    """One warning, that Python sees too; and the text of every batch size stays what it is."""
+    llm = small_llm()
+    graphs = with_stand_ins(llm)
+    graphs.refused = {3, 2}
+    with caplog.at_level(logging.WARNING):
+        llm.warm_up()
+        outputs = llm.generate(PROMPTS, GREEDY)
+    assert [bucket for bucket, _ in graphs.captured] == [1]
+    assert len(graphs.attempts) == 3, "what does not fit is not tried again in every step"
+    assert [record.message for record in caplog.records] == list(llm.warnings)
+    assert "decode steps of 3 requests run slower" in llm.warnings[0]
+    assert traces(outputs) == traces(small_llm().generate(PROMPTS, GREEDY))
+
+
+def test_other_errors_of_a_capture_are_raised() -> None:
+    echo = Echo(ValueError("odd"))
+    graphs = StandInGraphs(echo.decode, 4)
+    with pytest.raises(ValueError, match="odd"):
+        graphs.capture(1, StepMode(4, is_greedy=True, has_filters=False))
+
+
+def test_pages_are_freed_with_their_llm() -> None:
+    """At once, with graphs too: a second LLM finds the memory that the first one had."""
+    llm = small_llm()
+    with_stand_ins(llm)
+    llm.warm_up()
+    llm.generate(PROMPTS[:2], GREEDY)
+    keys = ref(llm.engine.runner.target_kv.keys)
+    gc.disable()
+    try:
+        del llm
+        assert keys() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.skipif(not HAS_TRITON or torch.cuda.is_available(), reason="needs Triton's interpreter")
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_nothing_is_compiled_after_the_warm_up(params: SamplingParams) -> None:
+    """By the keys under which Triton would keep its kernels: prompts of many lengths, batches that grow and shrink."""
+    llm = small_llm(kernels="triton", page_size=2, num_pages=200)
+    with_stand_ins(llm)
+    with seen_launches(compute="choices") as launches:
+        llm.warm_up(params)
+        warm = {launch.key for launch in launches}
+        num_warm = len(launches)
+        llm.generate(PROMPTS, params)
+    late = {launch.key for launch in launches if launch.key[0] not in ATTENTION} - warm
+    assert len(launches) > num_warm + 300
+    assert not late
