@@ -11,7 +11,7 @@ import torch
 import load
 import step_time
 from dflash_kernels.suite import REFERENCE
-from timing import accounting, engine_arms, forced, report
+from timing import accounting, forced, report
 from timing.floors import Rates, StepFloor, least_ms
 from timing.pairs import BLOCK, SHAPES
 
@@ -37,14 +37,13 @@ def test_step_times_are_written_as_json_lines(
         assert {"date", "machine", "versions", "command"} <= row.keys()
         assert row["versions"]["torch"] == torch.__version__
     steps = [row for row in rows if row["kind"] == "step"]
-    arms = ("plain", "dflash", "adaptive") if engine_arms.HAS_ADAPTIVE_WIDTH else ("plain", "dflash")
+    arms = ("plain", "dflash")
     assert [(row["arm"], row["context"]) for row in steps] == [(arm, context) for context in (24, 40) for arm in arms]
     for row in steps:
         assert row["acceptance"] == ("real" if row["arm"] == "plain" else "synthetic")
         tokens = row["acceptance_achieved"] or 1
-        if row["arm"] != "adaptive":
-            assert row["ratio"] == pytest.approx(row["ms"] / row["floor_ms"])
-            assert row["tokens_per_second"] == pytest.approx(tokens * 2000 / row["ms"], rel=0.6)
+        assert row["ratio"] == pytest.approx(row["ms"] / row["floor_ms"])
+        assert row["tokens_per_second"] == pytest.approx(tokens * 2000 / row["ms"], rel=0.6)
     assert [(row["of"], row["batch"]) for row in rows if row["kind"] == "ceiling"] == [("plain", 2), ("dflash", 2)]
     prefills = [row for row in rows if row["kind"] == "prefill"]
     assert [(row["arm"], row["prompts"], row["tokens"]) for row in prefills[1:3]] == [

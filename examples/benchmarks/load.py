@@ -25,7 +25,7 @@ import torch
 from dflash_cli.console import Meter
 from dflash_runtime.llm import LLM
 from dflash_runtime.scheduling.request import Request, SamplingParams
-from timing.engine_arms import HAS_ADAPTIVE_WIDTH, engine_pair, wait
+from timing.engine_arms import engine_pair, wait, why_not_adaptive
 from timing.pairs import BLOCK, SHAPES, RandomPair, Shape, build_pair, random_prompt
 from timing.report import Recorder, Row, release, say, table
 from timing.vllm_arm import acceptance_note, find_vllm, run_vllm
@@ -65,10 +65,10 @@ def make_load(shape: Shape, num_requests: int, max_prompt: int, max_answer: int)
     return Load([random_prompt(shape, length, generator) for length in prompts], answers)
 
 
-def warm_load(load: Load, num_running: int) -> Load:
-    """As many requests as run at a time, short, ending one by one: every batch size is passed through."""
-    prompts = [prompt[: SHORTEST_PROMPT + index] for index, prompt in enumerate(load.prompts[:num_running])]
-    return Load(prompts, [BLOCK + 2 * BLOCK * index // 3 for index in range(len(prompts))])
+def warm_load(load: Load, num_running: int, tokens_a_step: float) -> Load:
+    """As many requests as run at a time, with answers that end one after the other: every batch size is met."""
+    prompts = load.prompts[:num_running]
+    return Load(prompts, [BLOCK + round(1.5 * tokens_a_step * index) for index in range(len(prompts))])
 
 
 @dataclass
@@ -117,7 +117,11 @@ def measure_ours(random: RandomPair, arm: str, load: Load, acceptance: float | N
     if is_cuda:
         torch.cuda.reset_peak_memory_stats(pair.placement.device)
     with LLM(pair) as llm:
-        run_load(llm, warm_load(load, num_running), f"{arm}: warm-up requests")
+        warm_up = getattr(llm, "warm_up", None)
+        if warm_up is not None:
+            warm_up()
+        tokens_a_step = 1.0 if arm == "plain" else acceptance or 1.0
+        run_load(llm, warm_load(load, num_running, tokens_a_step), f"{arm}: warm-up requests")
         before = llm.engine.scheduler.num_preemptions
         run = run_load(llm, load, f"{arm}: requests")
         num_preemptions = llm.engine.scheduler.num_preemptions - before
@@ -183,8 +187,9 @@ def run_arms(recorder: Recorder, arms: Sequence[str], given: argparse.Namespace,
     shape = SHAPES[given.shape]
     load = make_load(shape, given.requests, given.max_prompt, given.max_answer)
     ours = [arm for arm in arms if not arm.startswith("vllm")]
-    if "adaptive" in ours and not HAS_ADAPTIVE_WIDTH:
-        say("adaptive: skipped, this engine has no adaptive width")
+    why_not = why_not_adaptive(device)
+    if "adaptive" in ours and why_not:
+        say(f"adaptive: skipped, {why_not}")
         ours.remove("adaptive")
     random = build_pair(shape, load.longest + 4 * BLOCK, device) if ours else None
     for arm in ours:

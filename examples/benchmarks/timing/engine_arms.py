@@ -23,7 +23,17 @@ FILL_ROWS = 8192
 """Prompt rows a step while a cell is filled: it is not timed, and requests decode meanwhile."""
 
 PAGE_SIZE = 16
+ADAPTIVE_WARM_STEPS = 64
+"""Steps in which an adaptive width learns what is accepted, and tries others."""
+
 HAS_ADAPTIVE_WIDTH = "adaptive_width" in {field.name for field in fields(EngineConfig)}
+
+
+def why_not_adaptive(device: torch.device) -> str | None:
+    """Why there is no arm of adaptive width, if so."""
+    if not HAS_ADAPTIVE_WIDTH:
+        return "this engine has no adaptive width"
+    return None if device.type == "cuda" else "widths adapt where steps are CUDA graphs"
 
 
 @dataclass(frozen=True)
@@ -42,9 +52,13 @@ class Cell:
         return self.arm != "plain"
 
     @property
+    def warm_steps(self) -> int:
+        return ADAPTIVE_WARM_STEPS if self.arm == "adaptive" else WARM_STEPS
+
+    @property
     def num_new_tokens(self) -> int:
         """Tokens that a request may commit: twice what its steps are expected to, those before timing included."""
-        num_steps = self.steps + WARM_STEPS + PROFILED_STEPS + 8 + -(-self.batch * self.context // FILL_ROWS)
+        num_steps = self.steps + self.warm_steps + PROFILED_STEPS + 8 + -(-self.batch * self.context // FILL_ROWS)
         expected = 1.0 if not self.is_drafting else (self.acceptance or 1.5)
         return int(num_steps * min(BLOCK, 2 * expected)) + 8 * BLOCK
 
@@ -55,12 +69,13 @@ class Cell:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """What the steps of a cell took; `acceptance` is tokens a step that drafted, None where none did."""
+    """What the steps of a cell took; `acceptance` and `verify_width` are of steps that drafted, None where none did."""
 
     ms: float
     rounds: list[float]
     tokens_per_second: float
     acceptance: float | None
+    verify_width: float | None
     mean_context: float
     account: StepAccount | None
 
@@ -70,14 +85,16 @@ def measure_steps(random: RandomPair, cell: Cell, *, has_profile: bool) -> StepT
     llm = ready_engine(random, cell)
     try:
         requests = llm.engine.scheduler.live
-        before, steps_before = _num_tokens(requests), _num_draft_steps(requests)
+        before, steps_before = _num_tokens(requests), [len(request.steps) for request in requests]
         rounds = _rounds(llm, cell.steps)
         num_tokens = _num_tokens(requests) - before
+        drafted = [step for request, num in zip(requests, steps_before, strict=True) for step in request.steps[num:]]
         times = StepTimes(
             ms=statistics.median(rounds),
             rounds=rounds,
             tokens_per_second=num_tokens / sum(rounds) / (cell.steps // ROUNDS) * 1000,
-            acceptance=_acceptance(requests, steps_before),
+            acceptance=statistics.fmean(step.num_accepted + 1 for step in drafted) if drafted else None,
+            verify_width=statistics.fmean(len(step.draft_ids) + 1 for step in drafted) if drafted else None,
             mean_context=cell.context + (before + num_tokens / 2) / len(requests),
             account=profile_steps(llm.engine.step, PROFILED_STEPS) if has_profile else None,
         )
@@ -117,9 +134,12 @@ def ready_engine(random: RandomPair, cell: Cell) -> LLM:
     requests = make_requests(random.shape, [cell.context] * cell.batch, cell.num_new_tokens)
     for request in requests:
         llm.engine.add(request)
-    while any(len(request.output_token_ids) < WARM_STEPS for request in requests):
+    while not all(request.output_token_ids for request in requests):
         llm.engine.step()
         _check(requests)
+    for _ in range(cell.warm_steps):
+        llm.engine.step()
+    _check(requests)
     return llm
 
 
@@ -180,17 +200,3 @@ def _check(requests: Sequence[Request]) -> None:
 
 def _num_tokens(requests: Sequence[Request]) -> int:
     return sum(len(request.output_token_ids) for request in requests)
-
-
-def _num_draft_steps(requests: Sequence[Request]) -> list[int]:
-    return [len(request.steps) for request in requests]
-
-
-def _acceptance(requests: Sequence[Request], before: Sequence[int]) -> float | None:
-    """Tokens that a draft step of these requests accepted, bonus included, since they had `before` steps."""
-    counts = [
-        step.num_accepted + 1
-        for request, num in zip(requests, before, strict=True)
-        for step in request.steps[num:]
-    ]  # fmt: skip
-    return statistics.fmean(counts) if counts else None

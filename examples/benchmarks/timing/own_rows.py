@@ -6,7 +6,7 @@ import torch
 
 from timing.accounting import StepAccount, waterfall
 from timing.ceilings import chain_ms, measure_rates, step_products
-from timing.engine_arms import HAS_ADAPTIVE_WIDTH, Cell, StepTimes, measure_steps, prefill_ms
+from timing.engine_arms import Cell, StepTimes, measure_steps, prefill_ms, why_not_adaptive
 from timing.floors import Rates, least_ms, stated_rates
 from timing.pairs import RandomPair, build_pair
 from timing.plan import Plan, add_prefill, title
@@ -21,9 +21,10 @@ def run_ours(plan: Plan) -> None:
     say(f"copies {rates.bandwidth / 1e12:.2f} TB/s, large products {rates.operations / 1e12:.1f} T operations/s")
     if "ceilings" in plan.arms:
         plan.recorder.guard({"arm": "ceilings"}, partial(measure_ceilings, plan, random))
-    if "adaptive" in plan.arms and not HAS_ADAPTIVE_WIDTH:
-        say("adaptive: skipped, this engine has no adaptive width")
-        plan.arms = [arm for arm in plan.arms if arm != "adaptive"]
+    why_not = why_not_adaptive(plan.device)
+    if "adaptive" in plan.arms and why_not:
+        say(f"adaptive: skipped, {why_not}")
+        plan.arms.remove("adaptive")
     for cell in plan.cells():
         what = {"arm": cell.arm, "batch": cell.batch, "context": cell.context, "graphs": cell.has_graphs}
         plan.recorder.guard(what, partial(measure_cell, plan, random, cell))
@@ -52,6 +53,7 @@ def measure_cell(plan: Plan, random: RandomPair, cell: Cell) -> None:
         "arm": cell.arm, "shape": plan.shape_name, "batch": cell.batch, "context": cell.context,
         "graphs": cell.has_graphs, "acceptance": "real" if cell.acceptance is None else "synthetic",
         "acceptance_asked": cell.acceptance, "acceptance_achieved": times.acceptance, "ms": times.ms,
+        "verify_width": times.verify_width,
         "rounds": times.rounds, "tokens_per_second": times.tokens_per_second, "floor_ms": floor_ms,
         "ratio": times.ms / floor_ms if floor_ms else None,
     }  # fmt: skip
