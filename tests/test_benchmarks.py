@@ -82,7 +82,16 @@ def test_a_load_is_answered_whole(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
 @pytest.mark.slow
 def test_other_arms_run_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    arguments = ("--batches", "1", "--context", "24", "--steps", "5", "--arms", "transformers,reference,vllm")
+    arguments = (
+        "--batches",
+        "1",
+        "--context",
+        "24",
+        "--steps",
+        "5",
+        "--arms",
+        "transformers,reference,vllm-plain,vllm-dflash",
+    )
     code, rows = run(step_time, monkeypatch, tmp_path / "rows.jsonl", *arguments, "--acceptance", "6.5")
     assert code == 0
     assert [row["batch"] for row in rows] == [1, 8, 1]

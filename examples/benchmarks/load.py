@@ -145,6 +145,7 @@ def measure_vllm(shape: Shape, arm: str, load: Load, acceptance: float | None, g
     (found,) = run_vllm(
         shape, [cell], is_drafting=is_drafting, acceptance=acceptance, max_model_len=load.longest + 4 * BLOCK,
         max_num_requests=given.max_num_requests, extra=given.vllm_path,
+        timeout_s=given.vllm_timeout,
     )  # fmt: skip
     if "error" in found:
         raise RuntimeError(found["error"])
@@ -223,6 +224,9 @@ def main() -> int:
     parser.add_argument("--acceptance", type=float, help="force so many tokens a step; rows say synthetic")
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--vllm-path", type=Path, help="a folder with vLLM for the subprocess")
+    parser.add_argument(
+        "--vllm-timeout", type=float, default=280, help="seconds that vLLM may take, its start included"
+    )
     parser.add_argument("--out", type=Path, help="results as JSON lines")
     given = parser.parse_args()
     device = torch.device(given.device)

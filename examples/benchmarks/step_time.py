@@ -10,7 +10,7 @@ wall time less the time in which a profiled step has a kernel at work. Rows are 
 are printed last. An arm that fails says so in one line, the others go on, and the exit code is 1.
 
 Arms: ceilings, plain, dflash, adaptive, prefill; and, when asked for, transformers, reference (a loop of drafting and
-verifying on transformers' modules) and vllm (in a subprocess, if it can be imported).
+verifying on transformers' modules), vllm-plain and vllm-dflash (in a subprocess, if vLLM can be imported).
 """
 
 import argparse
@@ -36,8 +36,10 @@ def run(plan: Plan) -> None:
         plan.recorder.guard({"arm": "ours"}, partial(run_ours, plan))
     if "transformers" in plan.arms or "reference" in plan.arms:
         plan.recorder.guard({"arm": "transformers"}, partial(measure_transformers, plan))
-    if "vllm" in plan.arms and find_vllm(plan.vllm_path):
-        runs: list[tuple[bool, float | None]] = [(False, None), *((True, item) for item in plan.acceptances)]
+    runs: list[tuple[bool, float | None]] = [(False, None)] if "vllm-plain" in plan.arms else []
+    if "vllm-dflash" in plan.arms:
+        runs += [(True, acceptance) for acceptance in plan.acceptances]
+    if runs and find_vllm(plan.vllm_path):
         for is_drafting, acceptance in runs:
             call = partial(measure_vllm, plan, is_drafting=is_drafting, acceptance=acceptance)
             plan.recorder.guard({"arm": "vllm", "drafts": is_drafting}, call)
@@ -105,6 +107,7 @@ def main() -> int:
     parser.add_argument("--profile", action="store_true", help="print which kernels take most")
     parser.add_argument("--device", default="cuda:0", help="cpu runs the loop with reference kernels, as a check")
     parser.add_argument("--vllm-path", type=Path, help="a folder with vLLM for the subprocess")
+    parser.add_argument("--vllm-timeout", type=float, default=280, help="seconds that one start of vLLM may take")
     parser.add_argument("--plot", type=Path, help="draw the waterfalls: FILE.png")
     parser.add_argument("--out", type=Path, help="results as JSON lines")
     given = parser.parse_args()
@@ -112,7 +115,7 @@ def main() -> int:
     if device.type == "cuda" and not torch.cuda.is_available():
         sys.exit("needs a CUDA device, or --device cpu with --shape small")
     arms = given.arms.split(",")
-    known = {*DEFAULT_ARMS.split(","), "transformers", "reference", "vllm"}
+    known = {*DEFAULT_ARMS.split(","), "transformers", "reference", "vllm-plain", "vllm-dflash"}
     if unknown := sorted({*arms} - known):
         sys.exit(f"--arms {','.join(unknown)}: expected some of {', '.join(sorted(known))}")
     with Recorder(given.out, device) as recorder:
@@ -120,7 +123,8 @@ def main() -> int:
             shape_name=given.shape, batches=_numbers(given.batches), contexts=_numbers(given.context),
             acceptances=[float(part) for part in given.acceptance.split(",")] if given.acceptance else [None],
             steps=given.steps, arms=arms, prefills=_prefills(given.prefill), has_eager=not given.no_eager,
-            shows_kernels=given.profile, device=device, vllm_path=given.vllm_path, recorder=recorder,
+            shows_kernels=given.profile, device=device, vllm_path=given.vllm_path,
+            vllm_timeout_s=given.vllm_timeout, recorder=recorder,
         )  # fmt: skip
         run(plan)
         show(plan, given.plot)

@@ -19,6 +19,9 @@ from timing.pairs import BLOCK, RandomPair, Shape, random_prompt
 WARM_STEPS = 8
 PROFILED_STEPS = 10
 ROUNDS = 5
+LEAST_ROOM = 13
+"""Tokens a step that every cell has room for: twice the acceptance that is forced most often."""
+
 FILL_ROWS = 8192
 """Prompt rows a step while a cell is filled: it is not timed, and requests decode meanwhile."""
 
@@ -57,10 +60,12 @@ class Cell:
 
     @property
     def num_new_tokens(self) -> int:
-        """Tokens that a request may commit: twice what its steps are expected to, those before timing included."""
-        num_steps = self.steps + self.warm_steps + PROFILED_STEPS + 8 + -(-self.batch * self.context // FILL_ROWS)
-        expected = 1.0 if not self.is_drafting else (self.acceptance or 1.5)
-        return int(num_steps * min(BLOCK, 2 * expected)) + 8 * BLOCK
+        """Tokens that a request may commit, twice what its steps are expected to; as many for every arm.
+
+        Attention divides its work by the longest text there can be, so arms with less room would be faster.
+        """
+        num_steps = self.steps + ADAPTIVE_WARM_STEPS + PROFILED_STEPS + 8 + -(-self.batch * self.context // FILL_ROWS)
+        return int(num_steps * min(BLOCK, max(LEAST_ROOM, 2 * (self.acceptance or 1)))) + 8 * BLOCK
 
     @property
     def max_model_len(self) -> int:

@@ -42,12 +42,13 @@ def measure_vllm(plan: Plan, *, is_drafting: bool, acceptance: float | None) -> 
         for context in plan.contexts
         for batch in plan.batches
     ]
-    if "prefill" in plan.arms and acceptance in (None, plan.acceptances[0]):
+    if not is_drafting:
         cells += [{"kind": "prefill", "lengths": lengths} for lengths in plan.prefills]
     say(f"{arm}: starting it")
     rows = run_vllm(
         plan.shape, cells, is_drafting=is_drafting, acceptance=acceptance, max_model_len=plan.max_model_len,
         max_num_requests=max([*plan.batches, *map(len, plan.prefills)]), extra=plan.vllm_path,
+        timeout_s=plan.vllm_timeout_s,
     )  # fmt: skip
     for index, cell in enumerate(cells):
         found = rows[index] if index < len(rows) else {"error": "it did not come to this cell in time"}

@@ -29,6 +29,7 @@ class Plan:
     shows_kernels: bool
     device: torch.device
     vllm_path: Path | None
+    vllm_timeout_s: float
     recorder: Recorder
     rates: Rates | None = None
     chains: dict[tuple[bool, int], float] = field(default_factory=dict)

@@ -36,7 +36,7 @@ def run_vllm(
     max_model_len: int,
     max_num_requests: int,
     extra: Path | None = None,
-    timeout_s: float = 420,
+    timeout_s: float = 280,
 ) -> list[Row]:
     """One engine for all cells -> what it found for each, in order; those it did not come to are missing.
 
