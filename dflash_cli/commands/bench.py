@@ -24,12 +24,16 @@ from dflash_runtime.errors import UsageError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dflash_cli.evaluation.speed import BatchSpeed, SpeedRequest
+    from dflash_cli.evaluation.speed import BatchSpeed, Speed, SpeedRequest
     from dflash_cli.generation.loaded_pair import PairSession
 
-COLUMNS = ("batch", "plain tokens/s", "drafting tokens/s", "speedup", "tokens a step", "plain ms", "drafting ms")
+COLUMNS = (
+    "batch", "plain tokens/s", "drafting tokens/s", "speedup", "tokens a step", "plain ms", "drafting ms", "draft",
+    "verify", "rest",
+)  # fmt: skip
 LEGEND = """decoding only, while all requests of a batch are at work
-tokens a step: committed for each request by a step that drafts; ms: of a step"""
+tokens a step: committed for each request by a step that drafts; ms: of a step
+draft, verify, rest: parts of the drafting ms, found by leaving out the draft's work, then the target's"""
 
 BatchesOption = Annotated[
     str,
@@ -119,8 +123,9 @@ def _measure(session: "PairSession", request: "SpeedRequest") -> "list[BatchSpee
     from dflash_cli.evaluation.speed import measure_speeds
 
     speeds: list[BatchSpeed] = []
-    with console.Meter(request.num_runs, "rounds") as meter:
-        for speed in measure_speeds(session.llm.pair, request, meter.update):
+    pair = session.llm.pair
+    with console.Meter(request.num_runs(pair), "rounds") as meter:
+        for speed in measure_speeds(pair, request, meter.update):
             speeds.append(speed)
     return speeds
 
@@ -143,12 +148,25 @@ def _print(speeds: "Sequence[BatchSpeed]") -> None:
     console.result(f"speedup by drafting: {gains}")
     console.result(LEGEND)
     console.result("")
-    rows = [
-        (
-            str(speed.batch), f"{speed.plain.tokens_per_second:.1f}", f"{speed.speculative.tokens_per_second:.1f}",
-            f"{speed.speedup:.2f}", f"{speed.speculative.tokens_per_step:.2f}", f"{speed.plain.step_ms:.2f}",
-            f"{speed.speculative.step_ms:.2f}",
-        )
-        for speed in speeds
-    ]  # fmt: skip
-    console.table(COLUMNS, rows)
+    console.table(COLUMNS, [row for speed in speeds for row in _rows(speed)])
+
+
+def _rows(speed: "BatchSpeed") -> list[tuple[str, ...]]:
+    """The row of a batch size and, where the engine has it, one with adaptive width below it."""
+    parts = speed.parts
+    times = [parts.draft_ms, parts.verify_ms, parts.rest_ms] if parts is not None else []
+    rows = [_row(speed, str(speed.batch), speed.speculative, times)]
+    if speed.adaptive is not None:
+        rows.append(_row(speed, f"{speed.batch} adaptive", speed.adaptive, []))
+    return rows
+
+
+def _row(speed: "BatchSpeed", name: str, arm: "Speed", parts_ms: "Sequence[float]") -> tuple[str, ...]:
+    plain = speed.plain
+    figures = (
+        f"{plain.tokens_per_second:.1f}", f"{arm.tokens_per_second:.1f}",
+        f"{arm.tokens_per_second / plain.tokens_per_second:.2f}", f"{arm.tokens_per_step:.2f}",
+        f"{plain.step_ms:.2f}", f"{arm.step_ms:.2f}",
+    )  # fmt: skip
+    shown = [f"{ms:.2f}" for ms in parts_ms] or [""] * 3
+    return (name, *figures, *shown)

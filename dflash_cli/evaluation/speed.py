@@ -1,7 +1,8 @@
 """Measure how fast a pair decodes, with its draft and without. Knows no terminal.
 
 Only decoding is timed, and only while every request of a batch runs: prompts are in before, and a round ends when the
-first answer does. A draft's gain depends on its acceptance, so texts are real prompts, answered greedily.
+first answer does. A draft's gain depends on its acceptance, so texts are real prompts, answered greedily. What of a
+drafting step is the draft's and what the target's is found by leaving each out, over fewer steps.
 """
 
 import time
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 
+from dflash_cli.evaluation.step_parts import StepParts, silence_draft, silence_target
 from dflash_cli.generation.answers import plural
 from dflash_runtime.device.loading import LoadedPair
 from dflash_runtime.errors import DFlashError, GateFailed, UsageError
@@ -20,6 +22,9 @@ from dflash_runtime.scheduling.request import Request, SamplingParams
 
 MIN_STEPS = 4
 """Fewer steps than this in a round are no measurement."""
+
+PART_TOKENS = 32
+"""Tokens of an answer with either model left out; all but the first take a step each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,19 +38,29 @@ class Speed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSpeed:
-    """A pair's speed with so many requests at a time, decoding plainly and with the draft."""
+    """A pair's speed with so many requests at a time: decoding plainly, with the draft, and with adaptive width.
+
+    `adaptive` is None where steps are not CUDA graphs, without which widths do not adapt.
+    """
 
     batch: int
     plain: Speed
     speculative: Speed
+    parts: StepParts | None = None
+    adaptive: Speed | None = None
 
     @property
     def speedup(self) -> float:
         """How many times as fast drafting makes decoding."""
         return self.speculative.tokens_per_second / self.plain.tokens_per_second
 
+    @property
+    def adaptive_speedup(self) -> float | None:
+        """The same with adaptive width."""
+        return self.adaptive.tokens_per_second / self.plain.tokens_per_second if self.adaptive is not None else None
+
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "speedup": self.speedup}
+        return {**asdict(self), "speedup": self.speedup, "adaptive_speedup": self.adaptive_speedup}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,10 +80,10 @@ class SpeedRequest:
         turns = cycle(self.prompts)
         return [list(islice(turns, batch)) for _ in range(self.num_rounds)]
 
-    @property
-    def num_runs(self) -> int:
-        """Rounds of all batches, with and without the draft; one more of each comes first and is not counted."""
-        return 2 * len(self.batches) * (self.num_rounds + 1)
+    def num_runs(self, pair: LoadedPair) -> int:
+        """Rounds of all batches in every way of decoding, and a short one of each part; each has one more before it."""
+        num_ways = 2 if _adapting(pair) is None else 3
+        return len(self.batches) * (num_ways * (self.num_rounds + 1) + 2 * 2)
 
 
 def measure_speeds(
@@ -89,7 +104,14 @@ def measure_speeds(
 
     for batch in request.batches:
         plain, speculative = (_measure(item, request, batch, count) for item in (pair.without_draft(), pair))
-        yield BatchSpeed(batch=batch, plain=plain, speculative=speculative)
+        adapting = _adapting(pair)
+        yield BatchSpeed(
+            batch=batch,
+            plain=plain,
+            speculative=speculative,
+            parts=_measure_parts(pair, request, batch, speculative.step_ms, count),
+            adaptive=_measure(adapting, request, batch, count) if adapting is not None else None,
+        )
 
 
 def check_speedup(speeds: Sequence[BatchSpeed], minimum: float) -> None:
@@ -110,6 +132,7 @@ def _measure(pair: LoadedPair, request: SpeedRequest, batch: int, count: Callabl
     windows = []
     for prompts in [rounds[0], *rounds]:
         windows.append(_run(llm, prompts, request.max_new_tokens))
+        _check_steps(windows[-1][1])
         count()
     num_tokens, num_steps, seconds = (sum(column) for column in zip(*windows[1:], strict=True))
     return Speed(
@@ -117,6 +140,29 @@ def _measure(pair: LoadedPair, request: SpeedRequest, batch: int, count: Callabl
         step_ms=1000 * seconds / num_steps,
         tokens_per_step=num_tokens / num_steps / batch,
     )
+
+
+def _measure_parts(
+    pair: LoadedPair, request: SpeedRequest, batch: int, whole_ms: float, count: Callable[[], None]
+) -> StepParts:
+    """One round without the draft's work, and one without the target's, each run twice as in `_measure`."""
+    rounds, num_tokens = request.rounds(batch)[:1], min(PART_TOKENS, request.max_new_tokens)
+    times = []
+    for silent in (silence_draft(pair), silence_target(pair)):
+        llm = LLM(_sized(silent, rounds, num_tokens))
+        for _ in range(2):
+            _, num_steps, seconds = _run(llm, rounds[0], num_tokens)
+            count()
+        times.append(1000 * seconds / num_steps)
+    return StepParts.of_steps(whole_ms, *times)
+
+
+def _adapting(pair: LoadedPair) -> LoadedPair | None:
+    """The pair with adaptive width, where its engine has that."""
+    if not hasattr(pair.config, "adaptive_width") or not pair.has_graphs:
+        return None
+    settings: dict[str, Any] = {"adaptive_width": True}
+    return replace(pair, config=replace(pair.config, **settings))
 
 
 def _sized(pair: LoadedPair, rounds: list[list[Sequence[int]]], max_new_tokens: int) -> LoadedPair:
@@ -150,14 +196,17 @@ def _run(llm: LLM, prompts: list[Sequence[int]], max_new_tokens: int) -> tuple[i
         seconds, num_tokens = time.perf_counter() - started, _num_tokens(requests) - before
     finally:
         engine.abort()
-    _check(requests, num_steps)
+    _check(requests)
     return num_tokens, num_steps, seconds
 
 
-def _check(requests: Sequence[Request], num_steps: int) -> None:
+def _check(requests: Sequence[Request]) -> None:
     failed = next((request.error for request in requests if request.error is not None), None)
     if failed is not None:
         raise DFlashError(failed.message, hint=failed.hint)
+
+
+def _check_steps(num_steps: int) -> None:
     if num_steps < MIN_STEPS:
         raise UsageError(
             f"an answer ended after {plural(num_steps, 'step')}, expected at least {MIN_STEPS} to time", hint="raise -n"

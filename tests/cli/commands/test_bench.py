@@ -1,13 +1,17 @@
 """`dflash bench`: what is counted, what is refused, and that both arms decode the same prompts."""
 
 import json
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from dflash_cli.commands.bench import _rows
 from dflash_cli.evaluation.speed import BatchSpeed, Speed, SpeedRequest, check_speedup, measure_speeds
+from dflash_cli.evaluation.step_parts import StepParts
 from dflash_cli.main import app
 from dflash_runtime.errors import GateFailed, RequestError, UsageError
 from dflash_testing.pairs import bundled_draft_model, bundled_llm, bundled_prompts
@@ -38,6 +42,9 @@ def test_every_batch_size_is_measured_in_the_order_given() -> None:
             assert speed["tokens_per_second"] == pytest.approx(expected)
         gain = item["speculative"]["tokens_per_second"] / item["plain"]["tokens_per_second"]
         assert item["speedup"] == pytest.approx(gain)
+        assert item["adaptive"] is None, "widths adapt where steps are CUDA graphs"
+        assert {"draft_ms", "verify_ms", "rest_ms"} == item["parts"].keys()
+        assert min(item["parts"].values()) >= 0
 
 
 def test_text_leads_with_the_speedup() -> None:
@@ -63,7 +70,8 @@ def test_tokens_a_step_are_the_engines_acceptance() -> None:
 def test_prompts_are_taken_in_turns() -> None:
     request = SpeedRequest(prompts=[[1], [2], [3]], batches=[2], max_new_tokens=8, num_rounds=2)
     assert request.rounds(2) == [[[1], [2]], [[3], [1]]]
-    assert request.num_runs == 6
+    llm = bundled_llm(bundled_draft_model(), 7)
+    assert request.num_runs(llm.pair) == 10
 
 
 def test_progress_counts_every_round() -> None:
@@ -71,7 +79,52 @@ def test_progress_counts_every_round() -> None:
     llm = bundled_llm(bundled_draft_model(), 7)
     request = SpeedRequest(prompts=bundled_prompts()[:2], batches=[1, 2], max_new_tokens=16, num_rounds=1)
     list(measure_speeds(llm.pair, request, seen.append))
-    assert seen == list(range(1, request.num_runs + 1))
+    assert seen == list(range(1, request.num_runs(llm.pair) + 1))
+
+
+class Slow:
+    """A model whose forward takes 30 ms more."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def logits(self, *arguments: Any) -> Any:
+        time.sleep(0.03)
+        return self._model.logits(*arguments)
+
+    def __call__(self, *arguments: Any) -> Any:
+        time.sleep(0.03)
+        return self._model(*arguments)
+
+
+@pytest.mark.parametrize("name", ["draft", "target"])
+def test_a_part_of_a_step_is_the_time_of_its_model(name: str) -> None:
+    llm = bundled_llm(bundled_draft_model(), 7)
+    slow: dict[str, Any] = {name: Slow(getattr(llm.pair, name))}
+    request = SpeedRequest(prompts=bundled_prompts()[:1], batches=[1], max_new_tokens=20, num_rounds=1)
+    (speed,) = measure_speeds(replace(llm.pair, **slow), request)
+    assert speed.parts is not None
+    slower, other = (speed.parts.draft_ms, speed.parts.verify_ms)[:: 1 if name == "draft" else -1]
+    assert slower > 20
+    assert other + speed.parts.rest_ms < speed.speculative.step_ms - 20
+
+
+def test_parts_of_a_step_add_up() -> None:
+    parts = StepParts.of_steps(10.0, 8.0, 3.0)
+    assert (parts.draft_ms, parts.verify_ms, parts.rest_ms) == (2.0, 7.0, 1.0)
+    assert StepParts.of_steps(10.0, 11.0, 3.0) == StepParts(draft_ms=0.0, verify_ms=7.0, rest_ms=3.0)
+
+
+def test_adaptive_width_has_a_row_of_its_own() -> None:
+    (fixed,) = speeds(1.5)
+    speed = replace(fixed, adaptive=replace(fixed.speculative, tokens_per_second=300.0))
+    assert [row[0] for row in _rows(speed)] == ["1", "1 adaptive"]
+    assert [row[3] for row in _rows(speed)] == ["1.50", "3.00"]
+    assert speed.to_json()["adaptive_speedup"] == 3
+    assert len(_rows(fixed)) == 1
 
 
 def speeds(*gains: float) -> list[BatchSpeed]:

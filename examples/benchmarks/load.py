@@ -1,0 +1,245 @@
+"""A mixed offline load: many requests of different lengths given at once, and how long it takes until all are answered.
+
+    python3 examples/benchmarks/load.py [--arms plain,dflash,adaptive] [--acceptance 6.5] [--out load.jsonl]
+    python3 examples/benchmarks/load.py --arms plain,dflash,vllm-plain,vllm-dflash --acceptance 6.5
+
+Random weights of a real shape; prompts from 64 to 4,096 tokens (log-uniform) and answers from 32 to 512 (uniform), the
+same in every arm. A run that is not timed comes first and passes through all batch sizes, so that kernels and graphs
+are there. Acceptance is next to nothing unless it is forced, and then rows say `synthetic`; vLLM accepts as often by
+its own synthetic mode. Times to the first token count from the beginning, when all requests are given. Rows are JSON
+lines; the table is printed last. An arm that fails says so in one line, the others go on, and the exit code is 1.
+"""
+
+import argparse
+import math
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from dflash_cli.console import Meter
+from dflash_runtime.llm import LLM
+from dflash_runtime.scheduling.request import Request, SamplingParams
+from timing.engine_arms import engine_pair, wait, why_not_adaptive
+from timing.pairs import BLOCK, SHAPES, RandomPair, Shape, build_pair, random_prompt
+from timing.report import Recorder, Row, release, say, table
+from timing.vllm_arm import acceptance_note, find_vllm, run_vllm
+
+ARMS = ("plain", "dflash", "adaptive", "vllm-plain", "vllm-dflash")
+SHORTEST_PROMPT, SHORTEST_ANSWER = 64, 32
+COLUMNS = (
+    "arm", "acceptance", "tokens/s", "seconds", "first token p50 s", "p95 s", "steps", "preemptions", "peak GB",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Load:
+    """Prompts, and how many tokens each is answered with."""
+
+    prompts: list[tuple[int, ...]]
+    output_lengths: list[int]
+
+    @property
+    def longest(self) -> int:
+        return max(len(prompt) + length for prompt, length in zip(self.prompts, self.output_lengths, strict=True))
+
+    def requests(self) -> list[Request]:
+        return [
+            Request(index=index, prompt_token_ids=prompt, params=SamplingParams(max_new_tokens=length, ignore_eos=True))
+            for index, (prompt, length) in enumerate(zip(self.prompts, self.output_lengths, strict=True))
+        ]
+
+
+def make_load(shape: Shape, num_requests: int, max_prompt: int, max_answer: int) -> Load:
+    """Seeded, so that every run and every arm has the same."""
+    generator = torch.Generator().manual_seed(0)
+    levels = torch.rand(2, num_requests, generator=generator, dtype=torch.float64).tolist()
+    span = math.log(max(1.0, max_prompt / SHORTEST_PROMPT))
+    prompts = [min(max_prompt, round(SHORTEST_PROMPT * math.exp(level * span))) for level in levels[0]]
+    answers = [round(SHORTEST_ANSWER + level * max(0, max_answer - SHORTEST_ANSWER)) for level in levels[1]]
+    return Load([random_prompt(shape, length, generator) for length in prompts], answers)
+
+
+def warm_load(load: Load, num_running: int, tokens_a_step: float) -> Load:
+    """As many requests as run at a time, with answers that end one after the other: every batch size is met."""
+    prompts = load.prompts[:num_running]
+    return Load(prompts, [BLOCK + round(1.5 * tokens_a_step * index) for index in range(len(prompts))])
+
+
+@dataclass
+class Run:
+    """What one run of a load gave."""
+
+    seconds: float
+    num_steps: int
+    first_token_s: list[float]
+    num_tokens: int
+    acceptance: float | None
+
+
+def run_load(llm: LLM, load: Load, title: str) -> Run:
+    """Queue everything, and step until nothing is left."""
+    requests, first = load.requests(), dict[int, float]()
+    engine, num_steps, num_ended = llm.engine, 0, 0
+    wait(llm.device)
+    with Meter(len(requests), title) as meter:
+        started = time.perf_counter()
+        for request in requests:
+            engine.add(request)
+        while engine.scheduler.has_work:
+            for committed in engine.step():
+                if committed.token_ids:
+                    first.setdefault(committed.request.index, time.perf_counter() - started)
+                num_ended += committed.request.is_finished
+            num_steps += 1
+            meter.update(num_ended)
+        seconds = time.perf_counter() - started
+    failed = next((request.error for request in requests if request.error is not None), None)
+    if failed is not None:
+        raise failed
+    num_tokens = sum(len(request.output_token_ids) for request in requests)
+    counts = [step.num_accepted + 1 for request in requests for step in request.steps]
+    return Run(seconds, num_steps, list(first.values()), num_tokens, statistics.fmean(counts) if counts else None)
+
+
+def measure_ours(random: RandomPair, arm: str, load: Load, acceptance: float | None, num_running: int) -> Row:
+    """One of our arms, with the memory that it may take by default."""
+    pair = engine_pair(
+        random, arm, acceptance, max_num_requests=num_running, prefix_cache=False,
+        max_model_len=random.pair.limits.max_model_len,
+    )  # fmt: skip
+    is_cuda = pair.placement.device.type == "cuda"
+    if is_cuda:
+        torch.cuda.reset_peak_memory_stats(pair.placement.device)
+    with LLM(pair) as llm:
+        warm_up = getattr(llm, "warm_up", None)
+        if warm_up is not None:
+            warm_up()
+        tokens_a_step = 1.0 if arm == "plain" else acceptance or 1.0
+        run_load(llm, warm_load(load, num_running, tokens_a_step), f"{arm}: warm-up requests")
+        before = llm.engine.scheduler.num_preemptions
+        run = run_load(llm, load, f"{arm}: requests")
+        num_preemptions = llm.engine.scheduler.num_preemptions - before
+    peak = torch.cuda.max_memory_reserved() if is_cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {
+        "seconds": run.seconds, "num_tokens": run.num_tokens, "tokens_per_second": run.num_tokens / run.seconds,
+        "first_token_s": run.first_token_s, "num_steps": run.num_steps, "num_preemptions": num_preemptions,
+        "peak_memory_bytes": peak, "acceptance_achieved": run.acceptance,
+        "num_pages": llm.engine.scheduler.pages.num_pages,
+    }  # fmt: skip
+
+
+def measure_vllm(shape: Shape, arm: str, load: Load, acceptance: float | None, given: argparse.Namespace) -> Row:
+    """The same load in vLLM, which is started for it."""
+    cell: Row = {
+        "kind": "load", "prompts": [list(prompt) for prompt in load.prompts], "output_lengths": load.output_lengths,
+        "num_warm": given.max_num_requests,
+    }  # fmt: skip
+    say(f"{arm}: starting it")
+    is_drafting = arm == "vllm-dflash"
+    (found,) = run_vllm(
+        shape, [cell], is_drafting=is_drafting, acceptance=acceptance, max_model_len=load.longest + 4 * BLOCK,
+        max_num_requests=given.max_num_requests, extra=given.vllm_path,
+        timeout_s=given.vllm_timeout,
+    )  # fmt: skip
+    if "error" in found:
+        raise RuntimeError(found["error"])
+    return {**found, "kind": "load", "acceptance_note": acceptance_note(is_drafting, acceptance)}
+
+
+def add_row(recorder: Recorder, arm: str, acceptance: float | None, found: Row, given: argparse.Namespace) -> None:
+    """Complete a row by what all arms have in common, and say it."""
+    first = sorted(found["first_token_s"])
+    is_forced = acceptance is not None and "plain" not in arm
+    row = {
+        **found, "arm": arm, "shape": given.shape, "requests": given.requests,
+        "max_num_requests": given.max_num_requests,
+        "prompt_lengths": [SHORTEST_PROMPT, given.max_prompt], "answer_lengths": [SHORTEST_ANSWER, given.max_answer],
+        "acceptance": "synthetic" if is_forced else "real", "acceptance_asked": acceptance if is_forced else None,
+        "first_token_p50_s": statistics.median(first) if first else None,
+        "first_token_p95_s": first[math.ceil(0.95 * len(first)) - 1] if first else None,
+    }  # fmt: skip
+    recorder.add("load", row)
+    say(f"{arm}: {row['tokens_per_second']:.0f} tokens/s, {row['seconds']:.1f} s")
+
+
+def show(recorder: Recorder) -> None:
+    names = (
+        "arm", "acceptance_achieved", "tokens_per_second", "seconds", "first_token_p50_s", "first_token_p95_s",
+        "num_steps", "num_preemptions",
+    )  # fmt: skip
+    failures = [(row["what"], row["error"]) for row in recorder.of("failure")]
+    if failures:
+        print(table(("failed", "why"), failures) + "\n")
+    rows = [
+        (*(row.get(name) for name in names), row["peak_memory_bytes"] / 1e9 if row["peak_memory_bytes"] else None)
+        for row in recorder.of("load")
+    ]
+    print(table(COLUMNS, rows))
+
+
+def run_arms(recorder: Recorder, arms: Sequence[str], given: argparse.Namespace, device: torch.device) -> None:
+    """Ours on one pair of models; then, with nothing of ours left on the device, vLLM."""
+    shape = SHAPES[given.shape]
+    load = make_load(shape, given.requests, given.max_prompt, given.max_answer)
+    ours = [arm for arm in arms if not arm.startswith("vllm")]
+    why_not = why_not_adaptive(device)
+    if "adaptive" in ours and why_not:
+        say(f"adaptive: skipped, {why_not}")
+        ours.remove("adaptive")
+    random = build_pair(shape, load.longest + 4 * BLOCK, device) if ours else None
+    for arm in ours:
+
+        def measure(arm: str = arm) -> None:
+            assert random is not None
+            found = measure_ours(random, arm, load, given.acceptance, given.max_num_requests)
+            add_row(recorder, arm, given.acceptance, found, given)
+
+        recorder.guard({"arm": arm}, measure)
+    random = None
+    release()
+    theirs = [arm for arm in arms if arm.startswith("vllm")]
+    for arm in theirs if theirs and find_vllm(given.vllm_path) else []:
+
+        def measure_theirs(arm: str = arm) -> None:
+            found = measure_vllm(shape, arm, load, given.acceptance, given)
+            add_row(recorder, arm, given.acceptance, found, given)
+
+        recorder.guard({"arm": arm}, measure_theirs)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3-8b")
+    parser.add_argument("--requests", type=int, default=256)
+    parser.add_argument("--max-prompt", type=int, default=4096)
+    parser.add_argument("--max-answer", type=int, default=512)
+    parser.add_argument("--max-num-requests", type=int, default=64, help="at a time")
+    parser.add_argument("--arms", default="plain,dflash,adaptive")
+    parser.add_argument("--acceptance", type=float, help="force so many tokens a step; rows say synthetic")
+    parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--vllm-path", type=Path, help="a folder with vLLM for the subprocess")
+    parser.add_argument(
+        "--vllm-timeout", type=float, default=280, help="seconds that vLLM may take, its start included"
+    )
+    parser.add_argument("--out", type=Path, help="results as JSON lines")
+    given = parser.parse_args()
+    device = torch.device(given.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        sys.exit("needs a CUDA device, or --device cpu with --shape small")
+    arms = given.arms.split(",")
+    if unknown := sorted({*arms} - {*ARMS}):
+        sys.exit(f"--arms {','.join(unknown)}: expected some of {', '.join(ARMS)}")
+    with Recorder(given.out, device) as recorder:
+        run_arms(recorder, arms, given, device)
+        show(recorder)
+    return 1 if recorder.num_failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

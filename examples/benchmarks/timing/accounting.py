@@ -1,0 +1,104 @@
+"""Where a step's time goes: kernels by kind, idle time between them, and the way from the floor to what is measured."""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+KINDS = {
+    "attention": r"attention|attend|flash|fmha|combine",
+    "matrix products": r"gemm|gemv|nvjet|xmma|cutlass|cublas|splitk|matmul|linear|product|sum_parts",
+    "argmax and sampling": r"argmax|reduce_kernel|sampl|softmax|probs|tile_(sums|stats)|_tie|threshold|_cut_|coins",
+    "norms, rotation, activation, KV store": r"norm|rope|silu|kv_store|context_kv|slot_mapping",
+}
+"""What kernels are called, by what they are for; the first that matches, and the rest is bookkeeping."""
+
+BOOKKEEPING = "bookkeeping"
+HEAVY = ("matrix products", "attention")
+
+
+@dataclass(frozen=True)
+class Interval:
+    """One kernel, copy or fill on the device, in microseconds."""
+
+    name: str
+    begin: float
+    end: float
+
+
+@dataclass(frozen=True)
+class StepAccount:
+    """One step on average, from a profiler's pass over several."""
+
+    busy_ms: float
+    num_nodes: float
+    kinds_us: Mapping[str, float]
+    top: tuple[tuple[str, float, float], ...]
+    """Name, microseconds and launches of the kernels that take most."""
+
+
+def kind_of(name: str) -> str:
+    """What a kernel is for, by its name."""
+    return next((kind for kind, words in KINDS.items() if re.search(words, name.lower())), BOOKKEEPING)
+
+
+def union_us(intervals: Iterable[Interval]) -> float:
+    """Microseconds in which at least one of them runs."""
+    covered, reached = 0.0, float("-inf")
+    for item in sorted(intervals, key=lambda item: item.begin):
+        covered += max(0.0, item.end - max(item.begin, reached))
+        reached = max(reached, item.end)
+    return covered
+
+
+def account(intervals: list[Interval], num_steps: int, num_top: int = 22) -> StepAccount:
+    """Average over steps."""
+    kinds = dict.fromkeys([*KINDS, BOOKKEEPING], 0.0)
+    names: dict[str, list[float]] = {}
+    for item in intervals:
+        kinds[kind_of(item.name)] += (item.end - item.begin) / num_steps
+        total = names.setdefault(item.name, [0.0, 0.0])
+        total[0] += (item.end - item.begin) / num_steps
+        total[1] += 1 / num_steps
+    top = sorted(((name, us, count) for name, (us, count) in names.items()), key=lambda row: -row[1])[:num_top]
+    return StepAccount(
+        busy_ms=union_us(intervals) / num_steps / 1000,
+        num_nodes=len(intervals) / num_steps,
+        kinds_us=kinds,
+        top=tuple(top),
+    )
+
+
+def profile_steps(step: Callable[[], object], num_steps: int) -> StepAccount:
+    """Run steps under torch's profiler; CUDA only. Times of steps themselves are not taken here: tracing slows them."""
+    step()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        for _ in range(num_steps):
+            step()
+        torch.cuda.synchronize()
+    events = [item for item in seen.events() or () if item.device_type.name == "CUDA"]
+    if not events:
+        raise RuntimeError("the profiler saw no kernels: CUPTI is not there, or another program is tracing")
+    return account([Interval(item.name, item.time_range.start, item.time_range.end) for item in events], num_steps)
+
+
+def waterfall(
+    steps: Iterable[tuple[str, float | None]], account: StepAccount | None, measured_ms: float
+) -> list[tuple[str, float]]:
+    """Milliseconds that a step has reached at each level, from the least to the measured.
+
+    `steps` are the levels found without running the step, floors and the ceiling of products; None is left out.
+    """
+    levels = [(name, value) for name, value in steps if value is not None]
+    if account is not None:
+        products = account.kinds_us["matrix products"] / 1000
+        attention = products + account.kinds_us["attention"] / 1000
+        levels.append(("its own matrix products", products))
+        levels.append(("+ attention", attention))
+        levels.append(("+ small kernels", account.busy_ms))
+        levels.append(("+ gaps: measured", measured_ms))
+    else:
+        levels.append(("measured", measured_ms))
+    return levels

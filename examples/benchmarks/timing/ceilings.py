@@ -1,0 +1,104 @@
+"""What the device reaches: copy bandwidth, the rate of one large product, and all matrix products of a step alone.
+
+The chain of products has the model's own weights, each read once, so that caches stay cold; one CUDA graph, nothing
+between two products, cuBLAS as torch calls it.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from timing.floors import Rates
+from timing.pairs import BLOCK, RandomPair
+
+Product = tuple[int, Tensor]
+"""Rows, and the weight [outputs, inputs] that they are multiplied with."""
+
+REPEATS = 15
+
+
+def device_ms(call: Callable[[], object], device: torch.device, repeats: int = REPEATS) -> float:
+    """Median milliseconds of a call: replays of a graph of it on a GPU, wall time elsewhere."""
+    call()
+    if device.type != "cuda":
+        return statistics.median(_wall_ms(call) for _ in range(repeats))
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        call()
+    times = []
+    for _ in range(repeats + 2):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return float(statistics.median(times[2:]))
+
+
+def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:
+    """Bandwidth of a copy, read and written bytes counted, and operations a second of a large product."""
+    num_bytes, side = (2**31, 8192) if device.type == "cuda" else (2**26, 512)
+    source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
+    sink = torch.empty_like(source)
+    copy_ms = device_ms(lambda: sink.copy_(source), device)
+    left, right = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
+    out = torch.empty_like(left)
+    product_ms = device_ms(lambda: torch.mm(left, right.t(), out=out), device)
+    return Rates(2 * num_bytes / copy_ms * 1000, 2 * side**3 / product_ms * 1000, "measured")
+
+
+def step_products(random: RandomPair, batch: int, *, is_drafting: bool) -> list[Product]:
+    """The matrix products of one decode step, in the order in which they run."""
+    target, draft, taps = random.target_weights, random.draft_weights, len(random.shape.taps)
+    head = target["model.embed_tokens.weight" if random.shape.is_tied else "lm_head.weight"]
+    if not is_drafting:
+        return [*_layers(target, "model.", random.shape.layers, batch), (batch, head)]
+    rows = batch * BLOCK
+    keys_and_values = 2 * random.shape.kv_heads * random.shape.head_dim
+    names = (f"layers.{index}.self_attn.qkv_proj.weight" for index in range(random.shape.draft_layers))
+    context = torch.cat([draft[name][-keys_and_values:] for name in names])
+    assert draft["fc.weight"].shape[1] == taps * random.shape.hidden
+    return [
+        *_layers(draft, "", random.shape.draft_layers, rows),
+        (rows - batch, head),
+        *_layers(target, "model.", random.shape.layers, rows),
+        (rows, head),
+        (rows, draft["fc.weight"]),
+        (rows, context),
+    ]
+
+
+def chain_ms(products: Sequence[Product]) -> float:
+    """Milliseconds of all products, one after the other."""
+    inputs: dict[tuple[int, int], Tensor] = {}
+    outputs: dict[tuple[int, int], Tensor] = {}
+    calls = []
+    for rows, weight in products:
+        num_outputs, num_inputs = weight.shape
+        if (rows, num_inputs) not in inputs:
+            inputs[rows, num_inputs] = torch.randn(rows, num_inputs, device=weight.device, dtype=weight.dtype)
+        if (rows, num_outputs) not in outputs:
+            outputs[rows, num_outputs] = weight.new_empty((rows, num_outputs))
+        calls.append((inputs[rows, num_inputs], weight.t(), outputs[rows, num_outputs]))
+
+    def run() -> None:
+        for left, right, out in calls:
+            torch.mm(left, right, out=out)
+
+    return device_ms(run, products[0][1].device)
+
+
+def _layers(weights: Mapping[str, Tensor], prefix: str, num_layers: int, rows: int) -> list[Product]:
+    parts = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
+    return [(rows, weights[f"{prefix}layers.{index}.{part}.weight"]) for index in range(num_layers) for part in parts]
+
+
+def _wall_ms(call: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    call()
+    return (time.perf_counter() - started) * 1000

@@ -1,0 +1,207 @@
+"""Our own engine: decode steps and prefills through the real loop, scheduling, launches and commits included."""
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+
+from dflash_runtime.config import EngineConfig
+from dflash_runtime.device.loading import LoadedPair
+from dflash_runtime.llm import LLM
+from dflash_runtime.scheduling.request import Request, SamplingParams
+from timing.accounting import StepAccount, profile_steps
+from timing.forced import force_acceptance
+from timing.pairs import BLOCK, RandomPair, Shape, random_prompt
+
+WARM_STEPS = 8
+PROFILED_STEPS = 10
+ROUNDS = 5
+LEAST_ROOM = 13
+"""Tokens a step that every cell has room for: twice the acceptance that is forced most often."""
+
+FILL_ROWS = 8192
+"""Prompt rows a step while a cell is filled: it is not timed, and requests decode meanwhile."""
+
+PAGE_SIZE = 16
+ADAPTIVE_WARM_STEPS = 64
+"""Steps in which an adaptive width learns what is accepted, and tries others."""
+
+HAS_ADAPTIVE_WIDTH = "adaptive_width" in {field.name for field in fields(EngineConfig)}
+
+
+def why_not_adaptive(device: torch.device) -> str | None:
+    """Why there is no arm of adaptive width, if so."""
+    if not HAS_ADAPTIVE_WIDTH:
+        return "this engine has no adaptive width"
+    return None if device.type == "cuda" else "widths adapt where steps are CUDA graphs"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One measurement of decode steps. `acceptance` is the mean that is forced, None where it is real."""
+
+    arm: str
+    batch: int
+    context: int
+    steps: int
+    acceptance: float | None = None
+    has_graphs: bool = True
+
+    @property
+    def is_drafting(self) -> bool:
+        return self.arm != "plain"
+
+    @property
+    def warm_steps(self) -> int:
+        return ADAPTIVE_WARM_STEPS if self.arm == "adaptive" else WARM_STEPS
+
+    @property
+    def num_new_tokens(self) -> int:
+        """Tokens that a request may commit, twice what its steps are expected to; as many for every arm.
+
+        Attention divides its work by the longest text there can be, so arms with less room would be faster.
+        """
+        num_steps = self.steps + ADAPTIVE_WARM_STEPS + PROFILED_STEPS + 8 + -(-self.batch * self.context // FILL_ROWS)
+        return int(num_steps * min(BLOCK, max(LEAST_ROOM, 2 * (self.acceptance or 1)))) + 8 * BLOCK
+
+    @property
+    def max_model_len(self) -> int:
+        return self.context + self.num_new_tokens + 4 * BLOCK
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """What the steps of a cell took; `acceptance` and `verify_width` are of steps that drafted, None where none did."""
+
+    ms: float
+    rounds: list[float]
+    tokens_per_second: float
+    acceptance: float | None
+    verify_width: float | None
+    mean_context: float
+    account: StepAccount | None
+
+
+def measure_steps(random: RandomPair, cell: Cell, *, has_profile: bool) -> StepTimes:
+    """Fill an engine, time its steps, and run some more under the profiler."""
+    llm = ready_engine(random, cell)
+    try:
+        requests = llm.engine.scheduler.live
+        before, steps_before = _num_tokens(requests), [len(request.steps) for request in requests]
+        rounds = _rounds(llm, cell.steps)
+        num_tokens = _num_tokens(requests) - before
+        drafted = [step for request, num in zip(requests, steps_before, strict=True) for step in request.steps[num:]]
+        times = StepTimes(
+            ms=statistics.median(rounds),
+            rounds=rounds,
+            tokens_per_second=num_tokens / sum(rounds) / (cell.steps // ROUNDS) * 1000,
+            acceptance=statistics.fmean(step.num_accepted + 1 for step in drafted) if drafted else None,
+            verify_width=statistics.fmean(len(step.draft_ids) + 1 for step in drafted) if drafted else None,
+            mean_context=cell.context + (before + num_tokens / 2) / len(requests),
+            account=profile_steps(llm.engine.step, PROFILED_STEPS) if has_profile else None,
+        )
+        ended = [request for request in requests if request.is_finished]
+        if ended:
+            raise RuntimeError(f"{len(ended)} of {len(requests)} requests ended in mid-run: {ended[0].error}")
+    finally:
+        llm.close()
+    return times
+
+
+def engine_pair(random: RandomPair, arm: str, acceptance: float | None, **settings: Any) -> LoadedPair:
+    """The pair as an arm runs it; `settings` go into its engine config."""
+    pair = random.pair if arm != "plain" else random.pair.without_draft()
+    if acceptance is not None and arm != "plain":
+        pair = force_acceptance(pair, acceptance)
+    if HAS_ADAPTIVE_WIDTH:
+        settings["adaptive_width"] = arm == "adaptive"
+    config = replace(pair.config, **settings)
+    limits = replace(
+        pair.limits,
+        max_num_requests=config.max_num_requests,
+        max_batched_tokens=config.max_batched_tokens,
+        max_model_len=config.max_model_len or pair.limits.max_model_len,
+    )
+    return replace(pair, config=config, limits=limits)
+
+
+def ready_engine(random: RandomPair, cell: Cell) -> LLM:
+    """An engine whose requests have all been prefilled and decode, kernels compiled and graphs captured."""
+    pages = cell.batch * -(-cell.max_model_len // PAGE_SIZE) + 1
+    pair = engine_pair(
+        random, cell.arm, cell.acceptance, max_num_requests=cell.batch, num_pages=pages, prefix_cache=False,
+        graphs=cell.has_graphs, max_model_len=cell.max_model_len, max_batched_tokens=FILL_ROWS,
+    )  # fmt: skip
+    llm = LLM(pair)
+    requests = make_requests(random.shape, [cell.context] * cell.batch, cell.num_new_tokens)
+    for request in requests:
+        llm.engine.add(request)
+    while not all(request.output_token_ids for request in requests):
+        llm.engine.step()
+        _check(requests)
+    for _ in range(cell.warm_steps):
+        llm.engine.step()
+    _check(requests)
+    return llm
+
+
+def make_requests(shape: Shape, lengths: Sequence[int], max_new_tokens: int, seed: int = 0) -> list[Request]:
+    """Random prompts of these lengths."""
+    generator = torch.Generator().manual_seed(seed)
+    params = SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True)
+    prompts = (random_prompt(shape, length, generator) for length in lengths)
+    return [Request(index=index, prompt_token_ids=prompt, params=params) for index, prompt in enumerate(prompts)]
+
+
+def prefill_ms(random: RandomPair, lengths: Sequence[int], *, is_drafting: bool, repeats: int = 3) -> list[float]:
+    """Milliseconds from adding prompts until every one has its first token, of each repeat, in the default engine."""
+    pages = sum(-(-(length + 8 * BLOCK) // PAGE_SIZE) for length in lengths) + 1
+    pair = engine_pair(
+        random, "dflash" if is_drafting else "plain", None, max_num_requests=len(lengths), num_pages=pages,
+        prefix_cache=False, max_model_len=max(lengths) + 8 * BLOCK,
+    )  # fmt: skip
+    llm, times = LLM(pair), []
+    for repeat in range(repeats + 1):
+        requests = make_requests(random.shape, lengths, max_new_tokens=4 * BLOCK, seed=repeat)
+        wait(llm.device)
+        started = time.perf_counter()
+        for request in requests:
+            llm.engine.add(request)
+        while not all(request.output_token_ids for request in requests):
+            llm.engine.step()
+            _check(requests)
+        times.append((time.perf_counter() - started) * 1000)
+        wait(llm.device)
+        llm.close()
+    return times[1:]
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _rounds(llm: LLM, steps: int) -> list[float]:
+    """Milliseconds a step, of each round."""
+    times = []
+    for _ in range(ROUNDS):
+        wait(llm.device)
+        begin = time.perf_counter()
+        for _ in range(steps // ROUNDS):
+            llm.engine.step()
+        wait(llm.device)
+        times.append((time.perf_counter() - begin) * 1000 / (steps // ROUNDS))
+    return times
+
+
+def _check(requests: Sequence[Request]) -> None:
+    failed = next((request.error for request in requests if request.error is not None), None)
+    if failed is not None:
+        raise failed
+
+
+def _num_tokens(requests: Sequence[Request]) -> int:
+    return sum(len(request.output_token_ids) for request in requests)

@@ -1,0 +1,104 @@
+"""The least time of a step, by formula: bytes that must be read, and operations that must be done.
+
+A part of a step takes at least the longer of its two times: bytes of weights or KV over bandwidth, operations over the
+rate of matrix products. Weights are read once a forward, whatever the number of rows; an embedding is not counted.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from timing.pairs import BLOCK, Shape
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a device does in a second: bytes of memory traffic, and operations of large matrix products."""
+
+    bandwidth: float
+    operations: float
+    origin: str
+
+
+DATA_SHEETS = {"H200": (4.8e12, 989e12), "H100": (3.35e12, 989e12), "A100": (2.04e12, 312e12)}
+"""Bytes and dense bfloat16 operations a second that makers state, by a part of the device's name."""
+
+
+def stated_rates(device_name: str) -> Rates | None:
+    """The data sheet's rates of a known device."""
+    known = next((rates for name, rates in DATA_SHEETS.items() if name in device_name), None)
+    return Rates(*known, "data sheet") if known else None
+
+
+@dataclass(frozen=True)
+class Work:
+    """Bytes and operations that have to happen together."""
+
+    num_bytes: float
+    operations: float
+
+    def seconds(self, rates: Rates) -> float:
+        return max(self.num_bytes / rates.bandwidth, self.operations / rates.operations)
+
+
+def least_ms(work: Iterable[Work], rates: Rates) -> float:
+    """Milliseconds of parts that follow each other."""
+    return 1000 * sum(part.seconds(rates) for part in work)
+
+
+@dataclass(frozen=True)
+class StepFloor:
+    """The work of decode steps of a shape, with weights and KV of `itemsize` bytes each."""
+
+    shape: Shape
+    itemsize: int = 2
+
+    @property
+    def layer(self) -> int:
+        """Numbers in the matrices of one layer."""
+        shape = self.shape
+        queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        return shape.hidden * (2 * queries + 2 * keys + 3 * shape.inner)
+
+    @property
+    def head(self) -> int:
+        return self.shape.vocab * self.shape.hidden
+
+    def plain(self, batch: int, context: float) -> list[Work]:
+        """A step of plain decoding."""
+        return self._forward(self.shape.layers, batch, 1, context, head_rows=1)
+
+    def verify(self, batch: int, context: float, width: float = BLOCK) -> list[Work]:
+        """The target's part of a step."""
+        return self._forward(self.shape.layers, batch, width, context, head_rows=width)
+
+    def draft(self, batch: int, context: float, acceptance: float) -> list[Work]:
+        """The draft's part of a step, context KV of the tokens that it commits included."""
+        shape = self.shape
+        features = shape.hidden * shape.hidden * len(shape.taps)
+        context_kv = shape.draft_layers * 2 * shape.kv_heads * shape.head_dim * shape.hidden
+        weights, attention = self._forward(shape.draft_layers, batch, BLOCK, context, head_rows=BLOCK - 1)
+        entered = 2 * batch * acceptance * (features + context_kv)
+        return [Work(weights.num_bytes + self.itemsize * features, weights.operations + entered), attention]
+
+    def prefill(self, lengths: Iterable[int], *, has_draft: bool) -> list[Work]:
+        """Prompts until each has its first token; each row sees the rows before it."""
+        shape, lengths = self.shape, list(lengths)
+        numbers = self.layer * shape.layers
+        if has_draft:
+            numbers += shape.hidden**2 * len(shape.taps)
+            numbers += shape.draft_layers * 2 * shape.kv_heads * shape.head_dim * shape.hidden
+        pairs = sum(length * length / 2 for length in lengths)
+        products = 2 * (numbers * sum(lengths) + self.head * len(lengths))
+        attention = 4 * pairs * shape.heads * shape.head_dim * shape.layers
+        return [Work(self.itemsize * (numbers + self.head), products), Work(0, attention)]
+
+    def _forward(self, layers: int, batch: int, width: float, context: float, *, head_rows: float) -> list[Work]:
+        shape = self.shape
+        body = self.layer * layers
+        products = 2 * batch * (body * width + self.head * head_rows)
+        kv_bytes = self.itemsize * 2 * layers * shape.kv_heads * shape.head_dim
+        attention = 4 * batch * width * (context + width) * shape.heads * shape.head_dim * layers
+        return [
+            Work(self.itemsize * (body + self.head), products),
+            Work(batch * (context + width) * kv_bytes, attention),
+        ]

@@ -1,0 +1,75 @@
+"""The rows of others: transformers, a reference loop on its modules, and vLLM."""
+
+from functools import partial
+
+from timing.plan import Plan, add_other, add_prefill
+from timing.report import Row, say
+from timing.vllm_arm import acceptance_note, run_vllm
+
+TRANSFORMERS_BATCHES, TRANSFORMERS_TOKENS = (1, 8), 24
+
+
+def measure_transformers(plan: Plan) -> None:
+    """`generate`, and the reference loop, on one model of transformers."""
+    from timing.transformers_arms import ReferenceLoop, build_target, generate_ms
+
+    model = build_target(plan.shape, plan.device)
+    tokens = TRANSFORMERS_TOKENS if plan.is_cuda else 4
+
+    def generate(batch: int) -> None:
+        ms = generate_ms(model, plan.shape, batch, plan.contexts[0], tokens)
+        add_other(plan, "transformers generate", batch, ms, batch / ms * 1000, None, None)
+
+    def loop(acceptance: float | None) -> None:
+        ms, achieved = ReferenceLoop(model, plan.shape, acceptance).step_ms(plan.contexts[0], tokens)
+        add_other(plan, "reference loop, transformers' modules", 1, ms, achieved / ms * 1000, acceptance, achieved)
+
+    if "transformers" in plan.arms:
+        for batch in TRANSFORMERS_BATCHES:
+            plan.recorder.guard({"arm": "transformers", "batch": batch}, partial(generate, batch))
+    if "reference" in plan.arms:
+        for acceptance in plan.acceptances:
+            what = {"arm": "reference", "acceptance": acceptance}
+            plan.recorder.guard(what, partial(loop, acceptance))
+
+
+def measure_vllm(plan: Plan, *, is_drafting: bool, acceptance: float | None) -> None:
+    """All cells in one engine of vLLM."""
+    arm = "vllm dflash" if is_drafting else "vllm plain"
+    tokens = round(plan.steps * (acceptance or 1.0)) if is_drafting else plan.steps
+    cells: list[Row] = [
+        {"kind": "step", "batch": batch, "context": context, "num_tokens": tokens}
+        for context in plan.contexts
+        for batch in plan.batches
+    ]
+    if not is_drafting:
+        cells += [{"kind": "prefill", "lengths": lengths} for lengths in plan.prefills]
+    say(f"{arm}: starting it")
+    rows = run_vllm(
+        plan.shape, cells, is_drafting=is_drafting, acceptance=acceptance, max_model_len=plan.max_model_len,
+        max_num_requests=max([*plan.batches, *map(len, plan.prefills)]), extra=plan.vllm_path,
+        timeout_s=plan.vllm_timeout_s,
+    )  # fmt: skip
+    for index, cell in enumerate(cells):
+        found = rows[index] if index < len(rows) else {"error": "it did not come to this cell in time"}
+        _add_vllm(plan, arm, cell, found, acceptance)
+
+
+def _add_vllm(plan: Plan, arm: str, cell: Row, found: Row, acceptance: float | None) -> None:
+    """A row of what vLLM found; an error of its own is a failure here."""
+
+    def add() -> None:
+        if "error" in found:
+            raise RuntimeError(found["error"])
+        if cell["kind"] == "prefill":
+            add_prefill(plan, arm, cell["lengths"], found["rounds"], None)
+            return
+        note = acceptance_note("dflash" in arm, acceptance)
+        facts = {"context": cell["context"], "vllm": found["vllm"], "acceptance_note": note}
+        add_other(
+            plan, arm, cell["batch"], found["ms"], found["tokens_per_second"], acceptance,
+            found["acceptance_achieved"], **facts,
+        )  # fmt: skip
+
+    what = {key: value for key, value in cell.items() if key in ("batch", "context")}
+    plan.recorder.guard({"arm": arm, **what}, add)

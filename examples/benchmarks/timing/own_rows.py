@@ -1,0 +1,111 @@
+"""The rows of our own engine, and of what the device reaches beside it."""
+
+from functools import partial
+
+import torch
+
+from timing.accounting import StepAccount, waterfall
+from timing.ceilings import chain_ms, measure_rates, step_products
+from timing.engine_arms import Cell, StepTimes, measure_steps, prefill_ms, why_not_adaptive
+from timing.floors import Rates, least_ms, stated_rates
+from timing.pairs import RandomPair, build_pair
+from timing.plan import Plan, add_prefill, title
+from timing.report import Row, say
+
+
+def run_ours(plan: Plan) -> None:
+    random = build_pair(plan.shape, plan.max_model_len, plan.device)
+    plan.rates = rates = measure_rates(plan.device, random.pair.placement.dtype)
+    facts = {"bandwidth": rates.bandwidth, "operations": rates.operations}
+    plan.recorder.add("rates", {"arm": "device", **facts})
+    say(f"copies {rates.bandwidth / 1e12:.2f} TB/s, large products {rates.operations / 1e12:.1f} T operations/s")
+    if "ceilings" in plan.arms:
+        plan.recorder.guard({"arm": "ceilings"}, partial(measure_ceilings, plan, random))
+    why_not = why_not_adaptive(plan.device)
+    if "adaptive" in plan.arms and why_not:
+        say(f"adaptive: skipped, {why_not}")
+        plan.arms.remove("adaptive")
+    for cell in plan.cells():
+        what = {"arm": cell.arm, "batch": cell.batch, "context": cell.context, "graphs": cell.has_graphs}
+        plan.recorder.guard(what, partial(measure_cell, plan, random, cell))
+    if "prefill" in plan.arms:
+        measure_prefills(plan, random)
+
+
+def measure_ceilings(plan: Plan, random: RandomPair) -> None:
+    """The chain of products of each kind of step that is to be measured."""
+    for is_drafting in (False, True):
+        for batch in plan.batches:
+            ms = chain_ms(step_products(random, batch, is_drafting=is_drafting))
+            plan.chains[is_drafting, batch] = ms
+            kind = "dflash" if is_drafting else "plain"
+            plan.recorder.add("ceiling", {"arm": "matrix products", "of": kind, "batch": batch, "ms": ms})
+            say(f"matrix products alone, {kind} batch {batch}: {ms:.3f} ms")
+
+
+def measure_cell(plan: Plan, random: RandomPair, cell: Cell) -> None:
+    """One row of decode steps."""
+    times = measure_steps(random, cell, has_profile=plan.is_cuda and cell.has_graphs)
+    assert plan.rates is not None
+    floor_ms = _floor_ms(plan, cell, times, plan.rates) if cell.arm != "adaptive" else None
+    account = times.account
+    row: Row = {
+        "arm": cell.arm, "shape": plan.shape_name, "batch": cell.batch, "context": cell.context,
+        "graphs": cell.has_graphs, "acceptance": "real" if cell.acceptance is None else "synthetic",
+        "acceptance_asked": cell.acceptance, "acceptance_achieved": times.acceptance, "ms": times.ms,
+        "verify_width": times.verify_width,
+        "rounds": times.rounds, "tokens_per_second": times.tokens_per_second, "floor_ms": floor_ms,
+        "ratio": times.ms / floor_ms if floor_ms else None,
+    }  # fmt: skip
+    if account is not None:
+        row |= {
+            "busy_ms": account.busy_ms, "idle_ms": times.ms - account.busy_ms, "nodes": account.num_nodes,
+            "kernels_us": dict(account.kinds_us),
+        }  # fmt: skip
+    if cell.has_graphs and floor_ms is not None:
+        row["waterfall"] = _waterfall(plan, cell, times)
+    plan.recorder.add("step", row)
+    say(f"{title(row)}: {times.ms:.3f} ms a step, {times.tokens_per_second:.0f} tokens/s")
+    if account is not None and plan.shows_kernels:
+        _show_kernels(account)
+
+
+def measure_prefills(plan: Plan, random: RandomPair) -> None:
+    """Each set of prompts, until every one has its first token, without and with a draft's context."""
+    for lengths in plan.prefills:
+        for arm in ("plain", "dflash"):
+            what = {"arm": f"prefill {arm}", "prompts": len(lengths), "tokens": lengths[0]}
+            plan.recorder.guard(what, partial(measure_prefill, plan, random, arm, lengths))
+
+
+def measure_prefill(plan: Plan, random: RandomPair, arm: str, lengths: list[int]) -> None:
+    """One row of prefills."""
+    is_drafting = arm == "dflash"
+    times = prefill_ms(random, lengths, is_drafting=is_drafting)
+    assert plan.rates is not None
+    floor_ms = least_ms(plan.floor.prefill(lengths, has_draft=is_drafting), plan.rates)
+    add_prefill(plan, arm, lengths, times, floor_ms)
+
+
+def _floor_ms(plan: Plan, cell: Cell, times: StepTimes, rates: Rates) -> float:
+    if not cell.is_drafting:
+        return least_ms(plan.floor.plain(cell.batch, times.mean_context), rates)
+    draft = plan.floor.draft(cell.batch, times.mean_context, times.acceptance or 1.0)
+    return least_ms([*draft, *plan.floor.verify(cell.batch, times.mean_context)], rates)
+
+
+def _waterfall(plan: Plan, cell: Cell, times: StepTimes) -> list[tuple[str, float]]:
+    stated = stated_rates(torch.cuda.get_device_name(plan.device))
+    assert plan.rates is not None
+    steps = [
+        ("floor by the data sheet", _floor_ms(plan, cell, times, stated) if stated else None),
+        ("floor at measured rates", _floor_ms(plan, cell, times, plan.rates)),
+        ("matrix products alone, cuBLAS", plan.chains.get((cell.is_drafting, cell.batch))),
+    ]
+    return waterfall(steps, times.account, times.ms)
+
+
+def _show_kernels(account: StepAccount) -> None:
+    print(f"  busy {account.busy_ms:.2f} ms in {account.num_nodes:.0f} launches a step")
+    for name, us, count in account.top:
+        print(f"  {us:8.1f} us {count:6.1f} x  {name[:90]}")

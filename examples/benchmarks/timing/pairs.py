@@ -1,0 +1,131 @@
+"""Pairs of real shapes with random weights, made on the device; nothing is downloaded."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dflash_kernels.suite import pick_kernels
+from dflash_runtime.checkpoint.layout import owned_shapes
+from dflash_runtime.config import DraftConfig, EngineConfig, RopeConfig, TargetConfig
+from dflash_runtime.device.loading import LoadedPair
+from dflash_runtime.drafts.dflash import DFlashDraft
+from dflash_runtime.models.placement import Placement
+from dflash_runtime.models.qwen3 import Qwen3Target
+from dflash_runtime.models.weights import stack_projections
+from dflash_runtime.scheduling.limits import Limits
+
+BLOCK = 16
+MASK_FROM_END = 267
+"""The mask token's distance from the end of the vocabulary: 151669 of 151936, as published drafts have it."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a target; its draft has layers of the same kind."""
+
+    hidden: int
+    inner: int
+    layers: int
+    heads: int
+    taps: tuple[int, ...]
+    is_tied: bool
+    vocab: int = 151936
+    kv_heads: int = 8
+    head_dim: int = 128
+    draft_layers: int = 5
+    positions: int = 40960
+
+
+SHAPES = {
+    "qwen3-8b": Shape(4096, 12288, 36, 32, (1, 9, 17, 25, 33), is_tied=False),
+    "qwen3-4b": Shape(2560, 9728, 36, 32, (1, 9, 17, 25, 33), is_tied=True),
+    "small": Shape(512, 1024, 4, 8, (0, 2), is_tied=True, vocab=4096, draft_layers=2),
+}
+
+
+@dataclass(frozen=True)
+class RandomPair:
+    """A pair, and the weights it was built from, under the names that models read."""
+
+    shape: Shape
+    pair: LoadedPair
+    target_weights: Mapping[str, Tensor]
+    draft_weights: Mapping[str, Tensor]
+
+
+def build_pair(shape: Shape, max_model_len: int, device: torch.device) -> RandomPair:
+    """bfloat16 and Triton on a GPU, float32 and reference kernels on the CPU."""
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    placement = Placement(device, dtype, pick_kernels("auto", device, dtype), max_model_len + BLOCK)
+    target_config, draft_config = _configs(shape)
+    target_shapes = Qwen3Target.expected_shapes(target_config)
+    target_weights = stack_projections(_normal_weights(target_shapes, placement))
+    draft_weights = stack_projections(_normal_weights(owned_shapes(draft_config), placement))
+    target = Qwen3Target(target_config, target_weights, placement)
+    limits = Limits(
+        num_draft_tokens=BLOCK - 1, max_model_len=max_model_len, max_num_requests=1, vocab_size=shape.vocab,
+        max_batched_tokens=EngineConfig().max_batched_tokens,
+    )  # fmt: skip
+    draft = DFlashDraft(draft_config, draft_weights, target, placement)
+    pair = LoadedPair(target=target, draft=draft, placement=placement, limits=limits, config=EngineConfig())
+    return RandomPair(shape, pair, target_weights, draft_weights)
+
+
+def random_prompt(shape: Shape, length: int, generator: torch.Generator) -> tuple[int, ...]:
+    """Ids from the middle of the vocabulary, where no special tokens are."""
+    ids = torch.randint(shape.vocab // 100, shape.vocab * 98 // 100, (length,), generator=generator)
+    return tuple(ids.tolist())
+
+
+def hf_config(shape: Shape) -> dict[str, Any]:
+    """The target's config as checkpoints have it, for engines that read one."""
+    return {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": shape.hidden,
+        "intermediate_size": shape.inner, "num_hidden_layers": shape.layers, "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads, "head_dim": shape.head_dim, "vocab_size": shape.vocab,
+        "max_position_embeddings": shape.positions, "rms_norm_eps": 1e-6, "rope_theta": 1000000,
+        "tie_word_embeddings": shape.is_tied, "attention_bias": False, "hidden_act": "silu", "torch_dtype": "bfloat16",
+        "use_sliding_window": False, "sliding_window": None, "max_window_layers": shape.layers,
+        "bos_token_id": shape.vocab - 2, "eos_token_id": shape.vocab - 1,
+    }  # fmt: skip
+
+
+def hf_draft_config(shape: Shape) -> dict[str, Any]:
+    """The draft's config in the native dialect."""
+    return hf_config(shape) | {
+        "architectures": ["DFlashDraftModel"], "num_hidden_layers": shape.draft_layers, "block_size": BLOCK,
+        "num_target_layers": shape.layers, "layer_types": ["full_attention"] * shape.draft_layers,
+        "max_window_layers": shape.draft_layers,
+        "dflash_config": {"mask_token_id": shape.vocab - MASK_FROM_END, "target_layer_ids": list(shape.taps)},
+    }  # fmt: skip
+
+
+def _configs(shape: Shape) -> tuple[TargetConfig, DraftConfig]:
+    common: dict[str, Any] = {
+        "hidden_size": shape.hidden, "intermediate_size": shape.inner, "num_heads": shape.heads,
+        "num_kv_heads": shape.kv_heads, "head_dim": shape.head_dim, "rms_norm_eps": 1e-6,
+        "max_position_embeddings": shape.positions, "rope": RopeConfig(theta=1e6), "vocab_size": shape.vocab,
+    }  # fmt: skip
+    target = TargetConfig(
+        model_type="qwen3", num_layers=shape.layers, tie_word_embeddings=shape.is_tied,
+        windows=(None,) * shape.layers, eos_token_ids=(), **common,
+    )  # fmt: skip
+    draft = DraftConfig(
+        num_layers=shape.draft_layers, block_size=BLOCK, target_layer_ids=shape.taps,
+        mask_token_id=shape.vocab - MASK_FROM_END, draft_vocab_size=shape.vocab,
+        causal=(False,) * shape.draft_layers, windows=(None,) * shape.draft_layers, **common,
+    )  # fmt: skip
+    return target, draft
+
+
+def _normal_weights(shapes: Mapping[str, tuple[int, ...]], placement: Placement) -> Iterator[tuple[str, Tensor]]:
+    """Random matrices and norms of one; zeros would make products faster than they are."""
+    for name, shape in shapes.items():
+        if len(shape) == 1:
+            yield name, torch.ones(shape, device=placement.device, dtype=placement.dtype)
+        else:
+            yield name, torch.randn(shape, device=placement.device, dtype=placement.dtype) * 0.02

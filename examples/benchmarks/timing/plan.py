@@ -1,0 +1,92 @@
+"""What a run of `step_time.py` measures, and the rows that it makes."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from timing.engine_arms import Cell
+from timing.floors import Rates, StepFloor
+from timing.pairs import BLOCK, SHAPES, Shape
+from timing.report import Recorder, Row, say
+
+OURS = ("plain", "dflash", "adaptive")
+
+
+@dataclass(kw_only=True)
+class Plan:
+    """What is to be measured, and what was found that other arms need."""
+
+    shape_name: str
+    batches: list[int]
+    contexts: list[int]
+    acceptances: list[float | None]
+    steps: int
+    arms: list[str]
+    prefills: list[list[int]]
+    has_eager: bool
+    shows_kernels: bool
+    device: torch.device
+    vllm_path: Path | None
+    vllm_timeout_s: float
+    recorder: Recorder
+    rates: Rates | None = None
+    chains: dict[tuple[bool, int], float] = field(default_factory=dict)
+
+    @property
+    def shape(self) -> Shape:
+        return SHAPES[self.shape_name]
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+    @property
+    def floor(self) -> StepFloor:
+        return StepFloor(self.shape, itemsize=2 if self.is_cuda else 4)
+
+    def cells(self) -> Iterator[Cell]:
+        """Our own decode steps; batches vary slowest, so that arms that are compared run close together."""
+        modes = [False] if not self.is_cuda else [True, False] if self.has_eager else [True]
+        for context in self.contexts:
+            for batch in self.batches:
+                for arm in (item for item in self.arms if item in OURS):
+                    for acceptance in self.acceptances if arm != "plain" else [None]:
+                        for has_graphs in modes:
+                            yield Cell(arm, batch, context, self.steps, acceptance, has_graphs)
+
+    @property
+    def max_model_len(self) -> int:
+        """The longest text of all arms."""
+        cells = [cell.max_model_len for cell in self.cells()]
+        return max([*cells, *(max(lengths) + 8 * BLOCK for lengths in self.prefills), max(self.contexts) + 1024])
+
+
+def add_other(
+    plan: Plan, arm: str, batch: int, ms: float, speed: float, asked: float | None, achieved: float | None,
+    **facts: object,
+) -> None:  # fmt: skip
+    row: Row = {
+        "arm": arm, "shape": plan.shape_name, "batch": batch, "context": plan.contexts[0],
+        "acceptance": "real" if asked is None else "synthetic", "acceptance_asked": asked,
+        "acceptance_achieved": achieved, "ms": ms, "tokens_per_second": speed, **facts,
+    }  # fmt: skip
+    plan.recorder.add("step", row)
+    say(f"{title(row)}: {ms:.3f} ms a step, {speed:.0f} tokens/s")
+
+
+def add_prefill(plan: Plan, arm: str, lengths: list[int], times: list[float], floor_ms: float | None) -> None:
+    ms = sorted(times)[len(times) // 2]
+    row = {"arm": arm, "shape": plan.shape_name, "prompts": len(lengths), "tokens": lengths[0], "ms": ms}
+    plan.recorder.add("prefill", {**row, "rounds": times, "floor_ms": floor_ms})
+    say(f"prefill {arm}, {len(lengths)} x {lengths[0]} tokens: {ms:.1f} ms")
+
+
+def title(row: Row) -> str:
+    parts = [f"{row['arm']} batch {row['batch']} context {row['context']}"]
+    if row["acceptance"] == "synthetic":
+        parts.append(f"acceptance {row['acceptance_asked']:g} (synthetic)")
+    if not row.get("graphs", True):
+        parts.append("without graphs")
+    return ", ".join(parts)

@@ -1,0 +1,103 @@
+"""vLLM on the same shapes, in a subprocess; skipped with one line where it cannot be imported."""
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from timing.forced import acceptance_rates
+from timing.pairs import BLOCK, Shape, hf_config, hf_draft_config
+from timing.report import say
+
+WORKER = Path(__file__).with_name("vllm_worker.py")
+Row = dict[str, Any]
+
+
+def find_vllm(extra: Path | None) -> bool:
+    """Whether vLLM is here: installed, or in a folder that only the subprocess will see."""
+    is_here = (extra / "vllm").is_dir() if extra is not None else importlib.util.find_spec("vllm") is not None
+    if not is_here:
+        say(f"vllm: skipped, not found {f'in {extra}' if extra else 'in this environment'} (--vllm-path DIR)")
+    return is_here
+
+
+def run_vllm(
+    shape: Shape,
+    cells: Sequence[Row],
+    *,
+    is_drafting: bool,
+    acceptance: float | None,
+    max_model_len: int,
+    max_num_requests: int,
+    extra: Path | None = None,
+    timeout_s: float = 280,
+) -> list[Row]:
+    """One engine for all cells -> what it found for each, in order; those it did not come to are missing.
+
+    With `acceptance`, vLLM's own synthetic mode accepts drafts as often as our forced acceptance does.
+
+    Raises:
+        RuntimeError: it wrote nothing; with the last line that it said.
+    """
+    with tempfile.TemporaryDirectory() as home:
+        folder = Path(home)
+        for name, config in (("target", hf_config(shape)), ("draft", hf_draft_config(shape))):
+            (folder / name).mkdir()
+            (folder / name / "config.json").write_text(json.dumps(config))
+        job = {
+            "target": str(folder / "target"), "vocab": shape.vocab, "max_model_len": max_model_len,
+            "max_num_requests": max_num_requests, "gpu_memory_utilization": 0.8, "cells": list(cells),
+            "speculative": _speculative(folder / "draft", acceptance) if is_drafting else None,
+        }  # fmt: skip
+        (folder / "job.json").write_text(json.dumps(job))
+        log = _run(folder, extra, timeout_s)
+        out = folder / "out.jsonl"
+        rows = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+    if not rows:
+        raise RuntimeError(f"vllm: {_last_line(log)}")
+    return rows
+
+
+def acceptance_note(is_drafting: bool, acceptance: float | None) -> str | None:
+    """What a row of vLLM says of its acceptance."""
+    if not is_drafting:
+        return None
+    return "1.0: dummy weights accept nothing" if acceptance is None else "synthetic, by its own mode"
+
+
+def _speculative(draft: Path, acceptance: float | None) -> Row:
+    config: Row = {"method": "dflash", "model": str(draft), "num_speculative_tokens": BLOCK - 1}
+    if acceptance is not None:
+        rates = acceptance_rates(acceptance, BLOCK)
+        config |= {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": rates}
+    return config
+
+
+def _run(folder: Path, extra: Path | None, timeout_s: float) -> str:
+    """Run the worker; its words, which are kept out of the results."""
+    paths = [str(extra)] if extra is not None else []
+    env = dict(os.environ)
+    if paths:
+        env["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [env.get("PYTHONPATH")])])
+    command = [sys.executable, str(WORKER), str(folder / "job.json"), str(folder / "out.jsonl")]
+    # A session of its own, since vLLM starts processes too: all of them end with it.
+    worker = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env, start_new_session=True
+    )
+    try:
+        return worker.communicate(timeout=timeout_s)[0]
+    except subprocess.TimeoutExpired:
+        os.killpg(worker.pid, signal.SIGKILL)
+        return f"{worker.communicate()[0]}\nended after {timeout_s:.0f} s"
+
+
+def _last_line(log: str) -> str:
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    errors = [line for line in lines if "Error" in line]
+    return (errors or lines or ["it said nothing"])[-1]

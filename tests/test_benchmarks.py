@@ -1,0 +1,186 @@
+"""The benchmarks of speed run in small on the CPU, write what they promise, and account for time as they say."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import load
+import step_time
+from dflash_kernels.suite import REFERENCE
+from timing import accounting, forced, report
+from timing.floors import Rates, StepFloor, least_ms
+from timing.pairs import BLOCK, SHAPES
+
+SMALL = ["--shape", "small", "--device", "cpu"]
+RATES = Rates(bandwidth=4.3e12, operations=790e12, origin="stated")
+
+
+def run(script: Any, monkeypatch: pytest.MonkeyPatch, out: Path, *arguments: str) -> tuple[int, list[dict[str, Any]]]:
+    """A script's main in this process -> its exit code, and the rows it wrote."""
+    monkeypatch.setattr(sys, "argv", [script.__file__, *SMALL, "--out", str(out), *arguments])
+    code = script.main()
+    return code, [json.loads(line) for line in out.read_text().splitlines()]
+
+
+def test_step_times_are_written_as_json_lines(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ("--batches", "2", "--context", "24,40", "--steps", "5", "--prefill", "32,3x16", "--acceptance", "6.5")
+    code, rows = run(step_time, monkeypatch, tmp_path / "rows.jsonl", *arguments)
+    assert code == 0
+    for row in rows:
+        assert row["schema"] == report.SCHEMA
+        assert {"date", "machine", "versions", "command"} <= row.keys()
+        assert row["versions"]["torch"] == torch.__version__
+    steps = [row for row in rows if row["kind"] == "step"]
+    arms = ("plain", "dflash")
+    assert [(row["arm"], row["context"]) for row in steps] == [(arm, context) for context in (24, 40) for arm in arms]
+    for row in steps:
+        assert row["acceptance"] == ("real" if row["arm"] == "plain" else "synthetic")
+        tokens = row["acceptance_achieved"] or 1
+        assert row["ratio"] == pytest.approx(row["ms"] / row["floor_ms"])
+        assert row["tokens_per_second"] == pytest.approx(tokens * 2000 / row["ms"], rel=0.6)
+    assert [(row["of"], row["batch"]) for row in rows if row["kind"] == "ceiling"] == [("plain", 2), ("dflash", 2)]
+    prefills = [row for row in rows if row["kind"] == "prefill"]
+    assert [(row["arm"], row["prompts"], row["tokens"]) for row in prefills[1:3]] == [
+        ("dflash", 1, 32),
+        ("plain", 3, 16),
+    ]
+    assert capsys.readouterr().out.splitlines()[-len(steps) - 1].split()[:3] == ["arm", "batch", "context"]
+
+
+def test_an_arm_that_fails_leaves_the_others(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ("--batches", "1", "--context", "8", "--steps", "5", "--arms", "dflash,plain", "--acceptance", "99")
+    code, rows = run(step_time, monkeypatch, tmp_path / "rows.jsonl", *arguments)
+    assert code == 1
+    assert [row["arm"] for row in rows if row["kind"] in ("failure", "step")] == ["dflash", "plain"]
+    assert "dflash, batch 1, context 8, graphs False failed: ValueError: acceptance 99" in capsys.readouterr().err
+
+
+def test_a_load_is_answered_whole(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    arguments = ("--requests", "8", "--max-prompt", "96", "--max-answer", "40", "--max-num-requests", "4")
+    code, rows = run(
+        load, monkeypatch, tmp_path / "rows.jsonl", *arguments, "--arms", "plain,dflash", "--acceptance", "6"
+    )
+    assert code == 0
+    assert [row["arm"] for row in rows] == ["plain", "dflash"]
+    made = load.make_load(SHAPES["small"], 8, 96, 40)
+    for row in rows:
+        assert row["kind"] == "load"
+        assert row["num_tokens"] == sum(made.output_lengths)
+        assert len(row["first_token_s"]) == 8
+        assert row["first_token_p50_s"] <= row["first_token_p95_s"] <= row["seconds"]
+        assert row["num_preemptions"] == 0
+    assert rows[1]["num_steps"] < rows[0]["num_steps"]
+
+
+@pytest.mark.slow
+def test_other_arms_run_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    arguments = (
+        "--batches",
+        "1",
+        "--context",
+        "24",
+        "--steps",
+        "5",
+        "--arms",
+        "transformers,reference,vllm-plain,vllm-dflash",
+    )
+    code, rows = run(step_time, monkeypatch, tmp_path / "rows.jsonl", *arguments, "--acceptance", "6.5")
+    assert code == 0
+    assert [row["batch"] for row in rows] == [1, 8, 1]
+    assert rows[-1]["acceptance_achieved"] == pytest.approx(6.5, abs=1)
+
+
+def test_a_load_is_the_same_in_every_run() -> None:
+    shape = SHAPES["small"]
+    made = load.make_load(shape, 256, 4096, 512)
+    assert made == load.make_load(shape, 256, 4096, 512)
+    lengths = sorted(len(prompt) for prompt in made.prompts)
+    assert 64 <= lengths[0] < 80
+    assert 400 < lengths[128] < 640, "log-uniform: half of them are below the geometric mean, 512"
+    assert 3600 < lengths[-1] <= 4096
+    assert 32 <= min(made.output_lengths) < max(made.output_lengths) <= 512
+
+
+@pytest.mark.parametrize("mean", [1.3, 4.24, 6.5])
+def test_forced_acceptance_has_its_mean(mean: float) -> None:
+    """24,000 draws of a standard deviation of at most 5: the mean is sure to 0.5%, the bar is 2%."""
+    rates = forced.acceptance_rates(mean, BLOCK)
+    assert 1 + sum(rates) == pytest.approx(mean)
+    kernels = forced._forcing(REFERENCE, forced.draw_table(rates))
+    remaining = torch.full((16,), 10_000_000)
+    targets = torch.arange(BLOCK)[None].expand(16, -1).contiguous()
+    stops, limit = torch.full((16, 1), -1), torch.full((16,), BLOCK - 1)
+    counts = []
+    for width in (BLOCK, 4):
+        drafts = torch.full((16, width - 1), -1)
+        total = 0
+        for _ in range(1500):
+            accepted = kernels.accept_block(drafts, targets[:, :width], limit, stops, remaining)
+            assert torch.equal(accepted.num_committed, accepted.num_accepted + 1)
+            remaining = remaining - accepted.num_committed
+            total += int(accepted.num_committed.sum())
+        counts.append(total / 1500 / 16)
+    assert counts[0] == pytest.approx(mean, rel=0.02)
+    assert counts[1] == pytest.approx(1 + sum(rates[:3]), rel=0.02), "fewer rows cut the same draw"
+
+
+def test_forced_acceptance_keeps_stops_and_limits() -> None:
+    kernels = forced._forcing(REFERENCE, forced.draw_table(forced.acceptance_rates(BLOCK, BLOCK)))
+    drafts, targets = torch.full((2, BLOCK - 1), 7), torch.arange(2 * BLOCK).view(2, -1)
+    stops = torch.tensor([[4], [-1]])
+    accepted = kernels.accept_block(drafts, targets, torch.tensor([15, 15]), stops, torch.tensor([100, 3]))
+    assert accepted.num_committed.tolist() == [5, 3]
+    assert accepted.is_stopped.tolist() == [True, False]
+    plain = kernels.accept_block(drafts[:, :0], targets[:, :1], torch.zeros(2).long(), stops, torch.tensor([9, 9]))
+    assert plain.num_committed.tolist() == [1, 1]
+
+
+def test_floors_follow_from_bytes_and_operations() -> None:
+    """Qwen3-8B by hand: 15.14 GB of weights are read at 4.3 TB/s; 512 rows are bound by operations."""
+    floor = StepFloor(SHAPES["qwen3-8b"])
+    assert least_ms(floor.plain(1, 512), RATES) == pytest.approx(3.54, abs=0.01)
+    assert least_ms(floor.draft(1, 512, 6.5), RATES) == pytest.approx(0.78, abs=0.01)
+    assert least_ms(floor.verify(32, 2048), RATES) == pytest.approx(12.1, abs=0.05)
+    assert least_ms(floor.draft(32, 2048, 6.5), RATES) == pytest.approx(2.39, abs=0.01)
+    assert least_ms(floor.verify(32, 2048, width=6), RATES) < least_ms(floor.verify(32, 2048), RATES) - 3
+    assert least_ms(floor.prefill([2048], has_draft=False), RATES) == pytest.approx(37.6, abs=0.1)
+
+
+def test_time_is_accounted_by_kernel_and_by_gap() -> None:
+    kernels = [
+        accounting.Interval("nvjet_tst_64x8_64x16", 0, 600),
+        accounting.Interval("_block_attention_kernel", 600, 700),
+        accounting.Interval("_rms_norm_kernel", 650, 750),
+        accounting.Interval("Memcpy DtoH", 800, 850),
+    ]
+    found = accounting.account(kernels * 2, 2)
+    assert accounting.union_us(kernels) == 800
+    assert found.num_nodes == 4
+    assert found.kinds_us["matrix products"] == 600
+    assert found.kinds_us["norms, rotation, activation, KV store"] == 100
+    levels = accounting.waterfall([("floor", 0.4), ("unknown", None)], accounting.account(kernels, 1), 1.0)
+    assert [value for _, value in levels] == pytest.approx([0.4, 0.6, 0.7, 0.8, 1.0])
+    assert "+0.200" in report.waterfall_text("a step", levels).splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("void cublasLt::splitKreduce_kernel<32, 16, int>", "matrix products"),
+        ("sm90_xmma_gemm_bf16bf16_bf16f32", "matrix products"),
+        ("_combine_kernel", "attention"),
+        ("void at::native::reduce_kernel<512, 1, at::native::ReduceOp<ArgMaxOps>>", "argmax and sampling"),
+        ("_qk_norm_rope_kernel", "norms, rotation, activation, KV store"),
+        ("void at::native::elementwise_kernel<128, 2>", "bookkeeping"),
+    ],
+)
+def test_kernels_are_known_by_their_names(name: str, kind: str) -> None:
+    assert accounting.kind_of(name) == kind
