@@ -1,6 +1,6 @@
 """Captured steps without a GPU: graphs that run their step again, in an engine whose kernels are interpreted."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -31,6 +31,10 @@ class StandInGraphs(DecodeGraphs):
         super().__init__(decode, max_requests, CPU)
         self.refused: set[int] = set()
         self.attempts: list[tuple[int, StepMode]] = []
+
+    def replay(self, rows: Sequence[int], mode: StepMode) -> Tensor:
+        """A copy: on a GPU one is on its way to the host before the next replay."""
+        return super().replay(rows, mode).clone()
 
     def _rehearse(self, rows: Tensor, mode: StepMode) -> None:
         self._decode(rows, mode)
