@@ -163,10 +163,20 @@ def test_an_empty_residual_falls_back_to_the_target(reject_block: Reject) -> Non
     assert torch.equal(ids[:, 0], sample_probs_ref(p[:, 0], seeds, seeds, TARGET))
 
 
-@pytest.mark.parametrize("draft_vocab", [None, 40])
-def test_kernels_make_probabilities_of_logits_as_the_reference_does(draft_vocab: int | None) -> None:
+@pytest.mark.parametrize(
+    ("draft_vocab", "dtype"),
+    [
+        (40, torch.float32),
+        pytest.param(None, torch.float32, marks=pytest.mark.slow),
+        pytest.param(40, torch.bfloat16, marks=pytest.mark.gpu),
+        pytest.param(None, torch.bfloat16, marks=pytest.mark.gpu),
+    ],
+)
+def test_kernels_make_probabilities_of_logits_as_the_reference_does(
+    draft_vocab: int | None, dtype: torch.dtype
+) -> None:
     """Greedy, sampled and filtered requests, over the ids of both models; the draft is near the target."""
-    num_requests, num_drafts, vocab_size = 24, 3, 2 * VOCAB_TILE + 7
+    num_requests, num_drafts, vocab_size = 12, 3, VOCAB_TILE + 7
     generator = torch.Generator().manual_seed(1)
     target_ids = torch.randperm(vocab_size, generator=generator)[: draft_vocab or vocab_size].sort().values.to(DEVICE)
     places = torch.full((vocab_size,), -1, device=DEVICE).index_copy(0, target_ids, whole(*range(len(target_ids))))
@@ -174,6 +184,7 @@ def test_kernels_make_probabilities_of_logits_as_the_reference_does(draft_vocab:
     p_logits[:, target_ids[:30]] += 14
     near = p_logits.view(num_requests, -1, vocab_size)[:, :-1].flatten(0, 1)
     q_logits = (near + normal(len(near), vocab_size, seed=1))[:, target_ids].contiguous()
+    p_logits, q_logits = p_logits.to(dtype), q_logits.to(dtype)
     values = (
         real(*[(0.0, 0.8, 1.2)[i % 3] for i in range(num_requests)]),
         whole(*[(0, 6)[i // 3 % 2] for i in range(num_requests)]),
@@ -196,4 +207,4 @@ def test_kernels_make_probabilities_of_logits_as_the_reference_does(draft_vocab:
         seen.append((ids, num_accepted, torch.where(is_decided, out, -1)))
     for ours, expected in zip(*seen, strict=True):
         assert torch.equal(ours, expected)
-    assert set(seen[0][1].tolist()) == set(range(num_drafts + 1))
+    assert len(set(seen[0][1].tolist())) >= num_drafts

@@ -24,17 +24,27 @@ def draw_probs(kernels: Kernels, probs: Tensor, seeds: Tensor, positions: Tensor
     )  # fmt: skip
 
 
+def given(kernels: Kernels, probs: Tensor, num_requests: int) -> Distribution | Tensor:
+    """Distributions [T, V] as the `reject` of these kernels takes them."""
+    logits = probs.log().float()
+    if kernels.name == "reference":
+        return logits.double().softmax(-1)
+    highest = logits.amax(-1)
+    keys = torch.full((len(logits),), -(2**31), dtype=torch.int32, device=probs.device)
+    masses = (logits.double() - highest[:, None].double()).exp().sum(-1)
+    ones = torch.ones(num_requests, dtype=torch.float64, device=probs.device)
+    return Distribution(logits, ones, highest, keys, torch.full_like(keys, logits.shape[1]), masses)
+
+
 def reject_probs(
     kernels: Kernels, draft_ids: Tensor, p: Tensor, q: Tensor, seeds: Tensor, positions: Tensor, most: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Rejection with given distributions [R, N, V] and [R, K, V]."""
-    places = positions[:, None] + torch.arange(p.shape[1], device=p.device)
-    target = draw_probs(kernels, p.flatten(0, 1), seeds, places.flatten())
-    draft = draw_probs(kernels, q.flatten(0, 1), seeds, places[:, :-1].flatten())
-    sampled = target.token_ids.view(places.shape)
-    return kernels.reject(
-        draft_ids, sampled, target.distribution, draft.distribution, None, seeds, positions, most
-    )  # fmt: skip
+    num_requests, num_rows, _ = p.shape
+    target, draft = (given(kernels, probs.flatten(0, 1), num_requests) for probs in (p, q))
+    places = positions[:, None] + torch.arange(num_rows, device=p.device)
+    sampled = sample_probs_ref(p.flatten(0, 1), seeds.repeat_interleave(num_rows), places.flatten())
+    return kernels.reject(draft_ids, sampled.view(places.shape), target, draft, None, seeds, positions, most)
 
 
 def filtered_probs(
