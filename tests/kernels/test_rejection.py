@@ -182,6 +182,7 @@ def test_kernels_make_probabilities_of_logits_as_the_reference_does(
     places = torch.full((vocab_size,), -1, device=DEVICE).index_copy(0, target_ids, whole(*range(len(target_ids))))
     p_logits = normal(num_requests * (num_drafts + 1), vocab_size) * 4
     p_logits[:, target_ids[:30]] += 14
+    p_logits[:, (places < 0).nonzero()[:9, 0]] += 15  # likely, and nothing the draft could say
     near = p_logits.view(num_requests, -1, vocab_size)[:, :-1].flatten(0, 1)
     q_logits = (near + normal(len(near), vocab_size, seed=1))[:, target_ids].contiguous()
     p_logits, q_logits = p_logits.to(dtype), q_logits.to(dtype)
