@@ -153,13 +153,13 @@ def token_cases(requests: int) -> list[Case]:
         sampled("top-k top-p", cut), sampled("top-p", nucleus), sampled("top-k top-p in one request", mixed),
         (f"accept_block R {requests}", lambda: KERNELS.accept_block(ids[:, :-1], ids, most, stops, most), 0.0, 0),
     ]  # fmt: skip
-    if requests <= 8:
-        p = KERNELS.filtered_probs(logits, *plain[:3], has_filters=False).view(requests, ROWS, VOCAB)
-        q = p[:, :-1].roll(1, 0)
-        given = ids[:, :-1], p, q, seeds[:requests], seeds[:requests], most
-        out, reference = KERNELS.reject(*given), REFERENCE.reject(*given)
-        cases.append((f"reject R {requests}", lambda: KERNELS.reject(*given), mismatch(out[0], reference[0]),
-                      2 * 8 * requests * VOCAB))  # fmt: skip
+    values = (ones[:requests], zeros[:requests], ones[:requests], seeds[:requests])
+    target = KERNELS.sample(logits, *values, seeds, has_filters=False)
+    draft = KERNELS.sample(normal(requests * (ROWS - 1), VOCAB) * 3, *values, seeds[requests:], has_filters=False)
+    given = (target.token_ids.view(requests, ROWS), target.distribution, draft.distribution, None)
+    drawn = draft.token_ids.view(requests, ROWS - 1)
+    cases.append((f"reject R {requests}", lambda: KERNELS.reject(drawn, *given, seeds[:requests], most, most), 0.0,
+                  2 * 2 * requests * VOCAB))  # fmt: skip
     return cases
 
 

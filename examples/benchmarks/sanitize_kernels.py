@@ -60,8 +60,12 @@ def main() -> None:
     for is_greedy in (True, False):
         for has_filters in (True, False):
             kernels.sample(logits, *filters, lens, lens, is_greedy=is_greedy, has_filters=has_filters)
-    probs = normal(REQUESTS, ROWS, VOCAB).double().softmax(-1)
-    kernels.reject(ids[:, :-1], probs, probs[:, 1:], lens, lens, most)
+    places = torch.arange(VOCAB, device="cuda") - 3
+    rows = lens[:, None] + torch.arange(ROWS, device="cuda")
+    target = kernels.sample(normal(REQUESTS * ROWS, VOCAB), *filters, lens, rows.flatten())
+    draft = kernels.sample(normal(REQUESTS * (ROWS - 1), VOCAB - 3), *filters, lens, rows[:, 1:].flatten())
+    sampled = target.token_ids.view(REQUESTS, ROWS)
+    kernels.reject(ids[:, :-1], sampled, target.distribution, draft.distribution, places, lens, lens, most)
     torch.cuda.synchronize()
     print("every kernel was launched")
 

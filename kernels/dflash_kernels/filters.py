@@ -22,7 +22,7 @@ from dflash_kernels.logit_tiles import MAX_FLOAT, TileStats, has_top_k, load_max
 
 _TL_MIN_TEMPERATURE = constexpr(MIN_TEMPERATURE)
 
-_KEY_BITS = {torch.float32: 32, torch.float16: 20, torch.bfloat16: 16}
+KEY_BITS = {torch.float32: 32, torch.float16: 20, torch.bfloat16: 16}
 """Leading bits that tell any two logits of a dtype apart, once widened to float32."""
 
 
@@ -30,17 +30,17 @@ class Cut(NamedTuple):
     """What stays of each row: keys above `keys`, and the tokens at that key up to `last_ids`."""
 
     groups: Tensor
-    """[T, G] int32, the groups that may hold such tokens, ascending"""
+    """[T, G] int32, the groups that may hold such tokens, ascending."""
     num_listed: Tensor
-    """[T] int32, how many groups those are; 0 where no filter cuts the row, and all of it stays"""
+    """[T] int32, how many groups those are; 0 where no filter cuts the row, of which the rest is then not set."""
     keys: Tensor
     """[T] int32"""
     last_ids: Tensor
     """[T] int32"""
     masses: Tensor
-    """[T] float64, what the weights that stay add up to"""
+    """[T] float64, what the weights that stay add up to."""
     sizes: dict[str, int]
-    """Bits of a key, and tokens of a group and of a tile of listed groups, as the kernels take them"""
+    """Tokens of a group and of a tile of listed groups, as the kernels take them."""
 
 
 def cut_ref(logits: Tensor, probs: Tensor, top_ks: Tensor, top_ps: Tensor) -> Tensor:
@@ -255,6 +255,21 @@ def _cut_kernel(
 
 
 @jit
+def probs_of(
+    logits, row, token, temperature, max_scores, keys, last_ids, masses, vocab_size, row_stride, KEY_BITS: tl.constexpr,
+):  # fmt: skip
+    """Probabilities of tokens, 0 past the vocabulary; a row each, or all of one row."""
+    scores = load_scores(logits + row * row_stride, token, vocab_size)
+    # A greedy row keeps one token, whatever its temperature makes of it.
+    temperature = tl.where(temperature >= _TL_MIN_TEMPERATURE, temperature, 1.0)
+    weights = kept_weights(
+        scores, token, tl.load(keys + row), tl.load(last_ids + row), tl.load(max_scores + row), temperature, KEY_BITS
+    )
+    mass = tl.load(masses + row)
+    return weights / tl.where(mass > 0, mass, 1.0)
+
+
+@jit
 def kept_weights(scores, token, key, last_id, max_score, temperature, KEY_BITS: tl.constexpr):
     """Weights of the tokens that a cut leaves, 0 for others."""
     token_keys = score_keys(scores, KEY_BITS)
@@ -295,21 +310,23 @@ def launch_cut(logits: Tensor, temperatures: Tensor, top_ks: Tensor, top_ps: Ten
     )
     masses = torch.empty(num_rows, dtype=torch.float64, device=logits.device)
     values = temperatures, top_ks, top_ps, stats.maxes, stats.sums
-    bits = _KEY_BITS[logits.dtype]
+    bits = KEY_BITS[logits.dtype]
     tile_g = power_of_2(num_groups)
     _list_groups_kernel[(num_rows,)](
         *values, stats.group_maxes, groups, num_listed, low_keys, vocab_size, num_tiles, num_groups, num_repeats,
         KEY_BITS=bits, TILE_T=tile_t, TILE_G=tile_g, num_warps=8,
     )  # fmt: skip
-    sizes = {"KEY_BITS": bits, "GROUP": stats.group, "TILE_L": min(LISTED_TILE, tile_g * stats.group)}
+    sizes = {"GROUP": stats.group, "TILE_L": min(LISTED_TILE, tile_g * stats.group)}
     _cut_kernel[(num_rows,)](
         logits, *values, groups, num_listed, low_keys, keys, last_ids, masses,
-        vocab_size, logits.stride(0), num_tiles, num_groups, num_repeats, **sizes, TILE_T=tile_t, num_warps=8,
+        vocab_size, logits.stride(0), num_tiles, num_groups, num_repeats,
+        KEY_BITS=bits, **sizes, TILE_T=tile_t, num_warps=8,
     )  # fmt: skip
     return Cut(groups, num_listed, keys, last_ids, masses, sizes)
 
 
-def no_cut(stats: TileStats) -> Cut:
-    """In place of a cut where a kernel is compiled without filters, and reads nothing of it."""
-    none = stats.maxes
-    return Cut(none, none, none, none, none, {"KEY_BITS": 1, "GROUP": 1, "TILE_L": 1})
+def no_cut(logits: Tensor) -> Cut:
+    """In place of a cut where no row has one; room for what the rows that stay whole are described by."""
+    keys, last_ids = (torch.empty(len(logits), dtype=torch.int32, device=logits.device) for _ in range(2))
+    masses = torch.empty(len(logits), dtype=torch.float64, device=logits.device)
+    return Cut(keys[:, None], keys, keys, last_ids, masses, {"GROUP": 1, "TILE_L": 1})

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dflash_kernels.categorical import categorical_ref, first_above
-from dflash_kernels.filters import cut_ref, draw_kept, kept_weights, launch_cut, no_cut
+from dflash_kernels.filters import KEY_BITS, cut_ref, draw_kept, launch_cut, no_cut, score_keys
 from dflash_kernels.launch_config import (
     MIN_TEMPERATURE,
     check_dtypes,
@@ -38,6 +38,26 @@ from dflash_kernels.uniform import TARGET, stream, uniform_ref, uniform_tile
 _TL_MIN_TEMPERATURE = constexpr(MIN_TEMPERATURE)
 
 
+class Distribution(NamedTuple):
+    """What the kernels sampled rows from: exp((logits - max_scores) / temperature) / masses, of the tokens kept.
+
+    Those are the tokens with keys above `keys`, and the ones at that key up to `last_ids`; of a greedy row one.
+    """
+
+    logits: Tensor
+    """[T, V]"""
+    temperatures: Tensor
+    """[R] float64"""
+    max_scores: Tensor
+    """[T] float32"""
+    keys: Tensor
+    """[T] int32"""
+    last_ids: Tensor
+    """[T] int32"""
+    masses: Tensor
+    """[T] float64"""
+
+
 class Chosen(NamedTuple):
     """What was chosen after each row of logits."""
 
@@ -45,6 +65,9 @@ class Chosen(NamedTuple):
     """[T] int64; of a row that is not finite, some id of the vocabulary, which nobody should use."""
     is_finite: Tensor
     """[T] bool: the highest logit is NaN where any is, and infinite where nothing can be said: one token, or none."""
+    distribution: Distribution | Tensor | None = None
+    """What was sampled from, as `reject` of the same kernels takes it: of the reference, [T, V] float64. None where all
+    rows are greedy."""
 
 
 def argmax_ref(logits: Tensor) -> Tensor:
@@ -82,7 +105,7 @@ def sample_ref(
         return Chosen(argmax_ref(logits), is_finite)
     probs = filtered_probs_ref(logits, temperatures, top_ks, top_ps, has_filters=has_filters)
     numbers = uniform_ref(_for_rows(seeds, logits), positions, purpose)
-    return Chosen(categorical_ref(probs, numbers), is_finite)
+    return Chosen(categorical_ref(probs, numbers), is_finite, probs)
 
 
 def _for_rows(values: Tensor, logits: Tensor) -> Tensor:
@@ -142,10 +165,18 @@ def _draw(row_logits, sums, max_score, level, temperature, vocab_size, TILE_V: t
     return (tile * TILE_V + first_above(weights, before, level, TILE_V)).to(tl.int64)
 
 
+@jit
+def _describe(max_scores, keys, last_ids, masses, row, max_score, key, last_id, mass):
+    tl.store(max_scores + row, max_score)
+    tl.store(keys + row, key)
+    tl.store(last_ids + row, last_id.to(tl.int32))
+    tl.store(masses + row, mass)
+
+
 @jit(do_not_specialize=["num_repeats"])
 def _sample_kernel(
     logits, temperatures, seeds, positions, salt, tile_maxes, tile_has_nans, tile_sums,
-    groups, num_listed, keys, last_ids, masses, token_ids, is_finite,
+    groups, num_listed, max_scores, keys, last_ids, masses, token_ids, is_finite,
     vocab_size, row_stride, num_tiles, num_groups, num_repeats,
     IS_GREEDY: tl.constexpr, HAS_FILTERS: tl.constexpr, TILE_V: tl.constexpr, TILE_T: tl.constexpr,
     KEY_BITS: tl.constexpr, GROUP: tl.constexpr, TILE_L: tl.constexpr,
@@ -154,73 +185,44 @@ def _sample_kernel(
     tiles = tl.arange(0, TILE_T)
     maxes = load_maxes(tile_maxes, row, num_tiles, TILE_T)
     has_nan = tl.max(tl.load(tile_has_nans + row * num_tiles + tiles, mask=tiles < num_tiles, other=0), 0)
-    max_score = tl.max(maxes, 0)
-    tl.store(is_finite + row, (has_nan == 0) & (tl.abs(max_score) < float("inf")))
+    highest = tl.max(maxes, 0)
+    tl.store(is_finite + row, (has_nan == 0) & (tl.abs(highest) < float("inf")))
     row_logits = logits + row * row_stride
     if IS_GREEDY:
-        tl.store(token_ids + row, _best_id(row_logits, maxes, max_score, vocab_size, TILE_V, TILE_T))
+        tl.store(token_ids + row, _best_id(row_logits, maxes, highest, vocab_size, TILE_V, TILE_T))
         return
     temperature = tl.load(temperatures + row // num_repeats)
+    max_score = tl.minimum(highest, MAX_FLOAT)
     if temperature < _TL_MIN_TEMPERATURE:
-        tl.store(token_ids + row, _best_id(row_logits, maxes, max_score, vocab_size, TILE_V, TILE_T))
+        best = _best_id(row_logits, maxes, highest, vocab_size, TILE_V, TILE_T)
+        tl.store(token_ids + row, best)
+        _describe(max_scores, keys, last_ids, masses, row, max_score, score_keys(max_score, KEY_BITS), best, 1.0)
         return
     number = uniform_tile(tl.load(seeds + row // num_repeats), tl.load(positions + row), salt)
     if HAS_FILTERS:
         length = tl.load(num_listed + row)
         if length > 0:
-            max_score = tl.minimum(max_score, MAX_FLOAT)
-            level = number * tl.load(masses + row)
             chosen = draw_kept(
-                row_logits, groups + row * num_groups, length, tl.load(keys + row), tl.load(last_ids + row), level,
-                max_score, temperature, vocab_size, KEY_BITS, GROUP, TILE_L,
+                row_logits, groups + row * num_groups, length, tl.load(keys + row), tl.load(last_ids + row),
+                number * tl.load(masses + row), max_score, temperature, vocab_size, KEY_BITS, GROUP, TILE_L,
             )  # fmt: skip
             tl.store(token_ids + row, chosen)
+            tl.store(max_scores + row, max_score)
             return
-    sums, max_score = scaled_sums(tile_maxes, tile_sums, row, num_tiles, temperature, TILE_T)
-    level = number * tl.sum(sums, 0)
-    tl.store(
-        token_ids + row, _draw(row_logits, sums, max_score, level, temperature, vocab_size, TILE_V, TILE_T)
-    )  # fmt: skip
-
-
-@jit(do_not_specialize=["num_repeats"])
-def _probs_kernel(
-    logits, temperatures, tile_maxes, tile_sums, num_listed, keys, last_ids, masses, probs,
-    vocab_size, row_stride, num_tiles, num_repeats,
-    IS_GREEDY: tl.constexpr, HAS_FILTERS: tl.constexpr, TILE_V: tl.constexpr, TILE_T: tl.constexpr,
-    KEY_BITS: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    tile = tl.program_id(1)
-    token = tile * TILE_V + tl.arange(0, TILE_V)
-    row_logits = logits + row * row_stride
-    maxes = load_maxes(tile_maxes, row, num_tiles, TILE_T)
-    max_score = tl.max(maxes, 0)
-    temperature = 0.0
-    if not IS_GREEDY:
-        temperature = tl.load(temperatures + row // num_repeats)
-    if temperature >= _TL_MIN_TEMPERATURE:
-        sums, max_score = scaled_sums(tile_maxes, tile_sums, row, num_tiles, temperature, TILE_T)
-        scores = load_scores(row_logits, token, vocab_size)
-        weights = tl.where(scores > float("-inf"), weights_of(scores, max_score, temperature), 0.0)
-        mass = tl.sum(sums, 0)
-        if HAS_FILTERS:  # noqa: SIM102, decided when the kernel is compiled
-            if tl.load(num_listed + row) > 0:
-                key, last_id = tl.load(keys + row), tl.load(last_ids + row)
-                weights = kept_weights(scores, token, key, last_id, max_score, temperature, KEY_BITS)
-                mass = tl.load(masses + row)
-        chosen = weights / tl.where(mass > 0, mass, 1.0)
-    else:
-        best = _best_id(row_logits, maxes, max_score, vocab_size, TILE_V, TILE_T)
-        chosen = (token == best).to(tl.float64)
-    tl.store(probs + row * vocab_size + token, chosen, mask=token < vocab_size)
+    sums, _ = scaled_sums(tile_maxes, tile_sums, row, num_tiles, temperature, TILE_T)
+    mass = tl.sum(sums, 0)
+    chosen = _draw(row_logits, sums, max_score, number * mass, temperature, vocab_size, TILE_V, TILE_T)
+    tl.store(token_ids + row, chosen)
+    lowest = tl.full((), -(1 << (KEY_BITS - 1)), tl.int32)
+    _describe(max_scores, keys, last_ids, masses, row, max_score, lowest, row * 0 + vocab_size, mass)
 
 
 def argmax(logits: Tensor) -> Tensor:
     """`argmax_ref` in two launches."""
     _check_logits(logits)
-    none = torch.empty(1, dtype=torch.float64, device=logits.device)
-    values = none, none, none, none, none
+    # Read by nobody, but of the types that the code for sampled rows is compiled with.
+    real, whole = (torch.empty(1, dtype=dtype, device=logits.device) for dtype in (torch.float64, torch.int64))
+    values = real, whole, real, whole, whole
     return _launch_sample(logits, *values, is_greedy=True, has_filters=False, purpose=TARGET).token_ids
 
 
@@ -240,10 +242,10 @@ def sample(
     _check_logits(logits)
     _check_values(logits, temperatures, top_ks, top_ps, seeds)
     check_tensors(logits, positions)
-    require(positions.shape == (len(logits),) and positions.is_contiguous(), "a position for each row")
+    require(positions.shape == (len(logits),), "a position for each row")
     require(seeds.dtype == positions.dtype == torch.int64, "int64 seeds and positions")
     return _launch_sample(
-        logits, temperatures, top_ks, top_ps, seeds, positions,
+        logits, temperatures, top_ks, top_ps, seeds, positions.contiguous(),
         is_greedy=is_greedy, has_filters=has_filters and not is_greedy, purpose=purpose,
     )  # fmt: skip
 
@@ -257,40 +259,19 @@ def _launch_sample(
     is_finite = torch.empty(num_rows, dtype=torch.bool, device=logits.device)
     if num_rows:
         stats = launch_stats(logits, temperatures, top_ks, is_greedy=is_greedy, has_filters=has_filters)
-        cut = launch_cut(logits, temperatures, top_ks, top_ps, stats) if has_filters else no_cut(stats)
+        cut = launch_cut(logits, temperatures, top_ks, top_ps, stats) if has_filters else no_cut(logits)
+        max_scores = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
         _sample_kernel[(num_rows,)](
             logits, temperatures, seeds, positions, stream(purpose), stats.maxes, stats.has_nans, stats.sums,
-            cut.groups, cut.num_listed, cut.keys, cut.last_ids, cut.masses, token_ids, is_finite,
+            cut.groups, cut.num_listed, max_scores, cut.keys, cut.last_ids, cut.masses, token_ids, is_finite,
             vocab_size, logits.stride(0), stats.maxes.shape[1], cut.groups.shape[1], num_rows // len(temperatures),
-            IS_GREEDY=is_greedy, HAS_FILTERS=has_filters, **stats.tiling(), **cut.sizes, num_warps=8,
+            IS_GREEDY=is_greedy, HAS_FILTERS=has_filters, KEY_BITS=KEY_BITS[logits.dtype],
+            **stats.tiling(), **cut.sizes, num_warps=8,
         )  # fmt: skip
+        if not is_greedy:
+            described = Distribution(logits, temperatures, max_scores, cut.keys, cut.last_ids, cut.masses)
+            return Chosen(token_ids, is_finite, described)
     return Chosen(token_ids, is_finite)
-
-
-def filtered_probs(
-    logits: Tensor,
-    temperatures: Tensor,
-    top_ks: Tensor,
-    top_ps: Tensor,
-    *,
-    is_greedy: bool = False,
-    has_filters: bool = True,
-) -> Tensor:
-    """`filtered_probs_ref`, in two launches, or four with filters."""
-    _check_logits(logits)
-    _check_values(logits, temperatures, top_ks, top_ps)
-    has_filters = has_filters and not is_greedy
-    probs = torch.empty(logits.shape, dtype=torch.float64, device=logits.device)
-    if len(logits):
-        stats = launch_stats(logits, temperatures, top_ks, is_greedy=is_greedy, has_filters=has_filters)
-        cut = launch_cut(logits, temperatures, top_ks, top_ps, stats) if has_filters else no_cut(stats)
-        num_rows, num_tiles = stats.maxes.shape
-        _probs_kernel[(num_rows, num_tiles)](
-            logits, temperatures, stats.maxes, stats.sums, cut.num_listed, cut.keys, cut.last_ids, cut.masses, probs,
-            logits.shape[1], logits.stride(0), num_tiles, num_rows // len(temperatures),
-            IS_GREEDY=is_greedy, HAS_FILTERS=has_filters, **stats.tiling(), KEY_BITS=cut.sizes["KEY_BITS"],
-        )  # fmt: skip
-    return probs
 
 
 def _check_logits(logits: Tensor) -> None:

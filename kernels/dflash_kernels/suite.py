@@ -11,7 +11,6 @@ from torch import Tensor
 
 from dflash_kernels.accept import Acceptance, accept_block, accept_block_ref
 from dflash_kernels.block_attention import block_attention, block_attention_ref
-from dflash_kernels.categorical import sample_probs, sample_probs_ref
 from dflash_kernels.context_kv import context_kv_store, context_kv_store_ref
 from dflash_kernels.kv_store import kv_store, kv_store_ref
 from dflash_kernels.launch_config import FLOATS, HAS_TRITON, IS_INTERPRETED, NOT_INSTALLED
@@ -27,7 +26,7 @@ from dflash_kernels.ragged_attention import ragged_attention, ragged_attention_r
 from dflash_kernels.rejection import reject, reject_ref
 from dflash_kernels.rope_norm import add_rms_norm, add_rms_norm_ref, rms_norm, rms_norm_ref
 from dflash_kernels.rope_store import KVPlace, rope_store, rope_store_ref
-from dflash_kernels.sampling import Chosen, argmax, argmax_ref, filtered_probs, filtered_probs_ref, sample, sample_ref
+from dflash_kernels.sampling import Chosen, argmax, argmax_ref, sample, sample_ref
 from dflash_kernels.slot_mapping import slot_mapping, slot_mapping_ref
 
 KernelChoice = Literal["auto", "triton", "reference"]
@@ -50,11 +49,9 @@ class Kernels:
     block_attention: Callable[..., Tensor]
     ragged_attention: Callable[..., Tensor]
     accept_block: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Acceptance]
-    sample_probs: Callable[..., Tensor]
-    filtered_probs: Callable[..., Tensor]
     argmax: Callable[[Tensor], Tensor]
     sample: Callable[..., Chosen]
-    reject: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+    reject: Callable[..., tuple[Tensor, Tensor]]
 
 
 REFERENCE = Kernels(
@@ -71,8 +68,6 @@ REFERENCE = Kernels(
     block_attention=block_attention_ref,
     ragged_attention=ragged_attention_ref,
     accept_block=accept_block_ref,
-    sample_probs=sample_probs_ref,
-    filtered_probs=filtered_probs_ref,
     argmax=argmax_ref,
     sample=sample_ref,
     reject=reject_ref,
@@ -92,8 +87,6 @@ _TRITON = Kernels(
     block_attention=block_attention,
     ragged_attention=ragged_attention,
     accept_block=accept_block,
-    sample_probs=sample_probs,
-    filtered_probs=filtered_probs,
     argmax=argmax,
     sample=sample,
     reject=reject,

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from dflash_kernels.rope_store import KVPlace
 from dflash_kernels.suite import REFERENCE, Kernels, triton_kernels
+from dflash_testing.distributions import reject_probs
 from dflash_testing.tensors import DEVICE, assert_rows_close, normal, random_pages
 
 R, N, H, KV, D, L, V, PAGE = 3, 4, 4, 2, 16, 2, 5000, 16
@@ -87,12 +88,12 @@ CALLS: dict[str, Call] = {
     "context_kv_store": store_context,
     "block_attention": attend,
     "accept_block": lambda k, at: k.accept_block(at["drafts"], at["targets"], at["most"], at["stops"], at["remaining"]),
-    "sample_probs": lambda k, at: (k.sample_probs(at["p"][:, 0], at["seeds"], at["places"]),),
-    "filtered_probs": lambda k, at: (k.filtered_probs(*sampling_rows(at)),),
     "argmax": lambda k, at: (k.argmax(at["logits"]),),
-    "sample": lambda k, at: k.sample(*sampling_rows(at), at["seeds"], at["places"]),
-    "sample greedy": lambda k, at: k.sample(*sampling_rows(at), at["seeds"], at["places"], is_greedy=True),
-    "reject": lambda k, at: decided(*k.reject(*(at[n] for n in ("drafts", "p", "q", "seeds", "places", "most")))),
+    "sample": lambda k, at: k.sample(*sampling_rows(at), at["seeds"], at["places"])[:2],
+    "sample greedy": lambda k, at: k.sample(*sampling_rows(at), at["seeds"], at["places"], is_greedy=True)[:2],
+    "reject": lambda k, at: decided(
+        *reject_probs(k, *(at[n] for n in ("drafts", "p", "q", "seeds", "places", "most")))
+    ),
 }
 
 

@@ -6,13 +6,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from dflash_kernels.categorical import sample_probs_ref
 from dflash_kernels.launch_config import VOCAB_TILE
-from dflash_kernels.rejection import reject, reject_ref
+from dflash_kernels.suite import REFERENCE, triton_kernels
 from dflash_kernels.uniform import DRAFT, TARGET
-from dflash_testing.tensors import DEVICE, normal, whole
+from dflash_testing.distributions import reject_probs, sample_probs_ref
+from dflash_testing.tensors import DEVICE, normal, real, whole
 
 Reject = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def reject(*arguments: Tensor) -> tuple[Tensor, Tensor]:
+    return reject_probs(triton_kernels(), *arguments)
+
+
+def reject_ref(*arguments: Tensor) -> tuple[Tensor, Tensor]:
+    return reject_probs(REFERENCE, *arguments)
+
+
 BOTH = [reject_ref, pytest.param(reject, marks=pytest.mark.gpu)]
 """The distributions take tens of thousands of requests, which the interpreter is too slow for; it is compared with the
 reference one by one instead."""
@@ -151,3 +161,51 @@ def test_an_empty_residual_falls_back_to_the_target(reject_block: Reject) -> Non
     num_accepted, ids = reject_block(seeds[:, None] * 0, p, p[:, :1], seeds, seeds, seeds * 0 + 1)
     assert not num_accepted.any()
     assert torch.equal(ids[:, 0], sample_probs_ref(p[:, 0], seeds, seeds, TARGET))
+
+
+@pytest.mark.parametrize(
+    ("draft_vocab", "dtype"),
+    [
+        (40, torch.float32),
+        pytest.param(None, torch.float32, marks=pytest.mark.slow),
+        pytest.param(40, torch.bfloat16, marks=pytest.mark.gpu),
+        pytest.param(None, torch.bfloat16, marks=pytest.mark.gpu),
+    ],
+)
+def test_kernels_make_probabilities_of_logits_as_the_reference_does(
+    draft_vocab: int | None, dtype: torch.dtype
+) -> None:
+    """Greedy, sampled and filtered requests, over the ids of both models; the draft is near the target."""
+    num_requests, num_drafts, vocab_size = 12, 3, VOCAB_TILE + 7
+    generator = torch.Generator().manual_seed(1)
+    target_ids = torch.randperm(vocab_size, generator=generator)[: draft_vocab or vocab_size].sort().values.to(DEVICE)
+    places = torch.full((vocab_size,), -1, device=DEVICE).index_copy(0, target_ids, whole(*range(len(target_ids))))
+    p_logits = normal(num_requests * (num_drafts + 1), vocab_size) * 4
+    p_logits[:, target_ids[:30]] += 14
+    p_logits[:, (places < 0).nonzero()[:9, 0]] += 15  # likely, and nothing the draft could say
+    near = p_logits.view(num_requests, -1, vocab_size)[:, :-1].flatten(0, 1)
+    q_logits = (near + normal(len(near), vocab_size, seed=1))[:, target_ids].contiguous()
+    p_logits, q_logits = p_logits.to(dtype), q_logits.to(dtype)
+    values = (
+        real(*[(0.0, 0.8, 1.2)[i % 3] for i in range(num_requests)]),
+        whole(*[(0, 6)[i // 3 % 2] for i in range(num_requests)]),
+        real(*[(1.0, 0.9)[i // 6 % 2] for i in range(num_requests)]),
+    )
+    seeds = torch.arange(num_requests, device=DEVICE) * 7919
+    positions = seeds + torch.arange(num_requests, device=DEVICE)
+    rows = positions[:, None] + torch.arange(num_drafts + 1, device=DEVICE)
+    seen = []
+    for kernels in (REFERENCE, triton_kernels()):
+        draft = kernels.sample(q_logits, *values, seeds, rows[:, :-1].flatten(), purpose=DRAFT)
+        target = kernels.sample(p_logits, *values, seeds, rows.flatten())
+        ids = target_ids[draft.token_ids].view(num_requests, num_drafts)
+        sampled = target.token_ids.view(num_requests, -1)
+        num_accepted, out = kernels.reject(
+            ids, sampled, target.distribution, draft.distribution, None if draft_vocab is None else places,
+            seeds, positions, torch.full_like(seeds, num_drafts),
+        )  # fmt: skip
+        is_decided = torch.arange(num_drafts + 1, device=DEVICE) <= num_accepted[:, None]
+        seen.append((ids, num_accepted, torch.where(is_decided, out, -1)))
+    for ours, expected in zip(*seen, strict=True):
+        assert torch.equal(ours, expected)
+    assert len(set(seen[0][1].tolist())) >= num_drafts

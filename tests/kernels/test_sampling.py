@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from dflash_kernels import sampling
-from dflash_kernels.categorical import sample_probs, sample_probs_ref
 from dflash_kernels.launch_config import VOCAB_TILE, jit, tl
-from dflash_kernels.sampling import filtered_probs, filtered_probs_ref
+from dflash_kernels.sampling import filtered_probs_ref
+from dflash_kernels.suite import triton_kernels
 from dflash_kernels.uniform import ACCEPT, DRAFT, RESIDUAL, TARGET, stream, uniform_ref, uniform_tile
+from dflash_testing.distributions import draw_probs, filtered_probs, sample_probs_ref
 from dflash_testing.tensors import DEVICE, DTYPES, normal, real, whole
 
 VOCABS = [1, 63, VOCAB_TILE + 1, 2 * VOCAB_TILE + 15]
@@ -24,6 +25,10 @@ def sample(*rows: Tensor, **options: Any) -> Tensor:
 
 def sample_ref(*rows: Tensor, **options: Any) -> Tensor:
     return sampling.sample_ref(*rows, **options).token_ids
+
+
+def sample_probs(probs: Tensor, *rows: Any) -> Tensor:
+    return draw_probs(triton_kernels(), probs, *rows).token_ids
 
 
 def mixed(num_rows: int, seed: int = 0) -> Rows:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from dflash_kernels.accept import Acceptance
+from dflash_kernels.sampling import Distribution
 from dflash_kernels.slot_mapping import PAD
 from dflash_kernels.uniform import DRAFT
 from dflash_runtime.device.decode_graphs import DecodeGraphs, StepMode
@@ -71,10 +72,10 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """Drafted tokens, and the distributions they were sampled from where they were sampled."""
+    """Drafted tokens, and the distribution of R * (W - 1) rows they were sampled from where they were sampled."""
 
     token_ids: Tensor  # [R, W - 1] over the target's ids; negative where the draft proposes nothing
-    probs: Tensor | None = None  # [R, W - 1, V]
+    distribution: Distribution | Tensor | None = None  # over the draft's ids
 
 
 class Runner:
@@ -93,6 +94,7 @@ class Runner:
         # The last row is never given to a request: graphs fill their batches with it.
         self.state = DeviceState.empty(self.limits.max_num_requests + 1, max_pages, self.device)
         self._upload = Uploader(self.device)
+        self._draft_places = self._find_places()
         self._taps = self.draft.config.target_layer_ids if self.draft else ()
         self.graphs = DecodeGraphs(self._decode, self.limits.max_num_requests, self.device) if pair.has_graphs else None
 
@@ -231,24 +233,24 @@ class Runner:
         logits = self.draft.logits(torch.cat((anchors[:, None], masks), dim=1), positions, attend, num_drafts)
         if sampling.mode.is_greedy or not self.samples_drafts:
             return Proposal(self._to_target(self.kernels.argmax(logits.flatten(0, 1)).view(-1, num_drafts)))
-        has_filters = sampling.mode.has_filters
-        probs = self.kernels.filtered_probs(logits.flatten(0, 1), *sampling.filters(), has_filters=has_filters)
-        seeds = sampling.seeds.repeat_interleave(num_drafts)
-        sampled = self.kernels.sample_probs(probs, seeds, positions[:, 1 : 1 + num_drafts].flatten(), DRAFT)
-        return Proposal(self._to_target(sampled.view(-1, num_drafts)), self._spread_probs(probs, num_drafts))
+        drawn = self.kernels.sample(
+            logits.flatten(0, 1), *sampling.filters(), sampling.seeds, positions[:, 1 : 1 + num_drafts].flatten(),
+            has_filters=sampling.mode.has_filters, purpose=DRAFT,
+        )  # fmt: skip
+        return Proposal(self._to_target(drawn.token_ids.view(-1, num_drafts)), drawn.distribution)
 
     def _to_target(self, draft_ids: Tensor) -> Tensor:
         """Token ids of the draft's vocabulary -> the target's ids."""
         assert self.draft is not None
         return draft_ids if self.draft.target_ids is None else self.draft.target_ids[draft_ids]
 
-    def _spread_probs(self, probs: Tensor, num_drafts: int) -> Tensor:
-        """[R * K, V'] over the draft's ids -> [R, K, V] over the target's."""
-        assert self.draft is not None
-        if self.draft.target_ids is not None:
-            whole = probs.new_zeros((len(probs), self.target.config.vocab_size))
-            probs = whole.index_copy_(1, self.draft.target_ids, probs)
-        return probs.view(-1, num_drafts, probs.shape[-1])
+    def _find_places(self) -> Tensor | None:
+        """The draft's ids of the target's, [V], -1 where it has none; None where they are the same."""
+        if self.draft is None or self.draft.target_ids is None:
+            return None
+        places = torch.full((self.target.config.vocab_size,), -1, dtype=torch.int64, device=self.device)
+        places[self.draft.target_ids] = torch.arange(len(self.draft.target_ids), device=self.device)
+        return places
 
     def _choose(
         self, hidden: Tensor, positions: Tensor, sampling: Sampling, proposal: Proposal, max_accepted: Tensor
@@ -260,19 +262,15 @@ class Runner:
         judged by rejection with their own distribution; others by whether the target would say the same.
         """
         logits = self.target.head(hidden)
-        mode = sampling.mode
-        if proposal.probs is None:
-            chosen, is_finite = self.kernels.sample(
-                logits, *sampling.filters(), sampling.seeds, positions.flatten() + 1,
-                is_greedy=mode.is_greedy, has_filters=mode.has_filters,
-            )  # fmt: skip
-            chosen = chosen.view_as(positions)
-        else:
-            is_finite = logits.amax(-1).isfinite()
-            probs = self.kernels.filtered_probs(logits, *sampling.filters(), has_filters=mode.has_filters)
+        token_ids, is_finite, distribution = self.kernels.sample(
+            logits, *sampling.filters(), sampling.seeds, positions.flatten() + 1,
+            is_greedy=sampling.mode.is_greedy, has_filters=sampling.mode.has_filters,
+        )  # fmt: skip
+        chosen = token_ids.view_as(positions)
+        if proposal.distribution is not None:
             max_accepted, chosen = self.kernels.reject(
-                proposal.token_ids, probs.view(*positions.shape, -1), proposal.probs, sampling.seeds, positions[:, 1],
-                max_accepted,
+                proposal.token_ids, chosen, distribution, proposal.distribution, self._draft_places,
+                sampling.seeds, positions[:, 1], max_accepted,
             )  # fmt: skip
         return chosen, max_accepted, is_finite.view_as(positions).cumprod(1).sum(1)
 
