@@ -5,6 +5,7 @@ From a call to the target's forward it is six calls, and a test counts them:
     LLM.generate -> LLM.stream -> Engine.run -> Engine.step -> Runner.submit -> Runner._decode -> Target
 """
 
+import logging
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from threading import Lock
@@ -27,6 +28,8 @@ from dflash_runtime.scheduling.prefix_cache import PrefixCache
 from dflash_runtime.scheduling.request import Request, RequestOutput, SamplingParams, check_ids
 from dflash_runtime.scheduling.scheduler import Scheduler
 from dflash_runtime.scheduling.width import AdaptiveWidth, WidthPolicy
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +177,12 @@ class LLM:
 
 def find_width_policy(pair: LoadedPair, runner: Runner) -> WidthPolicy | None:
     """An adaptive width, where it is asked for and steps have times; None is the whole block."""
-    if not pair.config.adaptive_width or runner.draft is None or runner.graphs is None:
+    if not pair.config.adaptive_width or runner.draft is None:
+        return None
+    if runner.graphs is None:
+        logger.warning(
+            "adaptive width is off: the steps of this pair are not captured, so their times are not measured"
+        )
         return None
     return AdaptiveWidth(find_step_times(runner), pair.limits.num_draft_tokens)
 
