@@ -180,9 +180,7 @@ def find_width_policy(pair: LoadedPair, runner: Runner) -> WidthPolicy | None:
     if not pair.config.adaptive_width or runner.draft is None:
         return None
     if runner.graphs is None:
-        logger.warning(
-            "adaptive width is off: the steps of this pair are not captured, so their times are not measured"
-        )
+        logger.warning("adaptive width is off because of models whose steps are not captured, and so not measured")
         return None
     return AdaptiveWidth(find_step_times(runner), pair.limits.num_draft_tokens)
 
