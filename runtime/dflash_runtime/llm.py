@@ -182,7 +182,12 @@ def find_width_policy(pair: LoadedPair, runner: Runner) -> WidthPolicy | None:
     if runner.graphs is None:
         logger.warning("adaptive width is off because of models whose steps are not captured, and so not measured")
         return None
-    return AdaptiveWidth(find_step_times(runner), pair.limits.num_draft_tokens)
+    try:
+        return AdaptiveWidth(find_step_times(runner), pair.limits.num_draft_tokens)
+    except torch.OutOfMemoryError:
+        torch.cuda.empty_cache()
+        logger.warning("adaptive width is off because of memory, which does not hold all steps that are to be measured")
+        return None
 
 
 def _requests(

@@ -204,9 +204,9 @@ class AdaptiveWidth:
             hoped = _tokens_by_width(self._hoped, widths, times)
             trial = max(wider, key=lambda width: hoped[width] / times[width])
         ms_per_token = times[own] / tokens[own]
-        # Rows beyond the own width may give nothing, or what they gave when they were last verified.
-        at_worst = times[trial] - tokens[own] * ms_per_token
-        cost = max(times[trial] - tokens[trial] * ms_per_token, at_worst / 2, TRIAL_SHARE * times[own])
+        # Rows beyond the own width give what they gave when they were last verified, or nothing.
+        expected, at_worst = times[trial] - tokens[trial] * ms_per_token, times[trial] - times[own]
+        cost = max(expected, at_worst / 2, TRIAL_SHARE * times[own])
         self._saved_ms = min(self._saved_ms, 2 * cost)
         if self._saved_ms < cost:
             return None
