@@ -4,6 +4,7 @@ A reference is what the commands take too: a directory, `org/repo`, `org/repo@re
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -145,7 +146,8 @@ def evaluate(
     """Measure the acceptance of a pair, as `dflash eval-acceptance` does. Without `prompts`, on the bundled ones.
 
     `Evaluation.total.counts.acceptance_len` is the acceptance length, `Evaluation.total.interval` its interval, and
-    `Evaluation.failures` are the prompts that could not be measured, which are in neither.
+    `Evaluation.failures` are the prompts that could not be measured, which are in neither. Whole blocks are verified,
+    whatever the config says of adaptive width: acceptance would be capped.
 
     Raises:
         UsageError, RequestError: a pair or prompts that cannot be served; and whatever loading raises.
@@ -154,9 +156,8 @@ def evaluate(
     from dflash_cli.evaluation.measure import EvaluationRequest, measure
     from dflash_cli.generation.loaded_pair import open_session
 
-    session = open_session(
-        str(draft), None if target is None else str(target), config or EngineConfig(), causality=causality
-    )
+    config = replace(config or EngineConfig(), adaptive_width=False)
+    session = open_session(str(draft), None if target is None else str(target), config, causality=causality)
     rows = _rows(prompts)
     is_tiny = is_bundled(str(draft)) and (target is None or is_bundled(str(target)))
     source = PromptSource(

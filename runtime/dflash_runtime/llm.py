@@ -5,6 +5,7 @@ From a call to the target's forward it is six calls, and a test counts them:
     LLM.generate -> LLM.stream -> Engine.run -> Engine.step -> Runner.submit -> Runner._decode -> Target
 """
 
+import logging
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from threading import Lock
@@ -28,6 +29,8 @@ from dflash_runtime.scheduling.request import Request, RequestOutput, SamplingPa
 from dflash_runtime.scheduling.scheduler import Scheduler
 from dflash_runtime.scheduling.width import AdaptiveWidth, WidthPolicy
 from dflash_runtime.warm_up import warm_up
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,9 +204,17 @@ class LLM:
 
 def find_width_policy(pair: LoadedPair, runner: Runner) -> WidthPolicy | None:
     """An adaptive width, where it is asked for and steps have times; None is the whole block."""
-    if not pair.config.adaptive_width or runner.draft is None or runner.graphs is None:
+    if not pair.config.adaptive_width or runner.draft is None:
         return None
-    return AdaptiveWidth(find_step_times(runner), pair.limits.num_draft_tokens)
+    if runner.graphs is None:
+        logger.warning("adaptive width is off because of models whose steps are not captured, and so not measured")
+        return None
+    try:
+        return AdaptiveWidth(find_step_times(runner), pair.limits.num_draft_tokens)
+    except torch.OutOfMemoryError:
+        torch.cuda.empty_cache()
+        logger.warning("adaptive width is off because of memory, which does not hold all steps that are to be measured")
+        return None
 
 
 def _requests(

@@ -18,6 +18,7 @@ from dflash_runtime.models.weights import stack_projections
 from dflash_runtime.scheduling.limits import Limits
 from dflash_runtime.scheduling.request import RequestOutput, SamplingParams
 from dflash_testing.pairs import bundled_prompts, random_draft_config, random_target, random_weights
+from dflash_testing.widths import ListedWidths
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON or torch.cuda.is_available(), reason="needs Triton's interpreter")
 
@@ -35,7 +36,9 @@ CASES: list[Case] = [
 """Changes of the draft, of the engine, of the sampling."""
 
 
-def generate(kernels: str, case: Case, lengths: tuple[int, ...], max_new_tokens: int) -> list[RequestOutput]:
+def generate(
+    kernels: str, case: Case, lengths: tuple[int, ...], max_new_tokens: int, widths: tuple[int, ...] = ()
+) -> list[RequestOutput]:
     """A small pair from seeds, on one set of kernels."""
     draft_changes, engine, sampling = case
     suite = triton_kernels() if kernels == "triton" else REFERENCE
@@ -55,6 +58,7 @@ def generate(kernels: str, case: Case, lengths: tuple[int, ...], max_new_tokens:
         config=EngineConfig(kernels=kernels, num_pages=30, page_size=8, max_num_requests=2, **engine),
     )
     llm = LLM(pair)
+    llm.engine.scheduler.width_policy = ListedWidths(widths)
     prompts = [
         [token % 97 for token in prompt[:length]] for prompt, length in zip(bundled_prompts(), lengths, strict=False)
     ]
@@ -68,9 +72,9 @@ def add_map(draft: DraftConfig, weights: dict[str, torch.Tensor]) -> None:
         weights[DRAFT_TO_TARGET] = ids - torch.arange(draft.draft_vocab_size)
 
 
-def compare(case: Case, lengths: tuple[int, ...], max_new_tokens: int) -> None:
-    wanted = generate("reference", case, lengths, max_new_tokens)
-    found = generate("triton", case, lengths, max_new_tokens)
+def compare(case: Case, lengths: tuple[int, ...], max_new_tokens: int, widths: tuple[int, ...] = ()) -> None:
+    wanted = generate("reference", case, lengths, max_new_tokens, widths)
+    found = generate("triton", case, lengths, max_new_tokens, widths)
     assert [output.token_ids for output in found] == [output.token_ids for output in wanted]
     assert [output.drafts for output in found] == [output.drafts for output in wanted]
 
@@ -91,6 +95,12 @@ def test_triton_equals_reference(case: Case) -> None:
     """
     is_filtered = "top_k" in case[2]
     compare(case, (10, 3) if is_filtered else (3, 5, 10), 3 if is_filtered else 4)
+
+
+@pytest.mark.parametrize("draft_sampling", ["greedy", "probabilistic"])
+def test_triton_equals_reference_at_changing_widths(draft_sampling: str) -> None:
+    """Narrower than the block, as wide, and plain."""
+    compare(({}, {"draft_sampling": draft_sampling}, {"temperature": 1.0}), (3, 5), 5, (2, 3, 1, 4))
 
 
 @pytest.mark.slow

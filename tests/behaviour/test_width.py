@@ -217,3 +217,17 @@ def test_a_width_adapts_only_where_it_is_asked_for_and_steps_have_times(monkeypa
         policy = find_width_policy(llm.pair, llm.engine.runner)
         assert isinstance(policy, AdaptiveWidth) == (is_asked and has_draft and has_graphs)
         assert isinstance(llm.engine.scheduler.width_policy, FixedWidth)
+
+
+def test_without_memory_for_what_is_to_be_measured_whole_blocks_are_verified(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(runner: Runner) -> StepTimes:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr("dflash_runtime.llm.find_step_times", fail)
+    llm = bundled_llm(bundled_draft_model(), 7, adaptive_width=True)
+    assert "models whose steps are not captured" in caplog.text
+    monkeypatch.setattr(llm.engine.runner, "graphs", object())
+    assert find_width_policy(llm.pair, llm.engine.runner) is None
+    assert "because of memory" in caplog.text

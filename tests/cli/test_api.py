@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import dflash_cli
+from dflash_runtime.config import EngineConfig
 from dflash_runtime.errors import UsageError
 from dflash_runtime.scheduling.request import SamplingParams
 from dflash_testing.paths import ROOT
@@ -70,3 +71,11 @@ def test_a_pair_is_measured_on_texts_ids_or_a_file(tmp_path: Path) -> None:
     by_value = dflash_cli.evaluate("tiny", "tiny", prompts=["def f(", [5, 6, 7]], params=params)
     assert by_file.total.counts == by_value.total.counts
     assert by_file.total.num_requests == 2
+
+
+def test_acceptance_is_measured_on_whole_blocks_whatever_the_config_says(caplog: pytest.LogCaptureFixture) -> None:
+    config = EngineConfig(device="cpu", adaptive_width=True)
+    found = dflash_cli.evaluate("tiny", prompts=["def f("], params=SamplingParams(max_new_tokens=8), config=config)
+    assert found.measured["adaptive_width"] is False
+    assert not found.total.counts.is_capped
+    assert "adaptive width" not in caplog.text  # it was not even tried

@@ -86,7 +86,7 @@ def measure(runner: Runner, batches: tuple[int, ...], widths: tuple[int, ...], o
 
 def describe(runner: Runner) -> dict[str, Any]:
     """All that step times depend on."""
-    draft = runner.draft.config if runner.draft is not None else None
+    draft, limits = runner.draft.config if runner.draft is not None else None, runner.limits
     return {
         "gpu": torch.cuda.get_device_name(runner.device) if runner.device.type == "cuda" else platform.machine(),
         "torch": torch.__version__,
@@ -96,7 +96,9 @@ def describe(runner: Runner) -> dict[str, Any]:
         "draft": _plain(draft),
         "dtype": str(runner.target_kv.keys.dtype),
         "draft_sampling": "probabilistic" if runner.samples_drafts else "greedy",
-        **asdict(runner.limits),
+        "num_draft_tokens": limits.num_draft_tokens,
+        "max_num_requests": limits.max_num_requests,
+        "max_model_len": limits.max_model_len,
         "page_size": runner.page_size,
     }
 

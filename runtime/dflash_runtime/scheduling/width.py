@@ -13,7 +13,7 @@ Choices follow from observations alone, which may come steps after their choice.
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol
@@ -46,8 +46,8 @@ HOPED_RATE = 0.85
 class WidthPolicy(Protocol):
     """Who decides on the verify width of each step, and hears what was accepted."""
 
-    def candidates(self, batch: int, widest: int) -> Sequence[int]:
-        """The widths that steps of so many requests can have, where they ask for `widest` at most."""
+    def candidates(self, batch: int, widths: Collection[int]) -> list[int]:
+        """The widths that steps of so many requests can have, where each asks for one of `widths` at most."""
         ...
 
     def choose(self, widths: Sequence[int], num_context: int) -> int:
@@ -65,8 +65,8 @@ class WidthPolicy(Protocol):
 class FixedWidth:
     """As many rows as any request asks for."""
 
-    def candidates(self, batch: int, widest: int) -> Sequence[int]:
-        return (widest,)
+    def candidates(self, batch: int, widths: Collection[int]) -> list[int]:
+        return sorted(set(widths))
 
     def choose(self, widths: Sequence[int], num_context: int) -> int:
         return max(widths)
@@ -155,7 +155,11 @@ class AdaptiveWidth:
         self._width: int | None = None
         self._saved_ms = 0.0
 
-    def candidates(self, batch: int, widest: int) -> list[int]:
+    def candidates(self, batch: int, widths: Collection[int]) -> list[int]:
+        """See `WidthPolicy`."""
+        return sorted({width for widest in set(widths) for width in self._candidates(batch, widest)})
+
+    def _candidates(self, batch: int, widest: int) -> list[int]:
         """Narrowest first, without those that save next to nothing against a wider one."""
         row = self._times.row(batch)
         kept = [widest if widest in row else max(width for width in row if width <= widest)]
@@ -186,7 +190,7 @@ class AdaptiveWidth:
         key = batch, widest
         if key not in self._rows:
             row = self._times.row(batch)
-            self._rows[key] = {width: row[width] for width in self.candidates(batch, widest)}
+            self._rows[key] = {width: row[width] for width in self._candidates(batch, widest)}
         plain = self._times.context_ms * num_context
         drafting = plain + self._times.draft_context_ms * num_context
         return {width: ms + (drafting if width > 1 else plain) for width, ms in self._rows[key].items()}
@@ -204,9 +208,9 @@ class AdaptiveWidth:
             hoped = _tokens_by_width(self._hoped, widths, times)
             trial = max(wider, key=lambda width: hoped[width] / times[width])
         ms_per_token = times[own] / tokens[own]
-        # Rows beyond the own width may give nothing, or what they gave when they were last verified.
-        at_worst = times[trial] - tokens[own] * ms_per_token
-        cost = max(times[trial] - tokens[trial] * ms_per_token, at_worst / 2, TRIAL_SHARE * times[own])
+        # Rows beyond the own width give what they gave when they were last verified, or nothing.
+        expected, at_worst = times[trial] - tokens[trial] * ms_per_token, times[trial] - times[own]
+        cost = max(expected, at_worst / 2, TRIAL_SHARE * times[own])
         self._saved_ms = min(self._saved_ms, 2 * cost)
         if self._saved_ms < cost:
             return None

@@ -417,11 +417,24 @@ def test_an_output_is_replaced_only_on_demand(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [(["--confidence", "1"], "--confidence 1"), (["-k", "0"], "no acceptance to measure"),
-     (["--resume"], "--resume needs --rows")],
+     (["--verify-width", "1"], "no acceptance to measure"), (["--resume"], "--resume needs --rows")],
 )  # fmt: skip
 def test_options_that_make_no_sense_are_refused(options: list[str], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         run(*options)
+
+
+def test_a_narrow_verification_is_called_capped_and_says_nothing_of_the_rest(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    done = run(*SMALL, "--verify-width", "3", "--rows", str(rows))
+    assert "at most 8, capped: of 7 drafted tokens 2 were verified" in done.stdout
+    positions = done.stdout.split("by position")[1].split("\n\n")[0].split("\n")[2:]
+    assert [line.split()[0] for line in positions if line.strip()] == ["1", "2"]
+    resumed = run(*SMALL, "--verify-width", "3", "--rows", str(rows), "--resume", "--json")
+    document = json.loads(resumed.stdout)
+    assert document["is_capped"] is True
+    assert document["per_pos_verified"][2:] == [0] * 5
+    assert document["per_pos_conditional_rates"][2:] == [None] * 5
 
 
 def test_sampled_acceptance_is_lower_and_seeded() -> None:

@@ -1,7 +1,7 @@
 """Width policies that do not adapt: widths from a list, and random ones."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 
 class ListedWidths:
@@ -12,8 +12,8 @@ class ListedWidths:
         self.chosen: list[int] = []
         self.observed: list[tuple[int, int]] = []
 
-    def candidates(self, batch: int, widest: int) -> Sequence[int]:
-        return range(1, widest + 1)
+    def candidates(self, batch: int, widths: Collection[int]) -> list[int]:
+        return list(range(1, max(widths) + 1))
 
     def choose(self, widths: Sequence[int], num_context: int) -> int:
         wanted = self._widths[len(self.chosen)] if len(self.chosen) < len(self._widths) else max(widths)

@@ -211,10 +211,12 @@ def test_long_context_is_read_whatever_the_width_and_makes_wide_steps_cheaper() 
 
 def test_candidates_leave_out_what_saves_next_to_nothing() -> None:
     policy = AdaptiveWidth(TIMES, K)
-    assert policy.candidates(1, BLOCK) == [1, 16]
-    assert set(policy.candidates(32, BLOCK)) >= {1, 4, 6, 8, 12, 16}
-    assert policy.candidates(32, 7) == [width for width in policy.candidates(32, BLOCK) if width < 7]
-    assert policy.candidates(32, 1) == [1]
+    assert policy.candidates(1, [BLOCK]) == [1, 16]
+    assert set(policy.candidates(32, [BLOCK])) >= {1, 4, 6, 8, 12, 16}
+    assert policy.candidates(32, [7]) == [width for width in policy.candidates(32, [BLOCK]) if width < 7]
+    assert policy.candidates(32, [1]) == [1]
+    assert set(policy.candidates(32, [3, BLOCK])) == {*policy.candidates(32, [BLOCK]), 3}
+    assert FixedWidth().candidates(32, [3, BLOCK, 3]) == [3, BLOCK]
     assert widths_for(K) == (1, 2, 3, 4, 6, 8, 12, 16)
     assert widths_for(4) == (1, 2, 3, 4, 5)
     assert widths_for(7) == (1, 2, 3, 4, 6, 8)
