@@ -112,14 +112,15 @@ def test_head_sizes(head_dim: int, dtype: torch.dtype) -> None:
     check(lay_out([5, 40], [40, 3]), 2, 1, head_dim, dtype)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("shape", [RaggedShape(16, 16, 4, 2), RaggedShape(64, 32, 4, 2)], ids=str)
 def test_parts_of_long_segments_beside_short_ones(
-    shape: RaggedShape, window: int | None, monkeypatch: pytest.MonkeyPatch
+    shape: RaggedShape, window: int | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a window most parts see nothing, and some rows of a part see nothing."""
     monkeypatch.setattr(module, "MIN_PART", 1)
-    plan = check(lay_out([3, 20, 1], [600, 2, 333]), 2, 1, 16, torch.float32, window, shape)
+    plan = check(lay_out([3, 20, 1], [600, 2, 333]), 2, 1, 16, dtype, window, shape)
     assert plan.num_parts > len(plan.sums) > 1
     assert len(plan.tiles) > plan.num_parts  # the short ones are not cut
 
