@@ -130,6 +130,10 @@ def test_work_is_shared_evenly_and_short_work_not_at_all() -> None:
     alone = plan_ragged(lay_out([16], [5000]), 8, 2, SHAPE, device)
     assert [tile[5:] for tile in alone.tiles] == [(part, 8, part) for part in range(8)]
     assert len(alone.sums) == 1
+    (long,) = lay_out([2048], [0])
+    seen = [(tile[4] + SHAPE.rows - 1) // 4 // SHAPE.keys for tile in plan_ragged([long], 8, 2, SHAPE, device).tiles]
+    assert seen == sorted(seen, reverse=True)
+    assert len(set(seen)) == 32
     many = plan_ragged(lay_out([512] * 32, [0] * 32), 8, 2, SHAPE, device)
     assert not many.sums
     assert len(many.tiles) == 32 * 16

@@ -30,6 +30,7 @@ def test_rows_are_given_to_several_requests_at_once_and_others_are_left_alone() 
     requests = [
         request(4, temperature=0.5, top_k=7, top_p=0.25, seed=-5, stop_token_ids=(8, 9)),
         request(1, verify_width=3, seed=2**62, stop_token_ids=(4,), ignore_eos=True),
+        request(0),
     ]
     additions = [PageAddition(4, 0, (11, 12)), PageAddition(1, 0, ()), PageAddition(1, 0, (13,)),
                  PageAddition(4, 2, (14,)), PageAddition(3, 4, (15,))]  # fmt: skip
@@ -43,13 +44,15 @@ def test_rows_are_given_to_several_requests_at_once_and_others_are_left_alone() 
     assert state.top_ps[rows].tolist() == [0.25, 1.0]
     assert state.stop_ids[4].tolist()[:3] == [8, 9, -1]
     assert set(state.stop_ids[1].tolist()) == {-1}
-    assert state.done.tolist() == [False, True, False, False, True, False]
+    assert state.done.tolist() == [True, True, False, False, True, False]
     assert state.page_table[rows].tolist() == [[11, 12, 14, 0, 0], [13, 0, 0, 0, 0]]
     assert state.reserved_lens[rows].tolist() == [3 * PAGE, PAGE]
     assert state.page_table[3].tolist() == [77, 77, 77, 77, 15]
     assert state.reserved_lens[3] == 5 * PAGE
-    assert (state.page_table[[0, 2, 5]] == 77).all()
-    assert state.reserved_lens[[0, 2, 5]].tolist() == [77] * 3
+    assert not state.page_table[0].any()
+    assert state.reserved_lens[0] == 0
+    assert (state.page_table[[2, 5]] == 77).all()
+    assert state.reserved_lens[[2, 5]].tolist() == [77] * 2
 
 
 def test_nothing_is_asked_of_the_device_without_need() -> None:
