@@ -1,4 +1,4 @@
-"""Causal attention of rows of several requests, packed one request after the other: prefill in one launch.
+"""Causal attention of rows of several requests, one request after the other: prefill in one launch.
 
 The definition is that of `block_attention`, with blocks that differ in length: row i of a segment stands at position
 `context_len + i`, the context `[0, context_len)` is read through the request's row of the page table, and the segments'
@@ -8,7 +8,7 @@ Lengths are known on the host, so the host cuts the rows into tiles, once for al
 of those tiles that are long beside the rest into parts (flash-decoding; see `block_attention`). The kernel finds all
 of that in one tensor: no argument changes from step to step, so nothing is compiled for lengths not seen before.
 
-Axis letters: T packed rows, S slots, B rows of the page table, P pages, H heads, KV heads of keys and values, D head
+Axis letters: T flat rows, S slots, B rows of the page table, P pages, H heads, KV heads of keys and values, D head
 dim, M tiles, C tiles with several parts.
 """
 
@@ -52,7 +52,7 @@ MIN_PART = 4
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """The packed rows of one request: `num_rows` from `first_row` on, after a context that is in its pages already."""
+    """The flat rows of one request: `num_rows` from `first_row` on, after a context that is in its pages already."""
 
     first_row: int
     num_rows: int
@@ -79,7 +79,7 @@ class RaggedPlan:
 def plan_ragged(
     segments: Sequence[Segment], num_heads: int, num_kv: int, shape: RaggedShape, device: torch.device
 ) -> RaggedPlan:
-    """Cut packed rows into tiles, longest first, and the keys of the longest into parts if the device were idle else.
+    """Cut flat rows into tiles, longest first, and the keys of the longest into parts where few tiles would fill the device.
 
     A part has at least an even share of all the work, by programs that run at once.
     """

@@ -1,4 +1,4 @@
-"""Attention of packed rows: the definition segment by segment, and the kernel against it in float64."""
+"""Attention of flat rows: the definition segment by segment, and the kernel against it in float64."""
 
 import os
 import subprocess
@@ -71,7 +71,7 @@ def test_the_definition_is_that_of_blocks(window: int | None) -> None:
     pages = pages_of(segments, 2, 16, torch.float32)
     query, keys, values = (normal(21, heads, 16, seed=heads) for heads in (4, 2, 2))
     plan = plan_ragged(segments, 4, 2, SHAPE, DEVICE)
-    packed = ragged_attention_ref(
+    flat = ragged_attention_ref(
         query, keys, values, pages.key_cache, pages.value_cache, pages.page_table, plan, place(plan),
         page_size=PAGE, window=window,
     )  # fmt: skip
@@ -83,13 +83,13 @@ def test_the_definition_is_that_of_blocks(window: int | None) -> None:
             pages.page_table[segment.table_row, :num_pages][None], torch.tensor([segment.context_len], device=DEVICE),
             page_size=PAGE, is_causal=True, window=window,
         )  # fmt: skip
-        assert torch.equal(packed[rows], alone[0])
+        assert torch.equal(flat[rows], alone[0])
     together = block_attention_ref(
         query.view(3, 7, -1, 16), keys.view(3, 7, -1, 16), values.view(3, 7, -1, 16),
         pages.key_cache, pages.value_cache, pages.page_table.flip(0), pages.context_lens.flip(0),
         page_size=PAGE, is_causal=True, window=window,
     )  # fmt: skip
-    assert torch.allclose(packed, together.flatten(0, 1), atol=1e-6)
+    assert torch.allclose(flat, together.flatten(0, 1), atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
