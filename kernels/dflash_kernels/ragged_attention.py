@@ -79,7 +79,7 @@ class RaggedPlan:
 def plan_ragged(
     segments: Sequence[Segment], num_heads: int, num_kv: int, shape: RaggedShape, device: torch.device
 ) -> RaggedPlan:
-    """Cut flat rows into tiles, longest first, and the keys of the longest into parts where few tiles would fill the device.
+    """Cut flat rows into tiles, longest first, and the keys of the longest into parts where tiles are few.
 
     A part has at least an even share of all the work, by programs that run at once.
     """

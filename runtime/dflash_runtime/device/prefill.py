@@ -1,8 +1,8 @@
 """Prefill: all chunks of a step in one forward, whatever prompts they are of.
 
-Flat rows are those of one chunk after the other. Lengths, which the host knows, go up in one copy together with the tokens;
-positions and slots are made of them on the device. After the forward the first tokens of all prompts that end in it are
-chosen together, and their rows of the device state switched on, as are those of resumed requests.
+Flat rows are those of one chunk after the other. Lengths, which the host knows, go up in one copy together with the
+tokens; positions and slots are made of them on the device. After the forward the first tokens of all prompts that end
+in it are chosen together, and their rows of the device state switched on, as are those of resumed requests.
 
 Axis letters: T flat rows, G chunks, E requests whose prefill ends, F those of them whose first token is chosen.
 """
