@@ -39,7 +39,7 @@ LARGEST_ERROR = 1e-2
 
 
 class Batch:
-    """Packed prompts with their context in pages of a shuffled order."""
+    """Prompts one after the other, with their context in pages of a shuffled order."""
 
     def __init__(self, rows: list[int], contexts: list[int]) -> None:
         firsts = list(itertools.accumulate(rows, initial=0))
@@ -54,7 +54,7 @@ class Batch:
         )
         self.exact = self._attend_exactly()
 
-    def packed(self, shape: RaggedShape) -> Callable[[], Tensor]:
+    def together(self, shape: RaggedShape) -> Callable[[], Tensor]:
         """A call of the kernel with its plan made and placed."""
         plan = plan_ragged(self.segments, HEADS, KV, shape, self.table.device)
         placed = torch.tensor(plan.ints, device="cuda")
@@ -115,7 +115,7 @@ def shapes() -> Iterator[RaggedShape]:
 def time_shape(batch: Batch, shape: RaggedShape) -> float | None:
     """Microseconds, or None where the cut does not run on this device, or not right."""
     try:
-        call = batch.packed(shape)
+        call = batch.together(shape)
         error = batch.error_of(call())
         if not error < LARGEST_ERROR:
             print(f"  WRONG: {shape}, relative error {error:.1e}", flush=True)

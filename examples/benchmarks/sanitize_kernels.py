@@ -9,6 +9,8 @@ PYTORCH_NO_CUDA_MEMORY_CACHING=1 gives each tensor an allocation of its own, so 
 import torch
 from torch import Tensor
 
+from dflash_kernels.launch_config import ragged_shape
+from dflash_kernels.ragged_attention import Segment, plan_ragged
 from dflash_kernels.rope_store import KVPlace
 from dflash_kernels.suite import triton_kernels
 
@@ -51,6 +53,14 @@ def main() -> None:
     kernels.block_attention(
         *long, key_cache[0], value_cache[0], table[:1], lens[:1], page_size=PAGE, is_causal=True, window=None
     )
+    for rows, contexts in (([7, 1, 392], [20, 0, 5]), ([400, 0, 0], [33, 0, 0])):
+        firsts = (0, rows[0], rows[0] + rows[1])
+        segments = [Segment(*item) for item in zip(firsts, rows, contexts, range(3), strict=True) if item[1]]
+        plan = plan_ragged(segments, HEADS, KV, ragged_shape(HEAD_DIM, 2), lens.device)
+        kernels.ragged_attention(
+            *(tensor[0] for tensor in long), key_cache[0], value_cache[0], table, plan,
+            torch.tensor(plan.ints, device="cuda"), page_size=PAGE, window=None,
+        )  # fmt: skip
     ids = torch.randint(0, 3, (REQUESTS, ROWS), device="cuda")
     most, stops = torch.full_like(lens, ROWS), torch.full((REQUESTS, 2), -1, device="cuda")
     kernels.accept_block(ids[:, :-1], ids, most, stops, most)

@@ -9,13 +9,14 @@ from dflash_kernels.launch_config import jit, tl
 
 
 @jit
-def _attend(queries, keys, values, is_visible, acc, row_max, weight_sum, scale):
+def _attend(queries, keys, values, is_visible, acc, row_max, weight_sum, scale, IS_FULL: tl.constexpr):
     """Add one tile of keys to a running softmax, in base 2. Rows that have seen no key yet keep `row_max` at -inf."""
-    scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
-    scores = tl.where(is_visible, scores, float("-inf"))
-    new_max = tl.maximum(row_max, tl.max(scores, 1))
+    scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
+    if not IS_FULL:
+        scores = tl.where(is_visible, scores, float("-inf"))
+    new_max = tl.maximum(row_max, tl.max(scores, 1) * scale)
     shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-    weights = tl.exp2(scores - shift[:, None])
+    weights = tl.exp2(scores * scale - shift[:, None])  # one operation an element: scaling is left for here
     rescale = tl.exp2(row_max - shift)
     acc = tl.dot(weights.to(values.dtype), values, acc * rescale[:, None], input_precision="ieee")
     return acc, new_max, weight_sum * rescale + tl.sum(weights, 1)
@@ -59,50 +60,63 @@ def _context_slots(page_table, position, readable_len, PAGE_SIZE: tl.constexpr):
 
 
 @jit
-def _load_keys(source, row, row_stride, dim, is_key, HEAD_DIM: tl.constexpr):
+def _load_keys(
+    source, row, row_stride, dim, is_key, HEAD_DIM: tl.constexpr, TILE_D: tl.constexpr, IS_FULL: tl.constexpr
+):
     """[TILE_N, TILE_D] of keys or values. Rows past the last key may be NaN in memory and are returned as zero."""
-    return tl.load(
-        source + (row * row_stride)[:, None] + dim[None, :], mask=is_key[:, None] & (dim < HEAD_DIM)[None, :], other=0.0
-    )
+    address = source + (row * row_stride)[:, None] + dim[None, :]
+    if IS_FULL and HEAD_DIM == TILE_D:
+        tile = tl.load(address)
+    else:
+        tile = tl.load(address, mask=is_key[:, None] & (dim < HEAD_DIM)[None, :], other=0.0)
+    return tile
 
 
 @jit
 def walk_context(
     queries, row, dim, keys, values, keys_row, values_row, page_table, context_len, readable_len, begin, end,
     acc, row_max, weight_sum, scale,
-    HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, TILE_N: tl.constexpr,
+    HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr,
+    TILE_N: tl.constexpr, TILE_D: tl.constexpr, IS_FULL: tl.constexpr,
 ):  # fmt: skip
+    """Walk tiles `[begin, end)` of the context. IS_FULL says that every row sees every key of them."""
     slot = _context_slots(page_table, begin * TILE_N + tl.arange(0, TILE_N), readable_len, PAGE_SIZE)
     for step in range(begin, end):
         position = step * TILE_N + tl.arange(0, TILE_N)
         is_key = position < readable_len
         # Slots are looked up a tile ahead: keys whose address waits for a load would not be fetched ahead of their use.
         next_slot = _context_slots(page_table, position + TILE_N, readable_len, PAGE_SIZE)
-        key_tile = _load_keys(keys, slot, keys_row, dim, is_key, HEAD_DIM)
-        value_tile = _load_keys(values, slot, values_row, dim, is_key, HEAD_DIM)
+        key_tile = _load_keys(keys, slot, keys_row, dim, is_key, HEAD_DIM, TILE_D, IS_FULL)
+        value_tile = _load_keys(values, slot, values_row, dim, is_key, HEAD_DIM, TILE_D, IS_FULL)
         slot = next_slot
         is_visible = is_key[None, :]
         if WINDOW:
             is_visible = is_visible & (context_len + row[:, None] - position[None, :] < WINDOW)
-        acc, row_max, weight_sum = _attend(queries, key_tile, value_tile, is_visible, acc, row_max, weight_sum, scale)
+        acc, row_max, weight_sum = _attend(
+            queries, key_tile, value_tile, is_visible, acc, row_max, weight_sum, scale, IS_FULL
+        )
     return acc, row_max, weight_sum
 
 
 @jit
 def walk_block(
     queries, row, dim, keys, values, keys_row, values_row, num_rows, begin, end, acc, row_max, weight_sum, scale,
-    HEAD_DIM: tl.constexpr, IS_CAUSAL: tl.constexpr, WINDOW: tl.constexpr, TILE_N: tl.constexpr,
+    HEAD_DIM: tl.constexpr, IS_CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    TILE_N: tl.constexpr, TILE_D: tl.constexpr, IS_FULL: tl.constexpr,
 ):  # fmt: skip
+    """Walk tiles `[begin, end)` of the block's own keys. IS_FULL says that every row sees every key of them."""
     for step in range(begin, end):
         position = step * TILE_N + tl.arange(0, TILE_N)
         is_key = position < num_rows
-        key_tile = _load_keys(keys, position.to(tl.int64), keys_row, dim, is_key, HEAD_DIM)
-        value_tile = _load_keys(values, position.to(tl.int64), values_row, dim, is_key, HEAD_DIM)
+        key_tile = _load_keys(keys, position.to(tl.int64), keys_row, dim, is_key, HEAD_DIM, TILE_D, IS_FULL)
+        value_tile = _load_keys(values, position.to(tl.int64), values_row, dim, is_key, HEAD_DIM, TILE_D, IS_FULL)
         is_visible = is_key[None, :]
         if IS_CAUSAL:
             is_visible = is_visible & (position[None, :] <= row[:, None])
         if WINDOW:
             distance = row[:, None] - position[None, :]
             is_visible = is_visible & (distance < WINDOW) & (distance > -WINDOW)
-        acc, row_max, weight_sum = _attend(queries, key_tile, value_tile, is_visible, acc, row_max, weight_sum, scale)
+        acc, row_max, weight_sum = _attend(
+            queries, key_tile, value_tile, is_visible, acc, row_max, weight_sum, scale, IS_FULL
+        )
     return acc, row_max, weight_sum

@@ -138,12 +138,13 @@ def _block_attention_kernel(
         key_cache_row, value_cache_row, page_table + request * table_stride, context_len, readable_len,
         context_begin, context_end,
         tl.zeros((TILE_M, TILE_D), tl.float32), tl.full((TILE_M,), float("-inf"), tl.float32),
-        tl.zeros((TILE_M,), tl.float32), scale, HEAD_DIM, PAGE_SIZE, WINDOW, TILE_N,
+        tl.zeros((TILE_M,), tl.float32), scale, HEAD_DIM, PAGE_SIZE, WINDOW, TILE_N, TILE_D, False,
     )  # fmt: skip
     acc, row_max, weight_sum = walk_block(
         queries, row, dim, block_keys + request * num_rows * keys_row + kv_head * keys_head,
         block_values + request * num_rows * values_row + kv_head * values_head, keys_row, values_row, num_rows,
         block_begin, block_end, acc, row_max, weight_sum, scale, HEAD_DIM, IS_CAUSAL, WINDOW, TILE_N,
+        TILE_D, False,
     )  # fmt: skip
     # A row that sees nothing in this part has the weight 2**-inf in the sum of parts.
     mean = acc / tl.where(weight_sum > 0, weight_sum, 1.0)[:, None]

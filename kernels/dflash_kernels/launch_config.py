@@ -242,14 +242,19 @@ class RaggedShape:
 
 
 RAGGED_SHAPES = (
-    (256, RaggedShape(rows=128, keys=64, num_warps=8, num_stages=3)),
-    (512, RaggedShape(rows=64, keys=32, num_warps=4, num_stages=2)),
-    (1024, RaggedShape(rows=MIN_DOT, keys=16, num_warps=4, num_stages=2)),
+    (2, 128, RaggedShape(rows=128, keys=64, num_warps=8, num_stages=3)),
+    (2, 256, RaggedShape(rows=64, keys=32, num_warps=8, num_stages=2)),
+    (4, 64, RaggedShape(rows=32, keys=32, num_warps=4, num_stages=2)),
+    (4, 128, RaggedShape(rows=MIN_DOT, keys=32, num_warps=4, num_stages=2)),
+    (4, 256, RaggedShape(rows=MIN_DOT, keys=16, num_warps=4, num_stages=2)),
 )
-"""By the bytes of a head's row, at most: wider rows leave shared memory for fewer of them."""
+"""For elements of so many bytes and heads up to this size: what fits in shared memory and, nearly, in registers.
+
+`examples/benchmarks/ragged_shapes.py` compares others.
+"""
 
 
 def ragged_shape(head_dim: int, itemsize: int) -> RaggedShape:
-    """The tiles for heads of this size."""
-    row_bytes = power_of_2(head_dim) * itemsize
-    return next((shape for limit, shape in RAGGED_SHAPES if row_bytes <= limit), RAGGED_SHAPES[-1][1])
+    """The tiles for heads of this size; the references, which take any, are given the smallest."""
+    fitting = (shape for size, limit, shape in RAGGED_SHAPES if size == itemsize and head_dim <= limit)
+    return next(fitting, RAGGED_SHAPES[-1][-1])

@@ -1,4 +1,4 @@
-"""Causal attention of rows of several requests, packed one request after the other: prefill in one launch.
+"""Causal attention of rows of several requests, one request after the other: prefill in one launch.
 
 The definition is that of `block_attention`, with blocks that differ in length: row i of a segment stands at position
 `context_len + i`, the context `[0, context_len)` is read through the request's row of the page table, and the segments'
@@ -8,7 +8,7 @@ Lengths are known on the host, so the host cuts the rows into tiles, once for al
 of those tiles that are long beside the rest into parts (flash-decoding; see `block_attention`). The kernel finds all
 of that in one tensor: no argument changes from step to step, so nothing is compiled for lengths not seen before.
 
-Axis letters: T packed rows, S slots, B rows of the page table, P pages, H heads, KV heads of keys and values, D head
+Axis letters: T flat rows, S slots, B rows of the page table, P pages, H heads, KV heads of keys and values, D head
 dim, M tiles, C tiles with several parts.
 """
 
@@ -52,7 +52,7 @@ MIN_PART = 4
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """The packed rows of one request: `num_rows` from `first_row` on, after a context that is in its pages already."""
+    """The flat rows of one request: `num_rows` from `first_row` on, after a context that is in its pages already."""
 
     first_row: int
     num_rows: int
@@ -79,7 +79,7 @@ class RaggedPlan:
 def plan_ragged(
     segments: Sequence[Segment], num_heads: int, num_kv: int, shape: RaggedShape, device: torch.device
 ) -> RaggedPlan:
-    """Cut packed rows into tiles, longest first, and the keys of the longest into parts if the device were idle else.
+    """Cut flat rows into tiles, longest first, and the keys of the longest into parts where tiles are few.
 
     A part has at least an even share of all the work, by programs that run at once.
     """
@@ -144,6 +144,17 @@ def ragged_attention_ref(
 
 
 @jit
+def _load_tile(tiles):
+    """The fields of this program's tile; those that index rows of tensors are 64 bits wide."""
+    tile = tiles + tl.program_id(0).to(tl.int64) * _TL_TILE_FIELDS
+    return (
+        tl.load(tile), tl.load(tile + 1).to(tl.int32), tl.load(tile + 2).to(tl.int32), tl.load(tile + 3),
+        tl.load(tile + 4).to(tl.int32), tl.load(tile + 5).to(tl.int32), tl.load(tile + 6).to(tl.int32),
+        tl.load(tile + 7),
+    )  # fmt: skip
+
+
+@jit
 def _ragged_attention_kernel(
     query, keys, values, key_cache, value_cache, page_table, tiles, out, parts, part_lses,
     query_row, query_head, keys_row, keys_head, values_row, values_head,
@@ -151,16 +162,8 @@ def _ragged_attention_kernel(
     NUM_KV: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_D: tl.constexpr,
 ):  # fmt: skip
-    tile = tiles + tl.program_id(0).to(tl.int64) * _TL_TILE_FIELDS
     kv_head = tl.program_id(1).to(tl.int64)
-    first_row = tl.load(tile)
-    num_rows = tl.load(tile + 1).to(tl.int32)
-    context_len = tl.load(tile + 2).to(tl.int32)
-    table_row = tl.load(tile + 3)
-    first_packed = tl.load(tile + 4).to(tl.int32)
-    part = tl.load(tile + 5).to(tl.int32)
-    num_parts = tl.load(tile + 6).to(tl.int32)
-    place = tl.load(tile + 7)
+    first_row, num_rows, context_len, table_row, first_packed, part, num_parts, place = _load_tile(tiles)
     packed = first_packed + tl.arange(0, TILE_M)
     row = packed // GROUP
     dim = tl.arange(0, TILE_D)
@@ -174,17 +177,37 @@ def _ragged_attention_kernel(
     context_begin, context_end, block_begin, block_end = share_of_tiles(
         context_len, context_len, first_packed // GROUP, last_row, num_rows, part, num_parts, True, WINDOW, TILE_N
     )
+    # Tiles that all rows see whole come first, and need no mask; with a window there may be none.
+    full_context, full_block = context_begin, block_begin
+    if not WINDOW:
+        full_context = tl.minimum(tl.maximum(context_len // TILE_N, context_begin), context_end)
+        full_block = tl.minimum(tl.maximum((first_packed // GROUP + 1) // TILE_N, block_begin), block_end)
+    table = page_table + table_row * table_stride
+    key_cache += kv_head * key_cache_head
+    value_cache += kv_head * value_cache_head
+    keys += first_row * keys_row + kv_head * keys_head
+    values += first_row * values_row + kv_head * values_head
+    acc = tl.zeros((TILE_M, TILE_D), tl.float32)
+    row_max = tl.full((TILE_M,), float("-inf"), tl.float32)
+    weight_sum = tl.zeros((TILE_M,), tl.float32)
+    if not WINDOW:
+        acc, row_max, weight_sum = walk_context(
+            queries, row, dim, key_cache, value_cache, key_cache_row, value_cache_row, table, context_len, context_len,
+            context_begin, full_context, acc, row_max, weight_sum, scale,
+            HEAD_DIM, PAGE_SIZE, WINDOW, TILE_N, TILE_D, True,
+        )  # fmt: skip
+        acc, row_max, weight_sum = walk_block(
+            queries, row, dim, keys, values, keys_row, values_row, num_rows, block_begin, full_block,
+            acc, row_max, weight_sum, scale, HEAD_DIM, True, WINDOW, TILE_N, TILE_D, True,
+        )  # fmt: skip
     acc, row_max, weight_sum = walk_context(
-        queries, row, dim, key_cache + kv_head * key_cache_head, value_cache + kv_head * value_cache_head,
-        key_cache_row, value_cache_row, page_table + table_row * table_stride, context_len, context_len,
-        context_begin, context_end,
-        tl.zeros((TILE_M, TILE_D), tl.float32), tl.full((TILE_M,), float("-inf"), tl.float32),
-        tl.zeros((TILE_M,), tl.float32), scale, HEAD_DIM, PAGE_SIZE, WINDOW, TILE_N,
+        queries, row, dim, key_cache, value_cache, key_cache_row, value_cache_row, table, context_len, context_len,
+        full_context, context_end, acc, row_max, weight_sum, scale,
+        HEAD_DIM, PAGE_SIZE, WINDOW, TILE_N, TILE_D, False,
     )  # fmt: skip
     acc, row_max, weight_sum = walk_block(
-        queries, row, dim, keys + first_row * keys_row + kv_head * keys_head,
-        values + first_row * values_row + kv_head * values_head, keys_row, values_row, num_rows,
-        block_begin, block_end, acc, row_max, weight_sum, scale, HEAD_DIM, True, WINDOW, TILE_N,
+        queries, row, dim, keys, values, keys_row, values_row, num_rows, full_block, block_end,
+        acc, row_max, weight_sum, scale, HEAD_DIM, True, WINDOW, TILE_N, TILE_D, False,
     )  # fmt: skip
     # A row that sees nothing in this part has the mean 0, and the weight 2**-inf in the sum of parts.
     weight_sum = tl.where(weight_sum > 0, weight_sum, 1.0)
@@ -217,9 +240,9 @@ def _sum_parts_kernel(
     is_row = row < num_rows
     part = tl.arange(0, TILE_S)
     dim = tl.arange(0, TILE_D)
-    source = ((first_part + part)[None, :] * NUM_KV + kv_head) * TILE_M + place[:, None]
+    part_rows = ((first_part + part)[None, :] * NUM_KV + kv_head) * TILE_M + place[:, None]
     is_part = is_row[:, None] & (part < num_parts)[None, :]
-    lses = tl.load(part_lses + source, mask=is_part, other=float("-inf"))
+    lses = tl.load(part_lses + part_rows, mask=is_part, other=float("-inf"))
     max_lse = tl.where(is_row, tl.max(lses, 1), 0.0)
     is_element = is_row[:, None] & (dim < HEAD_DIM)[None, :]
     acc = tl.zeros((TILE_R, TILE_D), tl.float32)

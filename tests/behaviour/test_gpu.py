@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from dflash_kernels import ragged_attention
 from dflash_runtime.metrics import count_acceptance
 from dflash_runtime.scheduling.request import Request, RequestOutput, SamplingParams
 from dflash_testing.gpu import gpu_llm
@@ -141,3 +142,31 @@ def test_poisoned_pages_change_nothing() -> None:
         cache.keys.fill_(torch.nan)
         cache.values.fill_(torch.nan)
     assert [output.drafts for output in llm.generate(prompts, PARAMS)] == [output.drafts for output in clean]
+
+
+def test_first_tokens_of_prompts_in_one_forward_are_those_of_the_cpu() -> None:
+    """Prompts of many lengths, some found in the prefix cache in part, some cut into chunks."""
+    text = [token for prompt in bundled_prompts() for token in prompt]
+    prompts = [tuple(text[7 * index :][: 1 + 5 * index]) for index in range(24)]
+    params = SamplingParams(max_new_tokens=1)
+    wanted = bundled_llm(None, 0, prefix_cache=False).generate(prompts, params)
+    llm = gpu_llm("tiny", "float32", max_num_requests=24, max_batched_tokens=700)
+    for _ in range(2):
+        found = llm.generate(prompts, params)
+        assert [output.token_ids for output in found] == [output.token_ids for output in wanted]
+
+
+def test_prompts_of_any_length_run_on_kernels_that_are_there() -> None:
+    llm = gpu_llm("tiny", "bfloat16", max_num_requests=8, max_batched_tokens=512, prefix_cache=False)
+    text = [token for prompt in bundled_prompts() for token in prompt]
+    params = SamplingParams(max_new_tokens=2)
+    llm.generate([text[: llm.limits.max_model_len - 2], text[:5]], params)  # cut into parts, and not
+    count = num_compiled()
+    llm.generate([text[index : index + length] for index, length in enumerate(range(1, 300, 7))], params)
+    assert num_compiled() == count > 0
+
+
+def num_compiled() -> int:
+    """Forms of the prefill attention that have been compiled."""
+    kernels: Any = (ragged_attention._ragged_attention_kernel, ragged_attention._sum_parts_kernel)
+    return sum(len(found[0]) for kernel in kernels for found in kernel.device_caches.values())

@@ -82,14 +82,20 @@ def test_prompts_of_one_step_are_one_forward_and_give_what_each_gives_alone(samp
     assert traces(requests) == one_by_one(PROMPTS, max_new_tokens=8, **sampling)
 
 
-def test_greedy_and_sampled_prompts_share_a_forward() -> None:
+def test_greedy_sampled_and_ending_prompts_share_a_forward() -> None:
     llm, watched = make_llm()
-    greedy, sampled = add(llm, PROMPTS[:5], max_new_tokens=4), add(llm, PROMPTS[5:], max_new_tokens=4, temperature=1.0)
+    kinds: list[tuple[Any, dict[str, Any]]] = [
+        (PROMPTS[:4], {"max_new_tokens": 4}),
+        (PROMPTS[4:7], {"max_new_tokens": 4, "temperature": 1.0}),
+        (PROMPTS[7:], {"max_new_tokens": 1}),
+    ]
+    requests = [add(llm, prompts, **params) for prompts, params in kinds]
     llm.engine.step()
-    assert len(watched.num_rows) == 1
+    assert watched.num_rows == [sum(LENGTHS)]
+    assert [request.is_finished for kind in requests for request in kind] == [False] * 7 + [True] * 3
     finish(llm)
-    assert traces(greedy) == one_by_one(PROMPTS[:5], max_new_tokens=4)
-    assert traces(sampled) == one_by_one(PROMPTS[5:], max_new_tokens=4, temperature=1.0)
+    for found, (prompts, params) in zip(requests, kinds, strict=True):
+        assert traces(found) == one_by_one(prompts, **params)
 
 
 @pytest.mark.parametrize("rows", [7, 50])

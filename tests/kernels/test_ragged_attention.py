@@ -1,5 +1,8 @@
-"""Attention of packed rows: the definition segment by segment, and the kernel against it in float64."""
+"""Attention of flat rows: the definition segment by segment, and the kernel against it in float64."""
 
+import os
+import subprocess
+import sys
 from itertools import product
 
 import pytest
@@ -8,8 +11,9 @@ from torch import Tensor
 
 from dflash_kernels import ragged_attention as module
 from dflash_kernels.block_attention import block_attention_ref
-from dflash_kernels.launch_config import MAX_SPLITS, RaggedShape, ragged_shape
+from dflash_kernels.launch_config import HAS_TRITON, MAX_SPLITS, RaggedShape, ragged_shape
 from dflash_kernels.ragged_attention import RaggedPlan, Segment, plan_ragged, ragged_attention, ragged_attention_ref
+from dflash_testing.paths import ROOT
 from dflash_testing.tensors import DEVICE, DTYPES, Pages, assert_rows_close, normal, random_pages
 
 PAGE = 16
@@ -67,7 +71,7 @@ def test_the_definition_is_that_of_blocks(window: int | None) -> None:
     pages = pages_of(segments, 2, 16, torch.float32)
     query, keys, values = (normal(21, heads, 16, seed=heads) for heads in (4, 2, 2))
     plan = plan_ragged(segments, 4, 2, SHAPE, DEVICE)
-    packed = ragged_attention_ref(
+    flat = ragged_attention_ref(
         query, keys, values, pages.key_cache, pages.value_cache, pages.page_table, plan, place(plan),
         page_size=PAGE, window=window,
     )  # fmt: skip
@@ -79,13 +83,13 @@ def test_the_definition_is_that_of_blocks(window: int | None) -> None:
             pages.page_table[segment.table_row, :num_pages][None], torch.tensor([segment.context_len], device=DEVICE),
             page_size=PAGE, is_causal=True, window=window,
         )  # fmt: skip
-        assert torch.equal(packed[rows], alone[0])
+        assert torch.equal(flat[rows], alone[0])
     together = block_attention_ref(
         query.view(3, 7, -1, 16), keys.view(3, 7, -1, 16), values.view(3, 7, -1, 16),
         pages.key_cache, pages.value_cache, pages.page_table.flip(0), pages.context_lens.flip(0),
         page_size=PAGE, is_causal=True, window=window,
     )  # fmt: skip
-    assert torch.allclose(packed, together.flatten(0, 1), atol=1e-6)
+    assert torch.allclose(flat, together.flatten(0, 1), atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -108,14 +112,15 @@ def test_head_sizes(head_dim: int, dtype: torch.dtype) -> None:
     check(lay_out([5, 40], [40, 3]), 2, 1, head_dim, dtype)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("shape", [RaggedShape(16, 16, 4, 2), RaggedShape(64, 32, 4, 2)], ids=str)
 def test_parts_of_long_segments_beside_short_ones(
-    shape: RaggedShape, window: int | None, monkeypatch: pytest.MonkeyPatch
+    shape: RaggedShape, window: int | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a window most parts see nothing, and some rows of a part see nothing."""
     monkeypatch.setattr(module, "MIN_PART", 1)
-    plan = check(lay_out([3, 20, 1], [600, 2, 333]), 2, 1, 16, torch.float32, window, shape)
+    plan = check(lay_out([3, 20, 1], [600, 2, 333]), 2, 1, 16, dtype, window, shape)
     assert plan.num_parts > len(plan.sums) > 1
     assert len(plan.tiles) > plan.num_parts  # the short ones are not cut
 
@@ -125,6 +130,10 @@ def test_work_is_shared_evenly_and_short_work_not_at_all() -> None:
     alone = plan_ragged(lay_out([16], [5000]), 8, 2, SHAPE, device)
     assert [tile[5:] for tile in alone.tiles] == [(part, 8, part) for part in range(8)]
     assert len(alone.sums) == 1
+    (long,) = lay_out([2048], [0])
+    seen = [(tile[4] + SHAPE.rows - 1) // 4 // SHAPE.keys for tile in plan_ragged([long], 8, 2, SHAPE, device).tiles]
+    assert seen == sorted(seen, reverse=True)
+    assert len(set(seen)) == 32
     many = plan_ragged(lay_out([512] * 32, [0] * 32), 8, 2, SHAPE, device)
     assert not many.sums
     assert len(many.tiles) == 32 * 16
@@ -145,3 +154,35 @@ def test_what_does_not_fit_is_refused() -> None:
         ragged_attention(
             query, query, query, query, query, place(plan)[None], plan, place(plan), page_size=4, window=None
         )
+
+
+COMPILE = """
+from triton import compile
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from dflash_kernels import ragged_attention as module
+
+SIZES = {"NUM_KV": 2, "GROUP": 4, "HEAD_DIM": 64, "TILE_M": 64, "TILE_D": 64}
+WALK = SIZES | {"PAGE_SIZE": 16, "TILE_N": 32}
+for kernel, constants in [
+    (module._ragged_attention_kernel, WALK | {"WINDOW": 0}),
+    (module._ragged_attention_kernel, WALK | {"WINDOW": 100}),
+    (module._sum_parts_kernel, SIZES | {"TILE_R": 4, "TILE_S": 16}),
+]:
+    types = {"page_table": "*i64", "tiles": "*i64", "sums": "*i64", "parts": "*fp32", "part_lses": "*fp32"}
+    types |= {name: "constexpr" for name in constants} | {"scale": "fp32"}
+    others = {name: "i32" if name.endswith(("_row", "_head", "_stride")) else "*bf16" for name in kernel.arg_names}
+    signature = {name: types.get(name, others[name]) for name in kernel.arg_names}
+    source = ASTSource(kernel, signature, {(kernel.arg_names.index(name),): value for name, value in constants.items()})
+    compile(source, target=GPUTarget("cuda", 90, 32))
+"""
+
+
+@pytest.mark.skipif(not HAS_TRITON or torch.cuda.is_available(), reason="there is a GPU to compile for, or no Triton")
+def test_the_kernels_compile_for_a_gpu() -> None:
+    """The interpreter lets a variable change its type in a loop; the compiler does not."""
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE], capture_output=True, text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT / "kernels"), "TRITON_INTERPRET": "0"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]

@@ -1,10 +1,10 @@
 """Prefill: all chunks of a step in one forward, whatever prompts they are of.
 
-Rows are packed one chunk after the other. Lengths, which the host knows, go up in one copy together with the tokens;
-positions and slots are made of them on the device. After the forward the first tokens of all prompts that end in it are
-chosen together, and their rows of the device state switched on, as are those of resumed requests.
+Flat rows are those of one chunk after the other. Lengths, which the host knows, go up in one copy together with the
+tokens; positions and slots are made of them on the device. After the forward the first tokens of all prompts that end
+in it are chosen together, and their rows of the device state switched on, as are those of resumed requests.
 
-Axis letters: T packed rows, G chunks, E requests whose prefill ends, F those of them whose first token is chosen.
+Axis letters: T flat rows, G chunks, E requests whose prefill ends, F those of them whose first token is chosen.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,7 +35,7 @@ WriteContext = Callable[[Tensor | None, Tensor, Tensor], None]
 
 @dataclass(frozen=True, slots=True)
 class RaggedAttention:
-    """An `Attend` over the target's cache for one forward of packed rows, whose KV it stores as well."""
+    """An `Attend` over the target's cache for one forward of flat rows, whose KV it stores as well."""
 
     kernels: Kernels
     cache: KVCache
@@ -136,7 +136,7 @@ class Prefill:
         return plan_ragged(segments, config.num_heads, config.num_kv_heads, shape, keys.device)
 
     def _locate(self, num_rows: int, ends: Tensor, shifts: Tensor, table_rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Position and slot of each packed row, [T] each, from what is known of each chunk, [G]."""
+        """Position and slot of each flat row, [T] each, from what is known of each chunk, [G]."""
         flat = torch.arange(num_rows, device=ends.device)
         chunk = torch.bucketize(flat, ends, right=True)
         positions = flat + shifts[chunk]
