@@ -29,7 +29,7 @@ class _Absent:
     def __getattr__(self, name: str) -> "_Absent":
         return self
 
-    def __call__(self, *_: object) -> "_Absent":
+    def __call__(self, *_: object, **__: object) -> "_Absent":
         return self
 
     def __getitem__(self, grid: object) -> "_Absent":
