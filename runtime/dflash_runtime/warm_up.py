@@ -34,8 +34,7 @@ def warm_up(engine: Engine, params: Sequence[SamplingParams], max_requests: int 
     graphs = engine.runner.graphs
     if graphs is None:
         return
-    modes = modes_of(params, is_drafting=engine.scheduler.is_drafting)
-    wanted = graphs.missing(lambda bucket: modes, max_requests)
+    wanted = graphs.missing(modes_of(params, is_drafting=engine.scheduler.is_drafting), max_requests)
     if not wanted:
         return
     batches = prefill_batches(engine, params, max_requests)

@@ -84,7 +84,7 @@ def test_large_batches_are_captured_when_they_come() -> None:
     echo = Echo()
     graphs = StandInGraphs(echo.decode, 4096)
     modes = modes_of([GREEDY], is_drafting=True)
-    missing = graphs.missing(lambda bucket: modes)
+    missing = graphs.missing(modes)
     assert missing[0][0] == START_REQUESTS
     assert len(missing) <= 32
     with torch.inference_mode():

@@ -10,7 +10,7 @@ Axis letters: R requests of a bucket.
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import combinations
@@ -74,17 +74,14 @@ class DecodeGraphs:
         """Bucket and mode of every graph, in the order they were captured."""
         return tuple(key for key, graph in self._graphs.items() if graph is not None)
 
-    def missing(
-        self, modes_at: Callable[[int], Iterable[StepMode]], max_requests: int | None = None
-    ) -> list[tuple[int, StepMode]]:
+    def missing(self, modes: Collection[StepMode], max_requests: int | None = None) -> list[tuple[int, StepMode]]:
         """What has to be captured so that batches up to `max_requests`, and START_REQUESTS, find their graph.
 
-        `modes_at` says which modes the steps of a bucket can have. The largest bucket comes first: smaller ones then
-        fit into the memory it has freed.
+        The largest comes first: smaller ones then fit into the memory it has freed.
         """
         limit = min(max_requests or self._max_requests, self._max_requests, START_REQUESTS)
         buckets = sorted({bucket_of(count, self._max_requests) for count in range(1, limit + 1)}, reverse=True)
-        return [(item, mode) for item in buckets for mode in modes_at(item) if (item, mode) not in self._graphs]
+        return [(bucket, mode) for bucket in buckets for mode in modes if (bucket, mode) not in self._graphs]
 
     def replay(self, rows: Sequence[int], mode: StepMode) -> Tensor:
         """Queue a step of these batch rows -> packed results, which the next replay overwrites."""
