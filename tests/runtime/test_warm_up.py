@@ -68,6 +68,17 @@ def test_every_bucket_is_captured_once_the_largest_first() -> None:
     assert len(graphs.attempts) == num_captured
 
 
+def test_mixed_requests_find_every_graph() -> None:
+    """Greedy, sampled and filtered requests in one queue: whichever share a step, it was captured at start."""
+    params = [(GREEDY, SAMPLED, FILTERED)[index % 3] for index in range(len(PROMPTS))]
+    llm = small_llm()
+    graphs = with_stand_ins(llm)
+    llm.warm_up(params)
+    num_captured = len(graphs.attempts)
+    llm.generate(PROMPTS, params)
+    assert len(graphs.attempts) == num_captured == 3 * 3
+
+
 class Echo:
     """A step that gives back its rows, or fails."""
 

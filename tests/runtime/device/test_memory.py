@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from dflash_kernels.suite import REFERENCE, triton_kernels
+from dflash_kernels.suite import REFERENCE
 from dflash_runtime.config import DraftConfig, EngineConfig, RopeConfig, TargetConfig
 from dflash_runtime.device.memory import WORKSPACE_BYTES, is_out_of_memory, scratch_bytes
 from dflash_runtime.llm import LLM
@@ -21,7 +21,7 @@ from dflash_testing.graphs import with_stand_ins
 from dflash_testing.pairs import random_draft, random_llm, random_prompts, random_target
 
 GIB = 2**30
-GPU = Placement(torch.device("cuda", 0), torch.bfloat16, triton_kernels(), 40_976)
+GPU = Placement(torch.device("cuda", 0), torch.bfloat16, replace(REFERENCE, name="triton"), 40_976)
 COMMON: dict[str, Any] = {
     "num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-6, "max_position_embeddings": 40_960,
     "rope": RopeConfig(theta=1e6), "vocab_size": 151_936, "hidden_size": 4096, "intermediate_size": 12_288,

@@ -1,0 +1,166 @@
+"""Time how long a pair takes to start: importing, loading, warming up; and compare the memory that was kept for steps.
+
+    python3 examples/benchmarks/start_time.py FOLDER [--shape qwen3-8b] [--max-num-requests 32] [--max-model-len 8192]
+
+Writes a pair with random weights into FOLDER, unless it is there, and starts it in processes of its own: with an empty
+Triton cache, and then twice with a full one. `read` is what the disk, or the file cache, takes for the same bytes.
+"""
+
+import argparse
+import json
+import logging
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3-8b": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "vocab_size": 151_936},
+    "small": {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4, "vocab_size": 4096},
+}
+COLUMNS = ("import", "load", "read", "engine", "warm-up", "first", "total", "kept GiB", "taken GiB")
+
+
+def configs(shape: str) -> dict[str, dict[str, Any]]:
+    """The configs of target and draft, as their checkpoints have them."""
+    target = {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "num_attention_heads": 32, "head_dim": 128,
+        "num_key_value_heads": 8, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 40_960,
+        "hidden_act": "silu", "attention_bias": False, "tie_word_embeddings": False, "dtype": "bfloat16",
+        **SHAPES[shape],
+    }  # fmt: skip
+    depth = target["num_hidden_layers"]
+    taps = [depth * index // 5 for index in range(5)] if depth > 5 else [0, depth - 2]
+    draft = target | {
+        "architectures": ["DFlashDraftModel"], "num_hidden_layers": 5, "layer_types": ["full_attention"] * 5,
+        "block_size": 16, "num_target_layers": depth, "is_causal": False,
+        "dflash_config": {"mask_token_id": target["vocab_size"] - 1, "target_layer_ids": taps},
+    }  # fmt: skip
+    return {"target": target, "draft": draft}
+
+
+def write_pair(folder: Path, shape: str) -> None:
+    """Random matrices of a small scale, and norms of one."""
+    import torch
+    from safetensors.torch import save_file
+
+    from dflash_runtime.checkpoint.hf_config import read_target_config
+    from dflash_runtime.checkpoint.layout import owned_shapes
+    from dflash_runtime.config import DraftConfig
+    from dflash_runtime.models.qwen3 import Qwen3Target
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    written = configs(shape)
+    target = read_target_config(written["target"], folder)
+    draft = DraftConfig(
+        hidden_size=target.hidden_size, intermediate_size=target.intermediate_size, num_layers=5,
+        num_heads=target.num_heads, num_kv_heads=target.num_kv_heads, head_dim=target.head_dim, rms_norm_eps=1e-6,
+        max_position_embeddings=target.max_position_embeddings, rope=target.rope, block_size=16,
+        target_layer_ids=tuple(written["draft"]["dflash_config"]["target_layer_ids"]),
+        mask_token_id=target.vocab_size - 1, vocab_size=target.vocab_size, draft_vocab_size=target.vocab_size,
+        causal=(False,) * 5, windows=(None,) * 5,
+    )  # fmt: skip
+    for role, shapes in {"target": Qwen3Target.expected_shapes(target), "draft": owned_shapes(draft)}.items():
+        path = folder / role
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "config.json").write_text(json.dumps(written[role]))
+        tensors = {}
+        for name, size in shapes.items():
+            scale = 0.02 if len(size) > 1 else 0.0
+            tensor = torch.randn(size, device=device, dtype=torch.bfloat16) * scale + (len(size) == 1)
+            tensors[name] = tensor.cpu()
+        save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+
+def read_files(folder: Path) -> None:
+    """Every byte of the weights, in large pieces."""
+    piece = memoryview(bytearray(2**24))
+    for path in sorted(folder.glob("*/*.safetensors")):
+        with path.open("rb", buffering=0) as stream:
+            while stream.readinto(piece):
+                pass
+
+
+def measure(folder: Path, max_num_requests: int, max_model_len: int) -> dict[str, float]:
+    """Start the pair in this process -> seconds of each part, and GiB."""
+    seconds: dict[str, float] = {}
+    begin = last = time.perf_counter()
+
+    def lap(name: str) -> None:
+        nonlocal last
+        now = time.perf_counter()
+        seconds[name], last = now - last, now
+
+    import torch
+
+    from dflash_cli import LLM, SamplingParams, load_pair, open_draft, open_target
+    from dflash_runtime.config import EngineConfig
+    from dflash_runtime.device.memory import scratch_bytes
+
+    lap("import")
+    config = EngineConfig(max_num_requests=max_num_requests, max_model_len=max_model_len)
+    pair = load_pair(open_target(folder / "target"), open_draft(folder / "draft"), config)
+    lap("load")
+    llm = LLM(pair)
+    lap("engine")
+    device = pair.placement.device
+    before = free_bytes(device)
+    llm.warm_up()
+    lap("warm-up")
+    taken = before - free_bytes(device)
+    llm.generate([[1, 2, 3]] * max_num_requests, SamplingParams(max_new_tokens=2, ignore_eos=True))
+    lap("first")
+    seconds["total"] = last - begin
+    read_files(folder)
+    seconds["read"] = time.perf_counter() - last
+    assert pair.draft is not None
+    kept = scratch_bytes(pair.config, pair.target.config, pair.draft.config, pair.limits, pair.placement)
+    graphs = llm.engine.runner.graphs
+    print(f"graphs: {[bucket for bucket, _ in graphs.captured] if graphs else None}", file=sys.stderr)
+    print(f"tokens in KV: {llm.engine.scheduler.pages.num_pages * config.page_size}; {llm.warnings}", file=sys.stderr)
+    assert torch.isfinite(pair.target.embedding[:1]).all()
+    return seconds | {"kept GiB": kept / 2**30, "taken GiB": taken / 2**30}
+
+
+def free_bytes(device: Any) -> int:
+    """Free memory of a GPU; 0 on the CPU."""
+    import torch
+
+    if device.type != "cuda":
+        return 0
+    torch.cuda.synchronize(device)
+    free: int = torch.cuda.mem_get_info(device)[0]
+    return free
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3-8b")
+    parser.add_argument("--max-num-requests", type=int, default=32)
+    parser.add_argument("--max-model-len", type=int, default=8192)
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.child:
+        logging.basicConfig(level=logging.INFO, format="%(message)s")
+        print(json.dumps(measure(given.folder, given.max_num_requests, given.max_model_len)))
+        return
+    if not (given.folder / "draft" / "model.safetensors").exists():
+        write_pair(given.folder, given.shape)
+    cache = given.folder / f"triton-{time.time_ns()}"
+    rows = []
+    for name in ("empty cache", "full cache", "again"):
+        command = [sys.executable, __file__, *sys.argv[1:], "--child"]
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, text=True, check=True, env=os.environ | {"TRITON_CACHE_DIR": str(cache)}
+        )
+        rows.append((name, json.loads(done.stdout.splitlines()[-1])))
+    print(" " * 12, *(f"{column:>9}" for column in COLUMNS))
+    for name, row in rows:
+        print(f"{name:12}", *(f"{row[column]:9.2f}" for column in COLUMNS))
+
+
+if __name__ == "__main__":
+    main()
