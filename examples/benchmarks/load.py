@@ -213,7 +213,7 @@ def run_arms(recorder: Recorder, arms: Sequence[str], given: argparse.Namespace,
         recorder.guard({"arm": arm}, measure_theirs)
 
 
-def main() -> int:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-8b")
     parser.add_argument("--requests", type=int, default=256)
@@ -228,7 +228,11 @@ def main() -> int:
         "--vllm-timeout", type=float, default=280, help="seconds that vLLM may take, its start included"
     )
     parser.add_argument("--out", type=Path, help="results as JSON lines")
-    given = parser.parse_args()
+    return parser
+
+
+def main() -> int:
+    given = make_parser().parse_args()
     device = torch.device(given.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         sys.exit("needs a CUDA device, or --device cpu with --shape small")
