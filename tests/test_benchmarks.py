@@ -10,10 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-import load
-import step_time
 from dflash_kernels.suite import REFERENCE
 from dflash_testing.paths import ROOT
+
+# Last on the path: the folder has a kernels.py, and so is a package called that which transformers looks for.
+sys.path.append(str(ROOT / "examples" / "benchmarks"))
+
+import load
+import step_time
 from timing import accounting, forced, report
 from timing.floors import Rates, StepFloor, least_ms
 from timing.pairs import BLOCK, SHAPES
@@ -114,7 +118,7 @@ def test_a_load_is_the_same_in_every_run() -> None:
 
 @pytest.mark.parametrize("mean", [1.3, 4.24, 6.5])
 def test_forced_acceptance_has_its_mean(mean: float) -> None:
-    """24,000 draws of a standard deviation of at most 5: the mean is sure to 0.5%, the bar is 2%."""
+    """16,000 draws of a standard deviation of at most 5: the mean is sure to 0.6%, the bar is 2%."""
     rates = forced.acceptance_rates(mean, BLOCK)
     assert 1 + sum(rates) == pytest.approx(mean)
     kernels = forced._forcing(REFERENCE, forced.draw_table(rates))
@@ -125,12 +129,12 @@ def test_forced_acceptance_has_its_mean(mean: float) -> None:
     for width in (BLOCK, 4):
         drafts = torch.full((16, width - 1), -1)
         total = 0
-        for _ in range(1500):
+        for _ in range(1000):
             accepted = kernels.accept_block(drafts, targets[:, :width], limit, stops, remaining)
             assert torch.equal(accepted.num_committed, accepted.num_accepted + 1)
             remaining = remaining - accepted.num_committed
             total += int(accepted.num_committed.sum())
-        counts.append(total / 1500 / 16)
+        counts.append(total / 1000 / 16)
     assert counts[0] == pytest.approx(mean, rel=0.02)
     assert counts[1] == pytest.approx(1 + sum(rates[:3]), rel=0.02), "fewer rows cut the same draw"
 

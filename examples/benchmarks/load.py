@@ -26,7 +26,7 @@ from dflash_cli.console import Meter
 from dflash_runtime.llm import LLM
 from dflash_runtime.scheduling.request import Request, SamplingParams
 from timing.engine_arms import engine_pair, wait, why_not_adaptive
-from timing.pairs import BLOCK, SHAPES, RandomPair, Shape, build_pair, random_prompt
+from timing.pairs import BLOCK, SHAPES, RandomPair, Shape, build_pair, open_device, random_prompt
 from timing.report import Recorder, Row, release, say, table
 from timing.vllm_arm import acceptance_note, find_vllm, run_vllm
 
@@ -233,9 +233,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main() -> int:
     given = make_parser().parse_args()
-    device = torch.device(given.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        sys.exit("needs a CUDA device, or --device cpu with --shape small")
+    device = open_device(given.device)
     arms = given.arms.split(",")
     if unknown := sorted({*arms} - {*ARMS}):
         sys.exit(f"--arms {','.join(unknown)}: expected some of {', '.join(ARMS)}")

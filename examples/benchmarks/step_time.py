@@ -23,7 +23,7 @@ import torch
 from timing.ceilings import measure_rates
 from timing.other_rows import measure_transformers, measure_vllm
 from timing.own_rows import run_ours
-from timing.pairs import SHAPES
+from timing.pairs import SHAPES, open_device
 from timing.plan import OURS, Plan, title
 from timing.report import Recorder, Row, plot_waterfalls, table, waterfall_text
 from timing.vllm_arm import find_vllm
@@ -132,9 +132,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main() -> int:
     given = make_parser().parse_args()
-    device = torch.device(given.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        sys.exit("needs a CUDA device, or --device cpu with --shape small")
+    device = open_device(given.device)
     arms = given.arms.split(",")
     if unknown := sorted({*arms} - {*KNOWN_ARMS}):
         sys.exit(f"--arms {','.join(unknown)}: expected some of {', '.join(KNOWN_ARMS)}")
