@@ -87,6 +87,91 @@ def test_a_load_is_answered_whole(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert rows[1]["num_steps"] < rows[0]["num_steps"]
 
 
+FAKE_VLLM = """
+import time
+from types import SimpleNamespace as Some
+
+__version__ = "0.0"
+SamplingParams = Some
+num_drafts = 0
+
+
+class LLM:
+    def __init__(self, **settings):
+        self.config = settings.get("speculative_config")
+        if self.config:
+            assert len(self.config["synthetic_acceptance_rates"]) == self.config["num_speculative_tokens"] == 15
+        print("many words of its own")
+
+    def generate(self, prompts, params, use_tqdm):
+        global num_drafts
+        num_steps = max(item.max_tokens for item in params) // (4 if self.config else 1)
+        assert all(item.ignore_eos for item in params)
+        time.sleep(0.002 * num_steps)
+        num_drafts += num_steps * len(prompts)
+        if len(prompts) == 3:
+            raise RuntimeError("three are too many")
+        stats = Some(arrival_time=time.time(), first_token_latency=0.5)
+        return [Some(outputs=[Some(token_ids=[0] * item.max_tokens)], metrics=stats) for item in params]
+
+    def get_metrics(self):
+        drafts = num_drafts if self.config else 0
+        return [
+            Some(name="vllm:spec_decode_num_drafts", value=drafts),
+            Some(name="vllm:spec_decode_num_accepted_tokens", value=3 * drafts),
+            Some(name="a histogram"),
+        ]
+"""
+
+
+@pytest.fixture
+def fake_vllm(tmp_path: Path) -> str:
+    """A folder with a package of vLLM's name and shape: each step takes 2 ms and, with a draft, gives 4 tokens."""
+    (tmp_path / "site" / "vllm").mkdir(parents=True)
+    (tmp_path / "site" / "vllm" / "__init__.py").write_text(FAKE_VLLM)
+    return str(tmp_path / "site")
+
+
+def test_vllm_is_measured_in_a_process_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fake_vllm: str
+) -> None:
+    arguments = ("--batches", "1,3,2", "--context", "8", "--steps", "100", "--arms", "vllm-plain,vllm-dflash")
+    more = ("--acceptance", "4", "--prefill", "16", "--vllm-path", fake_vllm)
+    code, rows = run(step_time, monkeypatch, tmp_path / "rows.jsonl", *arguments, *more)
+    assert code == 1, "one batch size fails"
+    assert ["three are too many" in row["error"] for row in rows if row["kind"] == "failure"] == [True, True]
+    steps = [row for row in rows if row["kind"] == "step"]
+    assert [(row["arm"], row["batch"]) for row in steps] == [
+        ("vllm plain", 1), ("vllm plain", 2), ("vllm dflash", 1), ("vllm dflash", 2),
+    ]  # fmt: skip
+    assert [row["acceptance_achieved"] for row in steps] == [None, None, 4, 4]
+    for row in steps:
+        assert 1.5 < row["ms"] < 6
+        assert row["vllm"] == "0.0"
+    assert [row["arm"] for row in rows if row["kind"] == "prefill"] == ["vllm plain"]
+
+
+def test_vllm_answers_the_same_load(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fake_vllm: str) -> None:
+    arguments = ("--requests", "5", "--max-prompt", "70", "--arms", "vllm-dflash", "--vllm-path", fake_vllm)
+    code, (row,) = run(load, monkeypatch, tmp_path / "rows.jsonl", *arguments, "--acceptance", "4")
+    assert code == 0
+    assert row["num_tokens"] == sum(load.make_load(SHAPES["small"], 5, 70, 512).output_lengths)
+    assert row["acceptance_note"] == "synthetic, by its own mode"
+    assert row["first_token_p50_s"] >= 0.5
+
+
+def test_vllm_that_does_not_start_says_why(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").write_text("raise ImportError('no libcudart')")
+    arguments = ("--requests", "2", "--arms", "vllm-plain", "--vllm-path", str(tmp_path))
+    code, rows = run(load, monkeypatch, tmp_path / "rows.jsonl", *arguments)
+    assert code == 1
+    assert rows[0]["error"] == "RuntimeError: vllm: ImportError: no libcudart"
+    assert "vllm-plain failed" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_other_arms_run_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     arguments = (
