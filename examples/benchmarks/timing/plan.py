@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -49,12 +50,12 @@ class Plan:
     def cells(self) -> Iterator[Cell]:
         """Our own decode steps; batches vary slowest, so that arms that are compared run close together."""
         modes = [False] if not self.is_cuda else [True, False] if self.has_eager else [True]
-        for context in self.contexts:
-            for batch in self.batches:
-                for arm in (item for item in self.arms if item in OURS):
-                    for acceptance in self.acceptances if arm != "plain" else [None]:
-                        for has_graphs in modes:
-                            yield Cell(arm, batch, context, self.steps, acceptance, has_graphs)
+        for context, batch in product(self.contexts, self.batches):
+            for arm in (item for item in self.arms if item in OURS):
+                acceptances = self.acceptances if arm != "plain" else [None]
+                # Widths adapt where steps are graphs.
+                for acceptance, has_graphs in product(acceptances, modes if arm != "adaptive" else [True]):
+                    yield Cell(arm, batch, context, self.steps, acceptance, has_graphs)
 
     @property
     def max_model_len(self) -> int:
