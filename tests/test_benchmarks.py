@@ -13,12 +13,12 @@ import torch
 from dflash_kernels.suite import REFERENCE
 from dflash_testing.paths import ROOT
 
-# Last on the path: the folder has a kernels.py, and so is a package called that which transformers looks for.
+# Last on the path, behind a package named kernels that transformers looks for: the folder has a kernels.py.
 sys.path.append(str(ROOT / "examples" / "benchmarks"))
 
 import load
 import step_time
-from timing import accounting, forced, report
+from timing import accounting, engine_arms, forced, plan, report
 from timing.floors import Rates, StepFloor, least_ms
 from timing.pairs import BLOCK, SHAPES
 
@@ -68,6 +68,44 @@ def test_an_arm_that_fails_leaves_the_others(
     assert code == 1
     assert [row["arm"] for row in rows if row["kind"] in ("failure", "step")] == ["dflash", "plain"]
     assert "dflash, batch 1, context 8, graphs False failed: ValueError: acceptance 99" in capsys.readouterr().err
+
+
+def test_a_profiled_step_has_nodes_idle_time_and_a_waterfall(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the profiler's pass and the device's name stood in for, since there is no CUDA device."""
+    kernels = [accounting.Interval("nvjet", 0, 900), accounting.Interval("_block_attention_kernel", 900, 1000)]
+    monkeypatch.setattr(engine_arms, "profile_steps", lambda step, count: accounting.account(kernels, 1))
+    monkeypatch.setattr(plan.Plan, "is_cuda", property(lambda self: True))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    arguments = ("--batches", "1", "--context", "8", "--steps", "5", "--arms", "ceilings,dflash", "--no-eager")
+    code, rows = run(step_time, monkeypatch, tmp_path / "rows.jsonl", *arguments, "--profile")
+    assert code == 0
+    row = rows[-1]
+    assert row["nodes"] == 2
+    assert row["idle_ms"] == pytest.approx(row["ms"] - 1)
+    names = [name for name, _ in row["waterfall"]]
+    assert names[:3] == ["floor by the data sheet", "floor at measured rates", "matrix products alone, cuBLAS"]
+    assert [value for _, value in row["waterfall"]][3:] == pytest.approx([0.9, 1.0, 1.0, row["ms"]])
+    shown = capsys.readouterr().out
+    assert "busy 1.00 ms in 2 launches a step" in shown
+    assert re.search(r"\+ gaps: measured +\d", shown)
+
+
+@pytest.mark.gpu
+def test_everything_is_measured_on_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    arguments = ("--device", "cuda:0", "--batches", "1,4", "--context", "64", "--steps", "20", "--prefill", "256,4x64")
+    code, rows = run(step_time, monkeypatch, tmp_path / "steps.jsonl", *arguments, "--acceptance", "4")
+    assert code == 0, [row for row in rows if row["kind"] == "failure"]
+    steps = [row for row in rows if row["kind"] == "step" and row["graphs"]]
+    assert {row["batch"] for row in steps} == {1, 4}
+    for row in steps:
+        assert row["nodes"] > 10
+        assert 0 < row["busy_ms"] < 2 * row["ms"]
+    options = ("--device", "cuda:0", "--requests", "12", "--max-num-requests", "4", "--max-prompt", "256")
+    code, rows = run(load, monkeypatch, tmp_path / "load.jsonl", *options, "--max-answer", "64", "--acceptance", "4")
+    assert code == 0, [row for row in rows if row["kind"] == "failure"]
+    assert all(row["peak_memory_bytes"] > 0 for row in rows)
 
 
 def test_a_load_is_answered_whole(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -261,6 +299,10 @@ def test_time_is_accounted_by_kernel_and_by_gap() -> None:
     levels = accounting.waterfall([("floor", 0.4), ("unknown", None)], accounting.account(kernels, 1), 1.0)
     assert [value for _, value in levels] == pytest.approx([0.4, 0.6, 0.7, 0.8, 1.0])
     assert "+0.200" in report.waterfall_text("a step", levels).splitlines()[-1]
+
+
+def test_a_round_that_is_held_up_does_not_count() -> None:
+    assert engine_arms.tokens_per_second([2.0, 2.0, 9.0], [40, 60, 50], steps=10) == pytest.approx(2500)
 
 
 @pytest.mark.parametrize(
