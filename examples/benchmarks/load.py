@@ -26,7 +26,7 @@ from dflash_cli.console import Meter
 from dflash_runtime.llm import LLM
 from dflash_runtime.scheduling.request import Request, SamplingParams
 from timing.engine_arms import engine_pair, wait, why_not_adaptive
-from timing.pairs import BLOCK, SHAPES, RandomPair, Shape, build_pair, random_prompt
+from timing.pairs import BLOCK, SHAPES, RandomPair, Shape, build_pair, open_device, random_prompt
 from timing.report import Recorder, Row, release, say, table
 from timing.vllm_arm import acceptance_note, find_vllm, run_vllm
 
@@ -213,7 +213,7 @@ def run_arms(recorder: Recorder, arms: Sequence[str], given: argparse.Namespace,
         recorder.guard({"arm": arm}, measure_theirs)
 
 
-def main() -> int:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-8b")
     parser.add_argument("--requests", type=int, default=256)
@@ -228,10 +228,12 @@ def main() -> int:
         "--vllm-timeout", type=float, default=280, help="seconds that vLLM may take, its start included"
     )
     parser.add_argument("--out", type=Path, help="results as JSON lines")
-    given = parser.parse_args()
-    device = torch.device(given.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        sys.exit("needs a CUDA device, or --device cpu with --shape small")
+    return parser
+
+
+def main() -> int:
+    given = make_parser().parse_args()
+    device = open_device(given.device)
     arms = given.arms.split(",")
     if unknown := sorted({*arms} - {*ARMS}):
         sys.exit(f"--arms {','.join(unknown)}: expected some of {', '.join(ARMS)}")

@@ -20,14 +20,33 @@ from pathlib import Path
 
 import torch
 
+from timing.ceilings import measure_rates
 from timing.other_rows import measure_transformers, measure_vllm
 from timing.own_rows import run_ours
-from timing.pairs import SHAPES
+from timing.pairs import SHAPES, open_device
 from timing.plan import OURS, Plan, title
 from timing.report import Recorder, Row, plot_waterfalls, table, waterfall_text
 from timing.vllm_arm import find_vllm
 
-DEFAULT_ARMS = "ceilings,plain,dflash,adaptive,prefill"
+STEP_COLUMNS = {
+    "arm": "arm",
+    "batch": "batch",
+    "context": "context",
+    "graphs": "graphs",
+    "acceptance": "acceptance_achieved",
+    "width": "verify_width",
+    "ms": "ms",
+    "floor": "floor_ms",
+    "ratio": "ratio",
+    "idle ms": "idle_ms",
+    "nodes": "nodes",
+    "tokens/s": "tokens_per_second",
+    "x plain": "gain",
+}
+"""The last table: what each column is called, and the field of a row that it has."""
+
+DEFAULT_ARMS = ("ceilings", *OURS, "prefill")
+KNOWN_ARMS = (*DEFAULT_ARMS, "transformers", "reference", "vllm-plain", "vllm-dflash")
 
 
 def run(plan: Plan) -> None:
@@ -60,24 +79,22 @@ def show(plan: Plan, plot: Path | None) -> None:
     if prefills:
         names = ("arm", "prompts", "tokens", "ms", "floor_ms")
         print(table(("prefill", "prompts", "tokens", "ms", "floor"), [_pick(row, names) for row in prefills]) + "\n")
-    columns = (
-        "arm",
-        "batch",
-        "context",
-        "graphs",
-        "acceptance",
-        "ms",
-        "floor",
-        "ratio",
-        "idle ms",
-        "nodes",
-        "tokens/s",
-    )
-    fields = (
-        "arm", "batch", "context", "graphs", "acceptance_achieved", "ms", "floor_ms", "ratio", "idle_ms", "nodes",
-        "tokens_per_second",
-    )  # fmt: skip
-    print(table(columns, [_pick(row, fields) for row in rows]))
+    rates = plan.rates
+    print(f"copies {rates.bandwidth / 1e12:.2f} TB/s, large products {rates.operations / 1e12:.1f} T operations/s")
+    print(table(tuple(STEP_COLUMNS), [_pick(row, tuple(STEP_COLUMNS.values())) for row in _against_plain(rows)]))
+
+
+def _against_plain(rows: list[Row]) -> list[Row]:
+    """With the tokens a second of our own plain decoding as a measure, where that was run."""
+    plain: dict[tuple[int, int], float] = {}
+    for row in rows:
+        if row["arm"] == "plain":  # with graphs and without: the first is with them, where there are any
+            plain.setdefault((row["batch"], row["context"]), row["tokens_per_second"])
+    compared = []
+    for row in rows:
+        own = plain.get((row["batch"], row["context"]))
+        compared.append({**row, "gain": row["tokens_per_second"] / own if own else None})
+    return compared
 
 
 def _pick(row: Row, names: tuple[str, ...]) -> list[object]:
@@ -94,13 +111,13 @@ def _prefills(text: str) -> list[list[int]]:
     return [[int(length)] * int(count or 1) for count, _, length in sets]
 
 
-def main() -> int:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-8b")
     parser.add_argument("--batches", default="1,8,32")
     parser.add_argument("--context", "--contexts", default="512", help="tokens of each prompt, such as 512,8192")
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--arms", default=DEFAULT_ARMS)
+    parser.add_argument("--arms", default=",".join(DEFAULT_ARMS))
     parser.add_argument("--acceptance", help="force these tokens a step, such as 6.5,4.24; rows say synthetic")
     parser.add_argument("--prefill", default="2048,16384,32x512", help="prompts of the prefill arm")
     parser.add_argument("--no-eager", action="store_true", help="time the captured steps only")
@@ -110,21 +127,24 @@ def main() -> int:
     parser.add_argument("--vllm-timeout", type=float, default=280, help="seconds that one start of vLLM may take")
     parser.add_argument("--plot", type=Path, help="draw the waterfalls: FILE.png")
     parser.add_argument("--out", type=Path, help="results as JSON lines")
-    given = parser.parse_args()
-    device = torch.device(given.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        sys.exit("needs a CUDA device, or --device cpu with --shape small")
+    return parser
+
+
+def main() -> int:
+    given = make_parser().parse_args()
+    device = open_device(given.device)
     arms = given.arms.split(",")
-    known = {*DEFAULT_ARMS.split(","), "transformers", "reference", "vllm-plain", "vllm-dflash"}
-    if unknown := sorted({*arms} - known):
-        sys.exit(f"--arms {','.join(unknown)}: expected some of {', '.join(sorted(known))}")
+    if unknown := sorted({*arms} - {*KNOWN_ARMS}):
+        sys.exit(f"--arms {','.join(unknown)}: expected some of {', '.join(KNOWN_ARMS)}")
+    rates = measure_rates(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
     with Recorder(given.out, device) as recorder:
+        recorder.add("rates", {"arm": "device", "bandwidth": rates.bandwidth, "operations": rates.operations})
         plan = Plan(
             shape_name=given.shape, batches=_numbers(given.batches), contexts=_numbers(given.context),
             acceptances=[float(part) for part in given.acceptance.split(",")] if given.acceptance else [None],
             steps=given.steps, arms=arms, prefills=_prefills(given.prefill), has_eager=not given.no_eager,
             shows_kernels=given.profile, device=device, vllm_path=given.vllm_path,
-            vllm_timeout_s=given.vllm_timeout, recorder=recorder,
+            vllm_timeout_s=given.vllm_timeout, recorder=recorder, rates=rates,
         )  # fmt: skip
         run(plan)
         show(plan, given.plot)

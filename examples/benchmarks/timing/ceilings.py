@@ -24,7 +24,7 @@ def device_ms(call: Callable[[], object], device: torch.device, repeats: int = R
     """Median milliseconds of a call: replays of a graph of it on a GPU, wall time elsewhere."""
     call()
     if device.type != "cuda":
-        return statistics.median(_wall_ms(call) for _ in range(repeats))
+        return statistics.median(_wall_ms(call) for _ in range(3))
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
@@ -42,7 +42,7 @@ def device_ms(call: Callable[[], object], device: torch.device, repeats: int = R
 
 def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:
     """Bandwidth of a copy, read and written bytes counted, and operations a second of a large product."""
-    num_bytes, side = (2**31, 8192) if device.type == "cuda" else (2**26, 512)
+    num_bytes, side = (2**31, 8192) if device.type == "cuda" else (2**24, 512)
     source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
     sink = torch.empty_like(source)
     copy_ms = device_ms(lambda: sink.copy_(source), device)

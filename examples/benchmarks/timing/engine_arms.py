@@ -19,6 +19,9 @@ from timing.pairs import BLOCK, RandomPair, Shape, random_prompt
 WARM_STEPS = 8
 PROFILED_STEPS = 10
 ROUNDS = 5
+DISTURBED = 1.5
+"""A round that takes so many times the median had something else in it."""
+
 LEAST_ROOM = 13
 """Tokens a step that every cell has room for: twice the acceptance that is forced most often."""
 
@@ -91,13 +94,13 @@ def measure_steps(random: RandomPair, cell: Cell, *, has_profile: bool) -> StepT
     try:
         requests = llm.engine.scheduler.live
         before, steps_before = _num_tokens(requests), [len(request.steps) for request in requests]
-        rounds = _rounds(llm, cell.steps)
+        rounds, counts = _rounds(llm, requests, cell.steps)
         num_tokens = _num_tokens(requests) - before
         drafted = [step for request, num in zip(requests, steps_before, strict=True) for step in request.steps[num:]]
         times = StepTimes(
             ms=statistics.median(rounds),
             rounds=rounds,
-            tokens_per_second=num_tokens / sum(rounds) / (cell.steps // ROUNDS) * 1000,
+            tokens_per_second=tokens_per_second(rounds, counts, cell.steps // ROUNDS),
             acceptance=statistics.fmean(step.num_accepted + 1 for step in drafted) if drafted else None,
             verify_width=statistics.fmean(len(step.draft_ids) + 1 for step in drafted) if drafted else None,
             mean_context=cell.context + (before + num_tokens / 2) / len(requests),
@@ -184,17 +187,25 @@ def wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _rounds(llm: LLM, steps: int) -> list[float]:
-    """Milliseconds a step, of each round."""
-    times = []
+def tokens_per_second(rounds: Sequence[float], counts: Sequence[int], steps: int) -> float:
+    """From milliseconds a step and tokens of each round; one that something else held up, as a capture, is left out."""
+    limit = DISTURBED * statistics.median(rounds)
+    kept = [(ms * steps, count) for ms, count in zip(rounds, counts, strict=True) if ms <= limit]
+    return 1000 * sum(count for _, count in kept) / sum(ms for ms, _ in kept)
+
+
+def _rounds(llm: LLM, requests: Sequence[Request], steps: int) -> tuple[list[float], list[int]]:
+    """Milliseconds a step, and tokens, of each round."""
+    times, counts = [], []
     for _ in range(ROUNDS):
         wait(llm.device)
-        begin = time.perf_counter()
+        before, begin = _num_tokens(requests), time.perf_counter()
         for _ in range(steps // ROUNDS):
             llm.engine.step()
         wait(llm.device)
         times.append((time.perf_counter() - begin) * 1000 / (steps // ROUNDS))
-    return times
+        counts.append(_num_tokens(requests) - before)
+    return times, counts
 
 
 def _check(requests: Sequence[Request]) -> None:

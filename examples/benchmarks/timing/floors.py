@@ -80,6 +80,12 @@ class StepFloor:
         entered = 2 * batch * acceptance * (features + context_kv)
         return [Work(weights.num_bytes + self.itemsize * features, weights.operations + entered), attention]
 
+    def step(self, batch: int, context: float, acceptance: float | None) -> list[Work]:
+        """A step that drafts and verifies whole blocks; with None, one of plain decoding."""
+        if acceptance is None:
+            return self.plain(batch, context)
+        return [*self.draft(batch, context, acceptance), *self.verify(batch, context)]
+
     def prefill(self, lengths: Iterable[int], *, has_draft: bool) -> list[Work]:
         """Prompts until each has its first token; each row sees the rows before it."""
         shape, lengths = self.shape, list(lengths)

@@ -2,7 +2,8 @@
 
 Figures made with it are `synthetic`: random weights accept next to nothing, and how a step's time turns into tokens
 depends on acceptance alone. The draw is truncated-geometric, each drafted token accepted with the same probability
-after the one before it. It needs no waiting and no state, so a captured step draws afresh in every replay.
+after the one before it. It needs no waiting and no state, so a captured step draws afresh in every replay; it adds ten
+small launches to a step.
 
 Axis letters: R requests, N block rows, K drafted tokens (N - 1).
 """

@@ -1,8 +1,10 @@
 """The rows of others: transformers, a reference loop on its modules, and vLLM."""
 
+import sys
 from functools import partial
+from pathlib import Path
 
-from timing.plan import Plan, add_other, add_prefill
+from timing.plan import OtherSpeed, Plan, add_other, add_prefill
 from timing.report import Row, say
 from timing.vllm_arm import acceptance_note, run_vllm
 
@@ -11,18 +13,28 @@ TRANSFORMERS_BATCHES, TRANSFORMERS_TOKENS = (1, 8), 24
 
 def measure_transformers(plan: Plan) -> None:
     """`generate`, and the reference loop, on one model of transformers."""
+    # transformers looks for a package named kernels: the kernels.py of this folder's parent is not what it means.
+    sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != Path(__file__).resolve().parents[1]]
     from timing.transformers_arms import ReferenceLoop, build_target, generate_ms
 
     model = build_target(plan.shape, plan.device)
-    tokens = TRANSFORMERS_TOKENS if plan.is_cuda else 4
+    context, tokens = plan.contexts[0], TRANSFORMERS_TOKENS if plan.is_cuda else 4
 
     def generate(batch: int) -> None:
-        ms = generate_ms(model, plan.shape, batch, plan.contexts[0], tokens)
-        add_other(plan, "transformers generate", batch, ms, batch / ms * 1000, None, None)
+        ms = generate_ms(model, plan.shape, batch, context, tokens)
+        speed = OtherSpeed(
+            arm="transformers generate", batch=batch, context=context, num_tokens=tokens, ms=ms,
+            tokens_per_second=1000 * batch / ms,
+        )  # fmt: skip
+        add_other(plan, speed)
 
     def loop(acceptance: float | None) -> None:
-        ms, achieved = ReferenceLoop(model, plan.shape, acceptance).step_ms(plan.contexts[0], tokens)
-        add_other(plan, "reference loop, transformers' modules", 1, ms, achieved / ms * 1000, acceptance, achieved)
+        ms, achieved = ReferenceLoop(model, plan.shape, acceptance).step_ms(context, tokens)
+        speed = OtherSpeed(
+            arm="reference loop, transformers' modules", batch=1, context=context, num_tokens=round(achieved * tokens),
+            ms=ms, tokens_per_second=1000 * achieved / ms, asked=acceptance, achieved=achieved,
+        )  # fmt: skip
+        add_other(plan, speed)
 
     if "transformers" in plan.arms:
         for batch in TRANSFORMERS_BATCHES:
@@ -62,14 +74,14 @@ def _add_vllm(plan: Plan, arm: str, cell: Row, found: Row, acceptance: float | N
         if "error" in found:
             raise RuntimeError(found["error"])
         if cell["kind"] == "prefill":
-            add_prefill(plan, arm, cell["lengths"], found["rounds"], None)
+            add_prefill(plan, arm, cell["lengths"], found["rounds"])
             return
-        note = acceptance_note("dflash" in arm, acceptance)
-        facts = {"context": cell["context"], "vllm": found["vllm"], "acceptance_note": note}
-        add_other(
-            plan, arm, cell["batch"], found["ms"], found["tokens_per_second"], acceptance,
-            found["acceptance_achieved"], **facts,
+        speed = OtherSpeed(
+            arm=arm, batch=cell["batch"], context=cell["context"], num_tokens=cell["num_tokens"], ms=found["ms"],
+            tokens_per_second=found["tokens_per_second"], asked=acceptance, achieved=found["acceptance_achieved"],
         )  # fmt: skip
+        note = acceptance_note("dflash" in arm, acceptance)
+        add_other(plan, speed, vllm=found["vllm"], start_s=found["start_s"], acceptance_note=note)
 
     what = {key: value for key, value in cell.items() if key in ("batch", "context")}
     plan.recorder.guard({"arm": arm, **what}, add)

@@ -5,7 +5,7 @@ from functools import partial
 import torch
 
 from timing.accounting import StepAccount, waterfall
-from timing.ceilings import chain_ms, measure_rates, step_products
+from timing.ceilings import chain_ms, step_products
 from timing.engine_arms import Cell, StepTimes, measure_steps, prefill_ms, why_not_adaptive
 from timing.floors import Rates, least_ms, stated_rates
 from timing.pairs import RandomPair, build_pair
@@ -15,10 +15,6 @@ from timing.report import Row, say
 
 def run_ours(plan: Plan) -> None:
     random = build_pair(plan.shape, plan.max_model_len, plan.device)
-    plan.rates = rates = measure_rates(plan.device, random.pair.placement.dtype)
-    facts = {"bandwidth": rates.bandwidth, "operations": rates.operations}
-    plan.recorder.add("rates", {"arm": "device", **facts})
-    say(f"copies {rates.bandwidth / 1e12:.2f} TB/s, large products {rates.operations / 1e12:.1f} T operations/s")
     if "ceilings" in plan.arms:
         plan.recorder.guard({"arm": "ceilings"}, partial(measure_ceilings, plan, random))
     why_not = why_not_adaptive(plan.device)
@@ -46,7 +42,6 @@ def measure_ceilings(plan: Plan, random: RandomPair) -> None:
 def measure_cell(plan: Plan, random: RandomPair, cell: Cell) -> None:
     """One row of decode steps."""
     times = measure_steps(random, cell, has_profile=plan.is_cuda and cell.has_graphs)
-    assert plan.rates is not None
     floor_ms = _floor_ms(plan, cell, times, plan.rates) if cell.arm != "adaptive" else None
     account = times.account
     row: Row = {
@@ -80,23 +75,16 @@ def measure_prefills(plan: Plan, random: RandomPair) -> None:
 
 def measure_prefill(plan: Plan, random: RandomPair, arm: str, lengths: list[int]) -> None:
     """One row of prefills."""
-    is_drafting = arm == "dflash"
-    times = prefill_ms(random, lengths, is_drafting=is_drafting)
-    assert plan.rates is not None
-    floor_ms = least_ms(plan.floor.prefill(lengths, has_draft=is_drafting), plan.rates)
-    add_prefill(plan, arm, lengths, times, floor_ms)
+    add_prefill(plan, arm, lengths, prefill_ms(random, lengths, is_drafting=arm == "dflash"))
 
 
 def _floor_ms(plan: Plan, cell: Cell, times: StepTimes, rates: Rates) -> float:
-    if not cell.is_drafting:
-        return least_ms(plan.floor.plain(cell.batch, times.mean_context), rates)
-    draft = plan.floor.draft(cell.batch, times.mean_context, times.acceptance or 1.0)
-    return least_ms([*draft, *plan.floor.verify(cell.batch, times.mean_context)], rates)
+    acceptance = times.acceptance or 1.0
+    return least_ms(plan.floor.step(cell.batch, times.mean_context, acceptance if cell.is_drafting else None), rates)
 
 
 def _waterfall(plan: Plan, cell: Cell, times: StepTimes) -> list[tuple[str, float]]:
     stated = stated_rates(torch.cuda.get_device_name(plan.device))
-    assert plan.rates is not None
     steps = [
         ("floor by the data sheet", _floor_ms(plan, cell, times, stated) if stated else None),
         ("floor at measured rates", _floor_ms(plan, cell, times, plan.rates)),

@@ -1,5 +1,6 @@
 """Pairs of real shapes with random weights, made on the device; nothing is downloaded."""
 
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -42,7 +43,7 @@ class Shape:
 SHAPES = {
     "qwen3-8b": Shape(4096, 12288, 36, 32, (1, 9, 17, 25, 33), is_tied=False),
     "qwen3-4b": Shape(2560, 9728, 36, 32, (1, 9, 17, 25, 33), is_tied=True),
-    "small": Shape(512, 1024, 4, 8, (0, 2), is_tied=True, vocab=4096, draft_layers=2),
+    "small": Shape(512, 1024, 2, 4, (0, 1), is_tied=True, vocab=2048, kv_heads=2, draft_layers=1),
 }
 
 
@@ -54,6 +55,18 @@ class RandomPair:
     pair: LoadedPair
     target_weights: Mapping[str, Tensor]
     draft_weights: Mapping[str, Tensor]
+
+
+def open_device(name: str) -> torch.device:
+    """The device to measure on, made the current one; ends the program where there is none."""
+    device = torch.device(name)
+    if device.type != "cuda":
+        return device
+    if not torch.cuda.is_available():
+        sys.exit("needs a CUDA device, or --device cpu with --shape small")
+    device = torch.device("cuda", device.index or 0)
+    torch.cuda.set_device(device)
+    return device
 
 
 def build_pair(shape: Shape, max_model_len: int, device: torch.device) -> RandomPair:

@@ -2,12 +2,13 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 
 import torch
 
 from timing.engine_arms import Cell
-from timing.floors import Rates, StepFloor
+from timing.floors import Rates, StepFloor, least_ms
 from timing.pairs import BLOCK, SHAPES, Shape
 from timing.report import Recorder, Row, say
 
@@ -31,7 +32,7 @@ class Plan:
     vllm_path: Path | None
     vllm_timeout_s: float
     recorder: Recorder
-    rates: Rates | None = None
+    rates: Rates
     chains: dict[tuple[bool, int], float] = field(default_factory=dict)
 
     @property
@@ -49,12 +50,12 @@ class Plan:
     def cells(self) -> Iterator[Cell]:
         """Our own decode steps; batches vary slowest, so that arms that are compared run close together."""
         modes = [False] if not self.is_cuda else [True, False] if self.has_eager else [True]
-        for context in self.contexts:
-            for batch in self.batches:
-                for arm in (item for item in self.arms if item in OURS):
-                    for acceptance in self.acceptances if arm != "plain" else [None]:
-                        for has_graphs in modes:
-                            yield Cell(arm, batch, context, self.steps, acceptance, has_graphs)
+        for context, batch in product(self.contexts, self.batches):
+            for arm in (item for item in self.arms if item in OURS):
+                acceptances = self.acceptances if arm != "plain" else [None]
+                # Widths adapt where steps are graphs.
+                for acceptance, has_graphs in product(acceptances, modes if arm != "adaptive" else [True]):
+                    yield Cell(arm, batch, context, self.steps, acceptance, has_graphs)
 
     @property
     def max_model_len(self) -> int:
@@ -63,20 +64,35 @@ class Plan:
         return max([*cells, *(max(lengths) + 8 * BLOCK for lengths in self.prefills), max(self.contexts) + 1024])
 
 
-def add_other(
-    plan: Plan, arm: str, batch: int, ms: float, speed: float, asked: float | None, achieved: float | None,
-    **facts: object,
-) -> None:  # fmt: skip
+@dataclass(frozen=True, kw_only=True)
+class OtherSpeed:
+    """What another program took for a step; the floor is that of a step at half of its answer."""
+
+    arm: str
+    batch: int
+    context: int
+    num_tokens: int
+    ms: float
+    tokens_per_second: float
+    asked: float | None = None
+    achieved: float | None = None
+
+
+def add_other(plan: Plan, speed: OtherSpeed, **facts: object) -> None:
+    ms, achieved = speed.ms, speed.achieved
+    floor_ms = least_ms(plan.floor.step(speed.batch, speed.context + speed.num_tokens / 2, achieved), plan.rates)
     row: Row = {
-        "arm": arm, "shape": plan.shape_name, "batch": batch, "context": plan.contexts[0],
-        "acceptance": "real" if asked is None else "synthetic", "acceptance_asked": asked,
-        "acceptance_achieved": achieved, "ms": ms, "tokens_per_second": speed, **facts,
+        "arm": speed.arm, "shape": plan.shape_name, "batch": speed.batch, "context": speed.context,
+        "acceptance": "real" if speed.asked is None else "synthetic", "acceptance_asked": speed.asked,
+        "acceptance_achieved": achieved, "ms": ms, "tokens_per_second": speed.tokens_per_second,
+        "floor_ms": floor_ms, "ratio": ms / floor_ms, **facts,
     }  # fmt: skip
     plan.recorder.add("step", row)
-    say(f"{title(row)}: {ms:.3f} ms a step, {speed:.0f} tokens/s")
+    say(f"{title(row)}: {ms:.3f} ms a step, {speed.tokens_per_second:.0f} tokens/s")
 
 
-def add_prefill(plan: Plan, arm: str, lengths: list[int], times: list[float], floor_ms: float | None) -> None:
+def add_prefill(plan: Plan, arm: str, lengths: list[int], times: list[float]) -> None:
+    floor_ms = least_ms(plan.floor.prefill(lengths, has_draft="dflash" in arm), plan.rates)
     ms = sorted(times)[len(times) // 2]
     row = {"arm": arm, "shape": plan.shape_name, "prompts": len(lengths), "tokens": lengths[0], "ms": ms}
     plan.recorder.add("prefill", {**row, "rounds": times, "floor_ms": floor_ms})

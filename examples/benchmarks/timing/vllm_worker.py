@@ -121,10 +121,12 @@ def first_tokens(outputs: list[Any], clock: float) -> list[float]:
     return [float(item.arrival_time - clock + item.first_token_latency) for item in stats]
 
 
-def used_memory() -> int:
+def used_memory() -> int | None:
     """Bytes in use on the device, by whatever process: vLLM takes its share when it starts."""
     import torch
 
+    if not torch.cuda.is_available():
+        return None
     free, total = torch.cuda.mem_get_info()
     return int(total - free)
 
@@ -148,7 +150,7 @@ def main() -> None:
                 else:
                     found = measures[cell["kind"]](engine, cell)
             except Exception as error:
-                found = {"error": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"}
+                found = {"error": next(iter(str(error).splitlines()), type(error).__name__)}
             facts = {"kind": cell["kind"], "vllm": vllm.__version__, "start_s": engine.start_s}
             stream.write(json.dumps(facts | found) + "\n")
             stream.flush()
