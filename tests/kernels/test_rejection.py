@@ -185,6 +185,7 @@ def test_kernels_make_probabilities_of_logits_as_the_reference_does(
     p_logits[:, (places < 0).nonzero()[:9, 0]] += 15  # likely, and nothing the draft could say
     near = p_logits.view(num_requests, -1, vocab_size)[:, :-1].flatten(0, 1)
     q_logits = (near + normal(len(near), vocab_size, seed=1))[:, target_ids].contiguous()
+    q_logits[-18:, 0] += 12  # six requests whose first draft is hardly ever taken
     p_logits, q_logits = p_logits.to(dtype), q_logits.to(dtype)
     values = (
         real(*[(0.0, 0.8, 1.2)[i % 3] for i in range(num_requests)]),
