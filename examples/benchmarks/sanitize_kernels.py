@@ -12,13 +12,30 @@ from torch import Tensor
 from dflash_kernels.launch_config import ragged_shape
 from dflash_kernels.ragged_attention import Segment, plan_ragged
 from dflash_kernels.rope_store import KVPlace
-from dflash_kernels.suite import triton_kernels
+from dflash_kernels.suite import Kernels, triton_kernels
 
 REQUESTS, ROWS, HEADS, KV, HEAD_DIM, LAYERS, VOCAB, PAGE = 3, 7, 6, 2, 24, 3, 9001, 16
 
 
 def normal(*shape: int) -> Tensor:
     return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
+
+def products(kernels: Kernels, hidden: Tensor) -> None:
+    for rows in (hidden[:17], hidden):
+        for call in (kernels.product, kernels.product_parts, kernels.gated_product):
+            call(rows, normal(300, hidden.shape[1]))
+
+
+def prefill(kernels: Kernels, rows: list[Tensor], key_cache: Tensor, value_cache: Tensor, table: Tensor) -> None:
+    for lens, contexts in (([7, 1, 392], [20, 0, 5]), ([400, 0, 0], [33, 0, 0])):
+        firsts = (0, lens[0], lens[0] + lens[1])
+        segments = [Segment(*item) for item in zip(firsts, lens, contexts, range(3), strict=True) if item[1]]
+        plan = plan_ragged(segments, HEADS, KV, ragged_shape(HEAD_DIM, 2), table.device)
+        kernels.ragged_attention(
+            *(tensor[0] for tensor in rows), key_cache, value_cache, table, plan,
+            torch.tensor(plan.ints, device="cuda"), page_size=PAGE, window=None,
+        )  # fmt: skip
 
 
 def main() -> None:
@@ -30,10 +47,7 @@ def main() -> None:
     hidden, weight = normal(num_rows, 1000), normal(1000)
     kernels.rms_norm(hidden, weight, 1e-6)
     kernels.add_rms_norm(torch.stack((hidden, hidden)), hidden, weight, 1e-6)
-    for rows in (hidden[:17], hidden):
-        kernels.product(rows, normal(300, 1000))
-        kernels.product_parts(rows, normal(300, 1000))
-        kernels.gated_product(rows, normal(300, 1000))
+    products(kernels, hidden)
     cos, sin, head_norms = normal(num_rows, HEAD_DIM), normal(num_rows, HEAD_DIM), normal(HEADS + KV, HEAD_DIM)
     key_cache, value_cache = normal(LAYERS, num_slots, KV, HEAD_DIM), normal(LAYERS, num_slots, KV, HEAD_DIM)
     place = KVPlace(key_cache[0], value_cache[0], slots)
@@ -53,14 +67,7 @@ def main() -> None:
     kernels.block_attention(
         *long, key_cache[0], value_cache[0], table[:1], lens[:1], page_size=PAGE, is_causal=True, window=None
     )
-    for rows, contexts in (([7, 1, 392], [20, 0, 5]), ([400, 0, 0], [33, 0, 0])):
-        firsts = (0, rows[0], rows[0] + rows[1])
-        segments = [Segment(*item) for item in zip(firsts, rows, contexts, range(3), strict=True) if item[1]]
-        plan = plan_ragged(segments, HEADS, KV, ragged_shape(HEAD_DIM, 2), lens.device)
-        kernels.ragged_attention(
-            *(tensor[0] for tensor in long), key_cache[0], value_cache[0], table, plan,
-            torch.tensor(plan.ints, device="cuda"), page_size=PAGE, window=None,
-        )  # fmt: skip
+    prefill(kernels, long, key_cache[0], value_cache[0], table)
     ids = torch.randint(0, 3, (REQUESTS, ROWS), device="cuda")
     most, stops = torch.full_like(lens, ROWS), torch.full((REQUESTS, 2), -1, device="cuda")
     kernels.accept_block(ids[:, :-1], ids, most, stops, most)

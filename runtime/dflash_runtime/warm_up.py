@@ -56,8 +56,7 @@ def step_modes(engine: Engine, params: Sequence[SamplingParams], bucket: int) ->
     """The modes of all steps that so many requests with these parameters can come to share, the widest first."""
     block, policy = engine.scheduler.limits.num_lookahead_tokens, engine.scheduler.width_policy
     asked = {min(item.verify_width or block, block) for item in params}
-    widths = sorted({width for widest in asked for width in policy.candidates(bucket, widest)}, reverse=True)
-    kinds = kinds_of(params)
+    widths, kinds = reversed(policy.candidates(bucket, asked)), kinds_of(params)
     return [StepMode(width, is_greedy, has_filters) for width in widths for is_greedy, has_filters in kinds]
 
 
