@@ -170,8 +170,6 @@ def test_a_step_that_memory_does_not_hold_is_launched_one_by_one(monkeypatch: py
 def test_4096_requests_at_once() -> None:
     """Grids and buffers at the largest batch that is expected, a few tokens each; larger buckets are captured late."""
     llm = gpu_llm("tiny", "float32", max_num_requests=4096, num_pages=13_000, max_model_len=64, max_batched_tokens=8192)
-    # The pool holds all of them; to work that out for each that is admitted takes half a minute.
-    llm.engine.scheduler._has_room = lambda request: True  # type: ignore[method-assign]
     prompts = [(index % 2000, 1 + index // 2000, 5) for index in range(4096)]
     outputs = llm.generate(prompts, SamplingParams(max_new_tokens=10))
     assert all(len(output.token_ids) == 10 for output in outputs)

@@ -7,7 +7,7 @@ first token on. Target KV and draft context KV share page numbers, so a hit brin
 
 import hashlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from dflash_runtime.scheduling.pages import PagePool
 from dflash_runtime.scheduling.request import Request
@@ -64,15 +64,14 @@ class PrefixCache:
                 self._digests[page] = digest
         request.num_published = max(request.num_published, num_full)
 
-    def will_publish(self, running: Request, waiting: Request, num_tokens: int) -> bool:
+    def will_publish(self, running: Iterable[Request], waiting: Request, num_tokens: int) -> bool:
         """Whether a running prompt is to publish `num_tokens` tokens more of a waiting one than that one has found."""
         size = self._pool.page_size
         column = waiting.num_published + max(1, num_tokens // size) - 1
-        is_left = running.num_published <= column < running.prefill_len // size
-        is_wanted = (column + 1) * size < waiting.total_len
-        if not (self.is_enabled and is_left and is_wanted):
+        if not self.is_enabled or (column + 1) * size >= waiting.total_len:
             return False
-        return self._digest(running, column) == self._digest(waiting, column)
+        able = (item for item in running if item.num_published <= column < item.prefill_len // size)
+        return any(self._digest(item, column) == self._digest(waiting, column) for item in able)
 
     def check_integrity(self) -> None:
         """Assert that both maps agree and name published pages only."""

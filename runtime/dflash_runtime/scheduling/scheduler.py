@@ -60,6 +60,7 @@ class Scheduler:
         self.max_batched_tokens = limits.max_batched_tokens  # lowered where memory is short
         self.max_running = limits.max_num_requests
         self.expected_share = FIRST_SHARE
+        self._longest = 0  # tokens of the longest text that any live request may become
         self._live: dict[Request, None] = {}  # everything added that has not ended, in the order it came
         # Outlives a call that ends in OutOfPages: pages taken until then belong to their requests.
         self._additions: list[PageAddition] = []
@@ -84,6 +85,8 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request; see `check` for what is refused."""
         self.check(request)
+        tokens = request.total_len + request.remaining(self.limits.max_model_len)
+        self._longest = max(tokens, self._longest if self._live else 0)
         self._live[request] = None
         self._waiting.append(request)
 
@@ -249,7 +252,7 @@ class Scheduler:
                 self._release_pages(request)
                 break
             self._waiting.popleft()
-            if any(self.cache.will_publish(item, request, SHARED_WORTH_A_WAIT) for item in self._running):
+            if self.cache.will_publish(self._running, request, SHARED_WORTH_A_WAIT):
                 self._release_pages(request)
                 passed_over.append(request)
                 continue
@@ -272,6 +275,9 @@ class Scheduler:
         needed = self.pages.pages_for(self.limits.reserved_len(request.rows_to_prefill)) - len(request.pages)
         if needed + len(self._running) > self.pages.num_available:
             return False
+        longest = self._longest + self.limits.num_lookahead_tokens + size
+        if (len(self._running) + 1) * longest <= (self.pages.num_pages - 1) * size:
+            return True  # for all at their longest, which is quickly said of thousands
         alive = sorted((*self._running, request), key=self._expected_left, reverse=True)
         freed = sum(len(item.pages) * size - item.num_cached for item in alive)
         grown = fullest = 0  # tokens; the last page of each is half full on average

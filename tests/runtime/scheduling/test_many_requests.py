@@ -1,0 +1,64 @@
+"""Thousands of requests at once: what is worked out for each that is admitted does not grow with those that run."""
+
+import pytest
+
+from dflash_runtime.scheduling.limits import Limits
+from dflash_runtime.scheduling.pages import PagePool
+from dflash_runtime.scheduling.prefix_cache import PrefixCache
+from dflash_runtime.scheduling.request import Request, SamplingParams
+from dflash_runtime.scheduling.scheduler import Scheduler
+from dflash_testing.pairs import random_draft, random_llm, random_prompts, random_target
+
+
+class CheckedScheduler(Scheduler):
+    """Asks for room the long way too."""
+
+    num_quick = 0
+    num_asked = 0
+
+    def _expected_left(self, request: Request) -> int:
+        self.is_quick = False
+        return super()._expected_left(request)
+
+    def _has_room(self, request: Request) -> bool:
+        self.is_quick = True
+        answer, is_quick, longest = super()._has_room(request), self.is_quick, self._longest
+        self._longest = 10**9
+        try:
+            assert answer == super()._has_room(request)
+        finally:
+            self._longest = longest
+        self.num_quick += is_quick and answer
+        self.num_asked += 1
+        return answer
+
+
+@pytest.mark.parametrize("num_pages", [24, 40, 70])
+def test_room_for_all_at_their_longest_is_room(num_pages: int) -> None:
+    """Pools that are short, or hold everything, with texts that share pages: the quick answer is the exact one."""
+    target = random_target(num_layers=1, max_position_embeddings=96)
+    draft = random_draft(target, block_size=4, target_layer_ids=(0,), num_layers=1)
+    llm = random_llm(target, draft, 3, scheduling="async", max_num_requests=8, num_pages=num_pages, page_size=8)
+    scheduler = llm.engine.scheduler
+    scheduler.__class__ = CheckedScheduler
+    assert isinstance(scheduler, CheckedScheduler)
+    prompts = random_prompts([3 + 7 * index % 40 for index in range(24)], 97)
+    prompts = [prompts[index % 5][:16] + prompts[index] for index in range(24)]
+    params = [SamplingParams(max_new_tokens=2 + 5 * index % 23) for index in range(24)]
+    outputs = llm.generate(prompts, params)
+    assert all(output.error is None for output in outputs)
+    assert scheduler.num_asked > scheduler.num_quick or num_pages == 70
+    assert scheduler.num_quick > 0
+
+
+def test_admission_of_thousands_looks_at_none_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = PagePool(1 + 3 * 4096, 16)
+    limits = Limits(
+        num_draft_tokens=7, max_model_len=4096, max_num_requests=4096, vocab_size=97, max_batched_tokens=1 << 16
+    )
+    scheduler = Scheduler(limits, pages, PrefixCache(pages, is_enabled=True))
+    monkeypatch.setattr(Scheduler, "_expected_left", None)
+    for index in range(4096):
+        params = SamplingParams(max_new_tokens=8)
+        scheduler.add(Request(index=index, prompt_token_ids=(index % 97, 1, 2), params=params))
+    assert len(scheduler.schedule(is_drained=True).chunks) == 4096
