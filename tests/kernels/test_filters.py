@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dflash_kernels import filters, logit_tiles, sampling
+from dflash_kernels import filters, logit_tiles, rejection, sampling
 from dflash_kernels.launch_config import VOCAB_GROUP, VOCAB_TILE
 from dflash_kernels.logit_tiles import launch_stats
 from dflash_kernels.sampling import argmax, filtered_probs_ref, sample, sample_ref
-from dflash_testing.distributions import filtered_probs
+from dflash_kernels.suite import triton_kernels
+from dflash_testing.distributions import filtered_probs, reject_probs
 from dflash_testing.tensors import DEVICE, normal, real, whole
 
 VOCAB = VOCAB_TILE + 1000
@@ -139,12 +140,15 @@ def count_launches(modules: tuple[ModuleType, ...], monkeypatch: pytest.MonkeyPa
     return launches
 
 
-def test_two_launches_choose_and_two_more_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_launches_choose_two_more_cut_and_three_reject(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a captured step each costs a few microseconds, whatever it does."""
-    launches = count_launches((logit_tiles, filters, sampling), monkeypatch)
+    launches = count_launches((logit_tiles, filters, sampling, rejection), monkeypatch)
     logits = logits_of("flat", 2, torch.float32)
     rows = real(0, 1), whole(3, 3), real(1, 0.9), whole(1, 2), whole(3, 4)
+    p = logits.softmax(-1).view(1, 2, -1)
+    ones = whole(1)
     for call, expected in (
+        (lambda: reject_probs(triton_kernels(), ones[None], p, p[:, 1:], ones, ones, ones), 3),
         (lambda: argmax(logits), 2),
         (lambda: sample(logits, *rows, is_greedy=True), 2),
         (lambda: sample(logits, *rows, has_filters=False), 2),
