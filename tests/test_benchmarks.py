@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import statistics
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from dflash_kernels.suite import REFERENCE
+from dflash_kernels.step_rows import Bounds, RowState
+from dflash_kernels.suite import REFERENCE, Kernels
 from dflash_testing.paths import ROOT
 
 # Last on the path, behind a package named kernels that transformers looks for: the folder has a kernels.py.
@@ -245,32 +247,42 @@ def test_forced_acceptance_has_its_mean(mean: float) -> None:
     rates = forced.acceptance_rates(mean, BLOCK)
     assert 1 + sum(rates) == pytest.approx(mean)
     kernels = forced._forcing(REFERENCE, forced.draw_table(rates))
-    remaining = torch.full((16,), 10_000_000)
-    targets = torch.arange(BLOCK)[None].expand(16, -1).contiguous()
-    stops, limit = torch.full((16, 1), -1), torch.full((16,), BLOCK - 1)
-    counts = []
-    for width in (BLOCK, 4):
-        drafts = torch.full((16, width - 1), -1)
-        total = 0
-        for _ in range(1000):
-            accepted = kernels.accept_block(drafts, targets[:, :width], limit, stops, remaining)
-            assert torch.equal(accepted.num_committed, accepted.num_accepted + 1)
-            remaining = remaining - accepted.num_committed
-            total += int(accepted.num_committed.sum())
-        counts.append(total / 1000 / 16)
+    state = rows_of_a_state(16, remaining=10_000_000)
+    counts = [statistics.fmean(committed(kernels, state, width) for _ in range(1000)) for width in (BLOCK, 4)]
     assert counts[0] == pytest.approx(mean, rel=0.02)
     assert counts[1] == pytest.approx(1 + sum(rates[:3]), rel=0.02), "fewer rows cut the same draw"
 
 
+def rows_of_a_state(num_rows: int, remaining: int) -> RowState:
+    def ints(value: int, *shape: int) -> torch.Tensor:
+        return torch.full((num_rows, *shape), value)
+
+    return RowState(
+        done=torch.zeros(num_rows, dtype=torch.bool), kv_lens=ints(5), anchors=ints(1), remaining=ints(remaining),
+        reserved_lens=ints(100), widths=ints(BLOCK), generations=ints(1), stop_ids=ints(-1, 1), page_table=ints(1, 9),
+    )  # fmt: skip
+
+
+def committed(kernels: Kernels, state: RowState, width: int) -> float:
+    """Tokens a request that one step of blocks of which `width` rows are verified commits."""
+    rows = torch.arange(len(state.done))
+    bounds = Bounds(max_model_len=2**40, last_draft_len=2**39, page_size=16, mask_id=0)
+    state.kv_lens.fill_(5)
+    step = kernels.open_step(state, rows, BLOCK, width, bounds)
+    chosen = torch.arange(width)[None].expand(len(rows), -1).contiguous()
+    drafts, is_finite = torch.full((len(rows), width - 1), -1), torch.ones_like(chosen, dtype=torch.bool)
+    packed, _ = kernels.close_step(state, rows, step, drafts, chosen, step.max_accepted, is_finite)
+    return float(packed[:, 0].double().mean())
+
+
 def test_forced_acceptance_keeps_stops_and_limits() -> None:
     kernels = forced._forcing(REFERENCE, forced.draw_table(forced.acceptance_rates(BLOCK, BLOCK)))
-    drafts, targets = torch.full((2, BLOCK - 1), 7), torch.arange(2 * BLOCK).view(2, -1)
-    stops = torch.tensor([[4], [-1]])
-    accepted = kernels.accept_block(drafts, targets, torch.tensor([15, 15]), stops, torch.tensor([100, 3]))
-    assert accepted.num_committed.tolist() == [5, 3]
-    assert accepted.is_stopped.tolist() == [True, False]
-    plain = kernels.accept_block(drafts[:, :0], targets[:, :1], torch.zeros(2).long(), stops, torch.tensor([9, 9]))
-    assert plain.num_committed.tolist() == [1, 1]
+    state = rows_of_a_state(1, remaining=100)
+    state.stop_ids.fill_(4)
+    assert committed(kernels, state, BLOCK) == 5
+    assert bool(state.done.all())
+    assert committed(kernels, rows_of_a_state(1, remaining=3), BLOCK) == 3
+    assert committed(kernels, rows_of_a_state(1, remaining=9), 1) == 1
 
 
 def test_floors_follow_from_bytes_and_operations() -> None:

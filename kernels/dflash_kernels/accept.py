@@ -50,6 +50,26 @@ def accept_block_ref(
     return Acceptance(num_accepted, num_committed, last_ids, is_some & is_stop.gather(1, last)[:, 0])
 
 
+@jit
+def decide(drafted, chosen, stops, max_accepted, remaining, TILE_N: tl.constexpr):
+    """`accept_block_ref` for one request: drafted and chosen ids [TILE_N], -1 where there are none; stop ids [TILE_S].
+
+    Returns how many drafts are accepted and tokens committed, the last of these, and whether it is a stop id.
+    """
+    position = tl.arange(0, TILE_N)
+    is_match = (drafted == chosen) & (drafted >= 0)
+    # The first position that does not match; there is one, since TILE_N exceeds the number of drafts.
+    accepted = tl.min(tl.where(is_match, TILE_N, position), 0).to(tl.int64)
+    accepted = tl.minimum(accepted, tl.maximum(max_accepted, 0))
+    hits = (chosen[:, None] == stops[None, :]) & (stops >= 0)[None, :]
+    is_stop = tl.max(hits.to(tl.int32), 1) > 0
+    past_stop = tl.min(tl.where(is_stop, position + 1, TILE_N), 0)
+    committed = tl.minimum(tl.minimum(accepted + 1, tl.maximum(remaining, 0)), past_stop)
+    is_last = position == committed - 1
+    last_id = tl.max(tl.where(is_last, chosen, -1), 0)
+    return accepted, committed, last_id, tl.max((is_last & is_stop).to(tl.int32), 0) > 0
+
+
 # Widths that differ from step to step: a kernel for those that are 1, or multiples of 16, would be compiled in mid-run.
 @jit(do_not_specialize=["draft_stride", "target_stride", "num_drafts"])
 def _accept_block_kernel(
@@ -61,21 +81,15 @@ def _accept_block_kernel(
     position = tl.arange(0, TILE_N)
     drafted = tl.load(draft_ids + request * draft_stride + position, mask=position < num_drafts, other=-1)
     chosen = tl.load(target_ids + request * target_stride + position, mask=position <= num_drafts, other=-1)
-    is_match = (drafted == chosen) & (drafted >= 0)
-    # The first position that does not match; there is one, since TILE_N exceeds the number of drafts.
-    accepted = tl.min(tl.where(is_match, TILE_N, position), 0).to(tl.int64)
-    accepted = tl.minimum(accepted, tl.maximum(tl.load(max_accepted + request), 0))
     stop = tl.arange(0, TILE_S)
     stops = tl.load(stop_ids + request * stop_stride + stop, mask=stop < num_stops, other=-1)
-    hits = (chosen[:, None] == stops[None, :]) & (stops >= 0)[None, :]
-    is_stop = tl.max(hits.to(tl.int32), 1) > 0
-    past_stop = tl.min(tl.where(is_stop, position + 1, TILE_N), 0)
-    committed = tl.minimum(tl.minimum(accepted + 1, tl.maximum(tl.load(remaining + request), 0)), past_stop)
-    is_last = position == committed - 1
+    accepted, committed, last_id, has_stopped = decide(
+        drafted, chosen, stops, tl.load(max_accepted + request), tl.load(remaining + request), TILE_N
+    )
     tl.store(num_accepted + request, accepted)
     tl.store(num_committed + request, committed)
-    tl.store(last_ids + request, tl.max(tl.where(is_last, chosen, -1), 0))
-    tl.store(is_stopped + request, tl.max((is_last & is_stop).to(tl.int32), 0) > 0)
+    tl.store(last_ids + request, last_id)
+    tl.store(is_stopped + request, has_stopped)
 
 
 def accept_block(

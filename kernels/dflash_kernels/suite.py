@@ -28,6 +28,15 @@ from dflash_kernels.rope_norm import add_rms_norm, add_rms_norm_ref, rms_norm, r
 from dflash_kernels.rope_store import KVPlace, rope_store, rope_store_ref
 from dflash_kernels.sampling import Chosen, argmax, argmax_ref, sample, sample_ref
 from dflash_kernels.slot_mapping import slot_mapping, slot_mapping_ref
+from dflash_kernels.step_rows import (
+    Bounds,
+    RowState,
+    StepRows,
+    close_step,
+    close_step_ref,
+    open_step,
+    open_step_ref,
+)
 
 KernelChoice = Literal["auto", "triton", "reference"]
 
@@ -49,6 +58,8 @@ class Kernels:
     block_attention: Callable[..., Tensor]
     ragged_attention: Callable[..., Tensor]
     accept_block: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Acceptance]
+    open_step: Callable[[RowState, Tensor, int, int, Bounds], StepRows]
+    close_step: Callable[[RowState, Tensor, StepRows, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
     argmax: Callable[[Tensor], Tensor]
     sample: Callable[..., Chosen]
     reject: Callable[..., tuple[Tensor, Tensor]]
@@ -68,6 +79,8 @@ REFERENCE = Kernels(
     block_attention=block_attention_ref,
     ragged_attention=ragged_attention_ref,
     accept_block=accept_block_ref,
+    open_step=open_step_ref,
+    close_step=close_step_ref,
     argmax=argmax_ref,
     sample=sample_ref,
     reject=reject_ref,
@@ -87,6 +100,8 @@ _TRITON = Kernels(
     block_attention=block_attention,
     ragged_attention=ragged_attention,
     accept_block=accept_block,
+    open_step=open_step,
+    close_step=close_step,
     argmax=argmax,
     sample=sample,
     reject=reject,

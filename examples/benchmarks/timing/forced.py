@@ -10,12 +10,11 @@ Axis letters: R requests, N block rows, K drafted tokens (N - 1).
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from dflash_kernels.accept import Acceptance
+from dflash_kernels.step_rows import RowState, StepRows
 from dflash_kernels.suite import Kernels
 from dflash_runtime.device.loading import LoadedPair
 
@@ -56,19 +55,16 @@ def force_acceptance(pair: LoadedPair, mean: float) -> LoadedPair:
 
 
 def _forcing(kernels: Kernels, table: Tensor) -> Kernels:
-    real = kernels.accept_block
+    real = kernels.close_step
 
-    def accept(draft_ids: Tensor, target_ids: Tensor, *rest: Any, **named: Any) -> Acceptance:
-        computed = real(draft_ids, target_ids, *rest, **named)
-        num_drafts = target_ids.shape[1] - 1
-        if num_drafts == 0:
-            return computed
-        remaining = named["remaining"] if "remaining" in named else rest[-1]
-        rows = torch.arange(len(remaining), device=remaining.device)
-        drawn = table[(remaining + ROW_DISTANCE * rows) % TABLE_SIZE]
-        is_accepted = torch.arange(num_drafts, device=drawn.device) < drawn[:, None]
+    def close(
+        state: RowState, rows: Tensor, step: StepRows, draft_ids: Tensor, chosen: Tensor, *rest: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        places = torch.arange(len(rows), device=rows.device)
+        drawn = table[(step.remaining + ROW_DISTANCE * places) % TABLE_SIZE]
+        is_accepted = torch.arange(draft_ids.shape[1], device=drawn.device) < drawn[:, None]
         # Drafts that are what the target says as far as the draw goes: stops and limits then cut as they always do.
-        forced = torch.where(is_accepted, target_ids[:, :-1], -1)
-        return real(forced, target_ids, *rest, **named)
+        forced = torch.where(is_accepted, chosen[:, :-1], -1)
+        return real(state, rows, step, forced, chosen, *rest)
 
-    return replace(kernels, accept_block=accept)
+    return replace(kernels, close_step=close)

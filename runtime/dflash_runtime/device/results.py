@@ -14,11 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dflash_kernels.step_rows import NUM_FIELDS
 from dflash_runtime.scheduling.batch import Chunk, StepOutput
 from dflash_runtime.scheduling.request import Request
-
-NUM_FIELDS = 6
-"""Columns of a packed row before its token ids."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,15 +20,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dflash_kernels.accept import Acceptance
 from dflash_kernels.sampling import Distribution
-from dflash_kernels.slot_mapping import PAD
+from dflash_kernels.step_rows import Bounds, StepRows
 from dflash_kernels.uniform import DRAFT
 from dflash_runtime.device.decode_graphs import DecodeGraphs, StepMode
 from dflash_runtime.device.kv import KVCache, PagedAttention
 from dflash_runtime.device.loading import LoadedPair
 from dflash_runtime.device.prefill import Prefill
-from dflash_runtime.device.results import PendingForward, StepResults
+from dflash_runtime.device.results import PendingForward
 from dflash_runtime.device.state import DeviceState, Uploader
 from dflash_runtime.models.placement import as_current
 from dflash_runtime.scheduling.batch import Batch
@@ -36,23 +35,6 @@ from dflash_runtime.scheduling.request import Request
 
 REGRET_ROWS = 256
 """Rows whose logits are held against the best choice at a time; a whole text's would not fit beside the KV."""
-
-
-@dataclass(frozen=True, slots=True)
-class BatchRows:
-    """The batch rows that take part in one forward, as tensors.
-
-    A row that is done has no context, nothing reserved and nothing remaining: it reads and writes no KV and commits no
-    token.
-    """
-
-    rows: Tensor  # [R] in the device state
-    is_alive: Tensor  # [R] bool
-    kv_lens: Tensor  # [R]
-    context_lens: Tensor  # [R] kv_lens, 0 where the row is done
-    reserved_lens: Tensor  # [R] first position that must not be written
-    remaining: Tensor  # [R] tokens that may still be committed
-    page_table: Tensor  # [R, P] as wide as the longest context and block need
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +50,10 @@ class Sampling:
     def filters(self) -> tuple[Tensor, Tensor, Tensor]:
         """In the order of the kernels, to which each value stands for all of a request's block rows."""
         return self.temperatures, self.top_ks, self.top_ps
+
+    def after(self, positions: Tensor) -> Tensor:
+        """Positions of the tokens that are sampled after these rows; a greedy step needs none."""
+        return positions if self.mode.is_greedy else positions + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +81,12 @@ class Runner:
         self.state = DeviceState.empty(self.limits.max_num_requests + 1, max_pages, self.device)
         self._upload = Uploader(self.device)
         self._draft_places = self._find_places()
+        self._bounds = Bounds(
+            max_model_len=self.limits.max_model_len,
+            last_draft_len=self.limits.last_draft_len,
+            page_size=page_size,
+            mask_id=self.draft.config.mask_token_id if self.draft else 0,
+        )
         self._taps = self.draft.config.target_layer_ids if self.draft else ()
         self.graphs = DecodeGraphs(self._decode, self.limits.max_num_requests, self.device) if pair.has_graphs else None
 
@@ -151,51 +143,25 @@ class Runner:
 
         `longest` bounds their true KV lengths; without it nothing here depends on lengths, only on shapes and the mode.
         """
-        num_rows = mode.verify_width
-        view = self._view(rows, None if longest is None else longest + num_rows)
-        positions = view.kv_lens[:, None] + torch.arange(num_rows, device=self.device)
-        sampling = self._sampling(view.rows, mode)
-        anchors = self.state.anchors[view.rows]
-        # Each request by itself: near the model's limit its drafts do not count. The block keeps its length all the
-        # same, since in a non-causal block every row depends on how many follow.
-        can_draft = view.is_alive & (view.kv_lens <= self.limits.last_draft_len) & (num_rows > 1)
-        max_accepted = torch.where(can_draft, self.state.widths[view.rows] - 1, 0)
-        proposal = self._propose(view, anchors, sampling) if num_rows > 1 else _no_drafts(anchors)
+        state, width = self.state.row_state, mode.verify_width
+        block = self.limits.num_lookahead_tokens if width > 1 else 1
+        # A block keeps its length where a request is near the model's limit, and where fewer rows of it are verified:
+        # in a non-causal block every row depends on how many follow.
+        step = self.kernels.open_step(state, rows, block, width, self._bounds)
+        page_table = self._page_table(rows, None if longest is None else longest + width)
+        sampling = self._sampling(rows, mode)
+        proposal = self._propose(step, page_table, sampling) if width > 1 else _no_drafts(rows)
         # A draft may decline a position with a negative id, which is never accepted. An embedding has no row for it,
         # so it becomes 0 here.
-        block_ids = torch.cat((anchors[:, None], proposal.token_ids.clamp(min=0)), dim=1)
-        # Rows past what is reserved get PAD, as do all rows of a request that is done: they store nothing.
-        slots = self._slots(view, positions)
-        attend = self._attend_target(view, slots)
-        hidden, features = self.target(block_ids.flatten(), positions.flatten(), attend, self._taps)
-        chosen, max_accepted, num_finite = self._choose(hidden, positions, sampling, proposal, max_accepted)
-        stop_ids = self.state.stop_ids[view.rows]
-        accepted = self.kernels.accept_block(proposal.token_ids, chosen, max_accepted, stop_ids, view.remaining)
+        ids = torch.cat((step.block_ids[:, :1], proposal.token_ids.clamp(min=0)), dim=1).flatten()
+        positions = step.positions[:, :width]
+        hidden, features = self.target(ids, positions.flatten(), self._attend_target(step, page_table), self._taps)
+        chosen, max_accepted, is_finite = self._choose(hidden, positions, sampling, proposal, step.max_accepted)
+        packed, slots = self.kernels.close_step(state, rows, step, proposal.token_ids, chosen, max_accepted, is_finite)
         # Context KV of committed rows only, in the step that commits them and also where nothing was drafted: a later
         # step reads all of it below kv_len.
-        is_committed = torch.arange(num_rows, device=self.device) < accepted.num_committed[:, None]
-        self._write_context(features, positions, torch.where(is_committed, slots, PAD))
-        return StepResults(
-            num_committed=accepted.num_committed,
-            num_accepted=accepted.num_accepted,
-            is_drafting=can_draft,
-            is_done=self._advance(view, accepted),
-            num_finite=num_finite,
-            generations=self.state.generations[view.rows],
-            token_ids=chosen,
-            draft_ids=proposal.token_ids,
-        ).pack()
-
-    def _advance(self, view: BatchRows, accepted: Acceptance) -> Tensor:
-        """Advance the state of rows by the tokens they committed; returns which rows are done now, [R] bool."""
-        state, rows = self.state, view.rows
-        remaining = state.remaining[rows] - accepted.num_committed
-        is_done = ~view.is_alive | accepted.is_stopped | (remaining <= 0)
-        state.kv_lens[rows] = view.kv_lens + accepted.num_committed
-        state.anchors[rows] = torch.where(accepted.num_committed > 0, accepted.last_ids, state.anchors[rows])
-        state.remaining[rows] = remaining
-        state.done[rows] = is_done
-        return is_done
+        self._write_context(features, positions, slots)
+        return packed
 
     def _prefill(self) -> Prefill:
         return Prefill(
@@ -216,25 +182,23 @@ class Runner:
         """The tokens after prompts, from their last rows: see `prefill.ChooseFirst`."""
         sampling = self._sampling(rows, _mode(requests, verify_width=1))
         zero = torch.zeros_like(rows)
-        chosen, _, num_finite = self._choose(hidden, positions[:, None], sampling, _no_drafts(rows), zero)
-        return chosen[:, 0], num_finite
+        chosen, _, is_finite = self._choose(hidden, positions[:, None], sampling, _no_drafts(rows), zero)
+        return chosen[:, 0], is_finite[:, 0].to(torch.int64)
 
-    def _propose(self, view: BatchRows, anchors: Tensor, sampling: Sampling) -> Proposal:
-        """Draft whole blocks after anchors [R]; choose what is verified. The block's K and V stay out of the pages."""
+    def _propose(self, step: StepRows, page_table: Tensor, sampling: Sampling) -> Proposal:
+        """Draft whole blocks [R, N]; choose what is verified. The block's K and V stay out of the pages."""
         assert self.draft is not None
         assert self.draft_kv is not None
         config = self.draft.config
         num_drafts = sampling.mode.verify_width - 1
-        positions = view.kv_lens[:, None] + torch.arange(self.limits.num_lookahead_tokens, device=self.device)
-        masks = anchors.new_full((len(anchors), self.limits.num_draft_tokens), config.mask_token_id)
         attend = PagedAttention(
-            self.kernels, self.draft_kv, view.page_table, view.context_lens, config.causal, config.windows
+            self.kernels, self.draft_kv, page_table, step.context_lens, config.causal, config.windows
         )
-        logits = self.draft.logits(torch.cat((anchors[:, None], masks), dim=1), positions, attend, num_drafts)
+        logits = self.draft.logits(step.block_ids, step.positions, attend, num_drafts)
         if sampling.mode.is_greedy or not self.samples_drafts:
             return Proposal(self._to_target(self.kernels.argmax(logits.flatten(0, 1)).view(-1, num_drafts)))
         drawn = self.kernels.sample(
-            logits.flatten(0, 1), *sampling.filters(), sampling.seeds, positions[:, 1 : 1 + num_drafts].flatten(),
+            logits.flatten(0, 1), *sampling.filters(), sampling.seeds, step.positions[:, 1 : 1 + num_drafts].flatten(),
             has_filters=sampling.mode.has_filters, purpose=DRAFT,
         )  # fmt: skip
         return Proposal(self._to_target(drawn.token_ids.view(-1, num_drafts)), drawn.distribution)
@@ -255,15 +219,15 @@ class Runner:
     def _choose(
         self, hidden: Tensor, positions: Tensor, sampling: Sampling, proposal: Proposal, max_accepted: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The target's choice after each row: hidden states [T, hidden] -> token ids [R, N], and two counts, [R] each.
+        """The target's choice after each row: hidden states [T, hidden] -> token ids [R, W], how many drafts count,
+        [R], and whether the logits are finite, [R, W].
 
-        The first caps how many drafts count. The second is that of the rows before the first whose logits are not
-        finite: what is chosen from there on is some id of the vocabulary, and not to be committed. Sampled drafts are
+        What is chosen where they are not is some id of the vocabulary, and not to be committed. Sampled drafts are
         judged by rejection with their own distribution; others by whether the target would say the same.
         """
         logits = self.target.head(hidden)
         token_ids, is_finite, distribution = self.kernels.sample(
-            logits, *sampling.filters(), sampling.seeds, positions.flatten() + 1,
+            logits, *sampling.filters(), sampling.seeds, sampling.after(positions.flatten()),
             is_greedy=sampling.mode.is_greedy, has_filters=sampling.mode.has_filters,
         )  # fmt: skip
         chosen = token_ids.view_as(positions)
@@ -272,35 +236,20 @@ class Runner:
                 proposal.token_ids, chosen, distribution, proposal.distribution, self._draft_places,
                 sampling.seeds, positions[:, 1], max_accepted,
             )  # fmt: skip
-        return chosen, max_accepted, is_finite.view_as(positions).cumprod(1).sum(1)
+        return chosen, max_accepted, is_finite.view_as(positions)
 
-    def _attend_target(self, view: BatchRows, slots: Tensor) -> PagedAttention:
-        """The target's attention over the rows' pages; stores the KV of rows [R, N] in slots [R, N]."""
+    def _attend_target(self, step: StepRows, page_table: Tensor) -> PagedAttention:
+        """The target's attention over the rows' pages, where it stores the KV of verified rows."""
         config = self.target.config
         causal = (True,) * config.num_layers
         return PagedAttention(
-            self.kernels, self.target_kv, view.page_table, view.context_lens, causal, config.windows, slots
+            self.kernels, self.target_kv, page_table, step.context_lens, causal, config.windows, step.slots
         )
 
     def _write_context(self, features: Tensor | None, positions: Tensor, slots: Tensor) -> None:
         """Context KV of rows [R, N]; those with PAD are dropped."""
         if self.draft is not None and self.draft_kv is not None and features is not None:
             self.draft.write_context(features, positions.flatten(), self.draft_kv, slots.flatten())
-
-    def _view(self, rows: Tensor, num_tokens: int | None) -> BatchRows:
-        """Decoding batch rows [R] for a forward that reaches `num_tokens` tokens at most; None is the model's limit."""
-        state = self.state
-        is_alive = ~state.done[rows]
-        kv_lens = state.kv_lens[rows]
-        return BatchRows(
-            rows=rows,
-            is_alive=is_alive,
-            kv_lens=kv_lens,
-            context_lens=torch.where(is_alive, kv_lens, 0),
-            reserved_lens=torch.where(is_alive, state.reserved_lens[rows], 0).clamp(max=self.limits.max_model_len),
-            remaining=torch.where(is_alive, state.remaining[rows], 0),
-            page_table=self._page_table(rows, num_tokens),
-        )
 
     def _page_table(self, rows: Tensor, num_tokens: int | None) -> Tensor:
         """Page table of rows [R] as far as `num_tokens` tokens reach: [R, P']."""
@@ -309,12 +258,13 @@ class Runner:
         num_pages = -(-num_tokens // self.page_size)
         return self.state.page_table[rows][:, :num_pages].contiguous()
 
-    def _slots(self, view: BatchRows, positions: Tensor) -> Tensor:
-        return self.kernels.slot_mapping(view.page_table, positions, view.reserved_lens, self.page_size)
-
     def _sampling(self, rows: Tensor, mode: StepMode) -> Sampling:
         state = self.state
-        return Sampling(state.temperatures[rows], state.top_ks[rows], state.top_ps[rows], state.seeds[rows], mode)
+        # Nobody reads them in a greedy step, so that any rows will do.
+        chosen = slice(len(rows)) if mode.is_greedy else rows
+        return Sampling(
+            state.temperatures[chosen], state.top_ks[chosen], state.top_ps[chosen], state.seeds[chosen], mode
+        )
 
 
 def _row(request: Request) -> int:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dflash_kernels.step_rows import RowState
 from dflash_runtime.scheduling.batch import PageAddition
 from dflash_runtime.scheduling.request import MAX_STOP_IDS, Request
 
@@ -59,6 +60,21 @@ class DeviceState:
             seeds=ints(num_rows),
             stop_ids=ints(num_rows, MAX_STOP_IDS, fill=-1),
             page_table=ints(num_rows, max_pages),
+        )
+
+    @property
+    def row_state(self) -> RowState:
+        """What the two ends of a decode step read and write."""
+        return RowState(
+            done=self.done,
+            kv_lens=self.kv_lens,
+            anchors=self.anchors,
+            remaining=self.remaining,
+            reserved_lens=self.reserved_lens,
+            widths=self.widths,
+            generations=self.generations,
+            stop_ids=self.stop_ids,
+            page_table=self.page_table,
         )
 
     def admit(

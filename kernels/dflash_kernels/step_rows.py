@@ -1,0 +1,269 @@
+"""The two ends of a decode step: what its rows are, read from the state, and what they come to, written there.
+
+Both are many small decisions about a few integers of each request. As operations of their own they are a hundred
+launches; here each end is one.
+
+Axis letters: B rows of the state, R requests, N rows of a block, W of them that are verified, S stop ids, P pages.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dflash_kernels.accept import accept_block_ref, decide
+from dflash_kernels.early_launch import early, wait_for_launches_before
+from dflash_kernels.launch_config import check_tensors, jit, power_of_2, require, tl
+from dflash_kernels.slot_mapping import PAD, slot_mapping_ref
+
+NUM_FIELDS = 6
+"""Columns of a packed row before its token ids: committed, accepted, drafting, done, finite rows, generation."""
+
+
+class RowState(NamedTuple):
+    """What the state has of each of its rows, [B] int64 unless said otherwise."""
+
+    done: Tensor
+    """bool; a row without a running request is done"""
+    kv_lens: Tensor
+    anchors: Tensor
+    remaining: Tensor
+    """tokens that may still be committed"""
+    reserved_lens: Tensor
+    """first position that no page is reserved for"""
+    widths: Tensor
+    """rows of a block that the request verifies at most"""
+    generations: Tensor
+    stop_ids: Tensor
+    """[B, S], -1 where unused"""
+    page_table: Tensor
+    """[B, P], 0 where no page is owned"""
+
+
+class StepRows(NamedTuple):
+    """The rows of one step, int64 unless said otherwise.
+
+    A request that is done has no context, nothing remaining and no slots: it reads and writes no KV, and commits no
+    token.
+    """
+
+    kv_lens: Tensor
+    """[R]"""
+    context_lens: Tensor
+    """[R] those that are read: `kv_lens`, 0 where the request is done"""
+    remaining: Tensor
+    """[R]"""
+    max_accepted: Tensor
+    """[R] drafts that may count"""
+    can_draft: Tensor
+    """[R] bool; near the model's limit a request decodes plainly, in a block of the same length"""
+    positions: Tensor
+    """[R, N]"""
+    block_ids: Tensor
+    """[R, N] the anchor, then masks"""
+    slots: Tensor
+    """[R, W], PAD past what is reserved"""
+
+
+class Bounds(NamedTuple):
+    """What is the same for every row of every step."""
+
+    max_model_len: int
+    last_draft_len: int
+    """the longest true KV after which a whole block still fits the model"""
+    page_size: int
+    mask_id: int
+
+
+def open_step_ref(state: RowState, rows: Tensor, num_block: int, num_verified: int, bounds: Bounds) -> StepRows:
+    """The rows of a step in which requests draft blocks of N = `num_block` and verify W = `num_verified` rows of them.
+
+    rows  [R] int64, rows of the state; several may be the same if that one is done
+    """
+    is_alive = ~state.done[rows]
+    kv_lens, anchors = state.kv_lens[rows], state.anchors[rows]
+    positions = kv_lens[:, None] + torch.arange(num_block, device=rows.device)
+    reserved_lens = torch.where(is_alive, state.reserved_lens[rows], 0).clamp(max=bounds.max_model_len)
+    can_draft = is_alive & (kv_lens <= bounds.last_draft_len) & (num_verified > 1)
+    masks = anchors.new_full((len(rows), num_block - 1), bounds.mask_id)
+    return StepRows(
+        kv_lens=kv_lens,
+        context_lens=torch.where(is_alive, kv_lens, 0),
+        remaining=torch.where(is_alive, state.remaining[rows], 0),
+        max_accepted=torch.where(can_draft, state.widths[rows] - 1, 0),
+        can_draft=can_draft,
+        positions=positions,
+        block_ids=torch.cat((anchors[:, None], masks), dim=1),
+        slots=slot_mapping_ref(state.page_table[rows], positions[:, :num_verified], reserved_lens, bounds.page_size),
+    )
+
+
+def close_step_ref(
+    state: RowState,
+    rows: Tensor,
+    step: StepRows,
+    draft_ids: Tensor,
+    chosen: Tensor,
+    max_accepted: Tensor,
+    is_finite: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Decide what a step commits (`accept_block_ref`) and advance the state by it.
+
+    draft_ids     [R, W - 1] int64   negative where nothing was drafted
+    chosen        [R, W] int64       the target's choice after each row
+    max_accepted  [R] int64          drafts that may count
+    is_finite     [R, W] bool        whether the logits of a row are finite
+    Returns the results, packed, [R, NUM_FIELDS + 2 W - 1] int64: `NUM_FIELDS` columns, then `chosen` and `draft_ids`;
+    and the slots of committed rows, [R, W], PAD elsewhere. The lengths, anchors, remaining and done of the rows are
+    written.
+    """
+    accepted = accept_block_ref(draft_ids, chosen, max_accepted, state.stop_ids[rows], step.remaining)
+    num_committed = accepted.num_committed
+    left = state.remaining[rows] - num_committed
+    is_done = state.done[rows] | accepted.is_stopped | (left <= 0)
+    num_finite = is_finite.to(torch.int64).cumprod(1).sum(1)
+    fields = (num_committed, accepted.num_accepted, step.can_draft, is_done, num_finite, state.generations[rows])
+    state.kv_lens[rows] = step.kv_lens + num_committed
+    state.anchors[rows] = torch.where(num_committed > 0, accepted.last_ids, state.anchors[rows])
+    state.remaining[rows] = left
+    state.done[rows] = is_done
+    packed = torch.cat((torch.stack([field.to(torch.int64) for field in fields], 1), chosen, draft_ids), 1)
+    is_committed = torch.arange(chosen.shape[1], device=rows.device) < num_committed[:, None]
+    return packed, torch.where(is_committed, step.slots, PAD)
+
+
+@jit
+def _open_step_kernel(
+    done, kv_lens, anchors, remaining, reserved_lens, widths, page_table, rows,
+    out_kv_lens, out_context_lens, out_remaining, out_max_accepted, out_can_draft, positions, block_ids, slots,
+    table_stride, num_pages, max_model_len, last_draft_len, mask_id,
+    NUM_BLOCK: tl.constexpr, NUM_VERIFIED: tl.constexpr, PAGE_SIZE: tl.constexpr, TILE_N: tl.constexpr,
+    IS_EARLY: tl.constexpr,
+):  # fmt: skip
+    wait_for_launches_before(IS_EARLY)
+    request = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + request)
+    is_alive = tl.load(done + row) == 0
+    kv_len = tl.load(kv_lens + row)
+    can_draft = is_alive & (kv_len <= last_draft_len) & (NUM_VERIFIED > 1)
+    tl.store(out_kv_lens + request, kv_len)
+    tl.store(out_context_lens + request, tl.where(is_alive, kv_len, 0))
+    tl.store(out_remaining + request, tl.where(is_alive, tl.load(remaining + row), 0))
+    tl.store(out_max_accepted + request, tl.where(can_draft, tl.load(widths + row) - 1, 0))
+    tl.store(out_can_draft + request, can_draft)
+    place = tl.arange(0, TILE_N)
+    position = kv_len + place
+    tl.store(positions + request * NUM_BLOCK + place, position, mask=place < NUM_BLOCK)
+    ids = tl.where(place == 0, tl.load(anchors + row), mask_id)
+    tl.store(block_ids + request * NUM_BLOCK + place, ids, mask=place < NUM_BLOCK)
+    reserved_len = tl.where(is_alive, tl.minimum(tl.load(reserved_lens + row), max_model_len), 0)
+    column = position // PAGE_SIZE
+    is_inside = (position < reserved_len) & (column < num_pages) & (place < NUM_VERIFIED)
+    page = tl.load(page_table + row * table_stride + column, mask=is_inside, other=0)
+    slot = tl.where(page > 0, page * PAGE_SIZE + position % PAGE_SIZE, -1)
+    tl.store(slots + request * NUM_VERIFIED + place, slot, mask=place < NUM_VERIFIED)
+
+
+def open_step(state: RowState, rows: Tensor, num_block: int, num_verified: int, bounds: Bounds) -> StepRows:
+    """`open_step_ref` in one launch, a program a request."""
+    check_tensors(rows, *state)
+    _check_state(state, rows)
+    require(0 < num_verified <= num_block, "at least one verified row, and no more than the block has")
+    num_requests = len(rows)
+    ints = torch.empty((4, num_requests), dtype=torch.int64, device=rows.device)
+    blocks = torch.empty((2, num_requests, num_block), dtype=torch.int64, device=rows.device)
+    slots = torch.empty((num_requests, num_verified), dtype=torch.int64, device=rows.device)
+    can_draft = torch.empty(num_requests, dtype=torch.bool, device=rows.device)
+    step = StepRows(ints[0], ints[1], ints[2], ints[3], can_draft, blocks[0], blocks[1], slots)
+    if num_requests:
+        _open_step_kernel[(num_requests,)](
+            state.done, state.kv_lens, state.anchors, state.remaining, state.reserved_lens, state.widths,
+            state.page_table, rows, *step, state.page_table.stride(0), state.page_table.shape[1],
+            bounds.max_model_len, bounds.last_draft_len, bounds.mask_id,
+            NUM_BLOCK=num_block, NUM_VERIFIED=num_verified, PAGE_SIZE=bounds.page_size, TILE_N=power_of_2(num_block),
+            num_warps=1, **early(rows.device),
+        )  # fmt: skip
+    return step
+
+
+@jit
+def _close_step_kernel(
+    done, kv_lens, anchors, remaining, generations, stop_ids, rows,
+    step_kv_lens, step_remaining, step_can_draft, step_slots, draft_ids, chosen_ids, max_accepted, is_finite,
+    packed, context_slots, draft_stride, num_stops,
+    NUM_VERIFIED: tl.constexpr, FIELDS: tl.constexpr, TILE_N: tl.constexpr, TILE_S: tl.constexpr,
+    IS_EARLY: tl.constexpr,
+):  # fmt: skip
+    wait_for_launches_before(IS_EARLY)
+    request = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + request)
+    place = tl.arange(0, TILE_N)
+    is_verified, is_drafted = place < NUM_VERIFIED, place < NUM_VERIFIED - 1
+    drafted = tl.load(draft_ids + request * draft_stride + place, mask=is_drafted, other=-1)
+    chosen = tl.load(chosen_ids + request * NUM_VERIFIED + place, mask=is_verified, other=-1)
+    stop = tl.arange(0, TILE_S)
+    stops = tl.load(stop_ids + row * num_stops + stop, mask=stop < num_stops, other=-1)
+    accepted, committed, last_id, is_stopped = decide(
+        drafted, chosen, stops, tl.load(max_accepted + request), tl.load(step_remaining + request), TILE_N
+    )
+    finite = tl.load(is_finite + request * NUM_VERIFIED + place, mask=is_verified, other=0)
+    num_finite = tl.min(tl.where(finite != 0, NUM_VERIFIED, tl.minimum(place, NUM_VERIFIED)), 0)
+    left = tl.load(remaining + row) - committed
+    is_done = (tl.load(done + row) != 0) | is_stopped | (left <= 0)
+    anchor = tl.where(committed > 0, last_id, tl.load(anchors + row))
+    generation = tl.load(generations + row)
+    can_draft = tl.load(step_can_draft + request).to(tl.int64)
+    # All of it is read before any is written. Rows that are given twice are done: every program writes what is there.
+    tl.debug_barrier()
+    tl.store(kv_lens + row, tl.load(step_kv_lens + request) + committed)
+    tl.store(anchors + row, anchor)
+    tl.store(remaining + row, left)
+    tl.store(done + row, is_done)
+    out = packed + request * (FIELDS + 2 * NUM_VERIFIED - 1)
+    tl.store(out, committed)
+    tl.store(out + 1, accepted)
+    tl.store(out + 2, can_draft)
+    tl.store(out + 3, is_done.to(tl.int64))
+    tl.store(out + 4, num_finite.to(tl.int64))
+    tl.store(out + 5, generation)
+    tl.store(out + FIELDS + place, chosen, mask=is_verified)
+    tl.store(out + FIELDS + NUM_VERIFIED + place, drafted, mask=is_drafted)
+    slots = tl.load(step_slots + request * NUM_VERIFIED + place, mask=is_verified, other=-1)
+    tl.store(context_slots + request * NUM_VERIFIED + place, tl.where(place < committed, slots, -1), mask=is_verified)
+
+
+def close_step(
+    state: RowState,
+    rows: Tensor,
+    step: StepRows,
+    draft_ids: Tensor,
+    chosen: Tensor,
+    max_accepted: Tensor,
+    is_finite: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """`close_step_ref` in one launch, a program a request."""
+    given = (draft_ids, chosen, max_accepted, is_finite)
+    check_tensors(rows, *state, *step, *given)
+    _check_state(state, rows)
+    num_requests, num_verified = chosen.shape
+    require(draft_ids.shape == (num_requests, num_verified - 1), "a draft for each verified row but the first")
+    require(len(rows) == num_requests == max_accepted.numel(), "a row and a bound for each request")
+    require(is_finite.shape == step.slots.shape == chosen.shape, "a flag and a slot for each verified row")
+    width = NUM_FIELDS + 2 * num_verified - 1
+    packed = torch.empty((num_requests, width), dtype=torch.int64, device=rows.device)
+    context_slots = torch.empty((num_requests, num_verified), dtype=torch.int64, device=rows.device)
+    if num_requests:
+        _close_step_kernel[(num_requests,)](
+            state.done, state.kv_lens, state.anchors, state.remaining, state.generations, state.stop_ids, rows,
+            step.kv_lens, step.remaining, step.can_draft, step.slots,
+            *(tensor.contiguous() for tensor in given), packed, context_slots,
+            num_verified - 1, state.stop_ids.shape[1],
+            NUM_VERIFIED=num_verified, FIELDS=NUM_FIELDS, TILE_N=power_of_2(num_verified),
+            TILE_S=power_of_2(state.stop_ids.shape[1]), num_warps=1, **early(rows.device),
+        )  # fmt: skip
+    return packed, context_slots
+
+
+def _check_state(state: RowState, rows: Tensor) -> None:
+    require(rows.dim() == 1 and rows.is_contiguous(), "rows in a line")
+    require(all(tensor.is_contiguous() for tensor in state), "contiguous state")
