@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from dflash_kernels.rope_store import KVPlace
+from dflash_kernels.step_rows import Bounds, RowState
 from dflash_kernels.suite import REFERENCE, Kernels, triton_kernels
 from dflash_testing.distributions import reject_probs
 from dflash_testing.tensors import DEVICE, assert_rows_close, normal, random_pages
@@ -72,6 +73,32 @@ def rope_store(kernels: Kernels, at: Inputs) -> tuple[Tensor, ...]:
     return rows, place.key_cache, place.value_cache
 
 
+def step_state(at: Inputs) -> RowState:
+    """A state of more rows than take part, the last of which is done."""
+    done = torch.tensor([False] * R + [True], device=DEVICE)
+    names = ("lens", "seeds", "remaining", "reserved", "most", "seeds", "stops", "table")
+    return RowState(*(done, *(torch.cat((at[name], at[name][:1])) for name in names)))
+
+
+def step_of(at: Inputs) -> tuple[Tensor, Bounds]:
+    rows = torch.tensor([2, 0, R], device=DEVICE)
+    return rows, Bounds(max_model_len=60, last_draft_len=45, page_size=PAGE, mask_id=7)
+
+
+def open_step(kernels: Kernels, at: Inputs) -> tuple[Tensor, ...]:
+    rows, bounds = step_of(at)
+    return tuple(kernels.open_step(step_state(at), rows, N, 3, bounds))
+
+
+def close_step(kernels: Kernels, at: Inputs) -> tuple[Tensor, ...]:
+    rows, bounds = step_of(at)
+    state = step_state(at)
+    step = kernels.open_step(state, rows, N, N, bounds)
+    is_finite = at["targets"] >= 0
+    packed = kernels.close_step(state, rows, step, at["drafts"], at["targets"], step.max_accepted, is_finite)
+    return *packed, state.kv_lens, state.anchors, state.remaining, state.done
+
+
 def sampling_rows(at: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return at["logits"], at["temperatures"], at["top_ks"], at["top_ps"]
 
@@ -88,6 +115,8 @@ CALLS: dict[str, Call] = {
     "context_kv_store": store_context,
     "block_attention": attend,
     "accept_block": lambda k, at: k.accept_block(at["drafts"], at["targets"], at["most"], at["stops"], at["remaining"]),
+    "open_step": open_step,
+    "close_step": close_step,
     "argmax": lambda k, at: (k.argmax(at["logits"]),),
     "sample": lambda k, at: k.sample(*sampling_rows(at), at["seeds"], at["places"])[:2],
     "sample greedy": lambda k, at: k.sample(*sampling_rows(at), at["seeds"], at["places"], is_greedy=True)[:2],
