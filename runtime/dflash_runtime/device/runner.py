@@ -199,6 +199,7 @@ class Runner:
         return is_done
 
     def _prefill(self) -> Prefill:
+        """What runs prompts, with the parts that this runner has now."""
         return Prefill(
             target=self.target,
             kernels=self.kernels,
