@@ -164,6 +164,7 @@ class Runner:
         return packed
 
     def _prefill(self) -> Prefill:
+        """What runs prompts, with the parts that this runner has now."""
         return Prefill(
             target=self.target,
             kernels=self.kernels,
