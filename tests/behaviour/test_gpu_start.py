@@ -91,8 +91,9 @@ def test_another_thread_uses_the_device_while_steps_are_captured() -> None:
         nonlocal rounds
         try:
             while not is_over.is_set():
-                # A size of its own each time: memory has to be asked of the driver.
-                square = torch.randn(64 + rounds % 512, 4096, device="cuda")
+                # A size of its own each time: memory has to be asked of the driver. Nothing random: torch's generator
+                # of a device is part of every capture.
+                square = torch.ones(64 + rounds % 512, 4096, device="cuda")
                 (square @ square.T).sum().item()
                 torch.empty(1024, pin_memory=True).to("cuda", non_blocking=True)
                 rounds += 1

@@ -98,7 +98,7 @@ def test_an_adaptive_run_has_the_text_of_plain_decoding(monkeypatch: pytest.Monk
         assert isinstance(policy, AdaptiveWidth)
         times = policy._times
         assert set(times.table) == {1, 2, 3, 4, 5}
-        assert all(0 < row[1] <= row[2] <= row[8] < 1000 for row in times.table.values())
+        assert all(0 < row[1] <= row[2] <= row[8] for row in times.table.values())
         assert [item.token_ids for item in llm.generate(prompts, params)] == wanted
     assert len(list((tmp_path / "dflash" / "step_times").iterdir())) == 1
 

@@ -43,6 +43,7 @@ def inputs(seed: int) -> Inputs:
         "remaining": draw(0, N + 1, R), "stops": draw(-1, 3, R, 2),
         "logits": normal(R, V, dtype=BFLOAT, seed=seed) * 3, "p": p, "q": q,
         "temperatures": draw(0, 3, R).double(), "top_ks": draw(0, 30, R), "top_ps": draw(1, 11, R).double() / 10,
+        "done": torch.arange(R + 1, device=DEVICE) == R, "rows": torch.tensor([2, 0, R]).to(DEVICE),
         "seeds": draw(0, 2**40, R), "places": draw(0, 4000, R),
     }  # fmt: skip
 
@@ -75,14 +76,12 @@ def rope_store(kernels: Kernels, at: Inputs) -> tuple[Tensor, ...]:
 
 def step_state(at: Inputs) -> RowState:
     """A state of more rows than take part, the last of which is done."""
-    done = torch.tensor([False] * R + [True], device=DEVICE)
     names = ("lens", "seeds", "remaining", "reserved", "most", "seeds", "stops", "table")
-    return RowState(*(done, *(torch.cat((at[name], at[name][:1])) for name in names)))
+    return RowState(*(at["done"], *(torch.cat((at[name], at[name][:1])) for name in names)))
 
 
 def step_of(at: Inputs) -> tuple[Tensor, Bounds]:
-    rows = torch.tensor([2, 0, R], device=DEVICE)
-    return rows, Bounds(max_model_len=60, last_draft_len=45, page_size=PAGE, mask_id=7)
+    return at["rows"], Bounds(max_model_len=60, last_draft_len=45, page_size=PAGE, mask_id=7)
 
 
 def open_step(kernels: Kernels, at: Inputs) -> tuple[Tensor, ...]:

@@ -120,6 +120,7 @@ def test_parts_of_long_segments_beside_short_ones(
 ) -> None:
     """With a window most parts see nothing, and some rows of a part see nothing."""
     monkeypatch.setattr(module, "MIN_PART", 1)
+    monkeypatch.setattr(module, "num_multiprocessors", lambda device: 8)
     plan = check(lay_out([3, 20, 1], [600, 2, 333]), 2, 1, 16, dtype, window, shape)
     assert plan.num_parts > len(plan.sums) > 1
     assert len(plan.tiles) > plan.num_parts  # the short ones are not cut

@@ -253,11 +253,14 @@ class Runner:
             self.draft.write_context(features, positions.flatten(), self.draft_kv, slots.flatten())
 
     def _page_table(self, rows: Tensor, num_tokens: int | None) -> Tensor:
-        """Page table of rows [R] as far as `num_tokens` tokens reach: [R, P']."""
-        if num_tokens is None:
-            return self.state.page_table[rows]
-        num_pages = -(-num_tokens // self.page_size)
-        return self.state.page_table[rows][:, :num_pages].contiguous()
+        """Page table of rows [R], at least as far as `num_tokens` tokens reach, where that is known: [R, P'].
+
+        Only the references are given less than all of it: their attention reads whatever the table could hold.
+        """
+        whole = self.state.page_table[rows]
+        if num_tokens is None or self.kernels.name != "reference":
+            return whole
+        return whole[:, : -(-num_tokens // self.page_size)].contiguous()
 
     def _sampling(self, rows: Tensor, mode: StepMode) -> Sampling:
         state = self.state
