@@ -79,7 +79,7 @@ class Batch:
         return float((out.float() - self.exact).norm() / self.exact.norm())
 
     def _attend_exactly(self) -> Tensor:
-        plan = plan_ragged(self.segments, HEADS, KV, ragged_shape(HEAD_DIM, 2), self.table.device)
+        plan = plan_ragged(self.segments, HEADS, KV, next(shapes()), self.table.device)
         block, caches = ([tensor.float() for tensor in tensors] for tensors in (self.block, self.caches))
         return REFERENCE.ragged_attention(*block, *caches, self.table, plan, self.table, page_size=PAGE, window=None)
 
@@ -131,7 +131,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="results as JSON Lines")
     given = parser.parse_args()
     torch.manual_seed(0)
-    in_use = ragged_shape(HEAD_DIM, 2)
+    in_use = ragged_shape(HEAD_DIM, 2, 0, torch.device("cuda", 0))
     found: dict[RaggedShape, dict[str, float]] = {shape: {} for shape in shapes()}
     before: dict[str, float] = {}
     flops: dict[str, float] = {}

@@ -31,7 +31,7 @@ def prefill(kernels: Kernels, rows: list[Tensor], key_cache: Tensor, value_cache
     for lens, contexts in (([7, 1, 392], [20, 0, 5]), ([400, 0, 0], [33, 0, 0])):
         firsts = (0, lens[0], lens[0] + lens[1])
         segments = [Segment(*item) for item in zip(firsts, lens, contexts, range(3), strict=True) if item[1]]
-        plan = plan_ragged(segments, HEADS, KV, ragged_shape(HEAD_DIM, 2), table.device)
+        plan = plan_ragged(segments, HEADS, KV, ragged_shape(HEAD_DIM, 2, 0, table.device), table.device)
         kernels.ragged_attention(
             *(tensor[0] for tensor in rows), key_cache, value_cache, table, plan,
             torch.tensor(plan.ints, device="cuda"), page_size=PAGE, window=None,

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import count
 
+from dflash_kernels.launch_config import LONG_CONTEXT
 from dflash_runtime.device.decode_graphs import StepMode, kinds_of
 from dflash_runtime.device.memory import log_use
 from dflash_runtime.engine import Engine
@@ -61,14 +62,16 @@ def step_modes(engine: Engine, params: Sequence[SamplingParams], bucket: int) ->
 
 
 def prefill_batches(engine: Engine, params: Sequence[SamplingParams], max_requests: int | None) -> list[list[Request]]:
-    """Prompts that run together, batch by batch: of each power of two alone, many at once, and one in several steps.
+    """Prompts that run together, batch by batch: of each power of two alone, many at once, and one in several steps,
+    the last of them after a context that is long.
 
     Each kind of sampling chooses a first token. No two prompts begin alike, so that none is found in the prefix cache.
     """
     limits = engine.scheduler.limits
     most, longest = limits.max_batched_tokens, limits.max_model_len - 1
     many = min(max_requests or limits.max_num_requests, limits.max_num_requests, MAX_PROMPTS)
-    lengths = [*((1 << power,) for power in range(most.bit_length())), (max(1, most // many),) * many, (2 * most + 1,)]
+    several = max(2 * most, LONG_CONTEXT) + 1
+    lengths = [*((1 << power,) for power in range(most.bit_length())), (max(1, most // many),) * many, (several,)]
     kinds = list({(item.is_greedy, item.has_filters): item for item in params}.values())
     fitting = [tuple(min(length, longest) for length in batch) for batch in lengths]
     plan = dict.fromkeys([*((batch, kinds[0]) for batch in fitting), *(((1,), kind) for kind in kinds)])

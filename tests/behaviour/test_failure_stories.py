@@ -193,7 +193,7 @@ def test_the_rope_table_reaches_a_block_past_the_limit() -> None:
     assert len(output.token_ids) == 64 - 20
     draft = llm.engine.runner.draft
     assert isinstance(draft, DFlashDraft)
-    assert len(draft._decoder.rope.cos) == 64 + 8
+    assert len(draft._decoder.rope.table) == 64 + 8
 
 
 def test_four_runs_of_one_request_in_one_process_draft_alike() -> None:

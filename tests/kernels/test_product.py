@@ -5,7 +5,7 @@ import torch
 
 from dflash_kernels import product as module
 from dflash_kernels.activation import silu_mul_ref
-from dflash_kernels.launch_config import MAX_PRODUCT_ROWS, product_shape
+from dflash_kernels.launch_config import MAX_PRODUCT_ROWS, num_multiprocessors, product_shape
 from dflash_kernels.product import gated_product, gated_product_ref, product, product_parts, product_parts_ref
 from dflash_testing.tensors import DEVICE, assert_rows_close, normal
 
@@ -44,7 +44,9 @@ def test_a_long_sum_is_cut_until_the_device_is_full() -> None:
     def num_parts(num_columns: int, depth: int, *, has_parts: bool = True) -> int:
         return product_shape(16, num_columns, depth, 2, DEVICE, has_parts=has_parts).num_parts
 
+    fills = num_multiprocessors(DEVICE) // 4
     assert num_parts(64, 16384) == 8
+    assert num_parts(64 * fills, 16384) == 4
     assert num_parts(64, 1000) == 1
     assert num_parts(64, 16384, has_parts=False) == 1
     assert num_parts(64 * 10_000, 16384) == 1

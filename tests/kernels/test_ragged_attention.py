@@ -9,9 +9,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from dflash_kernels import launch_config
 from dflash_kernels import ragged_attention as module
 from dflash_kernels.block_attention import block_attention_ref
-from dflash_kernels.launch_config import HAS_TRITON, MAX_SPLITS, RaggedShape, ragged_shape
+from dflash_kernels.launch_config import (
+    HAS_TRITON,
+    LONG_CONTEXT,
+    LONG_SHAPE,
+    LONG_SHAPE_BYTES,
+    MAX_SPLITS,
+    RaggedShape,
+    ragged_shape,
+)
 from dflash_kernels.ragged_attention import RaggedPlan, Segment, plan_ragged, ragged_attention, ragged_attention_ref
 from dflash_testing.paths import ROOT
 from dflash_testing.tensors import DEVICE, DTYPES, Pages, assert_rows_close, normal, random_pages
@@ -50,7 +59,7 @@ def check(
     query = normal(num_rows, num_heads, head_dim, dtype=dtype, seed=1)
     heads = normal(num_rows, 2 * num_kv, head_dim, dtype=dtype, seed=2)  # views of one projection
     keys, values = heads[:, :num_kv], heads[:, num_kv:]
-    shape = shape or ragged_shape(head_dim, query.element_size())
+    shape = shape or ragged_shape(head_dim, query.element_size(), 0, query.device)
     plan = plan_ragged(segments, num_heads, num_kv, shape, DEVICE)
     out = ragged_attention(
         query, keys, values, pages.key_cache, pages.value_cache, pages.page_table, plan, place(plan),
@@ -187,3 +196,14 @@ def test_the_kernels_compile_for_a_gpu() -> None:
         env=os.environ | {"PYTHONPATH": str(ROOT / "kernels"), "TRITON_INTERPRET": "0"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_long_contexts_have_tiles_of_their_own_where_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cpu")
+    monkeypatch.setattr(launch_config, "shared_memory", lambda device: LONG_SHAPE_BYTES)
+    assert ragged_shape(128, 2, LONG_CONTEXT, device) == LONG_SHAPE
+    usual = ragged_shape(128, 2, LONG_CONTEXT - 1, device)
+    assert usual != LONG_SHAPE
+    assert ragged_shape(256, 2, LONG_CONTEXT, device) != LONG_SHAPE
+    monkeypatch.setattr(launch_config, "shared_memory", lambda device: LONG_SHAPE_BYTES - 1)
+    assert ragged_shape(128, 2, LONG_CONTEXT, device) == usual

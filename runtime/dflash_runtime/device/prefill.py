@@ -132,7 +132,8 @@ class Prefill:
             for first, length, chunk in zip(firsts, lens, chunks, strict=False)
         ]
         config, keys = self.target.config, self.cache.keys
-        shape = ragged_shape(config.head_dim, keys.element_size())
+        longest_context = max((chunk.start for chunk in chunks), default=0)
+        shape = ragged_shape(config.head_dim, keys.element_size(), longest_context, keys.device)
         return plan_ragged(segments, config.num_heads, config.num_kv_heads, shape, keys.device)
 
     def _locate(self, num_rows: int, ends: Tensor, shifts: Tensor, table_rows: Tensor) -> tuple[Tensor, Tensor]:

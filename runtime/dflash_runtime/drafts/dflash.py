@@ -13,7 +13,6 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from dflash_runtime.checkpoint.layout import DRAFT_TO_TARGET, HEAD, owned_shapes
 from dflash_runtime.config import DraftConfig
@@ -60,7 +59,7 @@ class DFlashDraft:
     def logits(self, block_ids: Tensor, positions: Tensor, attend: Attend, num_drafts: int | None = None) -> Tensor:
         """See `drafts.draft.Draft`."""
         num_drafts = block_ids.shape[1] - 1 if num_drafts is None else num_drafts
-        embedded = _scale(functional.embedding(block_ids.flatten(), self._embedding), self.config.input_embedding_scale)
+        embedded = _scale(self._embedding[block_ids.flatten()], self.config.input_embedding_scale)
         hidden, _ = self._decoder(embedded, positions.flatten(), attend)
         # As rows of one matrix: a product of a batch of blocks would read the head once for each of them.
         masked = hidden.view(*block_ids.shape, -1)[:, 1 : 1 + num_drafts].flatten(0, 1)

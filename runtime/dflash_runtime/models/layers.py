@@ -221,12 +221,13 @@ class RopeTable:
         frequencies, scale = _frequencies(rope, head_dim, max_position_embeddings)
         angles = torch.arange(placement.num_positions, dtype=torch.float32)[:, None] * frequencies
         angles = torch.cat((angles, angles), dim=-1)  # [positions, D]
-        self.cos = (angles.cos() * scale).to(placement.device, placement.dtype)
-        self.sin = (angles.sin() * scale).to(placement.device, placement.dtype)
+        table = torch.stack((angles.cos(), angles.sin()), dim=1) * scale
+        self.table = table.to(placement.device, placement.dtype)  # [positions, 2, D]: one lookup gives both
 
     def rows(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """[...] positions -> cos and sin, each [..., D]."""
-        return self.cos[positions], self.sin[positions]
+        cos, sin = self.table[positions].unbind(-2)
+        return cos, sin
 
 
 def _frequencies(rope: RopeConfig, head_dim: int, max_position_embeddings: int) -> tuple[Tensor, float]:

@@ -8,7 +8,6 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from dflash_runtime.config import TargetConfig
 from dflash_runtime.models.layers import Attend, DecoderStack, Linear
@@ -36,8 +35,7 @@ class Qwen3Target:
         self, token_ids: Tensor, positions: Tensor, attend: Attend, taps: Sequence[int]
     ) -> tuple[Tensor, Tensor | None]:
         """See `models.target.Target`. A tap on the last layer gives the residual before the final norm."""
-        embedded = functional.embedding(token_ids, self.embedding)
-        hidden, outputs = self._decoder(embedded, positions, attend, taps)
+        hidden, outputs = self._decoder(self.embedding[token_ids], positions, attend, taps)
         return hidden, torch.cat([outputs[tap] for tap in taps], dim=-1) if taps else None
 
     @staticmethod
