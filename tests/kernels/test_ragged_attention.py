@@ -1,8 +1,5 @@
 """Attention of flat rows: the definition segment by segment, and the kernel against it in float64."""
 
-import os
-import subprocess
-import sys
 from itertools import product
 
 import pytest
@@ -13,7 +10,6 @@ from dflash_kernels import launch_config
 from dflash_kernels import ragged_attention as module
 from dflash_kernels.block_attention import block_attention_ref
 from dflash_kernels.launch_config import (
-    HAS_TRITON,
     LONG_CONTEXT,
     LONG_SHAPE,
     LONG_SHAPE_BYTES,
@@ -22,7 +18,6 @@ from dflash_kernels.launch_config import (
     ragged_shape,
 )
 from dflash_kernels.ragged_attention import RaggedPlan, Segment, plan_ragged, ragged_attention, ragged_attention_ref
-from dflash_testing.paths import ROOT
 from dflash_testing.tensors import DEVICE, DTYPES, Pages, assert_rows_close, normal, random_pages
 
 PAGE = 16
@@ -164,38 +159,6 @@ def test_what_does_not_fit_is_refused() -> None:
         ragged_attention(
             query, query, query, query, query, place(plan)[None], plan, place(plan), page_size=4, window=None
         )
-
-
-COMPILE = """
-from triton import compile
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from dflash_kernels import ragged_attention as module
-
-SIZES = {"NUM_KV": 2, "GROUP": 4, "HEAD_DIM": 64, "TILE_M": 64, "TILE_D": 64}
-WALK = SIZES | {"PAGE_SIZE": 16, "TILE_N": 32}
-for kernel, constants in [
-    (module._ragged_attention_kernel, WALK | {"WINDOW": 0}),
-    (module._ragged_attention_kernel, WALK | {"WINDOW": 100}),
-    (module._sum_parts_kernel, SIZES | {"TILE_R": 4, "TILE_S": 16}),
-]:
-    types = {"page_table": "*i64", "tiles": "*i64", "sums": "*i64", "parts": "*fp32", "part_lses": "*fp32"}
-    types |= {name: "constexpr" for name in constants} | {"scale": "fp32"}
-    others = {name: "i32" if name.endswith(("_row", "_head", "_stride")) else "*bf16" for name in kernel.arg_names}
-    signature = {name: types.get(name, others[name]) for name in kernel.arg_names}
-    source = ASTSource(kernel, signature, {(kernel.arg_names.index(name),): value for name, value in constants.items()})
-    compile(source, target=GPUTarget("cuda", 90, 32))
-"""
-
-
-@pytest.mark.skipif(not HAS_TRITON or torch.cuda.is_available(), reason="there is a GPU to compile for, or no Triton")
-def test_the_kernels_compile_for_a_gpu() -> None:
-    """The interpreter lets a variable change its type in a loop; the compiler does not."""
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE], capture_output=True, text=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT / "kernels"), "TRITON_INTERPRET": "0"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_long_contexts_have_tiles_of_their_own_where_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:

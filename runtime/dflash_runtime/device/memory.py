@@ -14,6 +14,7 @@ from dflash_runtime.device.kv import bytes_per_token
 from dflash_runtime.errors import CapacityError
 from dflash_runtime.models.placement import Placement
 from dflash_runtime.scheduling.limits import Limits
+from dflash_runtime.scheduling.width import widths_for
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +28,7 @@ GRAPH_BYTES = 4 * 2**20
 """What the driver keeps of one captured step, beside the memory that it works in."""
 
 NUM_GRAPHS = 64
-"""Graphs that are counted: buckets times modes of an ordinary run."""
+"""Graphs that are counted for each width: buckets times kinds of sampling of an ordinary run."""
 
 
 def fit_num_pages(
@@ -74,11 +75,12 @@ def scratch_bytes(
     """
     num_taps = draft.num_taps if draft is not None else 0
     prefill = limits.max_batched_tokens * row_bytes(target, num_taps, placement.dtype)
-    decode = _decode_bytes(config, target, draft, limits, placement.dtype)
+    decode = _decode_bytes(config, target, draft, limits, placement)
     shared = max(prefill, decode) + _table_bytes(config, limits)
     if not config.graphs or placement.kernels.name != "triton" or placement.device.type != "cuda":
         return shared
-    return shared + decode + WORKSPACE_BYTES + NUM_GRAPHS * GRAPH_BYTES
+    widths = len(widths_for(limits.num_draft_tokens)) if config.adaptive_width else 1
+    return shared + decode + WORKSPACE_BYTES + NUM_GRAPHS * widths * GRAPH_BYTES
 
 
 def row_bytes(config: TargetConfig | DraftConfig, num_taps: int, dtype: torch.dtype) -> int:
@@ -93,17 +95,21 @@ def row_bytes(config: TargetConfig | DraftConfig, num_taps: int, dtype: torch.dt
 
 
 def _decode_bytes(
-    config: EngineConfig, target: TargetConfig, draft: DraftConfig | None, limits: Limits, dtype: torch.dtype
+    config: EngineConfig, target: TargetConfig, draft: DraftConfig | None, limits: Limits, placement: Placement
 ) -> int:
-    """The largest decode step: a row of the target for each position of each block, and logits of both models."""
+    """The largest decode step: a row of the target for each position of each block, and logits of both models.
+
+    The references, not the kernels, also write the distributions that sampled drafts are judged by.
+    """
     num_drafted = limits.max_num_requests * limits.num_draft_tokens
     num_verified = limits.max_num_requests * limits.num_lookahead_tokens
-    num_taps = draft.num_taps if draft is not None else 0
+    num_taps, dtype = draft.num_taps if draft is not None else 0, placement.dtype
     widest = row_bytes(target, num_taps, dtype)
     if draft is not None:
         widest = max(widest, row_bytes(draft, 0, dtype))
+    has_distributions = config.draft_sampling == "probabilistic" and placement.kernels.name == "reference"
     logits = (num_drafted + num_verified) * limits.vocab_size
-    distributions = 2 * num_verified * limits.vocab_size if config.draft_sampling == "probabilistic" else 0
+    distributions = 2 * num_verified * limits.vocab_size if has_distributions else 0
     return num_verified * widest + logits * dtype.itemsize + distributions * torch.float64.itemsize
 
 

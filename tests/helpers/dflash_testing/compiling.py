@@ -1,0 +1,96 @@
+"""Compile every kernel for a GPU on a machine without one: what the interpreter accepts, a compiler may not.
+
+Run as a program, in a process of its own where Triton is not interpreted: it calls launchers with tensors of the CPU,
+and in place of each launch compiles the kernel with the types, constants and options of that launch. Nothing runs.
+"""
+
+import importlib
+import inspect
+import pkgutil
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import dflash_kernels
+
+CAPABILITY = 90
+NAMES = {
+    torch.float32: "*fp32", torch.float64: "*fp64", torch.bfloat16: "*bf16", torch.int64: "*i64", torch.int32: "*i32",
+    torch.bool: "*i1",
+}  # fmt: skip
+"""Triton's names of pointers."""
+
+Compiled = dict[str, str | None]
+"""What was compiled -> what the compiler said, None where nothing."""
+
+
+def compile_launch(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], compiled: Compiled) -> None:
+    """Compile what one launch needs, unless it was before."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    parameters = inspect.signature(function.fn).parameters
+    options = {name: value for name, value in kwargs.items() if name not in parameters}
+    given = dict(zip(function.arg_names, args, strict=False)) | {n: v for n, v in kwargs.items() if n in parameters}
+    signature, constants, aligned = {}, {}, {}
+    for place, name in enumerate(function.arg_names):
+        value = given[name]
+        if "constexpr" in str(parameters[name].annotation):
+            signature[name], constants[place,] = "constexpr", value
+        elif isinstance(value, Tensor):
+            signature[name], aligned[place,] = NAMES[value.dtype], [["tt.divisibility", 16]]
+        else:
+            signature[name] = "fp32" if isinstance(value, float) else "i64" if abs(value) >= 2**31 else "i32"
+    key = f"{function.fn.__name__} {signature} {constants} {options}"
+    if key in compiled:
+        return
+    try:
+        source = ASTSource(function, signature, constexprs=constants, attrs=aligned)
+        triton.compile(source, target=GPUTarget("cuda", CAPABILITY, 32), options=options)
+        compiled[key] = None
+    except Exception as error:
+        compiled[key] = str(error)[-800:]
+
+
+def intercept(compiled: Compiled) -> None:
+    """Let launches compile, and let launchers believe that they are on a GPU which launches early."""
+    from triton.runtime.jit import JITFunction
+
+    JITFunction.run = lambda self, *args, grid, warmup, **kwargs: compile_launch(self, args, kwargs, compiled)
+    early = {"IS_EARLY": True, "launch_pdl": True}
+    stand_ins: dict[str, Callable[..., Any]] = {
+        "check_tensors": lambda *tensors: None,
+        "early": lambda device: early,
+        "num_multiprocessors": lambda device: 132,
+    }  # fmt: skip
+    for info in pkgutil.iter_modules(dflash_kernels.__path__, "dflash_kernels."):
+        module = importlib.import_module(info.name)
+        for name, stand_in in stand_ins.items():
+            if hasattr(module, name):
+                setattr(module, name, stand_in)
+
+
+def kernel_names() -> set[str]:
+    """Every kernel of the package."""
+    modules = [importlib.import_module(info.name)
+               for info in pkgutil.iter_modules(dflash_kernels.__path__, "dflash_kernels.")]  # fmt: skip
+    return {name for module in modules for name in vars(module) if name.endswith("_kernel")}
+
+
+def run(calls: Callable[[], None]) -> int:
+    """Compile what these calls launch; says what failed, and which kernels nobody launched. Returns an exit status."""
+    compiled: Compiled = {}
+    intercept(compiled)
+    calls()
+    failed = {key: said for key, said in compiled.items() if said is not None}
+    for key, said in failed.items():
+        print(f"{key}\n{said}\n", file=sys.stderr)
+    left_out = kernel_names() - {key.split()[0] for key in compiled}
+    if left_out:
+        print(f"launched by nothing: {', '.join(sorted(left_out))}", file=sys.stderr)
+    print(f"{len(compiled) - len(failed)} compiled")
+    return int(bool(failed or left_out))

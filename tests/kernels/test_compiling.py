@@ -1,0 +1,55 @@
+"""Every kernel compiles for a GPU, in bf16, although no GPU is here."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from dflash_kernels.launch_config import HAS_TRITON
+from dflash_testing.paths import ROOT
+
+PROGRAM = """
+import sys, torch
+sys.path.insert(0, "tests/kernels")
+import test_graphs
+from dflash_kernels import product
+from dflash_kernels.activation import silu_mul
+from dflash_kernels.launch_config import LONG_SHAPE, ragged_shape
+from dflash_kernels.ragged_attention import Segment, plan_ragged
+from dflash_kernels.suite import triton_kernels
+from dflash_testing import compiling
+
+def normal(*shape):
+    return torch.randn(*shape).bfloat16()
+
+def calls():
+    kernels = triton_kernels()
+    for name, call in test_graphs.CALLS.items():
+        call(kernels, test_graphs.inputs(0))
+    for rows in (1, 32):
+        for weight in (normal(256, 4096), normal(70000, 128)):
+            kernels.product(normal(rows, weight.shape[1]), weight)
+            kernels.product_parts(normal(rows, weight.shape[1]), weight)
+            kernels.gated_product(normal(rows, weight.shape[1]), weight)
+    silu_mul(normal(40, 256))
+    caches, table = [normal(640, 2, 128) for _ in range(2)], torch.ones(2, 40, dtype=torch.int64)
+    segments = [Segment(0, 1, 600, 0), Segment(1, 60, 0, 1)]
+    for shape in (ragged_shape(128, 2, 0, table.device), LONG_SHAPE):
+        plan = plan_ragged(segments, 8, 2, shape, table.device)
+        block = [normal(61, heads, 128) for heads in (8, 2, 2)]
+        kernels.ragged_attention(*block, *caches, table, plan, torch.tensor(plan.ints), page_size=16, window=None)
+
+sys.exit(compiling.run(calls))
+"""
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+def test_every_kernel_compiles() -> None:
+    """The interpreter lets a variable change its type in a loop, and passes what is never reached."""
+    folders = (".", "kernels", "runtime", "tests/helpers")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, folders)), "TRITON_INTERPRET": "0"}
+    command = [sys.executable, "-c", PROGRAM]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert int(done.stdout.split()[0]) > 25
