@@ -6,7 +6,7 @@ inside captured graphs. The numbers were chosen by `examples/benchmarks/kernels.
 """
 
 import importlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -108,6 +108,19 @@ def num_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+@lru_cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes that one program may have; 0 where that is not known."""
+    properties = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    return int(getattr(properties, "shared_memory_per_block_optin", 0))  # torch's type stubs lack it
+
+
+def fitting_stages(wanted: int, stage_bytes: int, kept_bytes: int, device: torch.device) -> int:
+    """How many tiles of a loop are on their way at once: fewer than `wanted` where shared memory does not hold them."""
+    num_bytes = shared_memory(device)
+    return max(1, min(wanted, (num_bytes - kept_bytes) // stage_bytes)) if num_bytes else wanted
+
+
 ELEMENT_TILE = 1024
 """Elements a program covers in pointwise integer kernels."""
 
@@ -179,8 +192,11 @@ def attention_shape(
     num_programs = num_groups * ceil_div(num_packed, rows)
     num_splits = min(max(2 * num_multiprocessors(device) // num_programs, 1), MAX_SPLITS)
     if row_bytes > 256:
-        return AttentionShape(rows, 16 if row_bytes > 512 else 32, num_splits, num_stages=2)
-    return AttentionShape(rows, 32 if num_splits > 1 else 64, num_splits, num_stages=3)
+        keys, num_stages = 16 if row_bytes > 512 else 32, 2
+    else:
+        keys, num_stages = 32 if num_splits > 1 else 64, 3
+    num_stages = fitting_stages(num_stages, 2 * keys * row_bytes, rows * row_bytes, device)
+    return AttentionShape(rows, keys, num_splits, num_stages)
 
 
 MAX_PRODUCT_ROWS = 32
@@ -229,10 +245,10 @@ def product_shape(
         if num_parts == MAX_PARTS or depth < 8 * inner * num_parts:
             break
         num_parts *= 2
-    if is_gated:
-        return ProductShape(rows, columns, inner, num_parts, num_stages=4 if is_wide else 3)
     is_alone = num_tiles * num_parts <= num_places
-    return ProductShape(rows, columns, inner, num_parts, num_stages=6 if is_alone else 4)
+    num_stages = (4 if is_wide else 3) if is_gated else 6 if is_alone else 4
+    stage_bytes = (columns * (2 if is_gated else 1) + rows) * inner * itemsize
+    return ProductShape(rows, columns, inner, num_parts, fitting_stages(num_stages, stage_bytes, 0, device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,17 +282,12 @@ LONG_SHAPE_BYTES = 227 * 1024
 """Shared memory that these take, and that not every GPU has."""
 
 
-@lru_cache
-def shared_memory(device: torch.device) -> int:
-    """Bytes that one program may have."""
-    properties = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
-    return int(getattr(properties, "shared_memory_per_block_optin", 0))  # torch's type stubs lack it
-
-
 def ragged_shape(head_dim: int, itemsize: int, longest_context: int, device: torch.device) -> RaggedShape:
     """The tiles for heads of this size; the references, which take any, are given the smallest."""
     is_long = longest_context >= LONG_CONTEXT and (itemsize, power_of_2(head_dim)) == (2, 128)
     if is_long and shared_memory(device) >= LONG_SHAPE_BYTES:
         return LONG_SHAPE
     fitting = (shape for size, limit, shape in RAGGED_SHAPES if size == itemsize and head_dim <= limit)
-    return next(fitting, RAGGED_SHAPES[-1][-1])
+    shape, row_bytes = next(fitting, RAGGED_SHAPES[-1][-1]), power_of_2(head_dim) * itemsize
+    num_stages = fitting_stages(shape.num_stages, 2 * shape.keys * row_bytes, shape.rows * row_bytes, device)
+    return replace(shape, num_stages=num_stages)

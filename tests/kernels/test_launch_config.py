@@ -1,0 +1,40 @@
+"""Launch parameters on GPUs with less shared memory: fewer tiles are on their way, and nothing else changes."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from dflash_kernels import launch_config
+from dflash_kernels.launch_config import attention_shape, product_shape, ragged_shape
+
+HOPPER, AMPERE, ADA = 227 * 1024, 163 * 1024, 99 * 1024
+DEVICE = torch.device("cpu")
+
+
+def shapes() -> dict[str, tuple[Any, int, int]]:
+    """Shape, and bytes of a stage and of what is kept beside, for a model of heads of 128 in 16 bits."""
+    attention = attention_shape(256, 64, 128, 2, DEVICE)
+    product, gated = (product_shape(32, 4096, 4096, 2, DEVICE, is_gated=is_gated) for is_gated in (False, True))
+    head = product_shape(32, 151_936, 4096, 2, DEVICE)
+    ragged = ragged_shape(128, 2, 0, DEVICE)
+    return {
+        "attention": (attention, 2 * attention.keys * 256, attention.rows * 256),
+        "product": (product, (product.columns + product.rows) * product.depth * 2, 0),
+        "gated": (gated, (2 * gated.columns + gated.rows) * gated.depth * 2, 0),
+        "head": (head, (head.columns + head.rows) * head.depth * 2, 0),
+        "ragged": (ragged, 2 * ragged.keys * 256, ragged.rows * 256),
+    }
+
+
+@pytest.mark.parametrize("num_bytes", [HOPPER, AMPERE, ADA])
+def test_tiles_fit_in_shared_memory(num_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = shapes()
+    monkeypatch.setattr(launch_config, "shared_memory", lambda device: num_bytes)
+    for name, (shape, stage_bytes, kept_bytes) in shapes().items():
+        assert kept_bytes + shape.num_stages * stage_bytes <= num_bytes, name
+        assert shape.num_stages >= 2 or num_bytes == ADA, name
+        assert shape == replace(wanted[name][0], num_stages=shape.num_stages)
+        if num_bytes == HOPPER:
+            assert shape == wanted[name][0]
