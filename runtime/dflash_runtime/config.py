@@ -178,6 +178,7 @@ class TargetConfig(TargetFacts):
     windows: tuple[int | None, ...]
     hidden_act: str = "silu"
     attention_bias: bool = False
+    mlp_bias: bool = False
 
     def __post_init__(self) -> None:
         TargetFacts.__post_init__(self)

@@ -25,6 +25,15 @@ BODY_KEYS = {
 }
 """Published key -> our field, for the sizes every config must state."""
 
+SLIDE_TOGETHER = ("mistral", "qwen3_moe")
+"""Model types whose layers all slide or none does: transformers looks at `sliding_window`, never at `layer_types`."""
+
+SLIDE_LATER = ("qwen2", "qwen3")
+"""Model types whose layers slide from `max_window_layers` on, where `layer_types` does not say otherwise."""
+
+NO_LAYER_TYPES = ("llama", *SLIDE_TOGETHER)
+"""Model types for which transformers ignores `layer_types`, so that what it says has to agree with what is done."""
+
 FOREIGN = {
     "experts": ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
     "latent attention": ("kv_lora_rank", "q_lora_rank"),
@@ -85,13 +94,14 @@ def read_target_config(config: Mapping[str, Any], path: Path) -> TargetConfig:
         InvalidConfig: it is one, and a key is missing or wrong.
     """
     text = _text_config(config, path)
-    foreign = _foreign_parts(text)
+    identity = _identity(config, text, path)
+    foreign = (*_wrapper(config, text), *_foreign_parts(text))
     if foreign:
-        raise not_run(str(text.get("model_type", "")), foreign, path)
+        raise not_run(identity["model_type"], foreign, path)
     body = read_body(text, path)
-    return TargetConfig(
-        windows=read_windows(text, body["num_layers"], path), **{**_identity(config, text, path), **body}
-    )
+    body["windows"] = _read_target_windows(text, identity["model_type"], body["num_layers"], path)
+    body["mlp_bias"] = _optional(text, "mlp_bias", bool, path) or False
+    return TargetConfig(**{**identity, **body})
 
 
 def not_run(model_type: str, reasons: Sequence[str], path: Path) -> UnsupportedError:
@@ -109,6 +119,12 @@ def _text_config(config: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
     if not isinstance(text, dict):
         raise InvalidConfig("text_config", text, "an object", path=path)
     return text
+
+
+def _wrapper(outer: Mapping[str, Any], text: Mapping[str, Any]) -> tuple[str, ...]:
+    """The model around a decoder, whose other parts and names of tensors are not known here."""
+    kinds = [str(config.get("model_type")) for config in (outer, text) if config.get("model_type")]
+    return (f"a decoder within {kinds[0]}",) if len(set(kinds)) > 1 else ()
 
 
 def _identity(outer: Mapping[str, Any], text: Mapping[str, Any], path: Path) -> dict[str, Any]:
@@ -226,6 +242,31 @@ def read_windows(config: Mapping[str, Any], num_layers: int, path: Path) -> tupl
     if config.get("use_sliding_window") is False:
         raise InvalidConfig("use_sliding_window", False, "true, since layer_types has sliding layers", path=path)
     return tuple(window if kind == SLIDING else None for kind in layer_types)
+
+
+def _read_target_windows(
+    config: Mapping[str, Any], model_type: str, num_layers: int, path: Path
+) -> tuple[int | None, ...]:
+    """The windows that transformers gives the layers of a target, which depends on its model type.
+
+    Raises:
+        UnsupportedError: `layer_types` of a model type that has none, so that readers differ.
+    """
+    usual = _usual_layer_types(config, model_type, num_layers, path)
+    if config.get("layer_types") is None:
+        return read_windows({**config, "layer_types": usual}, num_layers, path)
+    if model_type in NO_LAYER_TYPES and list(read_layer_types(config, num_layers, path)) != usual:
+        raise not_run(model_type, ("layer_types unlike those of its kind, which transformers ignores",), path)
+    return read_windows(config, num_layers, path)
+
+
+def _usual_layer_types(config: Mapping[str, Any], model_type: str, num_layers: int, path: Path) -> list[str]:
+    """Which layers slide by the other keys of a config."""
+    is_on = model_type == "mistral" or config.get("use_sliding_window") is True
+    if not is_on or model_type not in (*SLIDE_TOGETHER, *SLIDE_LATER) or config.get("sliding_window") is None:
+        return [FULL] * num_layers
+    first = require_int(config, "max_window_layers", path) if model_type in SLIDE_LATER else 0
+    return [FULL if layer < first else SLIDING for layer in range(num_layers)]
 
 
 def read_token_ids(value: Any) -> tuple[int, ...]:

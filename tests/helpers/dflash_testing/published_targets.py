@@ -192,6 +192,13 @@ TARGETS: dict[str, Json] = {
             "original_max_position_embeddings": 8192,
         },
     },
+    "olmo2": {
+        **_without("head_dim"),
+        "architectures": ["Olmo2ForCausalLM"],
+        "model_type": "olmo2",
+        "rope_theta": 500000.0,
+        "rope_scaling": None,
+    },
     "cohere": {
         **_without("rms_norm_eps", "head_dim"),
         "architectures": ["CohereForCausalLM"],
