@@ -67,6 +67,13 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+EXPERTS: Json = {
+    "model_type": "qwen3_moe",
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "head_dim": 8,
+}
 FAMILIES: dict[str, Json] = {
     "llama": {"model_type": "llama", "rope_parameters": LLAMA3},
     "llama with biases": {"model_type": "llama", "attention_bias": True, "mlp_bias": True, "head_dim": 16},
@@ -80,6 +87,15 @@ FAMILIES: dict[str, Json] = {
         "max_window_layers": 1,
     },
     "qwen3 with biases": {"model_type": "qwen3", "attention_bias": True, "head_dim": 8},
+    "qwen3_moe": {**EXPERTS, "norm_topk_prob": True, "decoder_sparse_step": 1},
+    "qwen3_moe, some layers dense": {
+        **EXPERTS,
+        "norm_topk_prob": False,
+        "decoder_sparse_step": 2,
+        "mlp_only_layers": [1],
+        "use_sliding_window": True,
+        "sliding_window": WINDOW,
+    },
 }
 """Name -> what its config says beside the sizes."""
 

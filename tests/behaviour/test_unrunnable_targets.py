@@ -21,7 +21,7 @@ NAMED = {
     "llama4": ("layer_types chunked_attention", "chunked attention", "experts"),
     "deepseek_v3": ("latent attention (kv_lora_rank)", "experts (n_routed_experts)"),
     "mixtral": ("experts (num_local_experts)",),
-    "qwen3_moe": ("experts (num_experts)",),
+    "qwen3_moe": (),
     "granite": ("multipliers (embedding_multiplier)",),
     "lfm2": ("layer_types conv", "convolutions (conv_L_cache)"),
     "nemotron_h": ("state-space layers (ssm_state_size)",),
@@ -51,7 +51,7 @@ def test_its_facts_are_read(name: str, tmp_path: Path) -> None:
     assert 1 in facts.eos_token_ids
     text = "; ".join(facts.not_known)
     assert all(part in text for part in NAMED[name]), text
-    assert isinstance(facts, TargetConfig) == (name in ("llama", "olmo2"))
+    assert isinstance(facts, TargetConfig) == (name in ("llama", "olmo2", "qwen3_moe"))
 
 
 @pytest.mark.parametrize("name", TARGETS)
@@ -103,12 +103,12 @@ def test_running_it_is_refused(name: str, draft: Path, tmp_path: Path) -> None:
 
 
 def test_the_run_level_is_refused_too(draft: Path, tmp_path: Path) -> None:
-    target = make(tmp_path / "target", "qwen3_moe")
+    target = make(tmp_path / "target", "mixtral")
     outcome = support.invoke("validate", draft, "--target", target, "--level", "run")
     assert outcome.code == 5, outcome.err
 
 
-def test_a_contradiction_in_a_dense_target_is_still_told(draft: Path, tmp_path: Path) -> None:
+def test_a_contradiction_in_a_decoder_target_is_still_told(draft: Path, tmp_path: Path) -> None:
     target = support.make_target(tmp_path / "target", rope_theta=1.0, rope_parameters={"rope_theta": 2.0})
     outcome = support.invoke("validate", draft, "--target", target)
     assert outcome.code == 3

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dflash_runtime.checkpoint.experts_config import WITH_EXPERTS, read_experts
 from dflash_runtime.config import RopeConfig, TargetConfig, TargetFacts
 from dflash_runtime.errors import MISSING, InvalidConfig, UnsupportedError
 from dflash_runtime.json_values import is_int, is_number
@@ -90,17 +91,19 @@ def read_target_config(config: Mapping[str, Any], path: Path) -> TargetConfig:
     """A target that the runtime runs, looking into `text_config` where a multimodal wrapper holds one.
 
     Raises:
-        UnsupportedError: it is no dense decoder of full and sliding layers.
+        UnsupportedError: it is no decoder of full and sliding layers.
         InvalidConfig: it is one, and a key is missing or wrong.
     """
     text = _text_config(config, path)
     identity = _identity(config, text, path)
-    foreign = (*_wrapper(config, text), *_foreign_parts(text))
+    has_experts = identity["model_type"] in WITH_EXPERTS
+    foreign = (*_wrapper(config, text), *_foreign_parts(text, known=("experts",) if has_experts else ()))
     if foreign:
         raise not_run(identity["model_type"], foreign, path)
     body = read_body(text, path)
     body["windows"] = _read_target_windows(text, identity["model_type"], body["num_layers"], path)
     body["mlp_bias"] = _optional(text, "mlp_bias", bool, path) or False
+    body["experts"] = read_experts(text, body["num_layers"], path) if has_experts else None
     return TargetConfig(**{**identity, **body})
 
 
@@ -139,14 +142,14 @@ def _identity(outer: Mapping[str, Any], text: Mapping[str, Any], path: Path) -> 
     }
 
 
-def _foreign_parts(text: Mapping[str, Any]) -> tuple[str, ...]:
+def _foreign_parts(text: Mapping[str, Any], known: Sequence[str] = ()) -> tuple[str, ...]:
     """What the config says of layers that are no dense attention with one rope, each in a few words."""
     kinds = text.get("layer_types")
     foreign = {str(kind) for kind in kinds} - {FULL, SLIDING} if isinstance(kinds, list) else set()
     parts = [f"layer_types {', '.join(sorted(foreign))}"] if foreign else []
     for words, keys in FOREIGN.items():
         stated = next((key for key in keys if _says_something(text.get(key))), None)
-        if stated is not None:
+        if stated is not None and words not in known:
             parts.append(f"{words} ({stated})")
     if any(_varies_by_kind(text.get(key)) for key in ("rope_parameters", "rope_scaling")):
         parts.append("another rope for each kind of layer (rope_parameters)")

@@ -16,6 +16,7 @@ from dflash_kernels.rope_store import KVPlace
 from dflash_kernels.suite import REFERENCE, Kernels
 from dflash_runtime.config import DraftConfig, RopeConfig, TargetConfig
 from dflash_runtime.errors import UnsupportedError
+from dflash_runtime.models.experts import Experts
 from dflash_runtime.models.placement import Placement
 from dflash_runtime.models.weights import Weights
 
@@ -106,9 +107,7 @@ class MLP:
     down: Linear
 
     @classmethod
-    def read(cls, weights: Weights, name: str, hidden_act: str, kernels: Kernels) -> "MLP":
-        if hidden_act != "silu":
-            raise UnsupportedError(f"hidden_act {hidden_act!r} is not served (known: silu)")
+    def read(cls, weights: Weights, name: str, kernels: Kernels) -> "MLP":
         return cls(*(Linear.read(weights, f"{name}.{part}_proj", kernels) for part in ("gate_up", "down")))
 
     def __call__(self, hidden: Tensor) -> Tensor:
@@ -173,13 +172,13 @@ class DecoderLayer:
     """Attention and feed-forward on a residual stream, each after a norm; the norm before attention is the caller's."""
 
     attention: Attention
-    mlp: MLP
+    mlp: MLP | Experts
     mlp_norm: RMSNorm
 
     @classmethod
     def read(cls, weights: Weights, name: str, config: TargetConfig | DraftConfig, kernels: Kernels) -> "DecoderLayer":
         attention = Attention.read(weights, f"{name}.self_attn", config, kernels)
-        mlp = MLP.read(weights, f"{name}.mlp", config.hidden_act, kernels)
+        mlp = _read_mlp(weights, f"{name}.mlp", config, kernels)
         norm = RMSNorm(weights[f"{name}.post_attention_layernorm.weight"], config.rms_norm_eps, kernels)
         return cls(attention, mlp, norm)
 
@@ -194,6 +193,16 @@ class DecoderLayer:
         attended = attend.read(layer, query, keys, values)
         normed, residual = self.mlp_norm.add(self.attention.output.parts(attended.flatten(-2)), residual)
         return self.mlp(normed), residual
+
+
+def _read_mlp(weights: Weights, name: str, config: TargetConfig | DraftConfig, kernels: Kernels) -> MLP | Experts:
+    """A layer's feed-forward; the layers that have experts have a router too."""
+    if config.hidden_act != "silu":
+        raise UnsupportedError(f"hidden_act {config.hidden_act!r} is not served (known: silu)")
+    experts = config.experts if isinstance(config, TargetConfig) else None
+    if experts is not None and f"{name}.gate.weight" in weights:
+        return Experts.read(weights, name, experts)
+    return MLP.read(weights, name, kernels)
 
 
 class DecoderStack:

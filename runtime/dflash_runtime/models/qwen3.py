@@ -2,12 +2,12 @@
 
 from typing import ClassVar
 
-from dflash_runtime.models.dense_target import DenseTarget
+from dflash_runtime.models.decoder_target import DecoderTarget
 from dflash_runtime.models.target import TARGETS
 
 
 @TARGETS.register("qwen3")
-class Qwen3Target(DenseTarget):
+class Qwen3Target(DecoderTarget):
     """A Qwen3 decoder: queries and keys are normalised head by head."""
 
     has_head_norms: ClassVar[bool] = True

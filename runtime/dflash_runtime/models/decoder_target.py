@@ -1,4 +1,4 @@
-"""What dense targets share: embedding, layers, head, and the tensors of each. A family says what its layers have.
+"""What native targets share: embedding, layers, head, and the tensors of each. A family says what its layers have.
 
 Axis letters: T flat rows, F feature width.
 """
@@ -19,8 +19,8 @@ PREFIX = "model."
 Shape = tuple[int, ...]
 
 
-class DenseTarget:
-    """A decoder of attention and gated feed-forward layers, over KV that `attend` owns."""
+class DecoderTarget:
+    """A decoder of layers that attend and feed forward, over KV that `attend` owns."""
 
     follows_from_shapes: ClassVar[bool] = True
     has_head_norms: ClassVar[bool] = False
