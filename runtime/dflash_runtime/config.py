@@ -165,8 +165,29 @@ class TargetFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsConfig:
+    """Feed-forwards of which a router chooses `num_chosen` for each row, in place of one, in some layers.
+
+    Scores are the router's probabilities; with `has_normalised_scores` those of the chosen experts sum to one.
+    """
+
+    num_experts: int
+    num_chosen: int
+    intermediate_size: int
+    has_normalised_scores: bool
+    layers: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        _require_count("num_experts", self.num_experts)
+        _require_count("num_experts_per_tok", self.num_chosen)
+        _require_count("moe_intermediate_size", self.intermediate_size)
+        if self.num_chosen > self.num_experts:
+            raise InvalidConfig("num_experts_per_tok", self.num_chosen, f"at most num_experts {self.num_experts}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TargetConfig(TargetFacts):
-    """A dense decoder target, known well enough to be run."""
+    """A decoder target of full and sliding layers, known well enough to be run."""
 
     intermediate_size: int
     num_heads: int
@@ -178,6 +199,8 @@ class TargetConfig(TargetFacts):
     windows: tuple[int | None, ...]
     hidden_act: str = "silu"
     attention_bias: bool = False
+    mlp_bias: bool = False
+    experts: ExpertsConfig | None = None
 
     def __post_init__(self) -> None:
         TargetFacts.__post_init__(self)

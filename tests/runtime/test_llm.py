@@ -22,7 +22,7 @@ from dflash_runtime.device.loading import load_pair
 from dflash_runtime.drafts.dflash import DFlashDraft
 from dflash_runtime.errors import UnsupportedError, UsageError
 from dflash_runtime.llm import LLM
-from dflash_runtime.models.layers import Attend
+from dflash_runtime.models.layers import MLP, Attend
 from dflash_runtime.models.target import Target
 from dflash_runtime.scheduling.request import FinishReason, Request, SamplingParams
 from dflash_testing import checkpoints as support
@@ -124,6 +124,7 @@ def test_what_a_pair_keeps_for_other_configs_takes_no_memory_of_its_own() -> Non
     assert pair.draft_weights is not None
     layer = pair.draft._decoder.layers[0]
     assert layer.attention.qkv.weight is pair.draft_weights["layers.0.self_attn.qkv_proj.weight"]
+    assert isinstance(layer.mlp, MLP)
     assert layer.mlp.gate_up.weight is pair.draft_weights["layers.0.mlp.gate_up_proj.weight"]
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dflash_runtime.checkpoint.experts_config import WITH_EXPERTS, read_experts
 from dflash_runtime.config import RopeConfig, TargetConfig, TargetFacts
 from dflash_runtime.errors import MISSING, InvalidConfig, UnsupportedError
 from dflash_runtime.json_values import is_int, is_number
@@ -24,6 +25,15 @@ BODY_KEYS = {
     "max_position_embeddings": "max_position_embeddings",
 }
 """Published key -> our field, for the sizes every config must state."""
+
+SLIDE_TOGETHER = ("mistral", "qwen3_moe")
+"""Model types whose layers all slide or none does: transformers looks at `sliding_window`, never at `layer_types`."""
+
+SLIDE_LATER = ("qwen2", "qwen3")
+"""Model types whose layers slide from `max_window_layers` on, where `layer_types` does not say otherwise."""
+
+NO_LAYER_TYPES = ("llama", *SLIDE_TOGETHER)
+"""Model types for which transformers ignores `layer_types`, so that what it says has to agree with what is done."""
 
 FOREIGN = {
     "experts": ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
@@ -81,17 +91,20 @@ def read_target_config(config: Mapping[str, Any], path: Path) -> TargetConfig:
     """A target that the runtime runs, looking into `text_config` where a multimodal wrapper holds one.
 
     Raises:
-        UnsupportedError: it is no dense decoder of full and sliding layers.
+        UnsupportedError: it is no decoder of full and sliding layers.
         InvalidConfig: it is one, and a key is missing or wrong.
     """
     text = _text_config(config, path)
-    foreign = _foreign_parts(text)
+    identity = _identity(config, text, path)
+    has_experts = identity["model_type"] in WITH_EXPERTS
+    foreign = (*_wrapper(config, text), *_foreign_parts(text, known=("experts",) if has_experts else ()))
     if foreign:
-        raise not_run(str(text.get("model_type", "")), foreign, path)
+        raise not_run(identity["model_type"], foreign, path)
     body = read_body(text, path)
-    return TargetConfig(
-        windows=read_windows(text, body["num_layers"], path), **{**_identity(config, text, path), **body}
-    )
+    body["windows"] = _read_target_windows(text, identity["model_type"], body["num_layers"], path)
+    body["mlp_bias"] = _optional(text, "mlp_bias", bool, path) or False
+    body["experts"] = read_experts(text, body["num_layers"], path) if has_experts else None
+    return TargetConfig(**{**identity, **body})
 
 
 def not_run(model_type: str, reasons: Sequence[str], path: Path) -> UnsupportedError:
@@ -111,6 +124,12 @@ def _text_config(config: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
     return text
 
 
+def _wrapper(outer: Mapping[str, Any], text: Mapping[str, Any]) -> tuple[str, ...]:
+    """The model around a decoder, whose other parts and names of tensors are not known here."""
+    kinds = [str(config.get("model_type")) for config in (outer, text) if config.get("model_type")]
+    return (f"a decoder within {kinds[0]}",) if len(set(kinds)) > 1 else ()
+
+
 def _identity(outer: Mapping[str, Any], text: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """The fields that do not depend on what the layers are."""
     dtype = _optional(text, "dtype", str, path) or _optional(text, "torch_dtype", str, path)
@@ -123,14 +142,14 @@ def _identity(outer: Mapping[str, Any], text: Mapping[str, Any], path: Path) -> 
     }
 
 
-def _foreign_parts(text: Mapping[str, Any]) -> tuple[str, ...]:
+def _foreign_parts(text: Mapping[str, Any], known: Sequence[str] = ()) -> tuple[str, ...]:
     """What the config says of layers that are no dense attention with one rope, each in a few words."""
     kinds = text.get("layer_types")
     foreign = {str(kind) for kind in kinds} - {FULL, SLIDING} if isinstance(kinds, list) else set()
     parts = [f"layer_types {', '.join(sorted(foreign))}"] if foreign else []
     for words, keys in FOREIGN.items():
         stated = next((key for key in keys if _says_something(text.get(key))), None)
-        if stated is not None:
+        if stated is not None and words not in known:
             parts.append(f"{words} ({stated})")
     if any(_varies_by_kind(text.get(key)) for key in ("rope_parameters", "rope_scaling")):
         parts.append("another rope for each kind of layer (rope_parameters)")
@@ -226,6 +245,31 @@ def read_windows(config: Mapping[str, Any], num_layers: int, path: Path) -> tupl
     if config.get("use_sliding_window") is False:
         raise InvalidConfig("use_sliding_window", False, "true, since layer_types has sliding layers", path=path)
     return tuple(window if kind == SLIDING else None for kind in layer_types)
+
+
+def _read_target_windows(
+    config: Mapping[str, Any], model_type: str, num_layers: int, path: Path
+) -> tuple[int | None, ...]:
+    """The windows that transformers gives the layers of a target, which depends on its model type.
+
+    Raises:
+        UnsupportedError: `layer_types` of a model type that has none, so that readers differ.
+    """
+    usual = _usual_layer_types(config, model_type, num_layers, path)
+    if config.get("layer_types") is None:
+        return read_windows({**config, "layer_types": usual}, num_layers, path)
+    if model_type in NO_LAYER_TYPES and list(read_layer_types(config, num_layers, path)) != usual:
+        raise not_run(model_type, ("layer_types unlike those of its kind, which transformers ignores",), path)
+    return read_windows(config, num_layers, path)
+
+
+def _usual_layer_types(config: Mapping[str, Any], model_type: str, num_layers: int, path: Path) -> list[str]:
+    """Which layers slide by the other keys of a config."""
+    is_on = model_type == "mistral" or config.get("use_sliding_window") is True
+    if not is_on or model_type not in (*SLIDE_TOGETHER, *SLIDE_LATER) or config.get("sliding_window") is None:
+        return [FULL] * num_layers
+    first = require_int(config, "max_window_layers", path) if model_type in SLIDE_LATER else 0
+    return [FULL if layer < first else SLIDING for layer in range(num_layers)]
 
 
 def read_token_ids(value: Any) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""The parts of a Qwen3-style decoder, shared by targets and drafts. Weights are plain tensors; nothing is trained here.
+"""The parts of a decoder, shared by targets and drafts. Weights are plain tensors; nothing is trained here.
 
 Axis letters: T flat rows, H heads, KV heads of keys and values, D head dim, F inner width, L layers, S slots.
 """
@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from dflash_kernels.activation import silu_mul_ref
 from dflash_kernels.rope_store import KVPlace
 from dflash_kernels.suite import REFERENCE, Kernels
 from dflash_runtime.config import DraftConfig, RopeConfig, TargetConfig
 from dflash_runtime.errors import UnsupportedError
+from dflash_runtime.models.experts import Experts
 from dflash_runtime.models.placement import Placement
 from dflash_runtime.models.weights import Weights
 
@@ -77,7 +79,7 @@ class Linear:
     def gated(self, hidden: Tensor) -> Tensor:
         """silu(gate) * up of a product with both weights, [T, K] -> [T, N / 2]."""
         if self.bias is not None:
-            raise UnsupportedError("a gated product with a bias")
+            return silu_mul_ref(self(hidden))
         return self.kernels.gated_product(hidden, self.weight)
 
 
@@ -105,9 +107,7 @@ class MLP:
     down: Linear
 
     @classmethod
-    def read(cls, weights: Weights, name: str, hidden_act: str, kernels: Kernels) -> "MLP":
-        if hidden_act != "silu":
-            raise UnsupportedError(f"hidden_act {hidden_act!r} is not served (known: silu)")
+    def read(cls, weights: Weights, name: str, kernels: Kernels) -> "MLP":
         return cls(*(Linear.read(weights, f"{name}.{part}_proj", kernels) for part in ("gate_up", "down")))
 
     def __call__(self, hidden: Tensor) -> Tensor:
@@ -117,11 +117,11 @@ class MLP:
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """Projections with per-head normalisation of queries and keys (Qwen3), and rotary positions."""
+    """Projections and rotary positions; queries and keys are normalised head by head where there are norms for it."""
 
     qkv: Linear
     output: Linear
-    head_norms: Tensor  # [H + KV, D]: that of queries for each of their heads, then that of keys
+    head_norms: Tensor | None  # [H + KV, D]: that of queries for each of their heads, then that of keys
     eps: float
     num_heads: int
     num_kv_heads: int
@@ -132,12 +132,12 @@ class Attention:
     def read(cls, weights: Weights, name: str, config: TargetConfig | DraftConfig, kernels: Kernels) -> "Attention":
         qkv, output = (Linear.read(weights, f"{name}.{part}_proj", kernels) for part in ("qkv", "o"))
         counts = (config.num_heads, config.num_kv_heads)
-        norms = (weights[f"{name}.{part}_norm.weight"] for part in "qk")
-        head_norms = torch.cat([norm.expand(count, -1) for norm, count in zip(norms, counts, strict=True)])
-        return cls(qkv, output, head_norms, config.rms_norm_eps, *counts, config.head_dim, kernels)
+        return cls(
+            qkv, output, _head_norms(weights, name, counts), config.rms_norm_eps, *counts, config.head_dim, kernels
+        )
 
     def project(self, hidden: Tensor, cos: Tensor, sin: Tensor, place: KVPlace | None) -> tuple[Tensor, Tensor, Tensor]:
-        """[T, hidden] -> queries [T, H, D] and keys [T, KV, D], normalised and rotated; values [T, KV, D].
+        """[T, hidden] -> queries [T, H, D] and keys [T, KV, D], rotated; values [T, KV, D].
 
         All are views of wider rows. Keys and values are stored in their place, if there is one.
         """
@@ -149,6 +149,7 @@ class Attention:
     @property
     def key_norm(self) -> Tensor:
         """[D]."""
+        assert self.head_norms is not None, "a draft's attention, which normalises its heads"
         return self.head_norms[-1]
 
     @property
@@ -158,18 +159,26 @@ class Attention:
         return Linear(self.qkv.weight[begin:], None if self.qkv.bias is None else self.qkv.bias[begin:], self.kernels)
 
 
+def _head_norms(weights: Weights, name: str, counts: tuple[int, int]) -> Tensor | None:
+    """See `Attention.head_norms`; None for a family without them."""
+    if f"{name}.q_norm.weight" not in weights:
+        return None
+    norms = (weights[f"{name}.{part}_norm.weight"] for part in "qk")
+    return torch.cat([norm.expand(count, -1) for norm, count in zip(norms, counts, strict=True)])
+
+
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
     """Attention and feed-forward on a residual stream, each after a norm; the norm before attention is the caller's."""
 
     attention: Attention
-    mlp: MLP
+    mlp: MLP | Experts
     mlp_norm: RMSNorm
 
     @classmethod
     def read(cls, weights: Weights, name: str, config: TargetConfig | DraftConfig, kernels: Kernels) -> "DecoderLayer":
         attention = Attention.read(weights, f"{name}.self_attn", config, kernels)
-        mlp = MLP.read(weights, f"{name}.mlp", config.hidden_act, kernels)
+        mlp = _read_mlp(weights, f"{name}.mlp", config, kernels)
         norm = RMSNorm(weights[f"{name}.post_attention_layernorm.weight"], config.rms_norm_eps, kernels)
         return cls(attention, mlp, norm)
 
@@ -184,6 +193,16 @@ class DecoderLayer:
         attended = attend.read(layer, query, keys, values)
         normed, residual = self.mlp_norm.add(self.attention.output.parts(attended.flatten(-2)), residual)
         return self.mlp(normed), residual
+
+
+def _read_mlp(weights: Weights, name: str, config: TargetConfig | DraftConfig, kernels: Kernels) -> MLP | Experts:
+    """A layer's feed-forward; the layers that have experts have a router too."""
+    if config.hidden_act != "silu":
+        raise UnsupportedError(f"hidden_act {config.hidden_act!r} is not served (known: silu)")
+    experts = config.experts if isinstance(config, TargetConfig) else None
+    if experts is not None and f"{name}.gate.weight" in weights:
+        return Experts.read(weights, name, experts)
+    return MLP.read(weights, name, kernels)
 
 
 class DecoderStack:

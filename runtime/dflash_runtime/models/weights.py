@@ -2,9 +2,11 @@
 
 A checkpoint has `q_proj`, `k_proj`, `v_proj` and `gate_proj`, `up_proj`; a model gets `qkv_proj` and `gate_up_proj`, so
 that each is one product. They are stacked while they are loaded, which takes no more memory than one layer's parts.
+Experts of a layer become two tensors, `experts.gate_up_proj` and `experts.down_proj`, whose first axis is the expert.
 """
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -17,16 +19,42 @@ Weights = Mapping[str, Tensor]
 
 _STACK_OF = {part: stack for stack, parts in FUSED.items() for part in parts}
 
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+
 
 def load_weights(checkpoint: Checkpoint, names: Iterable[str], placement: Placement) -> Weights:
     """Read tensors onto the device, floating point ones in the dtype of the run, and stack projections.
 
     What is stored in another dtype is converted there, where that takes no time and no memory of the host.
     """
-    return stack_projections(
+    wanted = list(names)
+    tensors = (
         (name, tensor.to(placement.dtype) if tensor.is_floating_point() else tensor)
-        for name, tensor in checkpoint.load_many(list(names), str(placement.device))
+        for name, tensor in checkpoint.load_many(wanted, str(placement.device))
     )
+    return stack_projections(_stack_experts(tensors, wanted))
+
+
+def _stack_experts(tensors: Iterable[tuple[str, Tensor]], names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+    """Experts in any order, and other tensors as they are; `names` are those of all that will come.
+
+    Each is copied to its place at once: a second copy of all experts would not fit beside the first.
+    """
+    num_experts = 1 + max((int(match[2]) for name in names if (match := _EXPERT.fullmatch(name))), default=-1)
+    stacks: dict[str, Tensor] = {}
+    for name, tensor in tensors:
+        match = _EXPERT.fullmatch(name)
+        if match is None:
+            yield name, tensor
+            continue
+        owner, expert, part = match.groups()
+        height, width = tensor.shape
+        stacked = f"{owner}.down_proj.weight" if part == "down" else f"{owner}.gate_up_proj.weight"
+        if stacked not in stacks:
+            stacks[stacked] = tensor.new_empty(num_experts, height if part == "down" else 2 * height, width)
+        begin = height if part == "up" else 0
+        stacks[stacked][int(expert), begin : begin + height] = tensor
+    yield from stacks.items()
 
 
 def stack_projections(tensors: Iterable[tuple[str, Tensor]]) -> Weights:

@@ -147,6 +147,9 @@ TARGETS: dict[str, Json] = {
         "num_experts": 8,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 8,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
         "rope_theta": 1000000.0,
         "rope_scaling": None,
     },
@@ -191,6 +194,13 @@ TARGETS: dict[str, Json] = {
             "high_freq_factor": 4.0,
             "original_max_position_embeddings": 8192,
         },
+    },
+    "olmo2": {
+        **_without("head_dim"),
+        "architectures": ["Olmo2ForCausalLM"],
+        "model_type": "olmo2",
+        "rope_theta": 500000.0,
+        "rope_scaling": None,
     },
     "cohere": {
         **_without("rms_norm_eps", "head_dim"),

@@ -61,6 +61,29 @@ def test_weights_are_loaded_in_the_dtype_of_the_run_and_ids_as_they_are() -> Non
     assert torch.equal(weights["fc.weight"], checkpoint.load("fc.weight").double())
 
 
+@pytest.mark.parametrize("order", [1, -1], ids=["as they come", "reversed"])
+def test_experts_of_a_layer_become_two_tensors(order: int, tmp_path: Path) -> None:
+    shapes = {"gate": (6, 4), "up": (6, 4), "down": (4, 6)}
+    parts = {
+        f"layers.{layer}.mlp.experts.{expert}.{part}_proj.weight": torch.randn(shape)
+        for layer in range(2)
+        for expert in range(12)
+        for part, shape in shapes.items()
+    }
+    parts["layers.0.mlp.gate.weight"] = torch.randn(12, 4)
+    save_file(parts, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    weights = load_weights(Checkpoint(tmp_path), list(parts)[::order], placement())
+    assert len(weights) == 5
+    assert torch.equal(weights["layers.0.mlp.gate.weight"], parts["layers.0.mlp.gate.weight"])
+    for layer in range(2):
+        name = f"layers.{layer}.mlp.experts"
+        for expert in range(12):
+            gate, up, down = (parts[f"{name}.{expert}.{part}_proj.weight"] for part in shapes)
+            assert torch.equal(weights[f"{name}.gate_up_proj.weight"][expert], torch.cat([gate, up]))
+            assert torch.equal(weights[f"{name}.down_proj.weight"][expert], down)
+
+
 def private_bytes() -> int:
     """Memory of this process that no file backs."""
     lines = Path("/proc/self/status").read_text().splitlines()

@@ -1,0 +1,46 @@
+"""Read which layers of a target have experts, and how they are chosen. Needs no torch."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dflash_runtime.config import ExpertsConfig
+from dflash_runtime.errors import MISSING, InvalidConfig
+from dflash_runtime.json_values import is_int
+
+WITH_EXPERTS = ("qwen3_moe",)
+"""Model types whose experts are read; those of others are named as not known."""
+
+COUNT_KEYS = ("num_experts", "num_local_experts")
+"""Two names of one number: as published, and as transformers 5 writes it."""
+
+
+def read_experts(config: Mapping[str, Any], num_layers: int, path: Path) -> ExpertsConfig:
+    """The experts of a target whose model type is in `WITH_EXPERTS`.
+
+    Raises:
+        InvalidConfig: a key is missing or wrong.
+    """
+    counts = {key: config[key] for key in COUNT_KEYS if config.get(key) is not None}
+    if len(set(map(str, counts.values()))) != 1:
+        raise InvalidConfig("num_experts", counts or MISSING, "one integer in every spelling", path=path)
+    norm = config.get("norm_topk_prob", MISSING)
+    if not isinstance(norm, bool):
+        raise InvalidConfig("norm_topk_prob", norm, "true or false, which readers do not agree about", path=path)
+    return ExpertsConfig(
+        num_experts=next(iter(counts.values())),
+        num_chosen=config.get("num_experts_per_tok", MISSING),
+        intermediate_size=config.get("moe_intermediate_size", MISSING),
+        has_normalised_scores=norm,
+        layers=_layers_with_experts(config, num_layers, path),
+    )
+
+
+def _layers_with_experts(config: Mapping[str, Any], num_layers: int, path: Path) -> tuple[int, ...]:
+    """Every `decoder_sparse_step`-th layer, those of `mlp_only_layers` apart."""
+    dense, step = config.get("mlp_only_layers") or [], config.get("decoder_sparse_step", MISSING)
+    if not isinstance(dense, list) or not all(is_int(layer) for layer in dense):
+        raise InvalidConfig("mlp_only_layers", dense, "a list of layers", path=path)
+    if not is_int(step) or step < 1:
+        raise InvalidConfig("decoder_sparse_step", step, "a positive integer", path=path)
+    return tuple(layer for layer in range(num_layers) if layer not in dense and (layer + 1) % step == 0)

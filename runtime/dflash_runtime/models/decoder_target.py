@@ -1,0 +1,94 @@
+"""What native targets share: embedding, layers, head, and the tensors of each. A family says what its layers have.
+
+Axis letters: T flat rows, F feature width.
+"""
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from dflash_runtime.config import TargetConfig
+from dflash_runtime.models.layers import Attend, DecoderStack, Linear
+from dflash_runtime.models.placement import Placement
+from dflash_runtime.models.weights import Weights
+
+PREFIX = "model."
+
+Shape = tuple[int, ...]
+
+
+class DecoderTarget:
+    """A decoder of layers that attend and feed forward, over KV that `attend` owns."""
+
+    follows_from_shapes: ClassVar[bool] = True
+    has_head_norms: ClassVar[bool] = False
+    """Whether queries and keys are normalised head by head."""
+
+    def __init__(self, config: TargetConfig, weights: Weights, placement: Placement) -> None:
+        self.config = config
+        self.embedding = weights[f"{PREFIX}embed_tokens.weight"]
+        head = self.embedding if config.tie_word_embeddings else weights["lm_head.weight"]
+        self.head = Linear(head, kernels=placement.kernels)
+        self._decoder = DecoderStack(weights, PREFIX, config, placement)
+
+    def __call__(
+        self, token_ids: Tensor, positions: Tensor, attend: Attend, taps: Sequence[int]
+    ) -> tuple[Tensor, Tensor | None]:
+        """See `models.target.Target`. A tap on the last layer gives the residual before the final norm."""
+        hidden, outputs = self._decoder(self.embedding[token_ids], positions, attend, taps)
+        return hidden, torch.cat([outputs[tap] for tap in taps], dim=-1) if taps else None
+
+    @classmethod
+    def expected_shapes(cls, config: TargetConfig) -> dict[str, Shape]:
+        """Every tensor a target must have, with its shape."""
+        hidden = config.hidden_size
+        shapes: dict[str, Shape] = {
+            f"{PREFIX}embed_tokens.weight": (config.vocab_size, hidden),
+            f"{PREFIX}norm.weight": (hidden,),
+        }
+        if not config.tie_word_embeddings:
+            shapes["lm_head.weight"] = (config.vocab_size, hidden)
+        for index in range(config.num_layers):
+            parts = {
+                "input_layernorm.weight": (hidden,),
+                "post_attention_layernorm.weight": (hidden,),
+                **cls.attention_shapes(config),
+                **cls.mlp_shapes(config, index),
+            }
+            shapes |= {f"{PREFIX}layers.{index}.{name}": shape for name, shape in parts.items()}
+        return shapes
+
+    @classmethod
+    def attention_shapes(cls, config: TargetConfig) -> dict[str, Shape]:
+        """The tensors of one layer's attention, by their names in the layer."""
+        queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        heights = {"q": queries, "k": keys, "v": keys}
+        shapes: dict[str, Shape] = {
+            f"self_attn.{part}_proj.weight": (height, config.hidden_size) for part, height in heights.items()
+        }
+        shapes["self_attn.o_proj.weight"] = (config.hidden_size, queries)
+        heights["o"] = config.hidden_size
+        shapes |= {f"self_attn.{part}_proj.bias": (heights[part],) for part in cls.biased_projections(config)}
+        if cls.has_head_norms:
+            shapes |= {f"self_attn.{part}_norm.weight": (config.head_dim,) for part in "qk"}
+        return shapes
+
+    @classmethod
+    def biased_projections(cls, config: TargetConfig) -> str:
+        """Which of attention's projections, of q, k, v and o, have a bias."""
+        return "qkvo" if config.attention_bias else ""
+
+    @classmethod
+    def mlp_shapes(cls, config: TargetConfig, layer: int) -> dict[str, Shape]:
+        """The tensors of a layer's feed-forward, by their names in the layer."""
+        hidden, inner = config.hidden_size, config.intermediate_size
+        shapes: dict[str, Shape] = {
+            "mlp.gate_proj.weight": (inner, hidden),
+            "mlp.up_proj.weight": (inner, hidden),
+            "mlp.down_proj.weight": (hidden, inner),
+        }
+        if config.mlp_bias:
+            shapes |= {name.replace("weight", "bias"): shape[:1] for name, shape in shapes.items()}
+        return shapes

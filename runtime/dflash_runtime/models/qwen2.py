@@ -1,0 +1,14 @@
+"""Qwen2 and Qwen2.5 decoders. Source: huggingface/transformers models/qwen2/modeling_qwen2.py."""
+
+from dflash_runtime.config import TargetConfig
+from dflash_runtime.models.decoder_target import DecoderTarget
+from dflash_runtime.models.target import TARGETS
+
+
+@TARGETS.register("qwen2")
+class Qwen2Target(DecoderTarget):
+    """A Qwen2 decoder: its queries, keys and values have a bias, whatever its config says."""
+
+    @classmethod
+    def biased_projections(cls, config: TargetConfig) -> str:
+        return "qkv"

@@ -1,0 +1,80 @@
+"""A router's choice is that of transformers, and both ways of computing the chosen experts agree."""
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import Qwen3MoeConfig
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+
+from dflash_runtime.config import ExpertsConfig
+from dflash_runtime.models.experts import Experts
+from dflash_testing.tensors import assert_rows_close
+
+HIDDEN, INNER, NUM_EXPERTS = 32, 16, 11
+
+
+def make(is_normalised: bool, num_chosen: int = 3) -> tuple[Qwen3MoeSparseMoeBlock, Experts]:
+    config = Qwen3MoeConfig(
+        hidden_size=HIDDEN,
+        moe_intermediate_size=INNER,
+        num_experts=NUM_EXPERTS,
+        num_experts_per_tok=num_chosen,
+        norm_topk_prob=is_normalised,
+    )
+    config._experts_implementation = "eager"
+    block = Qwen3MoeSparseMoeBlock(config)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in block.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    weights = {
+        "mlp.gate.weight": block.gate.weight.detach(),
+        "mlp.experts.gate_up_proj.weight": block.experts.gate_up_proj.detach(),
+        "mlp.experts.down_proj.weight": block.experts.down_proj.detach(),
+    }
+    chosen = ExpertsConfig(
+        num_experts=NUM_EXPERTS,
+        num_chosen=num_chosen,
+        intermediate_size=INNER,
+        has_normalised_scores=is_normalised,
+        layers=(0,),
+    )
+    return block, Experts.read(weights, "mlp", chosen)
+
+
+def rows(count: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(count, HIDDEN, generator=torch.Generator().manual_seed(count)).to(dtype)
+
+
+@pytest.mark.parametrize("is_normalised", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_choice_and_scores_are_those_of_transformers(is_normalised: bool, dtype: torch.dtype) -> None:
+    """Bit for bit: a score is rounded where transformers rounds it."""
+    block, experts = make(is_normalised)
+    hidden = rows(50, dtype)
+    with torch.inference_mode():
+        _, scores, chosen = block.gate.to(dtype)(hidden)
+        found = Experts(experts.router.to(dtype), experts.gate_up, experts.down, 3, is_normalised).choose(hidden)
+    assert torch.equal(found[0], chosen)
+    assert torch.equal(found[1], scores)
+
+
+@pytest.mark.parametrize("num_chosen", [1, 3, NUM_EXPERTS])
+@pytest.mark.parametrize("count", [1, 2, 7, 64])
+def test_both_ways_compute_what_transformers_computes(count: int, num_chosen: int) -> None:
+    """With few rows most experts are chosen by none, with many some are chosen by most."""
+    block, experts = make(True, num_chosen)
+    hidden = rows(count)
+    with torch.inference_mode():
+        wanted = block(hidden[None])[0]
+        chosen, scores = experts.choose(hidden)
+        for compute in (experts.one_by_one, experts.grouped):
+            assert_rows_close(compute(hidden, chosen, scores), wanted.double(), torch.float32)
+
+
+def test_rows_do_not_depend_on_their_neighbours() -> None:
+    _, experts = make(True)
+    hidden = rows(20)
+    together = experts(hidden)[0]
+    for row in range(20):
+        assert_rows_close(experts(hidden[row : row + 1])[0], together[row : row + 1].double(), torch.float32)
