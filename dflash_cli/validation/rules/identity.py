@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from dflash_cli.formats.relatives import Relative
+from dflash_cli.formats.unserved import PLAIN_PROJECTORS
 from dflash_cli.validation.rule import FIX_COPY, FIX_INSPECT, Problem, Severity, check
 from dflash_cli.validation.subject import CONFIG_FILE, SPECULATORS_BODY, Subject
 from dflash_runtime.json_values import as_object, is_int
@@ -22,7 +23,6 @@ BODY_REQUIRED = (
     "model_type",
 )
 QWEN3_HEAD_DIM = 128
-PLAIN_PROJECTORS = (None, "", "dflash", "default")
 
 
 @check(
