@@ -88,7 +88,8 @@ def no_tensor_is_unexpected(subject: Subject) -> Iterator[Problem]:
             continue
         reason = next((text for pattern, text in EXPLAINED if re.match(pattern, name)), "")
         yield Problem(f"{WEIGHTS}:{name}", f"unexpected{f': {reason}' if reason else ''}")
-    if not subject.is_speculators and not subject.dims.has_reduced_vocab:
+    dims = subject.dims
+    if not subject.is_speculators and not dims.has_reduced_vocab and not dims.has_own_width:
         for name in (HEAD, EMBEDDING):
             if name in subject.tensors:
                 effect = "vLLM uses it if it differs from the target's, other engines ignore it"
