@@ -56,25 +56,32 @@ def refuse_unserved(*objects: Mapping[str, Any]) -> None:
     Raises:
         UnsupportedError: each key with what it asks for.
     """
-    head_dim = next((item["head_dim"] for item in objects if item.get("head_dim") is not None), None)
-    found = dict.fromkeys(text for item in objects for text in _unserved(item, head_dim))
+    found = [f"{key} {text}" for key, text in find_unserved(*objects).items()]
     if found:
-        raise UnsupportedError("; ".join(found), hint="dflash validate --engine says which engines read such a draft")
+        raise UnsupportedError(
+            "; ".join(found), hint="dflash handles drafts without it; leaving it out would change the model"
+        )
 
 
-def _unserved(item: Mapping[str, Any], head_dim: object) -> Iterator[str]:
+def find_unserved(*objects: Mapping[str, Any]) -> dict[str, str]:
+    """Key -> its value and what that asks for, for everything in the objects that is not served."""
+    head_dim = next((item["head_dim"] for item in objects if item.get("head_dim") is not None), None)
+    return {key: text for item in objects for key, text in _unserved(item, head_dim)}
+
+
+def _unserved(item: Mapping[str, Any], head_dim: object) -> Iterator[tuple[str, str]]:
     for key, (neutral, meaning) in UNSERVED.items():
         value = item.get(key)
         if value is not None and value not in neutral:
-            yield f"{key} {_shown(value)}: {meaning}"
+            yield key, f"{_shown(value)}: {meaning}"
     for inner in (item, as_object(item.get("rope_scaling")), as_object(item.get("rope_parameters"))):
         for key, meaning in HEAD_WIDTHS.items():
             if inner.get(key) not in (None, head_dim):
-                yield f"{key} {_shown(inner[key])}: {meaning}"
+                yield key, f"{_shown(inner[key])}: {meaning}"
     for key in MODE_KEYS:
         mode = item.get(key)
         if "mla" in (mode if isinstance(mode, list) else [mode]):
-            yield f"dflash_config.{key} {mode!r}: latent attention, for which no engine has a DFlash model"
+            yield key, f"{mode!r}: latent attention, for which no engine has a DFlash model"
 
 
 def _shown(value: object) -> str:

@@ -74,8 +74,9 @@ CASES = [
         rule="C36", message="Automodel", severity="warning", config=top(architectures=["Qwen3DFlashDraftModel"])
     ),
 
-    Case(rule="C00", message="attention_sink_bias", config=nested(attention_sink_bias=True)),
-    Case(rule="C00", message="use_qk_norm false: queries and keys without norms", config=top(use_qk_norm=False)),
+    Case(rule="C00", message="attention_bias: found 'yes'", config=top(attention_bias="yes")),
+    Case(rule="C48", message="true: attention sinks", config=nested(attention_sink_bias=True)),
+    Case(rule="C48", message="false: queries and keys without norms", config=top(use_qk_norm=False)),
     Case(rule="C02", message="'hydra', which is not a DFlash projector", config=nested(projector_type="hydra")),
     Case(
         rule="C36", message="Qwen3ForCausalLM; expected DFlashDraftModel", engines="vllm",
