@@ -51,6 +51,18 @@ FEATURES: dict[str, dict[str, Any]] = {
     "another width and a reduced vocabulary": {"hidden_size": 24, "target_hidden_size": 32, "draft_vocab_size": 40},
     "yarn": {"rope": RopeConfig(theta=1e6, kind="yarn", params=YARN)},
     "linear rope": {"rope": RopeConfig(theta=1e4, kind="linear", params={"factor": 4.0})},
+    "llama 3 rope": {
+        "rope": RopeConfig(
+            theta=5e5,
+            kind="llama3",
+            params={
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 16,
+            },
+        )
+    },
     "a copied partial rope": {"rope": RopeConfig(theta=1e4, params={"partial_rotary_factor": 0.5})},
     "a copied partial rope with yarn": {
         "rope": RopeConfig(theta=1e6, kind="yarn", params={**YARN, "partial_rotary_factor": 0.5})

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from dflash_cli.checkpoints.opening import open_draft, open_target
 from dflash_cli.formats.dialect import detect
 from dflash_cli.formats.relatives import Relative
+from dflash_cli.generation.loaded_pair import tell_notes
 from dflash_runtime.checkpoint.files import Checkpoint
 from dflash_testing import checkpoints as support
 from dflash_testing.paths import ROOT
@@ -31,8 +33,9 @@ def write(item: PublishedDraft, folder: Path) -> tuple[Path, Path]:
 @pytest.mark.parametrize("item", SERVED, ids=lambda item: item.name)
 def test_it_is_read_converted_and_run(item: PublishedDraft, tmp_path: Path) -> None:
     draft, target = write(item, tmp_path)
-    report = support.invoke("validate", draft, "--target", target)
-    assert report.code == 0, report.out
+    for command in (["inspect", draft], ["validate", draft, "--target", target]):
+        outcome = support.invoke(*command)
+        assert outcome.code == 0, outcome.out
     is_reduced = item.shape.draft_vocab != item.shape.vocab
     out = tmp_path / "out"
     done = support.invoke("convert", draft, out, "--to", "vllm" if is_reduced else "native", "--target", target)
@@ -66,6 +69,19 @@ def test_it_is_refused_by_name(item: PublishedDraft, tmp_path: Path) -> None:
         said = f"{outcome.out}{outcome.err}"
         assert outcome.code == (5 if is_relative or command[0] != "validate" else 3), (command, said)
         assert item.outcome in said, (command, said)
+
+
+@pytest.mark.parametrize(
+    ("kind", "scale", "is_warned"), [("gemma4_text", None, True), ("gemma4_text", 4.0, False), ("qwen3", None, False)]
+)
+def test_an_embedding_scale_that_is_left_open_is_said(
+    kind: str, scale: float | None, is_warned: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nested = {} if scale is None else {"input_embedding_scale": scale}
+    item = PublishedDraft(name="gemma", beyond="", nested=nested)
+    draft, target = write(item, tmp_path)
+    tell_notes(open_draft(draft), replace(open_target(target).facts, model_type=kind))
+    assert ("states no input_embedding_scale" in capsys.readouterr().err.replace("\n", " ")) == is_warned
 
 
 def test_the_table_says_what_is_tested() -> None:

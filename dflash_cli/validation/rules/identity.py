@@ -83,7 +83,7 @@ def projector_is_plain(subject: Subject) -> Iterator[Problem]:
 @check(
     "C48",
     effect="dflash neither converts nor runs the draft, since without it the draft is another model",
-    fix="serve it with the engine it was trained for; if it was trained without, delete the key: dflash validate {draft}",
+    fix="serve it with the engine it was trained for; if trained without, delete the key: dflash validate {draft}",
     source="vLLM 0.33.0 qwen3_dflash.py; SGLang 0.5.23 models/dflash.py",
     outcome="drops",
     stops_runtime=True,

@@ -34,6 +34,8 @@ EXPLAINED = (
     (r"markov_|confidence_", "part of a DSpark head"),
     (r".*(exp_avg|optimizer|step$)", "left over from training"),
     (r".*(weight_scale|weight_packed|weight_zero_point|input_scale)", "packed weights"),
+    (r".*self_attn\.(attention_sink_bias|sinks)$", "attention sinks, which DFlash does not compute"),
+    (r".*mlp\.(experts|shared_expert|gate)\.", "experts, which a DFlash draft does not have"),
     (r".*mask_(hidden|embedding)", "a learned mask embedding, which this tool does not serve"),
 )
 
