@@ -1,7 +1,8 @@
 """Settings by which a draft computes something that DFlash does not: refused by name wherever they stand.
 
-A reader that passed over one would load every tensor and propose from another model. Sources: vLLM 0.33.0
-model_executor/models/qwen3_dflash.py; SGLang 0.5.23 models/dflash.py; vllm-project/vllm#43397.
+A reader that passed over one would load every tensor and propose from another model. What tensors show, such as experts
+or missing norms, is left to them: trainers copy the target's keys for it into configs of plain drafts. Sources:
+vLLM 0.33.0 model_executor/models/qwen3_dflash.py; SGLang 0.5.23 models/dflash.py.
 """
 
 from collections.abc import Iterator, Mapping
@@ -12,8 +13,6 @@ from dflash_runtime.json_values import as_object
 
 OWN_WEIGHTS = "the draft has its own weights where a DFlash draft uses those of the target"
 SINKS = "attention sinks, a learned term in each head's softmax"
-NO_NORMS = "queries and keys without norms"
-EXPERTS = "experts in the feed-forward"
 
 UNSERVED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "has_embed_tokens": ((False,), OWN_WEIGHTS),
@@ -25,24 +24,10 @@ UNSERVED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     ),
     "attention_sink_bias": ((False,), SINKS),
     "add_swa_attention_sink_bias": ((False,), SINKS),
-    "add_full_attention_sink_bias": ((False,), SINKS),
     "attention_value_scale": ((1,), "attention values are scaled"),
-    "logit_scale": ((1,), "logits are scaled by a key that only vLLM reads; other engines read output_multiplier"),
-    "mlp_bias": ((False,), "biases in the feed-forward"),
-    "use_qk_norm": ((True,), NO_NORMS),
-    "qk_norm": ((True,), NO_NORMS),
-    "num_experts": ((0, 1), EXPERTS),
-    "num_local_experts": ((0, 1), EXPERTS),
-    "n_routed_experts": ((0, 1), EXPERTS),
     "projector_type": (("", "dflash", "default"), "a head that is not DFlash's own"),
 }
 """Key -> the values that ask for nothing, and what any other asks for."""
-
-HEAD_WIDTHS = {
-    "v_head_dim": "values of another width than queries and keys",
-    "rope_dim": "rope over a part of each head",
-}
-"""Key -> what it asks for where it is not head_dim."""
 
 PLAIN_PROJECTORS = (None, *UNSERVED["projector_type"][0])
 """Values of projector_type that name DFlash's own projection."""
@@ -75,9 +60,8 @@ def _unserved(item: Mapping[str, Any], head_dim: object) -> Iterator[tuple[str, 
         if value is not None and value not in neutral:
             yield key, f"{_shown(value)}: {meaning}"
     for inner in (item, as_object(item.get("rope_scaling")), as_object(item.get("rope_parameters"))):
-        for key, meaning in HEAD_WIDTHS.items():
-            if inner.get(key) not in (None, head_dim):
-                yield key, f"{_shown(inner[key])}: {meaning}"
+        if inner.get("rope_dim") not in (None, head_dim):
+            yield "rope_dim", f"{_shown(inner['rope_dim'])}: rope over a part of each head"
     for key in MODE_KEYS:
         mode = item.get(key)
         if "mla" in (mode if isinstance(mode, list) else [mode]):

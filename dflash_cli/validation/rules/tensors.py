@@ -27,6 +27,7 @@ WEIGHTS = "model.safetensors"
 PREFIXES = ("model.", "dflash_module.", "draft_model.", "encoder.")
 ALIASES = tuple(layout.ALIASES)
 FLOATS = frozenset({"F16", "BF16", "F32", "F64"})
+HEAD_NORM = re.compile(r"self_attn\.[qk]_norm\.")
 FUSED = re.compile(r".*\b(qkv_proj|gate_up_proj)\.")
 EXPLAINED = (
     (r"(embed_tokens|lm_head)\.", "the target's, which a draft borrows"),
@@ -59,7 +60,9 @@ def every_tensor_is_there(subject: Subject) -> Iterator[Problem]:
         return
     missing, _, _ = compare_tensors(body_shapes(subject.dims), _shapes(subject))
     if missing:
-        yield Problem(WEIGHTS, f"missing: {_listed(missing)}")
+        has_no_norms = all(HEAD_NORM.search(name) for name in missing)
+        why = "; DFlash normalises queries and keys" if has_no_norms else ""
+        yield Problem(WEIGHTS, f"missing: {_listed(missing)}{why}")
 
 
 @check(

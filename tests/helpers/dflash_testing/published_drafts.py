@@ -150,7 +150,7 @@ PUBLISHED = (
     PublishedDraft(
         name="nvidia Nemotron-3.5-Lightning", beyond="an embedding of its own, NVFP4, no `block_size`",
         shape=shape(5, 6, 4),
-        outcome="true: the draft has its own weights where a DFlash draft uses those of the target",
+        outcome="the draft has its own weights where a DFlash draft uses those of the target",
         changes={
             "has_embed_tokens": True, "has_lm_head": False, "block_size": REMOVED, "pard_token": 31,
             "quantization_config": {"quant_algo": "W4A16_NVFP4"}, "model_type": "qwen3",
@@ -158,9 +158,9 @@ PUBLISHED = (
     ),
     PublishedDraft(
         name="XiaomiMiMo V2.5-Pro-FP4", shape=shape(5, 5, 16),
-        beyond="attention sinks, scaled values, values of another width, rope over half a head, `mask_embedding.pt`",
-        outcome="true: attention sinks, a learned term in each head's softmax",
-        changes={"layer_types": REMOVED, "partial_rotary_factor": 0.5, "v_head_dim": 4, "is_causal": REMOVED},
+        beyond="attention sinks, scaled values, rope over half a head, `mask_embedding.pt`",
+        outcome="attention sinks, a learned term in each head's softmax",
+        changes={"layer_types": REMOVED, "partial_rotary_factor": 0.5, "v_head_dim": 8, "is_causal": REMOVED},
         nested={"use_swa": True, "swa_window_size": 16, "attention_value_scale": 0.612, "attention_sink_bias": True},
     ),
     PublishedDraft(
