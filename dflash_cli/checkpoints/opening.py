@@ -1,8 +1,9 @@
 """Open drafts and targets from directories: detect the dialect, read it, and hand the runtime what it takes."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from dflash_cli.formats.dialect import Detection, Format, ParsedConfig, detect
 from dflash_runtime.checkpoint.canonical_names import CanonicalCheckpoint, find_quantization, refuse_packed
@@ -20,6 +21,9 @@ Causality = Literal["causal", "non-causal", "layer-types"]
 
 MISREAD = {"is_neox_style": False, "rope_is_neox_style": False, "use_gemma_norm": True}
 """Keys of a draft that the runtime does not look at -> the value that asks for another computation."""
+
+SCALED_EMBEDDINGS = ("gemma", "muse", "minicpm", "granite")
+"""Starts of the model types of targets that multiply or normalise their embedding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +112,13 @@ def read_draft(stored: Checkpoint, detection: Detection, *, causality: Causality
     quantization = find_quantization(stored)
     checkpoint = CanonicalCheckpoint(stored, None if quantization is not None else parsed.config)
     return DraftCheckpoint(checkpoint, detection, parsed, quantization)
+
+
+def lacks_embedding_scale(draft_json: Mapping[str, Any], target: TargetFacts) -> bool:
+    """Whether the target scales its embedding, and the draft does not state what it was fed in training."""
+    nested = as_object(draft_json.get("dflash_config"))
+    is_stated = any(item.get("input_embedding_scale") is not None for item in (nested, draft_json))
+    return target.model_type.lower().startswith(SCALED_EMBEDDINGS) and not is_stated
 
 
 def override_causality(parsed: ParsedConfig, causality: Causality) -> ParsedConfig:

@@ -36,7 +36,7 @@ def drop_tensors(
     maps = [name for name in (DRAFT_TO_TARGET, TARGET_TO_DRAFT) if name in names]
     if is_full:
         changes += [_drop_identity_map(draft, name) for name in maps]
-    if result.keeps_head:
+    if result.keeps_head or draft.config.has_own_width:  # those that keep no head cannot state the width either
         return changes, []
     warnings: list[str] = []
     if HEAD in names or not is_full:

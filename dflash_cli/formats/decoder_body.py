@@ -7,8 +7,8 @@ from typing import Any
 from dflash_cli.formats.dialect import Homes, Json, all_formats
 from dflash_runtime.checkpoint.hf_config import FULL, SLIDING
 from dflash_runtime.config import DraftConfig, RopeConfig
-from dflash_runtime.errors import InvalidConfig, LossyConversion, UnsupportedError
-from dflash_runtime.json_values import is_int
+from dflash_runtime.errors import InvalidConfig, LossyConversion
+from dflash_runtime.json_values import as_object, is_int
 
 BODY_HOMES: Homes = {
     "hidden_size": ("hidden_size",),
@@ -80,17 +80,19 @@ def write_body(config: DraftConfig) -> Json:
     }
 
 
-def refuse_unserved(config: Mapping[str, Any]) -> None:
-    """Refuse drafts with an embedding or a head of their own, which would compute something else without it.
+def partial_rope_notes(config: Mapping[str, Any]) -> list[str]:
+    """A note where a config asks for rope over a part of each head, as trainers copy it from the target's.
 
-    Raises:
-        UnsupportedError: naming the key.
+    Their drafts rotate every dimension all the same: transformers' Qwen3 does not read the key. Source:
+    NVIDIA/Model-Optimizer dflash.md; z-lab/dflash#170.
     """
-    for key in ("has_embed_tokens", "has_lm_head", "has_own_lm_head"):
-        if config.get(key):
-            raise UnsupportedError(
-                f"{key}: the draft has its own weights where a DFlash draft uses those of the target"
-            )
+    stated = [
+        item.get("partial_rotary_factor") for item in (config, *(as_object(config.get(key)) for key in ROPE_KEYS))
+    ]
+    found = next((value for value in stated if value not in (None, 1)), None)
+    if found is None:
+        return []
+    return [f"partial_rotary_factor {found} is taken for the target's: the draft rotates every dimension of a head"]
 
 
 def carried_keys(config: Mapping[str, Any], consumed: Iterable[str], prefix: str = "") -> Json:

@@ -17,9 +17,9 @@ from dflash_cli.formats.decoder_body import (
     BODY_KEYS,
     NESTED,
     carried_keys,
+    partial_rope_notes,
     plain_keys,
     prefixed_keys,
-    refuse_unserved,
     require_object,
     write_body,
 )
@@ -37,16 +37,16 @@ from dflash_cli.formats.native_fields import (
     write_causality,
     write_scales,
 )
+from dflash_cli.formats.unserved import MODE_KEYS, refuse_unserved
 from dflash_runtime.checkpoint.hf_config import read_body, read_layer_types, require_int
 from dflash_runtime.config import DraftConfig
-from dflash_runtime.errors import MISSING, LossyConversion, UnsupportedError, UsageError
+from dflash_runtime.errors import MISSING, LossyConversion, UsageError
 
 __all__ = ["ARCHITECTURE", "SCALES", "Native", "guess_taps"]
 
 ARCHITECTURE = "DFlashDraftModel"
 TWO_HOMES = ("block_size", "target_layer_ids", "mask_token_id", "num_target_layers", *SCALES)
 WINDOW_KEYS = ("use_swa", "swa_window_size")
-MODE_KEYS = ("attention_mode", "attention_modes")
 
 
 @FORMATS.register("native")
@@ -84,10 +84,10 @@ class Native(Format):
 
         Raises:
             InvalidConfig: a key that is missing, wrong, or contradicts its other home.
-            UnsupportedError: anchor sampling, attention sinks, latent attention.
+            UnsupportedError: see `refuse_unserved`.
         """
         source = NativeConfig(config, require_object(config.get("dflash_config", {}), "dflash_config", path), path)
-        _refuse(source)
+        refuse_unserved(source.nested, config)
         body = read_body(config, path)
         vocab_size = require_int(config, "vocab_size", path)
         draft_vocab_size = config.get("draft_vocab_size")
@@ -97,6 +97,7 @@ class Native(Format):
             notes.append(
                 "a gpt_oss config without layer_types: taken as full attention, though the gpt_oss class alternates"
             )
+        notes += partial_rope_notes(config)
         depth = source.stated("num_target_layers")
         canonical = DraftConfig(
             **body,
@@ -173,23 +174,6 @@ def refuse_common(config: DraftConfig) -> None:
             "num_target_layers: the native dialect needs it, but the source does not state it",
             hint="pass --target TARGET",
         )
-
-
-def _refuse(source: NativeConfig) -> None:
-    refuse_unserved(source.top)
-    if source.nested.get("sample_from_anchor") or source.top.get("sample_from_anchor"):
-        raise UnsupportedError(
-            "sample_from_anchor: true: the draft also predicts at the last committed token, as DSpark does; DFlash "
-            "predicts at masked positions only"
-        )
-    if source.nested.get("attention_sink_bias") or source.top.get("add_swa_attention_sink_bias"):
-        raise UnsupportedError("attention_sink_bias: this version of dflash has no attention sinks")
-    if source.nested.get("attention_value_scale") not in (None, 1, 1.0):
-        raise UnsupportedError("attention_value_scale: this version of dflash does not scale attention values")
-    for key in MODE_KEYS:
-        mode = source.nested.get(key)
-        if "mla" in (mode if isinstance(mode, list) else [mode]):
-            raise UnsupportedError(f"dflash_config.{key} {mode!r}: latent attention is not served by any engine yet")
 
 
 def _carried(source: NativeConfig) -> Json:

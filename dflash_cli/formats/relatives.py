@@ -38,10 +38,11 @@ class Relative(Format):
     """Who runs it: engines whose release registers its architecture (vLLM 0.33.0 model_executor/models/registry.py)."""
 
     def evidence(self, config: Mapping[str, Any], tensor_names: frozenset[str]) -> str | None:
-        """A stated speculators type decides alone; without one, the most explicit marker is named."""
+        """A stated speculators type decides, but for the decoder it names; without one, the most explicit marker."""
         kind = config.get("speculators_model_type")
         if kind is not None:
-            return f"speculators_model_type is {kind!r}" if isinstance(kind, str) and kind in self.types else None
+            is_own = isinstance(kind, str) and kind in self.types
+            return f"speculators_model_type is {kind!r}" if is_own else self._model_type(config)
         nested = config.get("dflash_config")
         nested = nested if isinstance(nested, dict) else {}
         projector = nested.get("projector_type", config.get("projector_type"))
@@ -50,10 +51,7 @@ class Relative(Format):
         for key in sorted(self.keys):
             if key in nested or key in config:
                 return f"config.json has {key} {nested.get(key, config.get(key))!r}"
-        model_type = config.get("model_type")
-        if isinstance(model_type, str) and model_type in self.model_types:
-            return f"model_type is {model_type!r}"
-        return self._architecture(config) or self._tensor(tensor_names)
+        return self._model_type(config) or self._architecture(config) or self._tensor(tensor_names)
 
     def read_config(self, config: Mapping[str, Any], path: Path) -> ParsedConfig:
         raise UnknownFormat(
@@ -65,6 +63,11 @@ class Relative(Format):
 
     def write_config(self, config: DraftConfig, carried: Mapping[str, Any]) -> Json:
         raise UnsupportedError(f"dflash does not write {self.title} drafts")
+
+    def _model_type(self, config: Mapping[str, Any]) -> str | None:
+        body = config.get("transformer_layer_config", config)
+        found = body.get("model_type") if isinstance(body, dict) else None
+        return f"model_type is {found!r}" if isinstance(found, str) and found in self.model_types else None
 
     def _architecture(self, config: Mapping[str, Any]) -> str | None:
         found = next((name for name in named_architectures(config) if re.match(self.architectures, name)), None)
@@ -84,7 +87,7 @@ class Domino(Relative):
     priority = 10
     projectors = frozenset({"domino"})
     architectures = r"Domino"
-    keys = frozenset({"gru_hidden_dim"})
+    keys = frozenset({"gru_hidden_dim", "pure_draft_prefix_len", "shift_label"})
     tensors = r"prefix_gru\.|embed_proj\.|logit_head\."
     difference = "a recurrent head rewrites the logits of each position from the tokens before it"
     served_by = "SGLang 0.5.23"
@@ -100,7 +103,9 @@ class DSpark(Relative):
     types = frozenset({"dspark"})
     projectors = frozenset({"dspark"})
     architectures = r".*DSpark"
-    keys = frozenset({"markov_rank", "markov_head_type"})
+    keys = frozenset(
+        {"markov_rank", "markov_head_type", "dspark_draft_topk", "dspark_bonus_anchor", "dspark_noise_token_id"}
+    )
     tensors = r"markov_|confidence_|gate_proj\.|joint_proj\."
     difference = (
         "it also predicts at the last committed token, so a block of B proposes B tokens, and a Markov head links them"
@@ -134,6 +139,7 @@ class XPress(Relative):
     priority = 13
     types = frozenset({"xpress"})
     architectures = r".*XPress"
+    keys = frozenset({"xpress_topc"})
     difference = "its layers and its way of drafting are different"
     served_by = "vLLM 0.33"
 
@@ -216,3 +222,17 @@ class Mtp(Relative):
     architectures = r".*MTP"
     difference = "it is a chain of prediction layers that belong to the target"
     served_by = "vLLM and SGLang, with the target it belongs to"
+
+
+@FORMATS.register("hunyuan")
+class HunYuan(Relative):
+    """DFlash of HunYuan targets. Its projections have the shapes of DFlash's, so that only names tell it apart."""
+
+    name = "hunyuan"
+    title = "HunYuan DFlash"
+    priority = 19
+    architectures = r".*(HunYuan|Hunyuan)"
+    model_types = frozenset({"hunyuan", "hunyuan_v1_dense", "hunyuan_v1_moe", "hunyuan_vl", "hunyuan_vl_text"})
+    tensors = r"layers\.\d+\.self_attn\.(query|key)_layernorm\."
+    difference = "it applies rope to queries and keys before their norms, DFlash after them"
+    served_by = "no engine's release (vllm-project/vllm#43397 proposed a model for it)"

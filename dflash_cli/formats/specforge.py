@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from dflash_cli.formats.dialect import FORMATS
-from dflash_cli.formats.native import MODE_KEYS, Native
+from dflash_cli.formats.native import Native
+from dflash_cli.formats.unserved import MODE_KEYS
 
 
 @FORMATS.register("specforge")

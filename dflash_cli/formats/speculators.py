@@ -14,9 +14,9 @@ from dflash_cli.formats.decoder_body import (
     BODY_KEYS,
     NESTED,
     carried_keys,
+    partial_rope_notes,
     plain_keys,
     prefixed_keys,
-    refuse_unserved,
     require_object,
     write_body,
 )
@@ -30,9 +30,11 @@ from dflash_cli.formats.speculators_updaters import (
     register_speculator,
     update_dflash,
 )
+from dflash_cli.formats.unserved import refuse_unserved
 from dflash_runtime.checkpoint.hf_config import read_body, read_layer_types, read_windows, require_int
 from dflash_runtime.config import DraftConfig, Verifier
-from dflash_runtime.errors import MISSING, InvalidConfig, LossyConversion, UnsupportedError, UsageError
+from dflash_runtime.errors import MISSING, InvalidConfig, LossyConversion, UsageError
+from dflash_runtime.json_values import as_object
 
 __all__ = ["SPECULATORS", "SpeculatorsFormat", "register_speculator", "update_dflash"]
 
@@ -93,7 +95,7 @@ class SpeculatorsFormat(Format):
         Raises:
             InvalidConfig: a key that is missing or wrong.
             UnknownFormat: another speculators type than DFlash.
-            UnsupportedError: anchor sampling, or a tap on the embedding.
+            UnsupportedError: a tap on the embedding, and see `refuse_unserved`.
         """
         kind = config.get("speculators_model_type", MISSING)
         if kind is MISSING:
@@ -102,12 +104,7 @@ class SpeculatorsFormat(Format):
         body = require_object(config.get("transformer_layer_config", MISSING), "transformer_layer_config", path)
         seen = copy.deepcopy(dict(body))
         update(config, seen)
-        refuse_unserved({**body, **config})
-        if seen["dflash_config"]["sample_from_anchor"]:
-            raise UnsupportedError(
-                "sample_from_anchor: true: the draft also predicts at the last committed token, as DSpark does; DFlash "
-                "predicts at masked positions only"
-            )
+        refuse_unserved(config, body, as_object(body.get("dflash_config")))
         canonical = _canonical(config, body, seen, path)
         return ParsedConfig(config=canonical, carried=_carried(config, body), notes=_notes(config, body, canonical))
 
@@ -195,7 +192,7 @@ def _carried(config: Mapping[str, Any], body: Mapping[str, Any]) -> Json:
 
 
 def _notes(config: Mapping[str, Any], body: Mapping[str, Any], canonical: DraftConfig) -> tuple[str, ...]:
-    notes = []
+    notes = partial_rope_notes(body)
     stated = body.get("is_causal")
     if stated is not None and stated != canonical.is_causal:
         notes.append(

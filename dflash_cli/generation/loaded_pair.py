@@ -13,7 +13,13 @@ from typing import Any
 
 from dflash_cli import console
 from dflash_cli.checkpoints.checkpoint_identity import Identity, identify
-from dflash_cli.checkpoints.opening import Causality, DraftCheckpoint, open_draft, open_target
+from dflash_cli.checkpoints.opening import (
+    Causality,
+    DraftCheckpoint,
+    lacks_embedding_scale,
+    open_draft,
+    open_target,
+)
 from dflash_cli.checkpoints.pair_references import complete_pair
 from dflash_cli.checkpoints.references import fetch_directory, is_bundled
 from dflash_cli.generation.prompts import PromptRow
@@ -22,7 +28,7 @@ from dflash_cli.generation.tokenizer import Tokenizer, find_tokenizer
 from dflash_cli.version import __version__
 from dflash_runtime.checkpoint.hf_config import read_token_ids
 from dflash_runtime.checkpoint.pair import TargetSource
-from dflash_runtime.config import EngineConfig
+from dflash_runtime.config import EngineConfig, TargetFacts
 from dflash_runtime.errors import UsageError
 from dflash_runtime.llm import LLM
 from dflash_runtime.scheduling.request import SamplingParams
@@ -171,8 +177,7 @@ def open_session(
         console.note(pair.note)
     target_source = open_target(pair.find_target(fetch_directory))
     if draft_checkpoint is not None:
-        for text in draft_checkpoint.parsed.notes:
-            console.note(text)
+        tell_notes(draft_checkpoint, target_source.facts)
     checkpoints = [target_source.checkpoint, *([draft_checkpoint.checkpoint] if draft_checkpoint is not None else [])]
     logger.info("running on %d CPU threads", use_threads(threads, config.device, checkpoints))
     with console.working("loading weights"):
@@ -191,6 +196,18 @@ def open_session(
         causality=causality,
         template_options=template_options,
     )
+
+
+def tell_notes(draft: DraftCheckpoint, target: TargetFacts) -> None:
+    """Say what the draft's config leaves open and how that is taken."""
+    for text in draft.parsed.notes:
+        console.note(text)
+    if lacks_embedding_scale(draft.checkpoint.config, target):
+        console.warn(
+            "the target scales its embedding and the draft states no input_embedding_scale: it is fed the raw "
+            "embedding, and accepts little if it was trained on the scaled one (Gemma's factor is the root of "
+            "hidden_size)"
+        )
 
 
 def _release(name: str) -> str | None:

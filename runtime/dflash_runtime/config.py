@@ -130,6 +130,11 @@ class DraftConfig:
         return self.target_hidden_size if self.target_hidden_size is not None else self.hidden_size
 
     @property
+    def has_own_width(self) -> bool:
+        """Whether the target's embedding and head are of another width, so that the draft brings its own."""
+        return self.feature_size != self.hidden_size
+
+    @property
     def has_reduced_vocab(self) -> bool:
         """Whether the draft proposes over fewer ids than the target has, and so needs an id map."""
         return self.draft_vocab_size != self.vocab_size

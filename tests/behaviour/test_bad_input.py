@@ -153,7 +153,7 @@ CASES = [
     Case(
         "anchor sampling",
         lambda path: support.make_speculators(path, sample_from_anchor=True),
-        "sample_from_anchor: true",
+        "sample_from_anchor true",
         5,
     ),
     Case("dflash 2", lambda path: support.make_native(path, architectures=["DFlash2DraftModel"]), "DFlash 2", 5, 5),

@@ -117,9 +117,8 @@ class TestVllm:
         assert (after.draft_vocab_size, after.vocab_size) == (before.draft_vocab_size, before.vocab_size)
 
     def test_a_target_of_another_width(self, tmp_path: Path) -> None:
-        import numpy as np
-
-        arrays = {**support.body_arrays(), "fc.weight": np.ones((16, 48), np.float32)}
+        own = {"fc.weight": (16, 48), "embed_tokens.weight": (32, 16), "lm_head.weight": (32, 16)}
+        arrays = {**support.body_arrays(), **support.random_arrays(own)}
         config = support.native_config(target_hidden_size=24)
         source = support.write_checkpoint(tmp_path / "source", config, arrays)
         _, written = convert(source, "vllm")
@@ -168,9 +167,8 @@ class TestSglang:
         assert set(Checkpoint(tmp_path / "out").tensors) == set(support.body_arrays())
 
     def test_a_target_of_another_width(self, tmp_path: Path) -> None:
-        import numpy as np
-
-        arrays = {**support.body_arrays(), "fc.weight": np.ones((16, 48), np.float32)}
+        own = {"fc.weight": (16, 48), "embed_tokens.weight": (32, 16), "lm_head.weight": (32, 16)}
+        arrays = {**support.body_arrays(), **support.random_arrays(own)}
         source = support.write_checkpoint(tmp_path / "source", support.native_config(target_hidden_size=24), arrays)
         outcome, _ = convert(source, "sglang")
         assert outcome.code == 5

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from dflash_cli.formats.relatives import Relative
+from dflash_cli.formats.unserved import PLAIN_PROJECTORS, find_unserved
 from dflash_cli.validation.rule import FIX_COPY, FIX_INSPECT, Problem, Severity, check
 from dflash_cli.validation.subject import CONFIG_FILE, SPECULATORS_BODY, Subject
 from dflash_runtime.json_values import as_object, is_int
@@ -22,7 +23,8 @@ BODY_REQUIRED = (
     "model_type",
 )
 QWEN3_HEAD_DIM = 128
-PLAIN_PROJECTORS = (None, "", "dflash", "default")
+READ_BY_ENGINES = ("attention_sink_bias", "add_swa_attention_sink_bias", "attention_value_scale", "has_embed_tokens")
+"""What DFlash does not compute, and vLLM or SGLang does."""
 
 
 @check(
@@ -76,6 +78,27 @@ def projector_is_plain(subject: Subject) -> Iterator[Problem]:
     value = subject.stated("projector_type")
     if value not in PLAIN_PROJECTORS:
         yield Problem(next(iter(subject.homes("projector_type"))), f"found {value!r}, which is not a DFlash projector")
+
+
+@check(
+    "C48",
+    effect="dflash neither converts nor runs the draft, since without it the draft is another model",
+    fix="serve it with the engine it was trained for; if trained without, delete the key: dflash validate {draft}",
+    source="vLLM 0.33.0 qwen3_dflash.py; SGLang 0.5.23 models/dflash.py",
+    outcome="drops",
+    stops_runtime=True,
+)
+def asks_for_nothing_more(subject: Subject) -> Iterator[Problem]:
+    """The config asks for nothing that DFlash does not compute.
+
+    Attention sinks and scaled values, which vLLM and SGLang serve, are among what it may ask for. Projectors and
+    drafting at the anchor are reported by C02 and C35.
+    """
+    inner = as_object(subject.body.get("dflash_config")) if subject.is_speculators else subject.nested
+    for key, text in find_unserved(inner, subject.config, subject.body).items():
+        if key not in ("projector_type", "sample_from_anchor"):
+            location = next(iter(subject.homes(key)), subject.body_location(key))
+            yield Problem(location, text, outcome="serves" if key in READ_BY_ENGINES else "drops")
 
 
 @check(

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from dflash_cli.checkpoints.opening import lacks_embedding_scale
 from dflash_cli.checkpoints.references import TINY, TINY_TARGET_NAME
 from dflash_cli.formats.dialect import named_architectures
 from dflash_cli.validation.rule import BFLOAT16, FIX_OTHER_TARGET, FIX_RUN_LEVEL, Problem, check
@@ -16,7 +17,6 @@ from dflash_runtime.json_values import as_object, is_int
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 EMBEDDINGS = ("model.embed_tokens.weight", "model.language_model.embed_tokens.weight", "embed_tokens.weight")
-SCALED_EMBEDDINGS = ("gemma", "muse", "minicpm", "granite")
 PUBLISHED = {
     "qwen/qwen3-8b": ((16, (1, 9, 17, 25, 33)), (8, None)),
     "qwen/qwen3-4b": ((16, (1, 9, 17, 25, 33)),),
@@ -245,10 +245,10 @@ def tokenizers_agree(subject: Subject) -> Iterator[Problem]:
 )
 def embedding_scale_is_known(subject: Subject) -> Iterator[Problem]:
     """A draft for a target that scales its embedding states input_embedding_scale."""
-    kind = subject.target.model_type.lower() if subject.target is not None else ""
-    if kind.startswith(SCALED_EMBEDDINGS) and subject.stated("input_embedding_scale") is None:
+    if subject.target is not None and lacks_embedding_scale(subject.config, subject.target):
         yield Problem(
-            subject.location("dflash_config.input_embedding_scale"), f"missing, although this is a {kind} target"
+            subject.location("dflash_config.input_embedding_scale"),
+            f"missing, although this is a {subject.target.model_type.lower()} target",
         )
 
 

@@ -197,6 +197,8 @@ def _copies(subject: Subject) -> Iterator[tuple[str, DraftCheckpoint, TargetSour
     if checkpoint is None or subject.parsed is None or target is None or not _has_weights(target):
         return
     draft = open_draft(checkpoint)
+    if draft.config.has_own_width:
+        return
     for name in (HEAD, EMBEDDING):
         if name in checkpoint.tensors and not (name == HEAD and _is_map_broken(subject)):
             yield name, draft, target

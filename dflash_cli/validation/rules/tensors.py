@@ -27,6 +27,7 @@ WEIGHTS = "model.safetensors"
 PREFIXES = ("model.", "dflash_module.", "draft_model.", "encoder.")
 ALIASES = tuple(layout.ALIASES)
 FLOATS = frozenset({"F16", "BF16", "F32", "F64"})
+HEAD_NORM = re.compile(r"self_attn\.[qk]_norm\.")
 FUSED = re.compile(r".*\b(qkv_proj|gate_up_proj)\.")
 EXPLAINED = (
     (r"(embed_tokens|lm_head)\.", "the target's, which a draft borrows"),
@@ -34,6 +35,8 @@ EXPLAINED = (
     (r"markov_|confidence_", "part of a DSpark head"),
     (r".*(exp_avg|optimizer|step$)", "left over from training"),
     (r".*(weight_scale|weight_packed|weight_zero_point|input_scale)", "packed weights"),
+    (r".*self_attn\.(attention_sink_bias|sinks)$", "attention sinks, which DFlash does not compute"),
+    (r".*mlp\.(experts|shared_expert|gate)\.", "experts, which a DFlash draft does not have"),
     (r".*mask_(hidden|embedding)", "a learned mask embedding, which this tool does not serve"),
 )
 
@@ -57,7 +60,9 @@ def every_tensor_is_there(subject: Subject) -> Iterator[Problem]:
         return
     missing, _, _ = compare_tensors(body_shapes(subject.dims), _shapes(subject))
     if missing:
-        yield Problem(WEIGHTS, f"missing: {_listed(missing)}")
+        has_no_norms = all(HEAD_NORM.search(name) for name in missing)
+        why = "; DFlash normalises queries and keys" if has_no_norms else ""
+        yield Problem(WEIGHTS, f"missing: {_listed(missing)}{why}")
 
 
 @check(
@@ -88,7 +93,8 @@ def no_tensor_is_unexpected(subject: Subject) -> Iterator[Problem]:
             continue
         reason = next((text for pattern, text in EXPLAINED if re.match(pattern, name)), "")
         yield Problem(f"{WEIGHTS}:{name}", f"unexpected{f': {reason}' if reason else ''}")
-    if not subject.is_speculators and not subject.dims.has_reduced_vocab:
+    dims = subject.dims
+    if not subject.is_speculators and not dims.has_reduced_vocab and not dims.has_own_width:
         for name in (HEAD, EMBEDDING):
             if name in subject.tensors:
                 effect = "vLLM uses it if it differs from the target's, other engines ignore it"

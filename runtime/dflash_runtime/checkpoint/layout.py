@@ -63,7 +63,10 @@ class TensorSelection:
 
 
 def body_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
-    """Shapes of the tensors that every draft owns: 3 tensors, and 11 per layer or, with attention bias, 15."""
+    """Shapes of the tensors that every draft owns: 3 tensors, and 11 per layer or, with attention bias, 15.
+
+    A draft of another width than its target has its own embedding and head too.
+    """
     hidden = config.hidden_size
     shapes: dict[str, tuple[int, ...]] = {
         "fc.weight": (hidden, config.num_taps * config.feature_size),
@@ -72,6 +75,8 @@ def body_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
     }
     for layer in range(config.num_layers):
         shapes |= {f"layers.{layer}.{name}": shape for name, shape in _layer_shapes(config).items()}
+    if config.has_own_width:
+        shapes |= {EMBEDDING: (config.vocab_size, hidden), HEAD: (config.draft_vocab_size, hidden)}
     return shapes
 
 

@@ -111,13 +111,13 @@ def find_misfits(draft: TargetExpectations, target: TargetFacts) -> Iterator[Mis
 
 
 def _width_misfits(draft: TargetExpectations, target: TargetFacts) -> Iterator[Misfit]:
-    """The draft reads the target's hidden states, and borrows its embedding and head."""
+    """The draft reads the target's hidden states, and borrows its embedding and head unless it states another width."""
     stated, width = draft.target_hidden_size, draft.hidden_size
     if not is_int(width):
         return
     if is_int(stated) and stated != target.hidden_size:
         yield Misfit("target_hidden_size", str(stated), f"the target's hidden_size is {target.hidden_size}")
-    elif width != target.hidden_size:
+    elif not is_int(stated) and width != target.hidden_size:
         yield Misfit("hidden_size", str(width), f"the target's is {target.hidden_size}")
 
 

@@ -9,13 +9,14 @@ Axis letters: R requests, N block rows, K drafted tokens, T flat tokens, L layer
 V output vocabulary.
 """
 
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from dflash_runtime.checkpoint.layout import DRAFT_TO_TARGET, HEAD, owned_shapes
-from dflash_runtime.config import DraftConfig
+from dflash_runtime.checkpoint.layout import DRAFT_TO_TARGET, EMBEDDING, HEAD, owned_shapes
+from dflash_runtime.config import DraftConfig, RopeConfig
 from dflash_runtime.drafts.draft import DRAFTS
 from dflash_runtime.errors import CheckpointError, UnsupportedError
 from dflash_runtime.models.layers import Attend, DecoderStack, Linear, PagedKV, RMSNorm
@@ -26,7 +27,7 @@ from dflash_runtime.models.weights import Weights
 
 @DRAFTS.register("dflash")
 class DFlashDraft:
-    """A Qwen3-shaped DFlash draft. It uses the target's embedding, and the target's head unless it has its own."""
+    """A Qwen3-shaped DFlash draft. It uses the target's embedding and head unless it has its own."""
 
     follows_from_shapes: ClassVar[bool] = True
 
@@ -37,12 +38,13 @@ class DFlashDraft:
             raise UnsupportedError("a draft that samples from its anchor has another block layout than DFlash")
         self.config = config
         self.target_ids = _target_ids(config, weights)
-        self._embedding = target.embedding
+        self._embedding = weights[EMBEDDING] if config.has_own_width else target.embedding
         self._kernels = kernels = placement.kernels
-        self._head = Linear(weights[HEAD], kernels=kernels) if config.has_reduced_vocab else target.head
+        has_head = config.has_own_width or config.has_reduced_vocab
+        self._head = Linear(weights[HEAD], kernels=kernels) if has_head else target.head
         self._features = Linear(weights["fc.weight"], kernels=kernels)
         self._feature_norm = RMSNorm(weights["hidden_norm.weight"], config.rms_norm_eps, kernels)
-        self._decoder = DecoderStack(weights, "", config, placement)
+        self._decoder = DecoderStack(weights, "", replace(config, rope=_whole(config.rope)), placement)
         self._context = _stack_context([layer.attention.key_value for layer in self._decoder.layers])
         self._key_norms = torch.stack([layer.attention.key_norm for layer in self._decoder.layers])
 
@@ -69,6 +71,14 @@ class DFlashDraft:
         logits = _scale(logits, self.config.output_multiplier)
         cap = self.config.final_logit_softcapping
         return torch.tanh(logits / cap) * cap if cap else logits
+
+
+def _whole(rope: RopeConfig) -> RopeConfig:
+    """Rope over every dimension of a head: trainers copy a share of them from the target, and train without it.
+
+    Source: NVIDIA/Model-Optimizer dflash.md; z-lab/dflash#170.
+    """
+    return replace(rope, params={key: item for key, item in rope.params.items() if key != "partial_rotary_factor"})
 
 
 def _scale(rows: Tensor, factor: float) -> Tensor:

@@ -151,11 +151,35 @@ class TestReading:
             {"dflash_config": nested(attention_value_scale=0.6)},
             {"dflash_config": nested(attention_mode="mla")},
             {"has_embed_tokens": True},
+            {"dflash_config": nested(projector_type="hydra")},
+            {"add_swa_attention_sink_bias": True},
+            {"rope_parameters": {"rope_theta": 1000000.0, "rope_type": "default", "rope_dim": 4}},
         ],
     )
     def test_what_is_not_served(self, changes: dict[str, Any]) -> None:
         with pytest.raises(UnsupportedError):
             read(support.native_config(**changes))
+
+    def test_what_is_not_served_is_named_in_one_line(self) -> None:
+        sinks = nested(attention_sink_bias=True, attention_value_scale=0.612)
+        with pytest.raises(UnsupportedError) as caught:
+            read(support.native_config(dflash_config=sinks, has_embed_tokens=True))
+        found = caught.value.message
+        assert [key in found for key in ("attention_sink_bias", "attention_value_scale", "has_embed_tokens")] == [
+            True
+        ] * 3
+
+    def test_settings_that_ask_for_nothing_are_read(self) -> None:
+        """The last three are keys of the target that trainers copy; the tensors say what the draft is."""
+        nothing = nested(attention_sink_bias=False, attention_value_scale=1.0, projector_type="dflash")
+        config = support.native_config(
+            dflash_config=nothing, has_lm_head=False, rope_dim=8, use_qk_norm=False, num_experts=128, v_head_dim=4
+        )
+        assert read(config) == read(support.native_config())
+
+    def test_partial_rope_is_said_to_be_the_targets(self) -> None:
+        (note,) = NATIVE.read_config(support.native_config(partial_rotary_factor=0.25), PATH).notes
+        assert "partial_rotary_factor 0.25 is taken for the target's" in note
 
 
 MIXED = support.Shape(windows=(16, None))

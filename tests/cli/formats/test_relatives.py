@@ -31,6 +31,17 @@ BY_CONFIG = {
     "dflash 2 of another family": ("dflash2", native("MiniMaxDFlash2DraftModel")),
     "dflash 2 by its keys": ("dflash2", native(conv_kernel_size=2, selector_rank=256)),
     "dflash 2 in speculators": ("dflash2", support.speculators_config(speculators_model_type="dflash2")),
+    "dspark by vLLM's keys": ("dspark", native(top={"dspark_noise_token_id": 31})),
+    "domino by its keys": ("domino", native(pure_draft_prefix_len=1, shift_label=False)),
+    "xpress by its key": ("xpress", native(top={"xpress_topc": 4})),
+    "hunyuan": ("hunyuan", native("HunYuanDenseV1ForCausalLM")),
+    "hunyuan by its decoder": ("hunyuan", native(top={"model_type": "hunyuan_vl_text"})),
+    "hunyuan in speculators": (
+        "hunyuan",
+        support.speculators_config(
+            transformer_layer_config=support.body_config(support.SMALL) | {"model_type": "hunyuan_v1_dense"}
+        ),
+    ),
     "xpress": ("xpress", native("Qwen3XPressModel")),
     "xpress in speculators": ("xpress", support.speculators_config(speculators_model_type="xpress")),
     "lilicorr": ("lilicorr", native("LiLiCorrDraftModel")),
@@ -53,6 +64,7 @@ BY_TENSORS = {
     "candidate_selector.predecessor_codebook": "dflash2",
     "midlayer.hidden_norm.weight": "eagle3",
     "aux_hidden_norms.0.weight": "laguna",
+    "layers.0.self_attn.key_layernorm.weight": "hunyuan",
 }
 
 
@@ -99,3 +111,21 @@ def test_exit_codes(case: str, tmp_path: Path) -> None:
     assert report.code == 5
     assert report.out.startswith("C01 error")
     assert not (tmp_path / "out").exists(), name
+
+
+@pytest.mark.parametrize("case", ["hunyuan by its decoder", "hunyuan in speculators"])
+def test_rope_before_the_norms_is_refused_by_every_command(case: str, tmp_path: Path) -> None:
+    """Every tensor has the name and the shape of DFlash's: read as DFlash it would run as another model."""
+    draft = support.write_checkpoint(tmp_path / "draft", BY_CONFIG[case][1], support.body_arrays())
+    target = support.make_target(tmp_path / "target")
+    for command in (
+        ["validate", draft, "--target", target],
+        ["convert", draft, tmp_path / "out", "--to", "native", "--target", target],
+        ["generate", "x", "-d", draft, "-t", target, "-n", "2"],
+    ):
+        outcome = support.invoke(*command)
+        assert outcome.code == 5, command
+        lines = [line for line in f"{outcome.out}{outcome.err}".splitlines() if "HunYuan DFlash" in line]
+        assert len(lines) == 1, command
+        assert "rope to queries and keys before their norms" in f"{outcome.out}{outcome.err}"
+    assert not (tmp_path / "out").exists()

@@ -5,8 +5,13 @@ import numpy as np
 from dflash_testing.rule_cases.base import Case, add, cut, fuse, nothing, rename, sharded, top, without
 
 CASES = [
-    Case(rule="N01", message="layers.1.self_attn.k_norm.weight", tensors=without("layers.1.self_attn.k_norm.weight")),
+    Case(
+        rule="N01", message="layers.1.self_attn.k_norm.weight; DFlash normalises queries and keys",
+        tensors=without("layers.1.self_attn.k_norm.weight"),
+    ),
     Case(rule="N02", message="unexpected: left over", tensors=add("optimizer.state", 2)),
+    Case(rule="N02", message="attention sinks, which", tensors=add("layers.0.self_attn.attention_sink_bias", 4)),
+    Case(rule="N02", message="experts, which", tensors=add("layers.0.mlp.experts.0.up_proj.weight", 24, 16)),
     Case(rule="N02", message="a copy", severity="warning", tensors=add("lm_head.weight", 32, 16)),
     Case(rule="N03", message="start with 'model.'", severity="warning", tensors=rename("", "model.")),
     Case(rule="N03", message="start with 'model.'", engines="vllm", tensors=rename("", "model.")),

@@ -1,0 +1,80 @@
+"""Drafts of another width than their target: they bring an embedding and a head, and every command knows it."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dflash_cli.checkpoints.opening import open_draft
+from dflash_testing import checkpoints as support
+
+SHAPE = replace(support.SMALL, hidden=24)
+TARGET_WIDTH = 16
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    return support.make_target(tmp_path / "target", target_hidden_size=support.REMOVED)
+
+
+def make(path: Path, *, owned: bool = True, width: int = TARGET_WIDTH) -> Path:
+    arrays = support.body_arrays(SHAPE)
+    arrays["fc.weight"] = arrays["fc.weight"][:, : len(SHAPE.taps) * TARGET_WIDTH]
+    if owned:
+        rows = (SHAPE.vocab, SHAPE.hidden)
+        arrays |= support.random_arrays({"embed_tokens.weight": rows, "lm_head.weight": rows}, seed=7)
+    return support.write_checkpoint(path, support.native_config(SHAPE, target_hidden_size=width), arrays)
+
+
+def test_it_is_sound_and_runs(target: Path, tmp_path: Path) -> None:
+    draft = make(tmp_path / "dflash-draft")
+    outcome = support.invoke("validate", draft, "--target", target, "--engine", "vllm", "--level", "weights")
+    assert outcome.code == 0, outcome.out
+    assert "lm_head" not in outcome.out
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt_token_ids": [4, 5, 6]}\n')
+    ids = []
+    for plain in ((), ("-k", 0)):
+        args = ("generate", "-d", draft, "-t", target, "-p", prompts, "-o", "-", "-n", 6, "--ignore-eos", *plain)
+        ran = support.invoke(*args)
+        assert ran.code == 0, ran.err
+        ids.append(json.loads(ran.out)["token_ids"])
+    assert len(ids[0]) == 6
+    assert ids[0] == ids[1]
+
+
+def test_without_its_own_weights_it_is_refused(target: Path, tmp_path: Path) -> None:
+    draft = make(tmp_path / "draft", owned=False)
+    report = support.invoke("validate", draft, "--target", target)
+    assert report.code == 3
+    assert "missing: embed_tokens.weight, lm_head.weight" in report.out
+    outcome = support.invoke("generate", "x", "-d", draft, "-t", target, "-n", "2")
+    assert outcome.code == 3
+    assert "embed_tokens.weight" in outcome.err
+
+
+def test_a_width_that_is_not_the_targets_is_a_misfit(target: Path, tmp_path: Path) -> None:
+    report = support.invoke("validate", make(tmp_path / "draft", width=20), "--target", target)
+    assert "P01 error" in report.out
+    assert "target_hidden_size: 20, the target's hidden_size is 16" in report.out
+
+
+@pytest.mark.parametrize("to", ["vllm", "speculators"])
+def test_its_weights_go_where_they_are_read(to: str, target: Path, tmp_path: Path) -> None:
+    draft, out = make(tmp_path / "draft"), tmp_path / "out"
+    names = ("--target", target, "--verifier", "a/b", "--verify", "logits")
+    outcome = support.invoke("convert", draft, out, "--to", to, *names)
+    assert outcome.code == 0, outcome.err
+    assert open_draft(out).config.target_hidden_size == TARGET_WIDTH
+    before, after = open_draft(draft).checkpoint, open_draft(out).checkpoint
+    for name in ("embed_tokens.weight", "lm_head.weight"):
+        assert np.array_equal(before.load(name).numpy(), after.load(name).numpy())
+
+
+@pytest.mark.parametrize("to", ["native", "sglang", "mlx"])
+def test_other_dialects_cannot_state_it(to: str, target: Path, tmp_path: Path) -> None:
+    outcome = support.invoke("convert", make(tmp_path / "draft"), tmp_path / "out", "--to", to, "--target", target)
+    assert outcome.code == 5
+    assert "target_hidden_size 16: a native draft must be as wide as its target" in outcome.err

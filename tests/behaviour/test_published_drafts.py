@@ -1,0 +1,88 @@
+"""Every draft that is published, by its config: read, validated, converted and run, or refused in the stated words.
+
+The table of docs/drafts.md is made of the same entries. Running is tested with a dense Qwen3 target that has the
+facts a draft depends on; what the real target's layers are is the target's matter.
+"""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dflash_cli.checkpoints.opening import open_draft, open_target
+from dflash_cli.formats.dialect import detect
+from dflash_cli.formats.relatives import Relative
+from dflash_cli.generation.loaded_pair import tell_notes
+from dflash_runtime.checkpoint.files import Checkpoint
+from dflash_testing import checkpoints as support
+from dflash_testing.paths import ROOT
+from dflash_testing.published_drafts import PUBLISHED, RUNS, PublishedDraft, table
+
+SERVED = [item for item in PUBLISHED if item.outcome == RUNS]
+REFUSED = [item for item in PUBLISHED if item.outcome != RUNS]
+
+
+def write(item: PublishedDraft, folder: Path) -> tuple[Path, Path]:
+    draft = support.write_checkpoint(folder / "dflash-draft", item.config, item.arrays)
+    # A dense target: its heads are those of SMALL, whatever the draft's are.
+    shape = replace(support.SMALL, target_layers=item.shape.target_layers, mask=item.shape.mask, theta=item.shape.theta)
+    return draft, support.make_target(folder / "target", shape, num_hidden_layers=shape.target_layers)
+
+
+@pytest.mark.parametrize("item", SERVED, ids=lambda item: item.name)
+def test_it_is_read_converted_and_run(item: PublishedDraft, tmp_path: Path) -> None:
+    draft, target = write(item, tmp_path)
+    for command in (["inspect", draft], ["validate", draft, "--target", target]):
+        outcome = support.invoke(*command)
+        assert outcome.code == 0, outcome.out
+    is_reduced = item.shape.draft_vocab != item.shape.vocab
+    out = tmp_path / "out"
+    done = support.invoke("convert", draft, out, "--to", "vllm" if is_reduced else "native", "--target", target)
+    assert done.code == 0, done.err
+    texts = [generate(target, path, tmp_path) for path in (draft, out)]
+    assert texts[0] == texts[1]
+    assert texts[0]["token_ids"] == generate(target, None, tmp_path)["token_ids"]
+
+
+def generate(target: Path, draft: Path | None, folder: Path) -> dict[str, object]:
+    """Token ids and acceptance of one prompt."""
+    prompts = folder / "prompts.jsonl"
+    prompts.write_text('{"prompt_token_ids": [4, 5, 6, 7, 8]}\n')
+    which = ("-k", 0) if draft is None else ("-d", draft)
+    done = support.invoke("generate", "-t", target, "-p", prompts, "-o", "-", "-n", 5, "--ignore-eos", *which)
+    assert done.code == 0, done.err
+    row = json.loads(done.out)
+    return {key: row.get(key) for key in ("token_ids", "acceptance_lengths")}
+
+
+@pytest.mark.parametrize("item", REFUSED, ids=lambda item: item.name)
+def test_it_is_refused_by_name(item: PublishedDraft, tmp_path: Path) -> None:
+    draft, target = write(item, tmp_path)
+    is_relative = isinstance(detect(Checkpoint(draft)).format, Relative)
+    for command in (
+        ["validate", draft, "--target", target],
+        ["convert", draft, tmp_path / "out", "--to", "native", "--target", target],
+        ["generate", "x", "-d", draft, "-t", target, "-n", "2"],
+    ):
+        outcome = support.invoke(*command)
+        said = f"{outcome.out}{outcome.err}"
+        assert outcome.code == (5 if is_relative or command[0] != "validate" else 3), (command, said)
+        assert item.outcome in said, (command, said)
+
+
+@pytest.mark.parametrize(
+    ("kind", "scale", "is_warned"), [("gemma4_text", None, True), ("gemma4_text", 4.0, False), ("qwen3", None, False)]
+)
+def test_an_embedding_scale_that_is_left_open_is_said(
+    kind: str, scale: float | None, is_warned: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nested = {} if scale is None else {"input_embedding_scale": scale}
+    item = PublishedDraft(name="gemma", beyond="", nested=nested)
+    draft, target = write(item, tmp_path)
+    tell_notes(open_draft(draft), replace(open_target(target).facts, model_type=kind))
+    assert ("states no input_embedding_scale" in capsys.readouterr().err.replace("\n", " ")) == is_warned
+
+
+def test_the_table_says_what_is_tested() -> None:
+    assert table() in (ROOT / "docs" / "drafts.md").read_text(encoding="utf-8")

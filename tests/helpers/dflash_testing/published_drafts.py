@@ -1,0 +1,221 @@
+"""The drafts that are published, in the key layout of their configs and in small sizes, and what becomes of each.
+
+Layers, taps, blocks and kinds of attention are as published; widths, vocabularies, windows and lengths are small,
+and so is the target's depth. Sources: the drafts' config.json as quoted in sgl-project/SpecForge
+configs/, vllm-project/vllm#38300, #41703, #43397, #46104, #56692, z-lab/dflash#152, and the models' own loaders.
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from dflash_testing import checkpoints as support
+from dflash_testing.checkpoints import REMOVED, SMALL, Arrays, Json, Shape
+
+RUNS = "runs"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishedDraft:
+    """One row of docs/drafts.md. `outcome` is RUNS, or words of the refusal."""
+
+    name: str
+    beyond: str
+    shape: Shape = SMALL
+    changes: Json = field(default_factory=dict)
+    nested: Json = field(default_factory=dict)
+    body: Json = field(default_factory=dict)
+    dialect: str = "native"
+    outcome: str = RUNS
+    note: str = ""
+
+    @property
+    def config(self) -> Json:
+        if self.dialect == "speculators":
+            config = support.speculators_config(self.shape, **self.changes)
+            config["transformer_layer_config"] |= self.body
+            return config
+        config = support.native_config(self.shape, **self.changes)
+        config["dflash_config"] |= self.nested
+        return config
+
+    @property
+    def arrays(self) -> Arrays:
+        arrays = support.body_arrays(self.shape)
+        if self.shape.draft_vocab != self.shape.vocab:
+            arrays |= support.reduced_arrays(self.shape, support.target_arrays(self.shape))
+        return arrays
+
+
+def shape(layers: int, taps: int, block: int, **changes: Any) -> Shape:
+    """So many layers, taps and block rows, and a target that is twice as deep as its taps are many."""
+    changes.setdefault("windows", (None,) * layers)
+    spread = tuple(range(1, 2 * taps, 2))
+    return replace(SMALL, layers=layers, taps=spread, block=block, target_layers=2 * taps + 1, **changes)
+
+
+def windows(*kinds: str) -> tuple[int | None, ...]:
+    return tuple(16 if kind == "s" else None for kind in "".join(kinds))
+
+
+ZLAB: Json = {"auto_map": {"AutoModel": "dflash.DFlashDraftModel"}, "is_causal": REMOVED}
+"""z-lab states no causality: sliding layers are causal, full ones are not."""
+
+SPEC: Json = {"speculators_version": "0.5.0.dev163", "sliding_window_non_causal": REMOVED}
+
+PUBLISHED = (
+    PublishedDraft(name="z-lab Qwen3-8B", beyond="nothing", shape=shape(5, 5, 16), changes=ZLAB),
+    PublishedDraft(
+        name="z-lab Qwen3-4B", beyond="`tie_word_embeddings`", shape=shape(5, 5, 16),
+        changes=ZLAB | {"tie_word_embeddings": True}, note="the flag means nothing in a draft",
+    ),
+    PublishedDraft(name="z-lab Llama-3.1-8B", beyond="block 10", shape=shape(5, 5, 10), changes=ZLAB),
+    PublishedDraft(
+        name="z-lab Qwen3.5-4B, -9B, -27B", beyond="a hybrid target; rope base 10,000,000 or 5,000,000",
+        shape=shape(5, 5, 16, theta=1e7), changes=ZLAB,
+    ),
+    PublishedDraft(
+        name="z-lab Qwen3.5-35B-A3B", beyond="8 layers, 5 taps; 4 KV heads where the target has 2",
+        shape=shape(8, 5, 16, kv_heads=4), changes=ZLAB,
+    ),
+    PublishedDraft(
+        name="z-lab Qwen3.5-122B-A10B, April", beyond="4 layers, 6 taps, windows", changes=ZLAB,
+        shape=shape(4, 6, 16, windows=windows("ssss")),
+    ),
+    PublishedDraft(
+        name="z-lab Qwen3.5-122B-A10B, June", beyond="6 layers, 8 taps, windows", changes=ZLAB,
+        shape=shape(6, 8, 16, windows=windows("ssssss")),
+    ),
+    PublishedDraft(
+        name="z-lab Qwen3.6-27B", beyond="4 sliding layers and a full one", changes=ZLAB,
+        shape=shape(5, 5, 16, windows=windows("ssssf")),
+    ),
+    PublishedDraft(
+        name="z-lab Qwen3.6-27B, first upload", beyond="YaRN, factor 64",
+        shape=shape(5, 5, 16, windows=windows("ssssf")),
+        changes=ZLAB | {
+            "rope_scaling": {"rope_type": "yarn", "factor": 64.0, "original_max_position_embeddings": 16}
+        },
+    ),
+    PublishedDraft(
+        name="z-lab gpt-oss-20b", shape=shape(8, 5, 8, bias=True, theta=150000.0),
+        beyond="`model_type` gpt_oss, biases, 8 layers, 5 taps; no `layer_types`, no `num_target_layers`",
+        changes=ZLAB | {
+            "model_type": "gpt_oss", "layer_types": REMOVED, "num_target_layers": REMOVED,
+            "initial_context_length": 64,
+        },
+        note="taken as full attention, with a note; `--target` to convert",
+    ),
+    PublishedDraft(
+        name="z-lab gemma-4-31B", shape=shape(5, 6, 16, heads=8, kv_heads=2, windows=windows("ssssf")),
+        beyond="6 taps, a soft cap of 30, more heads than fit its width, an embedding scale",
+        changes=ZLAB | {"tie_word_embeddings": True},
+        nested={"final_logit_softcapping": 30.0, "input_embedding_scale": 4.0},
+        note="the scale if it is stated; P10 asks for it where it is not",
+    ),
+    PublishedDraft(
+        name="community Qwen3.8-Flash-Next", beyond="block 7", shape=shape(5, 5, 7), changes=ZLAB,
+    ),
+    PublishedDraft(
+        name="community North-Mini-Code", beyond="block 8, windows, a reduced vocabulary", dialect="speculators",
+        shape=shape(5, 5, 8, draft_vocab=12, windows=windows("sssss")), changes=SPEC,
+    ),
+    PublishedDraft(
+        name="SpecForge LFM2.5-1.2B", beyond="8 layers; a common token as mask", shape=shape(8, 5, 16, mask=16),
+        changes={"is_causal": REMOVED}, nested={"attention_mode": "gqa"},
+    ),
+    PublishedDraft(
+        name="SpecForge LongCat-Flash", beyond="the stop token as mask", shape=shape(5, 5, 16, mask=1),
+        changes={"is_causal": REMOVED, "eos_token_id": 1}, note="warned of (C14)",
+    ),
+    PublishedDraft(
+        name="RedHatAI Qwen3-8B", beyond="speculators, 32,000 of the target's ids, block 8", dialect="speculators",
+        shape=shape(5, 5, 8, draft_vocab=12), changes=SPEC | {"max_anchors": 3072},
+    ),
+    PublishedDraft(
+        name="RedHatAI Qwen3-30B-A3B", beyond="speculators, 5 taps of 48 layers", dialect="speculators",
+        shape=shape(5, 5, 8), changes=SPEC,
+    ),
+    PublishedDraft(
+        name="RedHatAI Mistral-Small-4", beyond="speculators, 3 taps, windows", dialect="speculators",
+        shape=shape(5, 3, 8, windows=windows("sssss")), changes=SPEC,
+    ),
+    PublishedDraft(
+        name="RedHatAI gemma-4-31B", beyond="speculators, 6 taps", dialect="speculators", shape=shape(5, 6, 8),
+        changes=SPEC,
+    ),
+    PublishedDraft(
+        name="RedHatAI DeepSeek-V4-Flash", beyond="speculators, a target with latent attention", dialect="speculators",
+        shape=shape(5, 5, 8, draft_vocab=12), changes=SPEC | {"max_anchors": 3072},
+    ),
+    PublishedDraft(
+        name="nvidia Nemotron-3.5-Lightning", beyond="an embedding of its own, NVFP4, no `block_size`",
+        shape=shape(5, 6, 4),
+        outcome="the draft has its own weights where a DFlash draft uses those of the target",
+        changes={
+            "has_embed_tokens": True, "has_lm_head": False, "block_size": REMOVED, "pard_token": 31,
+            "quantization_config": {"quant_algo": "W4A16_NVFP4"}, "model_type": "qwen3",
+        },
+    ),
+    PublishedDraft(
+        name="XiaomiMiMo V2.5-Pro-FP4", shape=shape(5, 5, 16),
+        beyond="attention sinks, scaled values, rope over half a head, `mask_embedding.pt`",
+        outcome="attention sinks, a learned term in each head's softmax",
+        changes={"layer_types": REMOVED, "partial_rotary_factor": 0.5, "v_head_dim": 8, "is_causal": REMOVED},
+        nested={"use_swa": True, "swa_window_size": 16, "attention_value_scale": 0.612, "attention_sink_bias": True},
+    ),
+    PublishedDraft(
+        name="HunYuan (vllm#43397)", beyond="rope before the norms of queries and keys", shape=shape(5, 5, 16),
+        changes={"model_type": "hunyuan_vl"}, outcome="it applies rope to queries and keys before their norms",
+    ),
+    PublishedDraft(
+        name="z-lab Qwen3.8-27B-DFlash2", beyond="convolutions, a candidate selector", shape=shape(5, 5, 8),
+        changes={"architectures": ["DFlash2DraftModel"], "block_size": REMOVED},
+        nested={"block_size": 8, "conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 4, "selector_top_k": 4},
+        outcome="convolutions surround each sublayer, and a candidate selector chooses",
+    ),
+    PublishedDraft(
+        name="z-lab Muse-Glimmer-30B-DFlash2", beyond="as above, and scaled logits with a soft cap",
+        shape=shape(5, 5, 16), changes={"architectures": ["DFlash2DraftModel"]},
+        nested={"conv_kernel_size": 2, "selector_rank": 4, "output_multiplier": 0.196, "final_logit_softcapping": 20},
+        outcome="DFlash 2",
+    ),
+    PublishedDraft(
+        name="RedHatAI Qwen3-8B dflash2", beyond="DFlash 2 in speculators", dialect="speculators",
+        shape=shape(8, 5, 16), changes={"speculators_model_type": "dflash2"}, outcome="DFlash 2",
+    ),
+    PublishedDraft(
+        name="lightseekorg kimi-k3-dflash2", beyond="DFlash 2 with latent attention", shape=shape(5, 5, 8),
+        changes={"architectures": ["DFlash2DraftModel"]}, nested={"attention_mode": "mla"}, outcome="DFlash 2",
+    ),
+    PublishedDraft(
+        name="RedHatAI GLM-5.3 dspark", beyond="predicts at the anchor; Markov and confidence heads",
+        dialect="speculators", shape=shape(5, 5, 8), outcome="it also predicts at the last committed token",
+        changes={"speculators_model_type": "dspark", "sample_from_anchor": True},
+    ),
+    PublishedDraft(
+        name="deepseek-ai dflash_qwen3_8b_block7", beyond="DSpark without its head, under DFlash's name",
+        shape=shape(5, 5, 7), changes={"markov_rank": 0}, outcome="it also predicts at the last committed token",
+    ),
+    PublishedDraft(
+        name="poolside Laguna XS.2, XS-2.1, S-2.1", beyond="gated attention, a norm for each tap",
+        shape=shape(6, 5, 16), changes={"architectures": ["DFlashLagunaForCausalLM"]},
+        outcome="its attention is gated, and the output of each tapped layer has a norm",
+    ),
+    PublishedDraft(
+        name="meta-models Muse-Glimmer assistant", beyond="other names and settings", shape=shape(5, 5, 16),
+        changes={
+            "architectures": ["MuseGlimmerAssistantModel"], "model_type": "muse_glimmer_assistant",
+            "dflash_config": {},
+        },
+        outcome="its context encoder has other tensor names",
+    ),
+)  # fmt: skip
+
+
+def table() -> str:
+    """The table of docs/drafts.md."""
+    rows = ["| draft | beyond a Qwen3 draft of a Qwen3 target | here |", "|---|---|---|"]
+    for item in PUBLISHED:
+        what = RUNS if item.outcome == RUNS else f"refused: {item.outcome}"
+        rows.append(f"| {item.name} | {item.beyond} | {what}{f'; {item.note}' if item.note else ''} |")
+    return "\n".join(rows)
