@@ -18,6 +18,7 @@ from dflash_testing.paths import ROOT
 # Last on the path, behind a package named kernels that transformers looks for: the folder has a kernels.py.
 sys.path.append(str(ROOT / "examples" / "benchmarks"))
 
+import experts
 import load
 import step_time
 from timing import accounting, engine_arms, forced, plan, report
@@ -33,6 +34,16 @@ def run(script: Any, monkeypatch: pytest.MonkeyPatch, out: Path, *arguments: str
     monkeypatch.setattr(sys, "argv", [script.__file__, *SMALL, "--out", str(out), *arguments])
     code = script.main()
     return code, [json.loads(line) for line in out.read_text().splitlines()]
+
+
+def test_experts_are_timed_in_each_way(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["experts.py", *SMALL, "--batches", "1"])
+    assert experts.main() == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in lines[1:4]] == ["one_by_one", "grouped", "captured"]
+    assert [line.split()[:3] for line in lines[-4:]] == [
+        [arm, "1", captured] for captured in ("False", "True") for arm in ("plain", "dflash")
+    ]
 
 
 def test_step_times_are_written_as_json_lines(

@@ -1,5 +1,7 @@
 """A router's choice is that of transformers, and both ways of computing the chosen experts agree."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -78,3 +80,29 @@ def test_rows_do_not_depend_on_their_neighbours() -> None:
     together = experts(hidden)[0]
     for row in range(20):
         assert_rows_close(experts(hidden[row : row + 1])[0], together[row : row + 1].double(), torch.float32)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("count", [1, 16, 300])
+def test_grouped_products_ask_the_host_for_nothing(count: int) -> None:
+    """In bfloat16, and captured: a replay on other rows computes what those rows want."""
+    _, experts = make(True)
+    router, gate_up, down = (
+        tensor.to("cuda", torch.bfloat16) for tensor in (experts.router, experts.gate_up, experts.down)
+    )
+    experts = replace(experts, router=router, gate_up=gate_up, down=down)
+    hidden, other = (rows(size, torch.bfloat16).cuda()[-count:] for size in (count, count + 1))
+    experts(hidden)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        experts(hidden)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = experts(hidden)[0]
+    hidden.copy_(other)
+    graph.replay()
+    wanted = experts.one_by_one(hidden, *experts.choose(hidden))
+    assert_rows_close(found, wanted.double(), torch.bfloat16)

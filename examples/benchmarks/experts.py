@@ -1,0 +1,237 @@
+"""Time a target with experts at the shape of Qwen3-30B-A3B with random weights: one layer's experts, and whole steps.
+
+    python3 examples/benchmarks/experts.py [--batches 1,8] [--device cpu --shape small]
+
+The floor is the time in which the weights that are read pass memory at the rate of a copy, which is measured: of a
+layer those of the chosen experts, of a step those of every layer and the head. Captured says whether the device waits
+for the host nowhere; a part that fails says so in one line, and the tables are printed last.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from dflash_kernels.suite import pick_kernels
+from dflash_runtime.checkpoint.layout import owned_shapes
+from dflash_runtime.config import DraftConfig, EngineConfig, ExpertsConfig, RopeConfig, TargetConfig
+from dflash_runtime.device.loading import LoadedPair
+from dflash_runtime.drafts.dflash import DFlashDraft
+from dflash_runtime.llm import LLM
+from dflash_runtime.models.experts import Experts
+from dflash_runtime.models.placement import Placement
+from dflash_runtime.models.qwen3_moe import Qwen3MoeTarget
+from dflash_runtime.models.weights import stack_projections
+from dflash_runtime.scheduling.limits import Limits
+from dflash_runtime.scheduling.request import SamplingParams
+from timing.ceilings import device_ms, measure_rates
+from timing.pairs import BLOCK, open_device
+from timing.report import release, say, table
+
+MAX_LEN = 1024
+
+
+@dataclass(frozen=True)
+class Shape:
+    hidden: int
+    inner: int
+    layers: int
+    heads: int
+    kv_heads: int
+    vocab: int
+    num_experts: int
+    num_chosen: int
+    taps: tuple[int, ...]
+    rows: tuple[int, ...]
+    steps: int
+
+
+SHAPES = {
+    "qwen3-30b-a3b": Shape(2048, 768, 48, 32, 4, 151936, 128, 8, (1, 12, 23, 34, 45), (1, 8, 16, 128, 2048), 64),
+    "small": Shape(64, 32, 2, 4, 2, 256, 8, 2, (0, 1), (1, 8), 4),
+}
+
+
+class CapturedTarget(Qwen3MoeTarget):
+    """Says that its steps may be captured, which is what is to be found out."""
+
+    follows_from_shapes: ClassVar[bool] = True
+
+
+Row = list[object]
+
+
+def attempt(what: Sequence[object], call: Callable[[], Row], width: int) -> Row:
+    """A row of a table; a failure is a row that says so."""
+    try:
+        return [*what, *call()]
+    except Exception as error:
+        say(f"{' '.join(map(str, what))} failed: {type(error).__name__}: {str(error).strip().splitlines()[:1]}")
+        return [*what, *[None] * width]
+    finally:
+        release()
+
+
+def normal(shape: Sequence[int], placement: Placement) -> Tensor:
+    return torch.empty(*shape, device=placement.device, dtype=placement.dtype).normal_(std=0.02)
+
+
+def layer_rows(shape: Shape, placement: Placement, bandwidth: float) -> Iterator[Row]:
+    """Rows, ways, ms, and the floor, of one layer's experts."""
+    experts = Experts(
+        normal((shape.num_experts, shape.hidden), placement),
+        normal((shape.num_experts, 2 * shape.inner, shape.hidden), placement),
+        normal((shape.num_experts, shape.hidden, shape.inner), placement),
+        shape.num_chosen,
+        has_normalised_scores=True,
+    )
+    bytes_of_one = 3 * shape.inner * shape.hidden * placement.dtype.itemsize
+    for count in shape.rows:
+        hidden = normal((count, shape.hidden), placement) * 50
+        chosen, scores = experts.choose(hidden)
+        floor = int(chosen.unique().numel()) * bytes_of_one / bandwidth * 1000
+        wanted = experts.one_by_one(hidden, chosen, scores).float()
+
+        def one_by_one(rows: Tensor = hidden) -> Row:
+            return [wall_ms(lambda: experts.one_by_one(rows, *experts.choose(rows)), placement.device)]
+
+        def grouped(rows: Tensor = hidden) -> Row:
+            return [wall_ms(lambda: experts.grouped(rows, *experts.choose(rows)), placement.device)]
+
+        def captured(rows: Tensor = hidden) -> Row:
+            return [device_ms(lambda: experts.grouped(rows, *experts.choose(rows)), placement.device)]
+
+        error = (experts.grouped(hidden, chosen, scores).float() - wanted).norm() / wanted.norm()
+        for way in (one_by_one, grouped, captured):
+            yield [*attempt([count, way.__name__], way, 1), floor, float(error)]
+
+
+def wall_ms(call: Callable[[], object], device: torch.device, repeats: int = 20) -> float:
+    """Milliseconds of a call, launched one after another."""
+    for _ in range(3):
+        call()
+    wait(device)
+    began = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    wait(device)
+    return (time.perf_counter() - began) / repeats * 1000
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def configs(shape: Shape) -> tuple[TargetConfig, DraftConfig]:
+    experts = ExpertsConfig(
+        num_experts=shape.num_experts, num_chosen=shape.num_chosen, intermediate_size=shape.inner,
+        has_normalised_scores=True, layers=tuple(range(shape.layers)),
+    )  # fmt: skip
+    target = TargetConfig(
+        model_type="qwen3_moe", hidden_size=shape.hidden, intermediate_size=3 * shape.hidden, num_layers=shape.layers,
+        num_heads=shape.heads, num_kv_heads=shape.kv_heads, head_dim=128, rms_norm_eps=1e-6, vocab_size=shape.vocab,
+        max_position_embeddings=MAX_LEN, rope=RopeConfig(theta=1e6), windows=(None,) * shape.layers, experts=experts,
+    )  # fmt: skip
+    draft = DraftConfig(
+        hidden_size=shape.hidden, intermediate_size=3 * shape.hidden, num_layers=5, num_heads=shape.heads,
+        num_kv_heads=shape.kv_heads, head_dim=128, rms_norm_eps=1e-6, max_position_embeddings=MAX_LEN,
+        rope=RopeConfig(theta=1e6), block_size=BLOCK, target_layer_ids=shape.taps, mask_token_id=shape.vocab - 1,
+        vocab_size=shape.vocab, draft_vocab_size=shape.vocab, causal=(False,) * 5, windows=(None,) * 5,
+    )  # fmt: skip
+    return target, draft
+
+
+def target_weights(shape: Shape, config: TargetConfig, placement: Placement) -> dict[str, Tensor]:
+    """Random weights, the experts stacked as they are loaded."""
+    shapes = Qwen3MoeTarget.expected_shapes(config)
+    plain = {name: size for name, size in shapes.items() if ".experts." not in name}
+    weights = dict(stack_projections((name, make(name, size, placement)) for name, size in plain.items()))
+    for layer in range(shape.layers):
+        name = f"model.layers.{layer}.mlp.experts"
+        weights[f"{name}.gate_up_proj.weight"] = normal((shape.num_experts, 2 * shape.inner, shape.hidden), placement)
+        weights[f"{name}.down_proj.weight"] = normal((shape.num_experts, shape.hidden, shape.inner), placement)
+    return weights
+
+
+def make(name: str, size: tuple[int, ...], placement: Placement) -> Tensor:
+    return (
+        torch.ones(size, device=placement.device, dtype=placement.dtype) if "norm" in name else normal(size, placement)
+    )
+
+
+def step_rows(shape: Shape, placement: Placement, batches: Sequence[int], bandwidth: float) -> Iterator[Row]:
+    """Arm, batch, captured, ms a step, and the floor of reading what one row needs."""
+    target_config, draft_config = configs(shape)
+    weights = target_weights(shape, target_config, placement)
+    draft_weights = {name: make(name, size, placement) for name, size in owned_shapes(draft_config).items()}
+    floor = active_bytes(shape, weights) / bandwidth * 1000
+    for kind in (Qwen3MoeTarget, CapturedTarget):
+        target = kind(target_config, weights, placement)
+        draft = DFlashDraft(draft_config, stack_projections(draft_weights.items()), target, placement)
+        for arm in ("plain", "dflash"):
+            for batch in batches:
+                pair = LoadedPair(
+                    target=target, draft=draft if arm == "dflash" else None, placement=placement,
+                    limits=Limits(
+                        num_draft_tokens=BLOCK - 1 if arm == "dflash" else 0, max_model_len=MAX_LEN,
+                        max_num_requests=batch, vocab_size=shape.vocab, max_batched_tokens=2048,
+                    ),
+                    config=EngineConfig(max_num_requests=batch, num_pages=80 * batch + 16),
+                )  # fmt: skip
+                what = [arm, batch, kind is CapturedTarget]
+                yield [*attempt(what, partial(step_ms, pair, shape, batch), 1), floor]
+
+
+def active_bytes(shape: Shape, weights: dict[str, Tensor]) -> float:
+    """What one row of one step reads: everything but the embedding, and of the experts those chosen."""
+    share = shape.num_chosen / shape.num_experts
+    used = {name: tensor for name, tensor in weights.items() if "embed_tokens" not in name}
+    return sum(tensor.nbytes * (share if ".experts." in name else 1) for name, tensor in used.items())
+
+
+def step_ms(pair: LoadedPair, shape: Shape, batch: int) -> Row:
+    """Milliseconds a step: a long run less a short one, by the steps it has more."""
+    llm = LLM(pair)
+    llm.warm_up()
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(1, shape.vocab - 1, (64,), generator=generator).tolist() for _ in range(batch)]
+    found = []
+    for num_tokens in (shape.steps, shape.steps, 3 * shape.steps):
+        began = time.perf_counter()
+        outputs = llm.generate(prompts, SamplingParams(max_new_tokens=num_tokens, ignore_eos=True))
+        wait(pair.placement.device)
+        steps = max(len(output.acceptance_lengths) or num_tokens for output in outputs)
+        found.append((time.perf_counter() - began, steps))
+    (_, _), (short, few), (long, many) = found
+    return [(long - short) / (many - few) * 1000]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3-30b-a3b")
+    parser.add_argument("--batches", default="1,8")
+    parser.add_argument("--device", default="cuda:0")
+    given = parser.parse_args()
+    device, shape = open_device(given.device), SHAPES[given.shape]
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    placement = Placement(device, dtype, pick_kernels("auto", device, dtype), MAX_LEN + BLOCK)
+    bandwidth = measure_rates(device, dtype).bandwidth
+    with torch.inference_mode():
+        layers = list(layer_rows(shape, placement, bandwidth))
+        print(table(("rows", "experts of a layer", "ms", "floor ms", "error"), layers) + "\n", flush=True)
+    batches = [int(part) for part in given.batches.split(",")]
+    steps = list(step_rows(shape, placement, batches, bandwidth))
+    print(f"copies {bandwidth / 1e12:.2f} TB/s; the floor of a step is that of one row of the target, without a draft")
+    print(table(("step", "batch", "captured", "ms", "floor ms"), steps))
+    return 1 if any(row[-2] is None for row in (*steps, *(row[:-1] for row in layers))) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
