@@ -197,7 +197,7 @@ def sglang_scales_no_embedding(subject: Subject) -> Iterator[Problem]:
 )
 def target_packing_is_not_inherited(subject: Subject) -> Iterator[Problem]:
     """A packed target leaves its plain draft unpacked."""
-    if subject.target_json.get("quantization_config"):
+    if subject.target is not None and subject.target.quantization is not None:
         yield Problem(f"target {CONFIG_FILE}:quantization_config", "the target is packed, the draft is not")
 
 
@@ -210,8 +210,10 @@ def target_packing_is_not_inherited(subject: Subject) -> Iterator[Problem]:
 )
 def target_can_be_tapped(subject: Subject) -> Iterator[Problem]:
     """SGLang's model of the target can hand out its layers to a draft."""
-    kind = subject.target.model_type if subject.target is not None else None
-    if kind is None or kind in SERVED:
+    if subject.target is None:
+        return
+    kind = subject.target.model_type
+    if SERVED & {kind, kind.removesuffix("_text"), subject.target_json.get("model_type")}:
         return
     yield Problem(
         f"target {CONFIG_FILE}:model_type",
