@@ -1,8 +1,9 @@
 """Open drafts and targets from directories: detect the dialect, read it, and hand the runtime what it takes."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from dflash_cli.formats.dialect import Detection, Format, ParsedConfig, detect
 from dflash_runtime.checkpoint.canonical_names import CanonicalCheckpoint, find_quantization, refuse_packed
@@ -138,18 +139,18 @@ def open_target(path: str | Path | Checkpoint) -> TargetSource:
     if "speculators_model_type" in checkpoint.config or "dflash_config" in checkpoint.config:
         raise UnsupportedError(f"{checkpoint.path}: is a draft, expected a target")
     with naming_file(checkpoint.config_path):
-        return TargetSource(_read_target(checkpoint), checkpoint)
+        return TargetSource(read_target(checkpoint.config, checkpoint.config_path), checkpoint)
 
 
-def _read_target(checkpoint: Checkpoint) -> TargetFacts:
+def read_target(config: Mapping[str, Any], path: Path) -> TargetFacts:
     """The whole config of a dense decoder, the facts of any other target.
 
     A key of a dense decoder that holds something wrong is told at once. One that is absent, or lists a value for each
     layer, need not be wrong in another family; it is named as not known.
     """
-    facts = read_target_facts(checkpoint.config, checkpoint.config_path)
+    facts = read_target_facts(config, path)
     try:
-        return read_target_config(checkpoint.config, checkpoint.config_path)
+        return read_target_config(config, path)
     except UnsupportedError:
         return facts
     except InvalidConfig as error:

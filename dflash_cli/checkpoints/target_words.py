@@ -61,9 +61,10 @@ def _kind(facts: TargetFacts, kind: str) -> str:
 
 def _where(layers: Sequence[int], depth: int) -> str:
     """Where the layers of the rarest kind are, if that is soon said."""
-    period = layers[1] - layers[0] if len(layers) > 1 else depth
-    if len(layers) > 1 and list(layers) == list(range(layers[0], depth, period)):
-        return f", every {_ordinal(period)}" + (f" from layer {layers[0]} on" if layers[0] != period - 1 else "")
+    period = layers[1] - layers[0] if len(layers) > 1 else 0
+    if len(layers) > 2 and list(layers) == list(range(layers[0], depth, period)):
+        start = "" if layers[0] == period - 1 else f" from layer {layers[0]} on"
+        return f", every {_ordinal(period)}{start}"
     return f" (layers {', '.join(map(str, layers))})" if len(layers) <= MOST_LISTED else ""
 
 

@@ -79,20 +79,20 @@ def read_target_facts(config: Mapping[str, Any], path: Path) -> TargetFacts:
         num_layers=read_depth(text, path),
         rope=rope,
         ropes=_ropes_by_kind(text, facts["layer_kinds"], rope, path),
-        not_known=(*_foreign_parts(text), *unread),
+        not_known=(*_foreign_parts(config, text, path), *unread),
         **facts,
     )
 
 
 def read_target_config(config: Mapping[str, Any], path: Path) -> TargetConfig:
-    """A target that the runtime runs, looking into `text_config` where a multimodal wrapper holds one.
+    """A target that the runtime runs.
 
     Raises:
-        UnsupportedError: it is no dense decoder of full and sliding layers.
+        UnsupportedError: it is no dense decoder of full and sliding layers, or is part of another model.
         InvalidConfig: it is one, and a key is missing or wrong.
     """
     text, _ = decoder_config(config, path)
-    foreign = _foreign_parts(text)
+    foreign = _foreign_parts(config, text, path)
     if foreign:
         raise not_run(str(text.get("model_type", "")), foreign, path)
     body = read_body(text, path)
@@ -124,11 +124,13 @@ def _facts(outer: Mapping[str, Any], text: Mapping[str, Any], path: Path) -> dic
     }
 
 
-def _foreign_parts(text: Mapping[str, Any]) -> tuple[str, ...]:
-    """What the config says of layers that are no dense attention with one rope, each in a few words."""
+def _foreign_parts(outer: Mapping[str, Any], text: Mapping[str, Any], path: Path) -> tuple[str, ...]:
+    """What the config says beyond dense attention with one rope in a model of text alone, each in a few words."""
+    nested_in = decoder_config(outer, path)[1]
     kinds = text.get("layer_types")
     foreign = {str(kind) for kind in kinds} - {FULL, SLIDING} if isinstance(kinds, list) else set()
-    parts = [f"layer_types {', '.join(sorted(foreign))}"] if foreign else []
+    parts = [f"part of a multimodal model ({nested_in})"] if nested_in is not None else []
+    parts += [f"layer_types {', '.join(sorted(foreign))}"] if foreign else []
     for words, keys in FOREIGN.items():
         stated = next((key for key in keys if _says_something(text.get(key))), None)
         if stated is not None:

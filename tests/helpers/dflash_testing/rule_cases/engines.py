@@ -54,6 +54,10 @@ CASES = [
         target=top(quantization_config={"quant_method": "fp8"}),
     ),
     Case(
+        rule="S30", message="3 of 4 layers keep a state (linear)", engines="transformers",
+        target=top(layer_types=["linear_attention"] * 3 + ["full_attention"]),
+    ),
+    Case(
         rule="S24", message="serves 0 of 2 layers causally, the config states 2", engines="transformers",
         config=both(without("is_causal"), nested(causal=True)),
     ),
