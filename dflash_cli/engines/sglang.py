@@ -38,13 +38,15 @@ SERVED = frozenset(
     {
         "deepseek_v2", "deepseek_v3", "gemma4", "gemma4_text", "glm4_moe_lite", "glm5_next", "gpt_oss", "inkling",
         "kimi_k25", "kimi_k3", "laguna", "lfm2", "lfm2_moe", "lfm2_vl", "llama", "mimo_v2", "minicpmv", "minimax_m3_vl",
-        "muse_glimmer", "muse_spark", "nanbeige", "nemotron_h", "qwen3", "qwen3_5", "qwen3_5_text", "qwen3_moe",
-        "qwen3_next", "qwen3_vl",
+        "muse_glimmer", "muse_spark", "nanbeige", "nemotron_h", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text",
+        "qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen3_vl",
     }
 )  # fmt: skip
 """Values of the target's model_type whose SGLang model can hand out layers to DFlash."""
 
-NO_LAST_LAYER = frozenset({"qwen2", "qwen3", "llama", "qwen3_moe", "qwen3_5", "qwen3_5_text"})
+NO_LAST_LAYER = frozenset(
+    {"qwen2", "qwen3", "llama", "qwen3_moe", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"}
+)
 """Those that never capture the last layer's output."""
 
 

@@ -25,6 +25,11 @@ NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))
 TRUE_WARNINGS = {"P10", "P17", "S30"}
 """Rules that rightly speak of some targets: of a scaled embedding, of what is not run here, of a state."""
 
+TAPPED_BY_SGLANG = {
+    "gemma4", "glm5_next", "kimi_k3", "laguna", "lfm2", "llama", "muse_glimmer", "muse_spark", "qwen3_5", "qwen3_5_moe"
+}  # fmt: skip
+"""Some of the targets that SGLang 0.5.23 hands out the layers of, most by the name of their multimodal model."""
+
 
 @cache
 def facts_of(name: str) -> TargetFacts:
@@ -120,6 +125,15 @@ def test_a_tap_past_the_last_layer_is_an_error(name: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("name", of_each_kind())
+def test_a_draft_is_converted_for_it(name: str, tmp_path: Path) -> None:
+    draft, target = make_pair(tmp_path, name)
+    request = ("convert", draft, tmp_path / "out", "--to", "speculators", "--target", target, "--verifier", "a/b")
+    assert support.invoke(*request).code == 0
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written["speculators_config"]["verifier"]["architectures"] == config_of(name)["architectures"]
+
+
+@pytest.mark.parametrize("name", of_each_kind())
 def test_the_reference_is_not_trusted_with_a_state(name: str, tmp_path: Path) -> None:
     draft, target = make_pair(tmp_path, name)
     outcome = support.invoke("validate", draft, "--target", target, "--engine", "transformers")
@@ -133,8 +147,7 @@ def test_sglang_is_asked_by_the_names_it_knows(name: str, tmp_path: Path) -> Non
     outcome = support.invoke("validate", draft, "--target", target, "--engine", "sglang", "--json")
     found = {item["id"] for item in json.loads(outcome.out)["findings"]}
     assert ("S23" in found) == (facts_of(name).quantization is not None)
-    served = {"gemma4", "glm5_next", "kimi_k3", "muse_glimmer", "muse_spark", "qwen3_5", "lfm2", "llama", "laguna"}
-    assert not ("P07" in found and name.removeprefix("by_hand_") in served)
+    assert not ("P07" in found and name.removeprefix("by_hand_") in TAPPED_BY_SGLANG)
 
 
 def test_a_kind_and_a_family_that_nobody_knows(tmp_path: Path) -> None:
@@ -220,6 +233,16 @@ def test_the_page_is_what_the_script_prints() -> None:
     """docs/targets.md is what `python scripts/target_table.py` prints."""
     render = runpy.run_path(str(ROOT / "scripts" / "target_table.py"))["render"]
     assert render() == (ROOT / "docs" / "targets.md").read_text()
+
+
+@pytest.mark.slow
+def test_the_configs_are_what_the_script_writes() -> None:
+    transformers = pytest.importorskip("transformers")
+    if transformers.__version__ != "5.23.0":
+        pytest.skip("written with transformers 5.23.0")
+    configs = runpy.run_path(str(ROOT / "tests" / "golden" / "target_configs.py"))["all_configs"]()
+    assert sorted(configs) == NAMES
+    assert {name: config_of(name) for name in NAMES} == configs
 
 
 def test_what_is_not_stated_is_not_made_up(tmp_path: Path) -> None:

@@ -241,14 +241,18 @@ def shrunk(value: Any, key: str = "") -> Any:
     return WIDTHS[key] if key in WIDTHS and isinstance(value, int) and value > 0 else value
 
 
+def all_configs() -> dict[str, Json]:
+    """Every config by the name of its file."""
+    return {name: by_class(*made) for name, made in CLASSES.items()} | BY_HAND
+
+
 def main() -> None:
     """Write every config."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     folder = parser.parse_args().folder
     folder.mkdir(parents=True, exist_ok=True)
-    configs = {name: by_class(*made) for name, made in CLASSES.items()} | BY_HAND
-    for name, config in configs.items():
+    for name, config in all_configs().items():
         (folder / f"{name}.json").write_text(json.dumps(config, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
 

@@ -50,6 +50,10 @@ CASES = [
         target=top(quantization_config={"kv_cache_scheme": {"num_bits": 8}}),
     ),
     Case(
+        rule="S22", message="quantised KV cache", severity="warning", engines="vllm",
+        target=top(text_config={**support.target_config(), "quantization_config": {"kv_cache_quant_algo": "FP8"}}),
+    ),
+    Case(
         rule="S23", message="the target is packed", severity="warning", engines="sglang",
         target=top(quantization_config={"quant_method": "fp8"}),
     ),
