@@ -5,6 +5,7 @@ The configs in tests/data/targets are written by tests/golden/target_configs.py.
 
 import json
 import runpy
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dflash_cli.checkpoints.opening import open_target
+from dflash_cli.checkpoints.opening import open_target, read_target
+from dflash_cli.checkpoints.target_words import layers_in_words, ropes_in_words
 from dflash_runtime.checkpoint.hf_config import read_target_facts
 from dflash_runtime.checkpoint.layer_kinds import STATE_KINDS
 from dflash_runtime.config import TargetConfig, TargetFacts
+from dflash_runtime.errors import DFlashError
 from dflash_runtime.models.target import target_families
 from dflash_testing import checkpoints as support
 from dflash_testing.paths import ROOT
@@ -169,6 +172,7 @@ def test_a_kind_and_a_family_that_nobody_knows(tmp_path: Path) -> None:
             "found '1 names', expected a list of 48 names",
         ),
         ("qwen3_next", {"layer_types": [1] * 48}, "layer_types: found"),
+        ("qwen3_next", {"num_hidden_layers": 2**53}, "expected 1 to 10000 layers"),
         ("qwen3_next", {"hidden_size": "64"}, "hidden_size: found '64', expected an integer"),
         ("qwen3_next", {"num_hidden_layers": None, "layer_types": None}, "num_hidden_layers: missing"),
         ("by_hand_nemotron_h", {"hybrid_override_pattern": "M*"}, "expected 12 letters"),
@@ -182,6 +186,26 @@ def test_what_is_malformed_is_told(name: str, change: dict[str, Any], words: str
     outcome = support.invoke("validate", draft, "--target", target)
     assert outcome.code == 3, outcome.out
     assert words in outcome.err
+
+
+ROPES = {"full_attention": {"rope_theta": 1}}
+JUNK: tuple[Any, ...] = (None, True, 0, -1, 3, 2.5, "x", [], [1], ["a"], [[1]], {}, {"a": 1}, ROPES, 2**53)
+UNSTATED = ("num_layers", "layer_types", "no_rope_layers", "rope_parameters", "quantization_config", "llm_config")
+
+
+@pytest.mark.parametrize("name", of_each_kind())
+def test_junk_under_any_key_is_read_or_told(name: str) -> None:
+    """Any value under any key of the model or its decoder, and under keys that it does not state."""
+    config = config_of(name)
+    for home in ("", *(key for key, value in config.items() if isinstance(value, dict))):
+        inner = config[home] if home else config
+        for key in (*inner, *UNSTATED):
+            for junk in JUNK:
+                changed = {**inner, key: junk}
+                with suppress(DFlashError):
+                    facts = read_target({**config, home: changed} if home else changed, FOLDER / f"{name}.json")
+                    assert layers_in_words(facts)
+                    list(ropes_in_words(facts))
 
 
 @pytest.mark.parametrize(

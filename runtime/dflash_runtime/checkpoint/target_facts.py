@@ -11,6 +11,9 @@ from dflash_runtime.json_values import as_object, is_int
 NESTED = ("text_config", "llm_config", "language_config", "thinker_config")
 """Keys of multimodal wrappers that hold the decoder's config, or another wrapper's."""
 
+MAX_LAYERS = 10_000
+"""More is a mistake, and would be spelled out layer by layer."""
+
 HIDDEN_SIZE = ("hidden_size", "n_embd", "d_model")
 DEPTH = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 HEADS = ("num_attention_heads", "n_head", "n_heads")
@@ -43,7 +46,10 @@ def decoder_config(config: Mapping[str, Any], path: Path) -> tuple[Mapping[str, 
 def read_depth(text: Mapping[str, Any], path: Path) -> int:
     """How many layers there are; some configs only list them."""
     stated, listed = _first(text, DEPTH), count_listed_layers(text)
-    return _count("num_hidden_layers", listed if stated is MISSING and listed is not None else stated, path)
+    depth = _count("num_hidden_layers", listed if stated is MISSING and listed is not None else stated, path)
+    if not 0 < depth <= MAX_LAYERS:
+        raise InvalidConfig("num_hidden_layers", depth, f"1 to {MAX_LAYERS} layers", path=path)
+    return depth
 
 
 def read_hidden_size(text: Mapping[str, Any], path: Path) -> int:
