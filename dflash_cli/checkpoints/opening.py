@@ -149,18 +149,18 @@ def open_target(path: str | Path | Checkpoint) -> TargetSource:
     if "speculators_model_type" in checkpoint.config or "dflash_config" in checkpoint.config:
         raise UnsupportedError(f"{checkpoint.path}: is a draft, expected a target")
     with naming_file(checkpoint.config_path):
-        return TargetSource(_read_target(checkpoint), checkpoint)
+        return TargetSource(read_target(checkpoint.config, checkpoint.config_path), checkpoint)
 
 
-def _read_target(checkpoint: Checkpoint) -> TargetFacts:
+def read_target(config: Mapping[str, Any], path: Path) -> TargetFacts:
     """The whole config of a dense decoder, the facts of any other target.
 
     A key of a dense decoder that holds something wrong is told at once. One that is absent, or lists a value for each
     layer, need not be wrong in another family; it is named as not known.
     """
-    facts = read_target_facts(checkpoint.config, checkpoint.config_path)
+    facts = read_target_facts(config, path)
     try:
-        return read_target_config(checkpoint.config, checkpoint.config_path)
+        return read_target_config(config, path)
     except UnsupportedError:
         return facts
     except InvalidConfig as error:

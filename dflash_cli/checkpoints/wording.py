@@ -6,6 +6,7 @@ from typing import Any
 
 from dflash_cli.checkpoints.comparison import Difference
 from dflash_cli.checkpoints.description import Description, describe_layers
+from dflash_cli.checkpoints.target_words import experts_in_words, layers_in_words, rope_in_words, ropes_in_words
 from dflash_cli.formats.native_fields import write_scales
 from dflash_runtime.config import DraftConfig, TargetConfig, TargetFacts
 
@@ -84,7 +85,7 @@ def _draft_rows(config: DraftConfig) -> list[tuple[str, str]]:
         ("tapped", f"layers {taps}{depth} (counted from 0); their outputs feed the draft"),
         ("mask", f"token id {config.mask_token_id}"),
         ("attention", describe_layers(config)),
-        ("rope", _rope(config)),
+        ("rope", f"{rope_in_words(config.rope)}, {_reach(config)}"),
         ("sizes", f"{_sizes(config)}, {config.num_taps} tapped layers of width {config.feature_size}"),
         ("vocabulary", f"{config.vocab_size} ids{reduced}"),
     ]
@@ -96,28 +97,32 @@ def _draft_rows(config: DraftConfig) -> list[tuple[str, str]]:
 
 def _target_rows(config: TargetFacts) -> list[tuple[str, str]]:
     tied = ", head tied to the embedding" if config.tie_word_embeddings else ""
-    return [
-        ("model", config.model_type),
-        *([("rope", _rope(config))] if config.rope is not None else []),
+    nested = f", in {config.nested_in} of a multimodal model" if config.nested_in else ""
+    rows = [
+        ("model", f"{config.model_type}{nested}"),
+        ("layers", layers_in_words(config)),
+        ("rope", f"{'; '.join(ropes_in_words(config)) or 'not stated'}, {_reach(config)}"),
+        ("experts", experts_in_words(config)),
         ("sizes", _sizes(config)),
         ("vocabulary", f"{config.vocab_size} ids{tied}"),
+        ("quantised", config.quantization or ""),
     ]
+    return [(label, text) for label, text in rows if text]
 
 
 def _sizes(config: DraftConfig | TargetFacts) -> str:
-    if not isinstance(config, DraftConfig | TargetConfig):
-        return f"{config.num_layers} layers, hidden size {config.hidden_size}"
-    return (
-        f"{config.num_layers} layers, hidden size {config.hidden_size}, intermediate size {config.intermediate_size}, "
-        f"{config.num_heads} attention and {config.num_kv_heads} KV heads of {config.head_dim}"
-    )
+    inner = f"intermediate size {config.intermediate_size}" if isinstance(config, DraftConfig | TargetConfig) else ""
+    heads = ""
+    if config.num_heads is not None:
+        heads = f"{config.num_heads} attention"
+        heads += f" and {config.num_kv_heads} KV heads" if config.num_kv_heads is not None else " heads"
+        heads += f" of {config.head_dim}" if config.head_dim is not None else ""
+    parts = (f"{config.num_layers} layers, hidden size {config.hidden_size}", inner, heads)
+    return ", ".join(part for part in parts if part)
 
 
-def _rope(config: DraftConfig | TargetFacts) -> str:
-    assert config.rope is not None
-    params = "".join(f", {key} {value}" for key, value in config.rope.params.items())
-    reach = f"up to {config.max_position_embeddings or 'an unstated number of'} positions"
-    return f"{config.rope.kind}, theta {_value(config.rope.theta)}{params}, {reach}"
+def _reach(config: DraftConfig | TargetFacts) -> str:
+    return f"up to {config.max_position_embeddings or 'an unstated number of'} positions"
 
 
 def _scales(config: DraftConfig) -> str:

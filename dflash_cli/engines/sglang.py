@@ -38,13 +38,15 @@ SERVED = frozenset(
     {
         "deepseek_v2", "deepseek_v3", "gemma4", "gemma4_text", "glm4_moe_lite", "glm5_next", "gpt_oss", "inkling",
         "kimi_k25", "kimi_k3", "laguna", "lfm2", "lfm2_moe", "lfm2_vl", "llama", "mimo_v2", "minicpmv", "minimax_m3_vl",
-        "muse_glimmer", "muse_spark", "nanbeige", "nemotron_h", "qwen3", "qwen3_5", "qwen3_5_text", "qwen3_moe",
-        "qwen3_next", "qwen3_vl",
+        "muse_glimmer", "muse_spark", "nanbeige", "nemotron_h", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text",
+        "qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen3_vl",
     }
 )  # fmt: skip
 """Values of the target's model_type whose SGLang model can hand out layers to DFlash."""
 
-NO_LAST_LAYER = frozenset({"qwen2", "qwen3", "llama", "qwen3_moe", "qwen3_5", "qwen3_5_text"})
+NO_LAST_LAYER = frozenset(
+    {"qwen2", "qwen3", "llama", "qwen3_moe", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"}
+)
 """Those that never capture the last layer's output."""
 
 
@@ -197,7 +199,7 @@ def sglang_scales_no_embedding(subject: Subject) -> Iterator[Problem]:
 )
 def target_packing_is_not_inherited(subject: Subject) -> Iterator[Problem]:
     """A packed target leaves its plain draft unpacked."""
-    if subject.target_json.get("quantization_config"):
+    if subject.target is not None and subject.target.quantization is not None:
         yield Problem(f"target {CONFIG_FILE}:quantization_config", "the target is packed, the draft is not")
 
 
@@ -210,8 +212,10 @@ def target_packing_is_not_inherited(subject: Subject) -> Iterator[Problem]:
 )
 def target_can_be_tapped(subject: Subject) -> Iterator[Problem]:
     """SGLang's model of the target can hand out its layers to a draft."""
-    kind = subject.target.model_type if subject.target is not None else None
-    if kind is None or kind in SERVED:
+    if subject.target is None:
+        return
+    kind = subject.target.model_type
+    if SERVED & {kind, kind.removesuffix("_text"), subject.target_json.get("model_type")}:
         return
     yield Problem(
         f"target {CONFIG_FILE}:model_type",

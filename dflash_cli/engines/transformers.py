@@ -19,7 +19,8 @@ from dflash_cli.engines.serving_engine import (
     stated_once,
 )
 from dflash_cli.validation.rule import Outcome, Problem, check
-from dflash_cli.validation.subject import Subject
+from dflash_cli.validation.subject import CONFIG_FILE, Subject
+from dflash_runtime.checkpoint.layer_kinds import STATE_KINDS
 
 NAME = "transformers"
 ENGINE = (NAME,)
@@ -87,6 +88,24 @@ def keys_are_where_the_reference_looks(subject: Subject) -> Iterator[Problem]:
     for key in ("block_size", "num_target_layers"):
         if subject.config.get(key) is None:
             yield Problem(subject.location(key), "missing at the top level")
+
+
+@check(
+    "S30",
+    effect="z-lab's code crops keys and values only, so rejected tokens stay in the state and the text becomes another",
+    fix="dflash serve-command {draft} --target {target} --engine sglang # keeps the state after every verified token",
+    source="z-lab/dflash#172; huggingface/transformers#49036; sgl-project/sglang#28010",
+    engines=ENGINE,
+)
+def reference_keeps_no_rejected_tokens(subject: Subject) -> Iterator[Problem]:
+    """Every layer of the target keeps keys and values, rather than a state that z-lab's code does not roll back."""
+    kinds = subject.target.layer_kinds if subject.target is not None else ()
+    stateful = [kind for kind in STATE_KINDS if kind in kinds]
+    if stateful:
+        count = sum(kind in STATE_KINDS for kind in kinds)
+        yield Problem(
+            f"target {CONFIG_FILE}:layer_types", f"{count} of {len(kinds)} layers keep a state ({', '.join(stateful)})"
+        )
 
 
 @check(

@@ -33,6 +33,7 @@ from dflash_cli.validation.rules.tensors import WEIGHTS
 from dflash_cli.validation.subject import CONFIG_FILE, NamedEngine, Subject
 from dflash_runtime.checkpoint.hf_config import SLIDING
 from dflash_runtime.checkpoint.layout import DRAFT_TO_TARGET
+from dflash_runtime.checkpoint.target_facts import decoder_config
 from dflash_runtime.config import DraftConfig
 from dflash_runtime.errors import LossyConversion
 from dflash_runtime.json_values import as_object
@@ -304,7 +305,8 @@ def vllm_serves_the_stated_causality(subject: Subject) -> Iterator[Problem]:
 )
 def kv_cache_is_plain(subject: Subject) -> Iterator[Problem]:
     """The target asks for a plain KV cache if the draft is non-causal."""
-    packing = as_object(subject.target_json.get("quantization_config"))
+    decoder, _ = decoder_config(subject.target_json, subject.path)
+    packing = as_object(subject.target_json.get("quantization_config") or decoder.get("quantization_config"))
     wanted = packing.get("kv_cache_scheme") or packing.get("kv_cache_quant_algo")
     trained = subject.trained_causality
     if wanted and trained is not None and not all(trained):

@@ -15,6 +15,9 @@ from dflash_cli.formats.dialect import FORMATS, Format, Json, ParsedConfig, name
 from dflash_runtime.config import DraftConfig
 from dflash_runtime.errors import UnknownFormat, UnsupportedError
 
+TARGET_CLASS = r"(Text)?(ForCausalLM|ForConditionalGeneration|Model)$"
+"""How the name of a family ends in `architectures` of a target, whose drafts are named after it too."""
+
 
 class Relative(Format):
     """A kind of draft that is not DFlash 1. Subclasses are data: how it is told apart and what it adds."""
@@ -163,7 +166,7 @@ class Laguna(Relative):
     name = "laguna"
     title = "Laguna DFlash"
     priority = 15
-    architectures = r"DFlashLaguna|Laguna"
+    architectures = rf"DFlashLaguna|Laguna(?!{TARGET_CLASS})"
     tensors = r"aux_hidden_norms\.|layers\.\d+\.self_attn\.g_proj\."
     difference = "its attention is gated, and the output of each tapped layer has a norm of its own"
     served_by = "vLLM 0.33 and SGLang 0.5.23"
@@ -177,7 +180,7 @@ class Muse(Relative):
     title = "Muse Glimmer assistant"
     priority = 16
     model_types = frozenset({"muse_glimmer_assistant"})
-    architectures = r"MuseGlimmerAssistant|MuseSpark"
+    architectures = rf"MuseGlimmerAssistant|MuseSpark(?!{TARGET_CLASS})"
     difference = "its context encoder has other tensor names, and only transformers reads its settings"
     served_by = "transformers 5.23 and vLLM 0.33"
 

@@ -149,16 +149,33 @@ class DraftConfig:
 class TargetFacts:
     """What a draft has to know of its target, whatever its layers are. None is what the config does not state.
 
-    `not_known` names what the config says of the model beyond a dense decoder of full and sliding layers, such as
-    experts. A target with anything in it can be served by engines, and is not run here.
+    layer_kinds   one a layer: full, sliding, chunked, latent, linear, convolution, mamba or feed-forward, or the name
+                  that the config has for another kind; empty where the config does not say
+    windows       one a layer, None where it has none; empty where it is not known
+    rope          the one rope of all layers; where kinds of layers differ, `ropes` has one for each kind that has any
+    nested_in     the key of a wrapper's config that the decoder's is found in
+    quantization  how the weights are packed, as the config names it
+    not_known     what the config says beyond a dense decoder of full and sliding layers, such as experts. A target
+                  with anything in it can be served by engines, and is not run here.
     """
 
     model_type: str
     hidden_size: int
     num_layers: int
     vocab_size: int
+    num_heads: int | None = None
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    layer_kinds: tuple[str, ...] = ()
+    windows: tuple[int | None, ...] = ()
+    chunk_size: int | None = None
     max_position_embeddings: int | None = None
     rope: RopeConfig | None = None
+    ropes: Mapping[str, RopeConfig] = field(default_factory=dict)
+    num_experts: int | None = None
+    num_experts_per_token: int | None = None
+    nested_in: str | None = None
+    quantization: str | None = None
     tie_word_embeddings: bool = False
     eos_token_ids: tuple[int, ...] = ()
     dtype: str | None = None

@@ -12,6 +12,7 @@ from dflash_runtime.checkpoint.canonical_names import find_quantization
 from dflash_runtime.checkpoint.files import TensorInfo
 from dflash_runtime.checkpoint.hf_config import read_rope
 from dflash_runtime.checkpoint.pair import TargetExpectations, find_misfits
+from dflash_runtime.checkpoint.target_facts import decoder_config
 from dflash_runtime.errors import CheckpointError, InvalidConfig
 from dflash_runtime.json_values import as_object, is_int
 
@@ -301,7 +302,8 @@ def settings_are_the_published_ones(subject: Subject) -> Iterator[Problem]:
 )
 def target_does_not_loop(subject: Subject) -> Iterator[Problem]:
     """The target runs each of its layers once."""
-    loops = subject.target_json.get("num_loops", as_object(subject.target_json.get("text_config")).get("num_loops"))
+    decoder, _ = decoder_config(subject.target_json, subject.path)
+    loops = subject.target_json.get("num_loops", decoder.get("num_loops"))
     if is_int(loops) and loops > 1:
         yield Problem(f"target {CONFIG_FILE}:num_loops", f"{loops}: the target runs its layers more than once")
 
@@ -358,7 +360,7 @@ def target_can_be_run_here(subject: Subject) -> Iterator[Problem]:
     try:
         packing = find_quantization(source.checkpoint)
     except CheckpointError:  # a target may be given by its config alone
-        packing = "quantization_config" if subject.target_json.get("quantization_config") else None
+        packing = source.facts.quantization
     if packing is not None:
         yield Problem(f"target {CONFIG_FILE}", f"packed weights ({packing})", severity="warning")
 

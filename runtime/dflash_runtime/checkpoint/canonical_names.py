@@ -10,15 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from dflash_runtime.checkpoint.files import Checkpoint, TensorInfo
 from dflash_runtime.checkpoint.layout import PACKED, PACKED_DTYPES, StoredRows, find_stored_rows
+from dflash_runtime.checkpoint.target_facts import NESTED, PACKING
 from dflash_runtime.config import DraftConfig
 from dflash_runtime.errors import UnsupportedError
 from dflash_runtime.json_values import as_object
 
 if TYPE_CHECKING:
     import torch
-
-QUANTIZATION_KEYS = ("quantization_config", "compression_config")
-"""Where a config says how the weights were packed."""
 
 QUANTIZATION_FILE = "hf_quant_config.json"
 """Where Model-Optimizer says how it packed the weights."""
@@ -68,9 +66,9 @@ class CanonicalCheckpoint(Checkpoint):
 
 def find_quantization(stored: Checkpoint) -> str | None:
     """What says that the weights of a draft or a target are packed or scaled, or None where they are plain."""
-    bodies = (as_object(stored.config.get(key)) for key in ("transformer_layer_config", "text_config"))
+    bodies = (as_object(stored.config.get(key)) for key in ("transformer_layer_config", *NESTED))
     for config in (stored.config, *bodies):
-        for key in QUANTIZATION_KEYS:
+        for key in PACKING:
             if config.get(key):
                 return key
     if (stored.path / QUANTIZATION_FILE).exists():

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from dflash_runtime.checkpoint.experts_config import WITH_EXPERTS, read_experts
+from dflash_runtime.checkpoint.layer_kinds import KINDS
+from dflash_runtime.checkpoint.target_facts import decoder_config, read_depth, read_hidden_size, read_traits
 from dflash_runtime.config import RopeConfig, TargetConfig, TargetFacts
 from dflash_runtime.errors import MISSING, InvalidConfig, UnsupportedError
 from dflash_runtime.json_values import is_int, is_number
@@ -39,10 +41,11 @@ FOREIGN = {
     "experts": ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
     "latent attention": ("kv_lora_rank", "q_lora_rank"),
     "chunked attention": ("attention_chunk_size",),
-    "linear attention": ("linear_num_value_heads", "linear_conv_kernel_dim", "full_attention_interval"),
+    "linear attention": ("linear_num_value_heads", "linear_conv_kernel_dim", "linear_attn_config"),
+    "full attention in some layers only": ("full_attention_interval", "hybrid_layer_pattern"),
     "convolutions": ("conv_L_cache", "full_attn_idxs"),
     "state-space layers": ("mamba_d_state", "ssm_state_size", "hybrid_override_pattern"),
-    "another rope for each kind of layer": ("rope_local_base_freq", "no_rope_layers"),
+    "another rope for each kind of layer": ("rope_local_base_freq", "swa_rope_theta", "no_rope_layers"),
     "a gated query": ("attn_output_gate",),
     "multipliers": ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"),
     "scaled attention": ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"),
@@ -50,6 +53,10 @@ FOREIGN = {
     "partial rope": ("partial_rotary_factor",),
 }
 """What a decoder may be beyond what `TargetConfig` describes -> the keys of published configs that say so."""
+
+
+ROPE_FLAGS = ("layer_rope_theta", "no_rope_layers")
+"""Keys with one value a layer, zero for a layer without rope."""
 
 
 def read_body(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
@@ -72,39 +79,39 @@ def read_target_facts(config: Mapping[str, Any], path: Path) -> TargetFacts:
     """What can be told of any target from its config; what cannot is named in `not_known`.
 
     Raises:
-        InvalidConfig: no width, depth or vocabulary is stated.
+        InvalidConfig: no width, depth or vocabulary is stated, or layers are listed that are not as many.
     """
-    text = _text_config(config, path)
-    limit = text.get("max_position_embeddings")
+    text, _ = decoder_config(config, path)
+    facts = _facts(config, text, path)
     rope, unread = _readable_rope(text, path)
     return TargetFacts(
-        hidden_size=require_int(text, "hidden_size", path),
-        num_layers=require_int(text, "num_hidden_layers", path),
-        max_position_embeddings=limit if is_int(limit) and limit > 0 else None,
+        hidden_size=read_hidden_size(text, path),
+        num_layers=read_depth(text, path),
         rope=rope,
-        not_known=(*_foreign_parts(text), *unread),
-        **_identity(config, text, path),
+        ropes=_ropes_by_kind(text, facts["layer_kinds"], rope, path),
+        not_known=(*_foreign_parts(config, text, path), *unread),
+        **facts,
     )
 
 
 def read_target_config(config: Mapping[str, Any], path: Path) -> TargetConfig:
-    """A target that the runtime runs, looking into `text_config` where a multimodal wrapper holds one.
+    """A target that the runtime runs.
 
     Raises:
-        UnsupportedError: it is no decoder of full and sliding layers.
+        UnsupportedError: it is no decoder of full and sliding layers, or is part of another model.
         InvalidConfig: it is one, and a key is missing or wrong.
     """
-    text = _text_config(config, path)
-    identity = _identity(config, text, path)
-    has_experts = identity["model_type"] in WITH_EXPERTS
-    foreign = (*_wrapper(config, text), *_foreign_parts(text, known=("experts",) if has_experts else ()))
+    text, _ = decoder_config(config, path)
+    model_type = str(text.get("model_type", ""))
+    has_experts = model_type in WITH_EXPERTS
+    foreign = _foreign_parts(config, text, path, known=("experts",) if has_experts else ())
     if foreign:
-        raise not_run(identity["model_type"], foreign, path)
+        raise not_run(model_type, foreign, path)
     body = read_body(text, path)
-    body["windows"] = _read_target_windows(text, identity["model_type"], body["num_layers"], path)
+    body["windows"] = _read_target_windows(text, model_type, body["num_layers"], path)
     body["mlp_bias"] = _optional(text, "mlp_bias", bool, path) or False
     body["experts"] = read_experts(text, body["num_layers"], path) if has_experts else None
-    return TargetConfig(**{**identity, **body})
+    return TargetConfig(**{**_facts(config, text, path), **body})
 
 
 def not_run(model_type: str, reasons: Sequence[str], path: Path) -> UnsupportedError:
@@ -116,37 +123,30 @@ def not_run(model_type: str, reasons: Sequence[str], path: Path) -> UnsupportedE
     )
 
 
-def _text_config(config: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
-    """The decoder's config, which a multimodal wrapper nests."""
-    text = config.get("text_config", config)
-    if not isinstance(text, dict):
-        raise InvalidConfig("text_config", text, "an object", path=path)
-    return text
-
-
-def _wrapper(outer: Mapping[str, Any], text: Mapping[str, Any]) -> tuple[str, ...]:
-    """The model around a decoder, whose other parts and names of tensors are not known here."""
-    kinds = [str(config.get("model_type")) for config in (outer, text) if config.get("model_type")]
-    return (f"a decoder within {kinds[0]}",) if len(set(kinds)) > 1 else ()
-
-
-def _identity(outer: Mapping[str, Any], text: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """The fields that do not depend on what the layers are."""
+def _facts(outer: Mapping[str, Any], text: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """The fields that are read alike of every target."""
     dtype = _optional(text, "dtype", str, path) or _optional(text, "torch_dtype", str, path)
+    size = text if text.get("vocab_size") is not None else outer
     return {
         "model_type": str(text.get("model_type", outer.get("model_type", ""))),
-        "vocab_size": require_int(text, "vocab_size", path),
+        "vocab_size": require_int(size, "vocab_size", path),
         "tie_word_embeddings": bool(outer.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
         "eos_token_ids": read_token_ids(outer.get("eos_token_id", text.get("eos_token_id"))),
         "dtype": dtype or outer.get("dtype") or outer.get("torch_dtype"),
+        "nested_in": decoder_config(outer, path)[1],
+        **read_traits(outer, text, path),
     }
 
 
-def _foreign_parts(text: Mapping[str, Any], known: Sequence[str] = ()) -> tuple[str, ...]:
-    """What the config says of layers that are no dense attention with one rope, each in a few words."""
+def _foreign_parts(
+    outer: Mapping[str, Any], text: Mapping[str, Any], path: Path, known: Sequence[str] = ()
+) -> tuple[str, ...]:
+    """What the config says beyond dense attention with one rope in a model of text alone, each in a few words."""
+    nested_in = decoder_config(outer, path)[1]
     kinds = text.get("layer_types")
     foreign = {str(kind) for kind in kinds} - {FULL, SLIDING} if isinstance(kinds, list) else set()
-    parts = [f"layer_types {', '.join(sorted(foreign))}"] if foreign else []
+    parts = [f"part of a multimodal model ({nested_in})"] if nested_in is not None else []
+    parts += [f"layer_types {', '.join(sorted(foreign))}"] if foreign else []
     for words, keys in FOREIGN.items():
         stated = next((key for key in keys if _says_something(text.get(key))), None)
         if stated is not None and words not in known:
@@ -175,6 +175,22 @@ def _readable_rope(text: Mapping[str, Any], path: Path) -> tuple[RopeConfig | No
         return read_rope(text, path), ()
     except InvalidConfig:
         return None, ("rope",)
+
+
+def _ropes_by_kind(
+    text: Mapping[str, Any], kinds: Sequence[str], rope: RopeConfig | None, path: Path
+) -> dict[str, RopeConfig]:
+    """The rope of each kind of layer that has one, where kinds differ; empty where they do not."""
+    modern, local = text.get("rope_parameters"), text.get("rope_local_base_freq", text.get("swa_rope_theta"))
+    if isinstance(modern, dict) and _varies_by_kind(modern):
+        by_kind = {KINDS.get(kind, str(kind)): value for kind, value in modern.items() if isinstance(value, dict)}
+        return {kind: read_rope({"rope_parameters": value}, path) for kind, value in by_kind.items() if value}
+    if rope is not None and is_number(local):
+        return {"full": rope, "sliding": RopeConfig(theta=local)}
+    flags: list[Any] = next((text[key] for key in ROPE_FLAGS if isinstance(text.get(key), list) and any(text[key])), [])
+    if rope is None or all(flags) or len(flags) != len(kinds):
+        return {}
+    return {kind: rope for kind, has_rope in zip(kinds, flags, strict=True) if has_rope}
 
 
 def read_rope(config: Mapping[str, Any], path: Path) -> RopeConfig:

@@ -50,8 +50,16 @@ CASES = [
         target=top(quantization_config={"kv_cache_scheme": {"num_bits": 8}}),
     ),
     Case(
+        rule="S22", message="quantised KV cache", severity="warning", engines="vllm",
+        target=top(text_config={**support.target_config(), "quantization_config": {"kv_cache_quant_algo": "FP8"}}),
+    ),
+    Case(
         rule="S23", message="the target is packed", severity="warning", engines="sglang",
         target=top(quantization_config={"quant_method": "fp8"}),
+    ),
+    Case(
+        rule="S30", message="3 of 4 layers keep a state (linear)", engines="transformers",
+        target=top(layer_types=["linear_attention"] * 3 + ["full_attention"]),
     ),
     Case(
         rule="S24", message="serves 0 of 2 layers causally, the config states 2", engines="transformers",

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from dflash_testing import checkpoints as support
 from dflash_testing.rule_cases.base import SPEC, VERIFIER, Case, add, nothing, outer, top, without
 
 CASES = [
@@ -45,6 +46,10 @@ CASES = [
         rule="P12", message="published: block 16", severity="info", target=nothing, target_name="Qwen/Qwen3-4B",
     ),
     Case(rule="P13", message="2: the target runs its layers", severity="warning", target=top(num_loops=2)),
+    Case(
+        rule="P13", message="2: the target runs its layers", severity="warning",
+        target=top(llm_config={**support.target_config(), "num_loops": 2}),
+    ),
     Case(rule="P14", message="float16", severity="warning", target=top(dtype="float16")),
     Case(
         rule="P15", message="[40, 16], the target's vocab_size is 32", target=nothing,

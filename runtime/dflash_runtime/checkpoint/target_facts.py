@@ -1,0 +1,106 @@
+"""What a target's config says beside its layers: where the decoder is, its sizes, experts, packing. Needs no torch."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dflash_runtime.checkpoint.layer_kinds import SLIDING, count_listed_layers, read_layer_kinds
+from dflash_runtime.errors import MISSING, InvalidConfig
+from dflash_runtime.json_values import as_object, is_int
+
+NESTED = ("text_config", "llm_config", "language_config", "thinker_config")
+"""Keys of multimodal wrappers that hold the decoder's config, or another wrapper's."""
+
+MAX_LAYERS = 10_000
+"""More is a mistake, and would be spelled out layer by layer."""
+
+HIDDEN_SIZE = ("hidden_size", "n_embd", "d_model")
+DEPTH = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
+HEADS = ("num_attention_heads", "n_head", "n_heads")
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_k")
+POSITIONS = ("max_position_embeddings", "model_max_length", "n_positions", "max_seq_len")
+WINDOW = ("sliding_window", "sliding_window_size")
+PACKING = ("quantization_config", "compression_config")
+"""Where a config says how the weights were packed."""
+
+PACKING_DETAIL = ("quant_algo", "format", "fmt")
+"""What beside quant_method says how weights are packed."""
+
+
+def decoder_config(config: Mapping[str, Any], path: Path) -> tuple[Mapping[str, Any], str | None]:
+    """The decoder's own config, and the key that it is nested in, dotted; None where it is not nested.
+
+    Raises:
+        InvalidConfig: such a key holds no object.
+    """
+    key = next((key for key in NESTED if config.get(key) is not None), None)
+    if key is None:
+        return config, None
+    if not isinstance(config[key], dict):
+        raise InvalidConfig(key, config[key], "an object", path=path)
+    inner, deeper = decoder_config(config[key], path)
+    return inner, key if deeper is None else f"{key}.{deeper}"
+
+
+def read_depth(text: Mapping[str, Any], path: Path) -> int:
+    """How many layers there are; some configs only list them."""
+    stated, listed = _first(text, DEPTH), count_listed_layers(text)
+    depth = _count("num_hidden_layers", listed if stated is MISSING and listed is not None else stated, path)
+    if not 0 < depth <= MAX_LAYERS:
+        raise InvalidConfig("num_hidden_layers", depth, f"1 to {MAX_LAYERS} layers", path=path)
+    return depth
+
+
+def read_hidden_size(text: Mapping[str, Any], path: Path) -> int:
+    """The width, which must be stated."""
+    return _count("hidden_size", _first(text, HIDDEN_SIZE), path)
+
+
+def read_traits(outer: Mapping[str, Any], text: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """The fields of `TargetFacts` that are None or empty where a config does not state them.
+
+    Raises:
+        InvalidConfig: layers are listed, and are not as many as there are.
+    """
+    kinds = read_layer_kinds(text, read_depth(text, path), path)
+    window = _positive(text, WINDOW)
+    heads = _positive(text, HEADS)
+    return {
+        "num_heads": heads,
+        "num_kv_heads": _positive(text, ("num_key_value_heads",)),
+        "head_dim": _positive(text, ("head_dim",)),
+        "layer_kinds": kinds,
+        "windows": tuple(window if SLIDING in kind else None for kind in kinds),
+        "chunk_size": _positive(text, ("attention_chunk_size",)),
+        "max_position_embeddings": _positive(text, POSITIONS),
+        "num_experts": _positive(text, EXPERTS),
+        "num_experts_per_token": _positive(text, EXPERTS_PER_TOKEN),
+        "quantization": _packing(outer) or _packing(text),
+    }
+
+
+def _packing(config: Mapping[str, Any]) -> str | None:
+    """`fp8`, or `compressed-tensors (pack-quantized)`."""
+    for key in PACKING:
+        stated = as_object(config.get(key))
+        if stated:
+            method = str(stated.get("quant_method") or key)
+            detail = next((str(stated[name]) for name in PACKING_DETAIL if isinstance(stated.get(name), str)), method)
+            return method if detail == method else f"{method} ({detail})"
+    return None
+
+
+def _first(text: Mapping[str, Any], keys: tuple[str, ...]) -> Any:
+    return next((text[key] for key in keys if text.get(key) is not None), MISSING)
+
+
+def _positive(text: Mapping[str, Any], keys: tuple[str, ...]) -> int | None:
+    """The first of some keys that states a count."""
+    return next((text[key] for key in keys if is_int(text.get(key)) and text[key] > 0), None)
+
+
+def _count(key: str, value: Any, path: Path) -> int:
+    if not is_int(value):
+        raise InvalidConfig(key, value, "an integer", path=path)
+    return value

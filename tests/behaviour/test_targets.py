@@ -1,0 +1,278 @@
+"""Targets of every family that has published drafts: read, described, checked against, served; run or refused by name.
+
+The configs in tests/data/targets are written by tests/golden/target_configs.py.
+"""
+
+import json
+import runpy
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dflash_cli.checkpoints.opening import open_target, read_target
+from dflash_cli.checkpoints.target_words import layers_in_words, ropes_in_words
+from dflash_runtime.checkpoint.hf_config import read_target_facts
+from dflash_runtime.checkpoint.layer_kinds import STATE_KINDS
+from dflash_runtime.config import TargetConfig, TargetFacts
+from dflash_runtime.errors import DFlashError
+from dflash_runtime.models.target import target_families
+from dflash_testing import checkpoints as support
+from dflash_testing.paths import ROOT
+
+FOLDER = ROOT / "tests" / "data" / "targets"
+NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))
+TRUE_WARNINGS = {"P10", "P17", "S30"}
+"""Rules that rightly speak of some targets: of a scaled embedding, of what is not run here, of a state."""
+
+TAPPED_BY_SGLANG = {
+    "gemma4", "glm5_next", "kimi_k3", "laguna", "lfm2", "llama", "muse_glimmer", "muse_spark", "qwen3_5", "qwen3_5_moe"
+}  # fmt: skip
+"""Some of the targets that SGLang 0.5.23 hands out the layers of, most by the name of their multimodal model."""
+
+
+@cache
+def facts_of(name: str) -> TargetFacts:
+    path = FOLDER / f"{name}.json"
+    return read_target_facts(json.loads(path.read_text()), path)
+
+
+def make_pair(home: Path, name: str, **changes: Any) -> tuple[Path, Path]:
+    """A draft with taps on layers of every depth, and the target as far as a draft borrows from it."""
+    facts = facts_of(name)
+    home.mkdir(exist_ok=True)
+    last = facts.num_layers - 2
+    shape = support.Shape(
+        hidden=facts.hidden_size,
+        vocab=facts.vocab_size,
+        draft_vocab=facts.vocab_size,
+        mask=facts.vocab_size - 1,
+        target_layers=facts.num_layers,
+        taps=tuple(sorted({1, last // 3, last // 2, last})),
+        theta=facts.rope.theta if facts.rope is not None else 10000.0,
+    )
+    reach = facts.max_position_embeddings or 4096
+    draft = support.make_native(home / "dflash-draft", shape, max_position_embeddings=reach, **changes)
+    rows = np.ones((facts.vocab_size, facts.hidden_size), dtype=np.float32)
+    target = support.write_checkpoint(
+        home / "target", config_of(name), {"model.embed_tokens.weight": rows, "lm_head.weight": rows}
+    )
+    return draft, target
+
+
+def config_of(name: str) -> dict[str, Any]:
+    return dict(json.loads((FOLDER / f"{name}.json").read_text()))
+
+
+def of_each_kind() -> list[str]:
+    """One target for each kind of layer there is."""
+    found: dict[str, str] = {}
+    for name in NAMES:
+        found = dict.fromkeys(facts_of(name).layer_kinds, name) | found
+    return sorted(set(found.values()))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_layer_has_a_kind(name: str) -> None:
+    facts = facts_of(name)
+    assert len(facts.layer_kinds) == len(facts.windows) == facts.num_layers
+    assert facts.num_heads == 4
+    assert facts.rope is not None or facts.ropes or "rope" in facts.not_known
+    stated = json.dumps(config_of(name))
+    assert (facts.quantization is not None) == ("quantization_config" in stated)
+    assert (facts.num_experts is not None) == any("experts" in part for part in facts.not_known)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_pair_is_checked_without_a_false_word(name: str, tmp_path: Path) -> None:
+    draft, target = make_pair(tmp_path, name)
+    described = support.invoke("inspect", target)
+    assert described.code == 0, described.err
+    assert facts_of(name).model_type in described.out
+    validated = support.invoke("validate", draft, "--target", target, "--json")
+    assert validated.code == 0, validated.out
+    assert {item["id"] for item in json.loads(validated.out)["findings"]} <= TRUE_WARNINGS
+    served = support.invoke("serve-command", draft, "--target", target, "--engine", "vllm")
+    assert served.code == 0, served.err
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_running_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    """A target of a family that is run here goes on to its weights, of which these have few."""
+    draft, target = make_pair(tmp_path, name)
+    facts = open_target(target).facts
+    outcome = support.invoke("generate", "x", "-d", draft, "-t", target, "-n", "2")
+    if isinstance(facts, TargetConfig) and facts.model_type in target_families():
+        reason = "missing" if facts.quantization is None else "quantised weights"
+        assert (outcome.code, reason in outcome.err) == (3 if facts.quantization is None else 5, True), outcome.err
+    else:
+        assert outcome.code == 5
+        assert f"this runtime does not run {facts.model_type} targets" in outcome.err
+
+
+@pytest.mark.parametrize("name", of_each_kind())
+def test_a_tap_past_the_last_layer_is_an_error(name: str, tmp_path: Path) -> None:
+    depth = facts_of(name).num_layers
+    draft, target = make_pair(
+        tmp_path,
+        name,
+        num_target_layers=None,
+        dflash_config={"mask_token_id": 127, "target_layer_ids": [1, 2, 3, depth]},
+    )
+    outcome = support.invoke("validate", draft, "--target", target)
+    assert outcome.code == 3
+    assert f"names layer {depth} (counted from 0), the target has layers 0..{depth - 1}" in outcome.out
+
+
+@pytest.mark.parametrize("name", of_each_kind())
+def test_a_draft_is_converted_for_it(name: str, tmp_path: Path) -> None:
+    draft, target = make_pair(tmp_path, name)
+    request = ("convert", draft, tmp_path / "out", "--to", "speculators", "--target", target, "--verifier", "a/b")
+    assert support.invoke(*request).code == 0
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written["speculators_config"]["verifier"]["architectures"] == config_of(name)["architectures"]
+
+
+@pytest.mark.parametrize("name", of_each_kind())
+def test_the_reference_is_not_trusted_with_a_state(name: str, tmp_path: Path) -> None:
+    draft, target = make_pair(tmp_path, name)
+    outcome = support.invoke("validate", draft, "--target", target, "--engine", "transformers")
+    assert ("S30" in outcome.out) == bool(set(STATE_KINDS) & set(facts_of(name).layer_kinds))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_sglang_is_asked_by_the_names_it_knows(name: str, tmp_path: Path) -> None:
+    """A wrapper's name serves as well as its decoder's, and a packed target is seen wherever that is stated."""
+    draft, target = make_pair(tmp_path, name)
+    outcome = support.invoke("validate", draft, "--target", target, "--engine", "sglang", "--json")
+    found = {item["id"] for item in json.loads(outcome.out)["findings"]}
+    assert ("S23" in found) == (facts_of(name).quantization is not None)
+    assert not ("P07" in found and name.removeprefix("by_hand_") in TAPPED_BY_SGLANG)
+
+
+def test_a_kind_and_a_family_that_nobody_knows(tmp_path: Path) -> None:
+    target = support.make_target(
+        tmp_path / "target", model_type="mystery", layer_types=["wavelet", "full_attention"] * 2
+    )
+    assert open_target(target).facts.layer_kinds == ("wavelet", "full") * 2
+    outcome = support.invoke("inspect", target)
+    assert outcome.code == 0
+    assert "layers      4 layers: 2 wavelet, 2 full (layers 1, 3)" in outcome.out
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        (
+            "qwen3_next",
+            {"layer_types": ["full_attention"]},
+            "found '1 names', expected a list of 48 names",
+        ),
+        ("qwen3_next", {"layer_types": [1] * 48}, "layer_types: found"),
+        ("qwen3_next", {"num_hidden_layers": 2**53}, "expected 1 to 10000 layers"),
+        ("qwen3_next", {"hidden_size": "64"}, "hidden_size: found '64', expected an integer"),
+        ("qwen3_next", {"num_hidden_layers": None, "layer_types": None}, "num_hidden_layers: missing"),
+        ("by_hand_nemotron_h", {"hybrid_override_pattern": "M*"}, "expected 12 letters"),
+        ("by_hand_mimo_v2", {"hybrid_layer_pattern": [0, 1]}, "expected a list of 12 values"),
+        ("by_hand_internvl", {"llm_config": "qwen3"}, "llm_config: found 'qwen3', expected an object"),
+    ],
+)
+def test_what_is_malformed_is_told(name: str, change: dict[str, Any], words: str, tmp_path: Path) -> None:
+    draft, target = make_pair(tmp_path, name)
+    support.write_config(target, {**config_of(name), **change})
+    outcome = support.invoke("validate", draft, "--target", target)
+    assert outcome.code == 3, outcome.out
+    assert words in outcome.err
+
+
+ROPES = {"full_attention": {"rope_theta": 1}}
+JUNK: tuple[Any, ...] = (None, True, 0, -1, 3, 2.5, "x", [], [1], ["a"], [[1]], {}, {"a": 1}, ROPES, 2**53)
+UNSTATED = ("num_layers", "layer_types", "no_rope_layers", "rope_parameters", "quantization_config", "llm_config")
+
+
+@pytest.mark.parametrize("name", of_each_kind())
+def test_junk_under_any_key_is_read_or_told(name: str) -> None:
+    """Any value under any key of the model or its decoder, and under keys that it does not state."""
+    config = config_of(name)
+    for home in ("", *(key for key, value in config.items() if isinstance(value, dict))):
+        inner = config[home] if home else config
+        for key in (*inner, *UNSTATED):
+            for junk in JUNK:
+                changed = {**inner, key: junk}
+                with suppress(DFlashError):
+                    facts = read_target({**config, home: changed} if home else changed, FOLDER / f"{name}.json")
+                    assert layers_in_words(facts)
+                    list(ropes_in_words(facts))
+
+
+@pytest.mark.parametrize(
+    ("name", "lines"),
+    [
+        (
+            "qwen3_5_moe_fp8",
+            [
+                "model       qwen3_5_moe_text, in text_config of a multimodal model",
+                "layers      60 layers: 45 linear, 15 full, every 4th",
+                "rope        default, theta 10000, partial_rotary_factor 0.25, up to 32768 positions",
+                "experts     256, of which a token goes through 8",
+                "quantised   fp8 (e4m3)",
+            ],
+        ),
+        (
+            "gemma3",
+            [
+                "layers      26 layers: 22 sliding (window 4096), 4 full, every 6th",
+                "rope        full: default, theta 1000000; sliding: default, theta 10000, up to 131072 positions",
+                "vocabulary  128 ids, head tied to the embedding",
+            ],
+        ),
+        (
+            "by_hand_llama4",
+            [
+                "layers      12 layers: 9 chunked (chunks of 8192), 3 full, every 4th",
+                "rope        chunked: default, theta 1000000; none in full layers, up to 4096 positions",
+            ],
+        ),
+        ("by_hand_kimi_k3", ["layers      12 layers: 9 linear, 3 latent, every 4th"]),
+        ("by_hand_mimo_v2", ["layers      12 layers: 9 sliding (window 128), 3 full (layers 0, 5, 11)"]),
+        ("by_hand_nemotron_h", ["layers      12 layers: 5 mamba, 5 feed-forward, 2 full (layers 3, 8)"]),
+        ("lfm2", ["layers      16 layers: 12 convolution, 4 full (layers 2, 5, 10, 13)"]),
+        ("laguna", ["layers      40 layers: 30 sliding (window 512), 10 full, every 4th from layer 0 on"]),
+    ],
+)
+def test_inspect_says_what_it_is_made_of(name: str, lines: list[str], tmp_path: Path) -> None:
+    _, target = make_pair(tmp_path, name)
+    printed = support.invoke("inspect", target).out.splitlines()
+    for line in lines:
+        assert line in printed, printed
+    config = json.loads(support.invoke("inspect", target, "--json").out)["config"]
+    assert tuple(config["layer_kinds"]) == facts_of(name).layer_kinds
+    assert config["num_experts"] == facts_of(name).num_experts
+
+
+def test_the_page_is_what_the_script_prints() -> None:
+    """docs/targets.md is what `python scripts/target_table.py` prints."""
+    render = runpy.run_path(str(ROOT / "scripts" / "target_table.py"))["render"]
+    assert render() == (ROOT / "docs" / "targets.md").read_text()
+
+
+@pytest.mark.slow
+def test_the_configs_are_what_the_script_writes() -> None:
+    transformers = pytest.importorskip("transformers")
+    if transformers.__version__ != "5.23.0":
+        pytest.skip("written with transformers 5.23.0")
+    configs = runpy.run_path(str(ROOT / "tests" / "golden" / "target_configs.py"))["all_configs"]()
+    assert sorted(configs) == NAMES
+    assert {name: config_of(name) for name in NAMES} == configs
+
+
+def test_what_is_not_stated_is_not_made_up(tmp_path: Path) -> None:
+    """A window that no key says the layers of leaves their kinds open."""
+    path = support.make_target(tmp_path / "target", model_type="gemma2", sliding_window=64, layer_types=None,
+                               use_sliding_window=None)  # fmt: skip
+    facts = open_target(path).facts
+    assert facts.layer_kinds == ()
+    assert "4 layers, of kinds that the config does not state" in support.invoke("inspect", path).out
