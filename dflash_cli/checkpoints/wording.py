@@ -27,6 +27,9 @@ FIELD_NAMES = {
 }
 """Field -> its name in words, where the field's own words do not say it."""
 
+BY_LAYER = ("num_layers", "windows", "layer_kinds", "chunk_size")
+"""Fields of a target that the words on its layers say."""
+
 
 def description_lines(found: Description, *, with_tensors: bool = False) -> Iterator[str]:
     """What a checkpoint is, a label and a text a line."""
@@ -139,7 +142,7 @@ def _files(found: Description) -> str:
 
 
 def _field_lines(difference: Difference) -> Iterator[str]:
-    """Each field that differs; windows and causality as one line on attention, objects by their parts."""
+    """Each field that differs; what is said layer by layer as one line, objects by their parts."""
     fields = dict(difference.fields)
     first, second = difference.first.config, difference.second.config
     if isinstance(first, DraftConfig) and isinstance(second, DraftConfig):
@@ -147,6 +150,11 @@ def _field_lines(difference: Difference) -> Iterator[str]:
         if _attention(first) != _attention(second):
             yield f"attention in the first: {describe_layers(first)}"
             yield f"attention in the second: {describe_layers(second)}"
+    if isinstance(first, TargetFacts) and isinstance(second, TargetFacts):
+        words = layers_in_words(first), layers_in_words(second)
+        if words[0] != words[1]:
+            fields = {name: pair for name, pair in fields.items() if name not in BY_LAYER}
+            yield _contrast("layers", *words)
     for name, (one, other) in fields.items():
         ours, theirs = _parts(name, one), _parts(name, other)
         for part in dict.fromkeys([*ours, *theirs]):

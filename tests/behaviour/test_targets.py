@@ -253,6 +253,15 @@ def test_inspect_says_what_it_is_made_of(name: str, lines: list[str], tmp_path: 
     assert config["num_experts"] == facts_of(name).num_experts
 
 
+def test_two_targets_differ_in_one_line_on_their_layers(tmp_path: Path) -> None:
+    _, first = make_pair(tmp_path / "one", "qwen3_5")
+    _, second = make_pair(tmp_path / "two", "gemma3")
+    lines = support.invoke("inspect", first, second).out.splitlines()
+    (line,) = [line for line in lines if line.startswith("layers: ")]
+    assert "48 linear, 16 full, every 4th in the first; 26 layers: 22 sliding (window 4096)" in line
+    assert not any("windows" in line or "layer kinds" in line for line in lines)
+
+
 def test_the_page_is_what_the_script_prints() -> None:
     """docs/targets.md is what `python scripts/target_table.py` prints."""
     render = runpy.run_path(str(ROOT / "scripts" / "target_table.py"))["render"]
