@@ -88,7 +88,7 @@ def read_target_facts(config: Mapping[str, Any], path: Path) -> TargetFacts:
 
 
 def read_target_config(config: Mapping[str, Any], path: Path) -> TargetConfig:
-    """A target that the runtime runs, looking into `text_config` where a multimodal wrapper holds one.
+    """A target that the runtime runs.
 
     Raises:
         UnsupportedError: it is no decoder of full and sliding layers.
@@ -126,8 +126,7 @@ def _text_config(config: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
 
 def _wrapper(outer: Mapping[str, Any], text: Mapping[str, Any]) -> tuple[str, ...]:
     """The model around a decoder, whose other parts and names of tensors are not known here."""
-    kinds = [str(config.get("model_type")) for config in (outer, text) if config.get("model_type")]
-    return (f"a decoder within {kinds[0]}",) if len(set(kinds)) > 1 else ()
+    return ("part of a multimodal model (text_config)",) if outer is not text else ()
 
 
 def _identity(outer: Mapping[str, Any], text: Mapping[str, Any], path: Path) -> dict[str, Any]:
