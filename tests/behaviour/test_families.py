@@ -307,7 +307,7 @@ class TestRefused:
         support.write_config(path, {"model_type": "llava", "text_config": text, "vision_config": {}})
         outcome = support.invoke("generate", "x", "-d", support.make_native(tmp_path / "draft"), "-t", path, "-n", 2)
         assert outcome.code == 5, outcome.err
-        assert "does not run llama targets: a decoder within llava" in outcome.err
+        assert "does not run llama targets: part of a multimodal model" in outcome.err
 
     def test_biases_that_its_config_does_not_state(self, tmp_path: Path) -> None:
         path = make_target(tmp_path, name="llama with biases", attention_bias=False, mlp_bias=False)
