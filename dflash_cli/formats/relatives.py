@@ -81,6 +81,10 @@ class Relative(Format):
         return f"it has the tensor {found}" if found else None
 
 
+DRAFT_KEYS = ("dflash_config", "block_size", "speculators_model_type", "transformer_layer_config")
+"""Keys that drafts have and targets do not."""
+
+
 @FORMATS.register("domino")
 class Domino(Relative):
     """Domino, also where the architecture says DFlashDraftModel."""
@@ -239,3 +243,8 @@ class HunYuan(Relative):
     tensors = r"layers\.\d+\.self_attn\.(query|key)_layernorm\."
     difference = "it applies rope to queries and keys before their norms, DFlash after them"
     served_by = "no engine's release (vllm-project/vllm#43397 proposed a model for it)"
+
+    def evidence(self, config: Mapping[str, Any], tensor_names: frozenset[str]) -> str | None:
+        """A HunYuan model that is no draft has the same names: it is a target."""
+        is_draft = any(key in config for key in DRAFT_KEYS) or "DFlash" in "".join(named_architectures(config))
+        return super().evidence(config, tensor_names) if is_draft else None
