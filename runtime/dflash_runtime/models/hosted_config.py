@@ -28,7 +28,7 @@ REFUSED_KEYS = {
     "soft-capped attention": ("attn_logit_softcapping",),
     "KV shared between layers": ("num_kv_shared_layers",),
     "attention to later tokens": ("use_bidirectional_attention",),
-    "layers of other sizes than others": ("per_layer_config", "global_head_dim", "swa_head_dim"),
+    "layers of other sizes than others": ("is_heterogeneous", "global_head_dim", "swa_head_dim"),
     "ALiBi": ("alibi",),
 }  # fmt: skip
 """What our attention, or our pages, do not do -> the attributes of configs that say a model needs it."""
