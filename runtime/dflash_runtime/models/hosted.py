@@ -260,7 +260,7 @@ def _load_model(source: TargetSource, config: TargetConfig, placement: Placement
         with _quietly():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 path, dtype=placement.dtype, attn_implementation=TRIAL, trust_remote_code=False, use_safetensors=True,
-                local_files_only=True, output_loading_info=True,
+                local_files_only=True, output_loading_info=True, ignore_mismatched_sizes=True,
             )  # fmt: skip
     except (ValueError, KeyError, TypeError, RuntimeError, OSError, ImportError) as error:
         first = str(error).strip().split("\n")[0]

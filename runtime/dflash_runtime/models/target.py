@@ -86,7 +86,9 @@ def find_target_runtime(source: TargetSource, wanted: str) -> tuple[TargetRuntim
             return "native", _native_config(source)
         except UnsupportedError as error:
             if wanted == "native":
-                raise UnsupportedError(error.message, hint="--target-runtime auto may run it, slowly") from error
+                raise UnsupportedError(
+                    error.message, hint=f"--target-runtime auto may run it, slowly; {error.hint}"
+                ) from error
     config = read_hosted_config(source)
     check_hosted_headers(source, config)
     return "transformers", config

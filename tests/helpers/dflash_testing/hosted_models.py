@@ -113,6 +113,7 @@ def plain_text(model: Any, prompt: Sequence[int], num_tokens: int) -> list[int]:
     """What transformers' own greedy generation says after a prompt, stop tokens passed over."""
     from transformers import GenerationConfig
 
+    model.generation_config.eos_token_id = None  # what the call leaves open is taken from here
     config = GenerationConfig(max_new_tokens=num_tokens, do_sample=False, eos_token_id=None, pad_token_id=0)
     ids = torch.tensor([list(prompt)])
     said: list[int] = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)[0].tolist()
