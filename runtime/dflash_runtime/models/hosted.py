@@ -48,6 +48,9 @@ HARMLESS = frozenset(
 WORDS = {"s_aux": "attention sinks", "softcap": "soft-capped attention", "position_bias": "a bias on attention"}
 """What transformers calls things that our attention does not do."""
 
+ADAPTER = "adapter_config.json"
+"""Where there is one, transformers loads the model that it names."""
+
 SINKS = "sinks"
 """How tensors of attention sinks end."""
 
@@ -190,11 +193,13 @@ def load_hosted(source: TargetSource, config: TargetConfig, placement: Placement
 
 
 def check_hosted_headers(source: TargetSource, config: TargetConfig) -> None:
-    """Refuse by headers alone what would be refused after loading.
+    """Refuse by files and headers alone what would be refused after loading, and what transformers would load instead.
 
     Raises:
-        UnsupportedError: packed weights, or attention sinks.
+        UnsupportedError: packed weights, attention sinks, or an adapter, which names a model of its own.
     """
+    if (source.checkpoint.path / ADAPTER).exists():
+        raise _unsupported(config, f"an adapter ({ADAPTER}) beside the weights")
     refuse_packed(source.checkpoint.path, find_quantization(source.checkpoint))
     sinks = next((name for name in source.checkpoint.tensors if name.endswith(SINKS)), None)
     if sinks is not None:

@@ -22,6 +22,7 @@ from dflash_runtime.models.target import find_target_runtime, load_target
 from dflash_testing import checkpoints as support
 from dflash_testing.hosted_models import BODY, DEFAULT, MIXED, SERVED, host, make_model
 from dflash_testing.pairs import placement, random_target
+from dflash_testing.paths import ROOT
 
 KINDS = [kind if kind in DEFAULT else pytest.param(kind, marks=pytest.mark.slow) for kind in SERVED]
 
@@ -105,6 +106,13 @@ def test_attention_sinks_are_refused_by_headers(tmp_path: Path) -> None:
     target = support.write_checkpoint(tmp_path, {**BODY, **MIXED, "model_type": "gpt_oss", "head_dim": 8}, sinks)
     with pytest.raises(UnsupportedError, match=r"gpt_oss targets: attention sinks \(model.layers.0.self_attn.sinks\)"):
         find_target_runtime(open_target(target), "auto")
+
+
+def test_an_adapter_is_not_followed(tmp_path: Path) -> None:
+    make_model(tmp_path, "llama")
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "elsewhere"}')
+    with pytest.raises(UnsupportedError, match="an adapter"):
+        host(tmp_path)
 
 
 def test_packed_weights_are_refused(tmp_path: Path) -> None:
@@ -250,6 +258,11 @@ class TestChoice:
         assert not pair.has_graphs
         (warning,) = pair.warnings
         assert "the olmoe target runs slowly: transformers' own code" in warning
+
+
+def test_the_document_names_every_family_that_was_tried() -> None:
+    text = (ROOT / "docs" / "hosted-targets.md").read_text()
+    assert not [kind for kind in (*SERVED, *REFUSED) if f"`{kind}`" not in text]
 
 
 @pytest.mark.parametrize("module", [hosted, hosted_config], ids=["hosted", "hosted_config"])
