@@ -1,5 +1,6 @@
 """Targets that transformers' own code runs over our pages say what transformers says, in every mode of the engine."""
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from dflash_cli.checkpoints.references import tiny_directory
 from dflash_runtime.drafts.draft import load_draft
 from dflash_runtime.models.target import load_target
 from dflash_runtime.scheduling.request import SamplingParams
+from dflash_testing import checkpoints as support
 from dflash_testing.hosted_models import DEFAULT, SERVED, KnowingDraft, Known, host, make_model, plain_text
 from dflash_testing.pairs import (
     bundled_draft,
@@ -88,3 +90,56 @@ def test_the_bundled_pair_gives_the_traces_of_the_native_target() -> None:
     for one, other in zip(ours, native.generate(given, params), strict=True):
         assert one.drafts == other.drafts
         assert one == other
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[object, ...]:
+    """Options that name a pair whose target no family serves, with prompts."""
+    folder, shape = tmp_path_factory.mktemp("labels"), support.SMALL
+    sizes = {"hidden_size": shape.hidden, "vocab_size": shape.vocab, "num_hidden_layers": shape.target_layers}
+    make_model(folder / "target", "olmoe", head_dim=4, **sizes)
+    draft = support.make_native(folder / "draft")
+    prompts = folder / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt_token_ids": [7, index]}) + "\n" for index in range(8)))
+    return draft, "--target", folder / "target", "--prompts", prompts, "--device", "cpu"
+
+
+def run(command: str, pair: tuple[object, ...], *options: object, code: int = 0) -> tuple[dict[str, Any], str]:
+    """The document that a command prints of a pair, and what it says beside it."""
+    draft, *rest = pair
+    named = ("--draft", draft) if command == "generate" else (draft,)
+    outcome = support.invoke(command, *named, *rest, *options, "--json")
+    assert outcome.code == code, outcome.err
+    document: dict[str, Any] = json.loads(outcome.out)
+    return document, outcome.err
+
+
+class TestLabels:
+    """That the target ran slowly, and by whose code, is said wherever something ran."""
+
+    def test_generate(self, pair: tuple[object, ...]) -> None:
+        document, err = run("generate", pair, "-n", 4)
+        assert document["measured"]["target_runtime"] == "transformers"
+        assert err.count("the olmoe target runs slowly") == 1
+        assert "Loading weights" not in err
+
+    def test_eval_acceptance(self, pair: tuple[object, ...]) -> None:
+        document, err = run("eval-acceptance", pair, "-n", 4)
+        assert document["measured"]["target_runtime"] == "transformers"
+        assert err.count("the olmoe target runs slowly") == 1
+
+    def test_validate(self, pair: tuple[object, ...]) -> None:
+        document, _ = run("validate", pair, "--level", "run", "-n", 8, code=3)
+        assert document["search"]["target_runtime"] == "transformers"
+        assert [note for note in document["notes"] if "the olmoe target runs slowly" in note]
+
+    @pytest.mark.slow
+    def test_bench(self, pair: tuple[object, ...]) -> None:
+        document, _ = run("bench", pair, "-n", 8, "--batches", 1, "--rounds", 1)
+        assert document["measured"]["target_runtime"] == "transformers"
+
+    def test_native_alone_does_not_run_it(self, pair: tuple[object, ...]) -> None:
+        draft, *rest = pair
+        outcome = support.invoke("eval-acceptance", draft, *rest, "--target-runtime", "native")
+        assert outcome.code == 5
+        assert "does not run olmoe targets" in outcome.err

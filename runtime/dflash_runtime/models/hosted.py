@@ -24,7 +24,7 @@ from dflash_runtime.checkpoint.canonical_names import find_quantization, refuse_
 from dflash_runtime.checkpoint.layout import TARGET_LEFTOVERS
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.config import TargetConfig
-from dflash_runtime.errors import CheckpointError, TensorMismatch, UnsupportedError
+from dflash_runtime.errors import CheckpointError, DFlashError, TensorMismatch, UnsupportedError
 from dflash_runtime.models.layers import Attend, Linear
 from dflash_runtime.models.placement import Placement
 
@@ -187,8 +187,13 @@ def load_hosted(source: TargetSource, config: TargetConfig, placement: Placement
     """
     model = _load_model(source, config, placement)
     target = HostedTarget(config, model, placement)
-    with torch.inference_mode():
-        _try_out(target, model, placement.device)
+    try:
+        with torch.inference_mode():
+            _try_out(target, model, placement.device)
+    except (DFlashError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # a model may fail in any way, and not for a fault of this program
+        raise _unsupported(config, f"its own code fails on four tokens: {_first_line(error)}") from error
     return target
 
 
@@ -267,9 +272,10 @@ def _load_model(source: TargetSource, config: TargetConfig, placement: Placement
                 path, dtype=placement.dtype, attn_implementation=TRIAL, trust_remote_code=False, use_safetensors=True,
                 local_files_only=True, output_loading_info=True, ignore_mismatched_sizes=True,
             )  # fmt: skip
+    except torch.OutOfMemoryError:
+        raise
     except (ValueError, KeyError, TypeError, RuntimeError, OSError, ImportError) as error:
-        first = str(error).strip().split("\n")[0]
-        raise CheckpointError(f"transformers does not load this target: {first}", path=path) from error
+        raise CheckpointError(f"transformers does not load this target: {_first_line(error)}", path=path) from error
     model, info = loaded
     wrong = {name: (str(list(found)), str(list(wanted))) for name, found, wanted in info["mismatched_keys"]}
     if info["missing_keys"] or wrong:
@@ -365,6 +371,10 @@ def _is_close(one: Tensor, other: Tensor) -> bool:
     """Whether rows are the same but for rounding, which a factor or a term that is left out is not."""
     tolerance = max(8 * torch.finfo(one.dtype).eps, 1e-4)
     return bool((one - other).abs().max() <= tolerance * other.abs().max().clamp(min=1e-6))
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no reason given'}"
 
 
 def _unsupported(config: TargetConfig, what: str) -> UnsupportedError:

@@ -80,7 +80,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "gemma2": ({}, "soft-capped attention (attn_logit_softcapping)"),
     "gemma4_text": ({}, "layers of other sizes than others (is_heterogeneous)"),
     "gemma3_text": ({"use_bidirectional_attention": True}, "attention to later tokens (use_bidirectional_attention)"),
-    "llama": (
+    "olmo2": (
         {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
         "rope type dynamic, whose frequencies change with the length of the text",
     ),
@@ -169,6 +169,12 @@ class TestTrial:
     def test_attention_of_its_own(self, tmp_path: Path) -> None:
         make_model(tmp_path, "diffllama")
         with pytest.raises(UnsupportedError, match="do not ask for attention once through transformers"):
+            host(tmp_path)
+
+    def test_code_that_fails(self, tmp_path: Path) -> None:
+        """Its norms of queries are as wide as the hidden states, which this head size contradicts."""
+        make_model(tmp_path, "olmoe", hidden_size=16)
+        with pytest.raises(UnsupportedError, match="its own code fails on four tokens: RuntimeError: The size of"):
             host(tmp_path)
 
     def test_a_window_unlike_the_config(self, tmp_path: Path) -> None:
