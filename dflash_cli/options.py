@@ -93,6 +93,15 @@ ThreadsOption = Annotated[
         rich_help_panel=ENGINE,
     ),
 ]
+TargetRuntimeOption = Annotated[
+    Literal["auto", "native", "transformers"],
+    typer.Option(
+        "--target-runtime",
+        help="Whose code runs the target: this runtime's (native), or transformers' over the same KV pages, which is "
+        "slow. auto is native where it serves the target's model type, transformers otherwise.",
+        rich_help_panel=ENGINE,
+    ),
+]
 ForceOption = Annotated[bool, typer.Option("--force", help="Replace files that already exist.", rich_help_panel=OUTPUT)]
 
 
@@ -219,6 +228,7 @@ class EngineOptions:
             rich_help_panel=ENGINE,
         ),
     ] = "auto"
+    target_runtime: TargetRuntimeOption = "auto"
     max_num_requests: Annotated[
         int,
         typer.Option(
@@ -303,6 +313,7 @@ class EngineOptions:
             device=self.device,
             dtype=self.dtype,
             kernels=self.kernels,
+            target_runtime=self.target_runtime,
             num_draft_tokens=self.num_speculative_tokens,
             draft_sampling=self.draft_sampling,
             max_model_len=self.max_model_len,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dflash_cli import console
-from dflash_cli.options import DraftArg, JsonOption, PromptsOption, TargetOption, ThreadsOption
+from dflash_cli.options import DraftArg, JsonOption, PromptsOption, TargetOption, TargetRuntimeOption, ThreadsOption
 from dflash_cli.parameters import ENGINE
 from dflash_runtime.errors import CheckpointError, UnknownFormat, UnsupportedError
 
@@ -42,6 +42,7 @@ def diagnose(
     num_prompts: NumPromptsOption = None,
     max_new_tokens: MaxNewTokensOption = 96,
     device: DeviceOption = "auto",
+    target_runtime: TargetRuntimeOption = "auto",
     threads: ThreadsOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -79,6 +80,7 @@ def diagnose(
             max_new_tokens=max_new_tokens,
             device=device,
             observe=progress,
+            target_runtime=target_runtime,
         )
         report = validate_draft(
             ValidationRequest(

@@ -22,6 +22,7 @@ from dflash_cli.options import (
     JsonOption,
     PromptsOption,
     TargetOption,
+    TargetRuntimeOption,
     ThreadsOption,
 )
 from dflash_cli.validation.report import Report
@@ -102,6 +103,7 @@ def validate(
     num_prompts: NumPromptsOption = None,
     max_new_tokens: MaxNewOption = 96,
     device: DeviceOption = "auto",
+    target_runtime: TargetRuntimeOption = "auto",
     threads: ThreadsOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -131,7 +133,7 @@ def validate(
         num_speculative_tokens=num_speculative_tokens,
     )
     if level == "run":
-        report = _run(request, prompts, (num_prompts, max_new_tokens), device, threads)
+        report = _run(request, prompts, (num_prompts, max_new_tokens), (device, target_runtime), threads)
     else:
         report = validate_draft(request)
     _tell_traffic(location, target_location)
@@ -155,25 +157,32 @@ def validate(
 
 
 def _run(
-    request: ValidationRequest, prompts: str | None, sizes: tuple[int | None, int], device: str, threads: int | None
+    request: ValidationRequest,
+    prompts: str | None,
+    sizes: tuple[int | None, int],
+    engine: tuple[str, str],
+    threads: int | None,
 ) -> Report:
-    """The report of the run level, with progress; `sizes` are prompts to make and tokens to generate for each."""
+    """The report of the run level, with progress; `sizes` are prompts to make and tokens to generate for each,
+    `engine` the device and the target's runtime.
+    """
     from dflash_cli.generation.announcements import announce_loading
     from dflash_cli.generation.threads import use_threads
     from dflash_cli.validation.reading_progress import ReadingProgress
 
     if not isinstance(request.target, Path):
         raise UsageError("--level run needs a target", hint="add --target TARGET")
-    announce_loading(request.draft_reference, request.target_reference, device=device)
-    use_threads(threads, device, [open_checkpoint(request.target), open_checkpoint(request.draft)])
+    announce_loading(request.draft_reference, request.target_reference, device=engine[0])
+    use_threads(threads, engine[0], [open_checkpoint(request.target), open_checkpoint(request.draft)])
     with ReadingProgress() as progress:
         run = run_settings(
             request.target,
             prompts=prompts,
             num_prompts=sizes[0],
             max_new_tokens=sizes[1],
-            device=device,
+            device=engine[0],
             observe=progress,
+            target_runtime=engine[1],
         )
         return validate_draft(replace(request, run=run))
 

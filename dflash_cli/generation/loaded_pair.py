@@ -66,6 +66,7 @@ class PairSession:
             "dtype": pair.placement.dtype_name,
             "device": self.llm.device.type,
             "kernels": pair.placement.kernels.name,
+            "target_runtime": pair.target_runtime,
             "causality": self.causality,
             "chat": chat,
             "chat_template_kwargs": self.template_options,
@@ -86,6 +87,7 @@ class PairSession:
             "packages": {name: _release(name) for name in PACKAGES},
             "max_num_requests": config.max_num_requests,
             "scheduling": config.scheduling,
+            "target_runtime": self.llm.pair.target_runtime,
             "prefix_cache": config.prefix_cache,
             "adaptive_width": config.adaptive_width,
             "argv": [Path(sys.argv[0]).name, *sys.argv[1:]],
@@ -130,7 +132,7 @@ class PairSession:
         Raises:
             UsageError: more positions to verify than a block has, or a stop id outside the vocabulary.
         """
-        block, vocab = self.llm.num_draft_tokens + 1, self.target.config.vocab_size
+        block, vocab = self.llm.num_draft_tokens + 1, self.target.facts.vocab_size
         if params.verify_width is not None and params.verify_width > block:
             raise UsageError(f"--verify-width {params.verify_width}: expected at most {block}, the block in use")
         for token in params.stop_token_ids:
@@ -222,7 +224,7 @@ def _release(name: str) -> str | None:
 def _stop_token_ids(target: TargetSource, tokenizer: Tokenizer | None) -> tuple[int, ...]:
     """Every id that ends a text: of the generation config, the config and the tokenizer."""
     generation = target.checkpoint.read_optional_json("generation_config.json") or {}
-    ids = set(read_token_ids(generation.get("eos_token_id"))) | set(target.config.eos_token_ids)
+    ids = set(read_token_ids(generation.get("eos_token_id"))) | set(target.facts.eos_token_ids)
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         ids.add(tokenizer.eos_token_id)
     return tuple(sorted(ids))

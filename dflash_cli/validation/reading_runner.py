@@ -13,12 +13,13 @@ from dflash_cli.validation.alternatives import AlternativeReading
 from dflash_cli.validation.reading_screen import ReadingScreen
 from dflash_cli.validation.readings import SearchBudget
 from dflash_runtime.checkpoint.pair import TargetSource
-from dflash_runtime.config import EngineConfig
+from dflash_runtime.config import EngineConfig, TargetConfig
 from dflash_runtime.device.loading import LoadedPair, load_pair
 from dflash_runtime.device.settings import resolve_limits
 from dflash_runtime.drafts.draft import Draft
 from dflash_runtime.llm import LLM
 from dflash_runtime.models.layers import Attend, PagedKV
+from dflash_runtime.models.target import find_target_runtime
 from dflash_runtime.scheduling.request import RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
@@ -66,7 +67,8 @@ class ReadingRunner:
     ) -> None:
         self._effort = effort
         config = replace(config, max_num_requests=min(config.max_num_requests, 32), prefix_cache=False)
-        limits = resolve_limits(config, target.config, draft.config)
+        _, target_config = find_target_runtime(target, config.target_runtime)
+        limits = resolve_limits(config, target_config, draft.config)
         # Given prompts are continued by a lead too, where new ones are made of them.
         prompt_len = (effort.start_len if longest is None else longest) + effort.lead_len
         # Twice the lookahead: a reading may have blocks up to twice as long.
@@ -89,6 +91,21 @@ class ReadingRunner:
         """What estimates acceptance along these outputs, for readings that tap no other layers than these."""
         assert self._pair.draft is not None
         return ReadingScreen(self._pair, outputs, taps, self._pair.limits.num_draft_tokens)
+
+    @property
+    def target_config(self) -> TargetConfig:
+        """As the code that runs the target reads it."""
+        return self._pair.target.config
+
+    @property
+    def target_runtime(self) -> str:
+        """Whose code runs the target."""
+        return self._pair.target_runtime
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Those of the pair."""
+        return self._pair.warnings
 
     def rare_ids(self, count: int) -> list[int]:
         """Ids whose rows of the target's embedding look unused: nearest to the mean of all rows, or of extreme norm.

@@ -134,7 +134,7 @@ class ReadingSearch:
     """The config's own reading and the alternatives, on the same prompts; those that were run come first.
 
     `num_readings` counts all that were tried, poor guesses included, which `results` leaves out; `left_out` says which
-    prompts could not be answered, and why.
+    prompts could not be answered, and why; `warnings` are those of the pair that was run.
     """
 
     num_prompts: int
@@ -143,6 +143,8 @@ class ReadingSearch:
     results: tuple[ReadingResult, ...]
     num_readings: int = 0
     left_out: tuple[str, ...] = ()
+    target_runtime: str = "native"
+    warnings: tuple[str, ...] = ()
 
     @property
     def explanation(self) -> ReadingResult | None:
@@ -156,6 +158,7 @@ class ReadingSearch:
             "acceptance_len": self.acceptance_len,
             "num_readings": self.num_readings,
             "left_out": list(self.left_out),
+            "target_runtime": self.target_runtime,
             "readings": [item.to_json() for item in self.results],
         }
 
@@ -210,7 +213,14 @@ def search_readings(
     # Estimated lengths are of all positions of the text, not of steps: shown is what the difference makes of the run's.
     estimated = [replace(item, acceptance_len=max(1.0, length + item.difference)) for item in screened[len(chosen) :]]
     return ReadingSearch(
-        len(base), budget.max_new_tokens * len(base), length, (*results, *estimated), len(readings), left_out
+        num_prompts=len(base),
+        num_tokens=budget.max_new_tokens * len(base),
+        acceptance_len=length,
+        results=(*results, *estimated),
+        num_readings=len(readings),
+        left_out=left_out,
+        target_runtime=runner.target_runtime,
+        warnings=runner.warnings,
     )
 
 
@@ -257,7 +267,7 @@ def _readings_of(
     """The readings to try, without the config's own."""
     space = ReadingSpace(
         config=draft.config,
-        target=target.config,
+        target=runner.target_config,
         masks=find_specials(target),
         rare_ids=runner.rare_ids(NUM_RARE_IDS),
         text_len=runner.text_len,

@@ -25,7 +25,14 @@ class RunSettings:
 
 
 def run_settings(
-    target: Path, *, prompts: str | None, num_prompts: int | None, max_new_tokens: int, device: str, observe: "Observe"
+    target: Path,
+    *,
+    prompts: str | None,
+    num_prompts: int | None,
+    max_new_tokens: int,
+    device: str,
+    observe: "Observe",
+    target_runtime: str = "auto",
 ) -> RunSettings:
     """The settings of a run with the target in a directory, from what a user typed.
 
@@ -34,7 +41,7 @@ def run_settings(
     from dflash_cli.validation.readings import SearchBudget
 
     return RunSettings(
-        EngineConfig(device=device, max_num_requests=MAX_NUM_REQUESTS),
+        EngineConfig(device=device, target_runtime=target_runtime, max_num_requests=MAX_NUM_REQUESTS),
         SearchBudget(num_prompts=num_prompts or NUM_MADE_UP, max_new_tokens=max_new_tokens),
         observe,
         lambda: None if prompts is None else _read_prompts(prompts, num_prompts, target),

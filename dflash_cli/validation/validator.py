@@ -92,13 +92,13 @@ def _refuse_to_run(subject: Subject, request: ValidationRequest) -> None:
     """Refuse the run level where no target is given, or one that this tool does not run.
 
     Raises:
-        UsageError, UnsupportedError, InvalidConfig: see above and `check_target_runs`.
+        UsageError, UnsupportedError, InvalidConfig: see above and `find_target_runtime`.
     """
     if subject.target_source is None or request.run is None:
         raise UsageError("--level run needs a target", hint="add --target TARGET")
-    from dflash_runtime.models.target import check_target_runs
+    from dflash_runtime.models.target import find_target_runtime
 
-    check_target_runs(subject.target_source)
+    find_target_runtime(subject.target_source, request.run.config.target_runtime)
 
 
 def _run_levels(subject: Subject, last: Level) -> tuple[list[Finding], int]:
@@ -151,7 +151,9 @@ def _reasons_not_to_run(subject: Subject, findings: list[Finding]) -> tuple[str,
 
 
 def _with_readings(subject: Subject, settings: RunSettings) -> tuple[Subject, tuple[str, ...]]:
-    """The subject with how each alternative reading of its config accepts, and a note on each prompt left out."""
+    """The subject with how each alternative reading of its config accepts, and notes: on each prompt left out, and on
+    the pair.
+    """
     from dflash_cli.validation.readings import search_readings
 
     assert subject.checkpoint is not None
@@ -164,4 +166,4 @@ def _with_readings(subject: Subject, settings: RunSettings) -> tuple[Subject, tu
         budget=settings.budget,
         observe=settings.observe,
     )
-    return replace(subject, search=found), tuple(f"left out: {reason}" for reason in found.left_out)
+    return replace(subject, search=found), (*(f"left out: {reason}" for reason in found.left_out), *found.warnings)

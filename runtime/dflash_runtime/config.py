@@ -241,7 +241,8 @@ class EngineConfig:
     their results when scheduling is asynchronous. Requests without a seed get theirs from `seed`; with None, that is
     another number each time. With `graphs`, decode steps on a GPU are captured as CUDA graphs. With `adaptive_width`
     steps verify as many rows of a block as promise the most tokens a second on this GPU, or decode plainly: the text is
-    the same, and the acceptance that is counted is capped.
+    the same, and the acceptance that is counted is capped. `target_runtime` says whose code runs the target: a native
+    family, transformers, or with "auto" transformers where no native family serves it.
     """
 
     device: str = "auto"
@@ -261,6 +262,7 @@ class EngineConfig:
     max_in_flight: int = 2
     graphs: bool = True
     adaptive_width: bool = False
+    target_runtime: str = "auto"
     seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -287,6 +289,7 @@ CHOICES = {
     "kernels": ("auto", "triton", "reference"),
     "draft_sampling": ("greedy", "probabilistic"),
     "scheduling": ("async", "sync"),
+    "target_runtime": ("auto", "native", "transformers"),
 }
 """What each engine setting that is a word may be."""
 

@@ -8,7 +8,7 @@ import torch
 
 from dflash_runtime.checkpoint.canonical_names import find_quantization, refuse_packed
 from dflash_runtime.checkpoint.pair import DraftLike, TargetSource, check_pair
-from dflash_runtime.config import DraftConfig, EngineConfig
+from dflash_runtime.config import DraftConfig, EngineConfig, TargetConfig
 from dflash_runtime.device.attention import check_capability
 from dflash_runtime.device.settings import (
     apply_exclusions,
@@ -20,7 +20,7 @@ from dflash_runtime.device.settings import (
 )
 from dflash_runtime.drafts.draft import Draft, build_draft, load_draft_weights, owned_tensors
 from dflash_runtime.models.placement import Placement
-from dflash_runtime.models.target import Target, check_target_runs, load_target
+from dflash_runtime.models.target import Target, TargetRuntime, find_target_runtime, load_target
 from dflash_runtime.models.weights import Weights
 from dflash_runtime.scheduling.limits import Limits
 
@@ -42,6 +42,7 @@ class LoadedPair:
     config: EngineConfig
     warnings: tuple[str, ...] = ()
     draft_weights: Weights | None = None
+    target_runtime: TargetRuntime = "native"
 
     @property
     def has_graphs(self) -> bool:
@@ -71,13 +72,13 @@ def load_pair(target: TargetSource, draft: DraftLike | None, config: EngineConfi
         UnsupportedError, TensorMismatch: see `load_target` and `owned_tensors`.
     """
     config = config or EngineConfig()
-    check_target_runs(target)
+    runtime, target_config = find_target_runtime(target, config.target_runtime)
     if draft is not None:
         refuse_packed(draft.checkpoint.path, find_quantization(draft.checkpoint))
         check_pair(draft, target)
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, device)
-    limits = resolve_limits(config, target.config, draft.config if draft is not None else None)
+    limits = resolve_limits(config, target_config, draft.config if draft is not None else None)
     if limits.num_draft_tokens == 0:
         draft = None
     if draft is not None:
@@ -85,18 +86,21 @@ def load_pair(target: TargetSource, draft: DraftLike | None, config: EngineConfi
     kernels = resolve_kernels(config.kernels, device, dtype)
     # A block may begin on the model's last position, so rope tables reach a block past it.
     placement = Placement(device, dtype, kernels, limits.max_model_len + limits.num_lookahead_tokens)
-    check_capability(kernels.name, target.config, draft.config if draft is not None else None, placement.dtype_name)
+    check_capability(kernels.name, target_config, draft.config if draft is not None else None, placement.dtype_name)
     config, warnings = apply_exclusions(config, placement, limits.num_draft_tokens)
+    if runtime == "transformers":
+        warnings = (*warnings, slow_warning(target_config))
     for text in warnings:
         logger.warning(text)
     started = time.perf_counter()
     pair = LoadedPair(
-        target=load_target(target, placement),
+        target=load_target(target, placement, runtime),
         draft=None,
         placement=placement,
         limits=limits,
         config=config,
         warnings=warnings,
+        target_runtime=runtime,
     )
     if draft is not None:
         pair = replace(pair, draft_weights=load_draft_weights(draft, placement)).with_draft(draft.config)
@@ -104,3 +108,11 @@ def load_pair(target: TargetSource, draft: DraftLike | None, config: EngineConfi
         torch.cuda.synchronize(device)
     logger.info("loaded weights onto %s in %.1f s", device, time.perf_counter() - started)
     return pair
+
+
+def slow_warning(target: TargetConfig) -> str:
+    """What is said of every target that no native family runs."""
+    return (
+        f"the {target.model_type} target runs slowly: transformers' own code over our pages, without CUDA graphs; "
+        "its times say nothing of the pair's speed"
+    )

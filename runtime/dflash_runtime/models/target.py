@@ -8,7 +8,7 @@ Axis letters: T flat rows, F feature width (taps x hidden), V vocabulary.
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Protocol
+from typing import Literal, Protocol
 
 from torch import Tensor
 
@@ -18,6 +18,8 @@ from dflash_runtime.checkpoint.layout import TARGET_LEFTOVERS, Shapes, compare_t
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.config import TargetConfig
 from dflash_runtime.errors import TensorMismatch, UnsupportedError
+from dflash_runtime.models.hosted import check_hosted_headers, load_hosted
+from dflash_runtime.models.hosted_config import read_hosted_config
 from dflash_runtime.models.layers import Attend, Linear
 from dflash_runtime.models.placement import Placement
 from dflash_runtime.models.weights import Weights, load_weights
@@ -68,23 +70,45 @@ def target_families() -> Registry[TargetFamily]:
     return TARGETS
 
 
-def check_target_runs(source: TargetSource) -> None:
-    """Refuse a target that no family serves, by its config alone.
+TargetRuntime = Literal["native", "transformers"]
+"""Whose code runs a target: a family of this package, or transformers, over the same pages."""
+
+
+def find_target_runtime(source: TargetSource, wanted: str) -> tuple[TargetRuntime, TargetConfig]:
+    """Whose code runs a target, and its config, read as that code does. `auto` is native wherever a family serves it.
 
     Raises:
-        UnsupportedError: its model type, or what its layers are.
-        InvalidConfig: its family is served, and its config is malformed.
+        UnsupportedError: its model type, or what its layers are; with `auto`, why transformers' code does not run it.
+        CheckpointError: it is served, and its config is malformed.
     """
+    if wanted != "transformers":
+        try:
+            return "native", _native_config(source)
+        except UnsupportedError as error:
+            if wanted == "native":
+                raise UnsupportedError(
+                    error.message, hint=f"--target-runtime auto may run it, slowly; {error.hint}"
+                ) from error
+    config = read_hosted_config(source)
+    check_hosted_headers(source, config)
+    return "transformers", config
+
+
+def _native_config(source: TargetSource) -> TargetConfig:
+    """The config of a target that a family of this package serves."""
     kind, known = source.facts.model_type, target_families()
     if kind not in known:
         not_known = f"; not known to it: {', '.join(source.facts.not_known)}" if source.facts.not_known else ""
         reason = f"it runs {', '.join(sorted(known))}{not_known}"
         raise not_run(kind, (reason,), source.checkpoint.config_path)
-    _ = source.config
+    return source.config
 
 
-def load_target(source: TargetSource, placement: Placement) -> Target:
-    """Load a target's weights onto a device; see `target_shapes` for what is refused."""
+def load_target(source: TargetSource, placement: Placement, runtime: str = "native") -> Target:
+    """Load a target's weights onto a device; see `target_shapes` and `load_hosted` for what is refused."""
+    found, config = find_target_runtime(source, runtime)
+    if found == "transformers":
+        return load_hosted(source, config, placement)
     expected = target_shapes(source)
     family = target_families()[source.config.model_type]
     return family(source.config, load_weights(source.checkpoint, expected, placement), placement)
@@ -97,7 +121,7 @@ def target_shapes(source: TargetSource) -> Shapes:
         UnsupportedError: a model type that no family runs, packed weights, or tensors its family does not apply.
         TensorMismatch: tensors that are missing or misshapen, all at once.
     """
-    check_target_runs(source)
+    _native_config(source)
     path = source.checkpoint.path
     refuse_packed(path, find_quantization(source.checkpoint))
     expected = target_families()[source.config.model_type].expected_shapes(source.config)

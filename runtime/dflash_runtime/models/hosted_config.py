@@ -1,0 +1,175 @@
+"""What transformers' own config objects say of a target that its modelling code is to run over our pages.
+
+Unlike `checkpoint.hf_config` this fills in a class's defaults: the code that runs the model reads the same object.
+Whatever our attention does not do is refused here by name, as far as a config tells; `models.hosted` holds the model
+itself to it, once it is loaded.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from dflash_runtime.checkpoint.hf_config import FULL, SLIDING, not_run, read_token_ids
+from dflash_runtime.checkpoint.pair import TargetSource
+from dflash_runtime.config import RopeConfig, TargetConfig
+from dflash_runtime.errors import CheckpointError, naming_file
+from dflash_runtime.json_values import is_int, is_number
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+REFUSED_KEYS = {
+    "latent attention, whose KV are one vector for all heads": ("kv_lora_rank",),
+    "chunked attention": ("attention_chunk_size",),
+    "linear attention, whose state would keep rejected tokens": ("linear_num_value_heads", "linear_conv_kernel_dim"),
+    "convolutions, whose state would keep rejected tokens": ("conv_L_cache", "full_attn_idxs"),
+    "state-space layers, whose state would keep rejected tokens": (
+        "mamba_d_state", "mamba_d_ssm", "ssm_state_size", "state_size", "hybrid_override_pattern",
+    ),
+    "soft-capped attention": ("attn_logit_softcapping",),
+    "KV shared between layers": ("num_kv_shared_layers",),
+    "attention to later tokens": ("use_bidirectional_attention",),
+    "layers of other sizes than others": ("is_heterogeneous", "global_head_dim", "swa_head_dim"),
+    "ALiBi": ("alibi",),
+}  # fmt: skip
+"""What our attention, or our pages, do not do -> the attributes of configs that say a model needs it."""
+
+STATEFUL = ("linear_attention", "conv", "mamba", "hybrid", "hybrid_sliding")
+"""Kinds of layers with a state."""
+
+WITHOUT_ONE_FREQUENCY = ("dynamic", "longrope")
+"""Rope types whose frequencies depend on how long the longest text of a call is."""
+
+NORM_KEYS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon")
+
+
+def read_hosted_config(source: TargetSource) -> TargetConfig:
+    """The target as the engine around transformers' code has to know it, from its config alone.
+
+    Raises:
+        UnsupportedError: transformers does not know it, or it needs what our attention and pages do not do.
+        CheckpointError: transformers does not take the config.
+    """
+    path = source.checkpoint.config_path
+    whole = _open_config(source)
+    text = whole.get_text_config(decoder=True)
+    if reasons := tuple(_refusals(text)):
+        raise not_run(text.model_type, reasons, path)
+    with naming_file(path):
+        return _to_target_config(source, whole, text)
+
+
+def _to_target_config(source: TargetSource, whole: "PretrainedConfig", text: "PretrainedConfig") -> TargetConfig:
+    heads = text.num_attention_heads
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    epsilons = (getattr(text, name, None) for name in NORM_KEYS)
+    return TargetConfig(
+        model_type=text.model_type,
+        hidden_size=text.hidden_size,
+        num_layers=text.num_hidden_layers,
+        vocab_size=text.vocab_size,
+        max_position_embeddings=text.max_position_embeddings,
+        rope=_rope(text),
+        tie_word_embeddings=bool(getattr(whole, "tie_word_embeddings", False)),
+        eos_token_ids=read_token_ids(whole.eos_token_id if whole.eos_token_id is not None else text.eos_token_id),
+        dtype=source.facts.dtype,
+        intermediate_size=_widest(text),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+        rms_norm_eps=next((value for value in epsilons if is_number(value)), 1e-6),  # transformers' norms apply theirs
+        windows=_windows(text),
+    )
+
+
+def _open_config(source: TargetSource) -> "PretrainedConfig":
+    """The config as transformers reads it, without any code of the checkpoint."""
+    from transformers import AutoConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    stated, path = source.checkpoint.config, source.checkpoint.config_path
+    kind = str(stated.get("model_type", ""))
+    if kind not in CONFIG_MAPPING:
+        raise not_run(kind or source.facts.model_type, (_why_unknown(stated),), path)
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise not_run(kind, ("transformers has no causal language model of this type",), path)
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(
+            source.checkpoint.path, trust_remote_code=False, local_files_only=True
+        )
+    except Exception as error:  # each class checks its fields in its own way
+        first = str(error).strip().split("\n")[0]
+        raise CheckpointError(f"transformers does not take this config: {first}", path=path) from error
+    return config
+
+
+def _why_unknown(stated: Mapping[str, Any]) -> str:
+    from transformers import __version__
+
+    known = f"transformers {__version__} does not know this type"
+    if stated.get("auto_map"):
+        return (
+            f"{known}, and code that a checkpoint brings (auto_map) is never run: trust_remote_code would let it do "
+            "anything to this machine"
+        )
+    return f"{known}; a release that does, or a native family, would be needed"
+
+
+def _refusals(text: "PretrainedConfig") -> Iterator[str]:
+    """What the config asks for and is not done here, each in a few words."""
+    missing = [name for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+               if not is_int(getattr(text, name, None))]  # fmt: skip
+    if missing:
+        yield f"its config has no one {' and no one '.join(missing)}"
+    if getattr(text, "is_encoder_decoder", False):
+        yield "an encoder"
+    kinds = dict.fromkeys(getattr(text, "layer_types", None) or ())
+    for kind in kinds:
+        if kind in STATEFUL:
+            yield f"layer_types {kind}, whose state would keep rejected tokens"
+        elif kind not in (FULL, SLIDING):
+            yield f"layer_types {kind}"
+    for words, keys in REFUSED_KEYS.items():
+        stated = next((key for key in keys if _is_stated(getattr(text, key, None))), None)
+        if stated is not None:
+            yield f"{words} ({stated})"
+    for rope in _ropes(text):
+        if rope.get("rope_type") in WITHOUT_ONE_FREQUENCY:
+            yield f"rope type {rope['rope_type']}, whose frequencies change with the length of the text"
+
+
+def _is_stated(value: Any) -> bool:
+    return value is not None and value is not False and value != 0
+
+
+def _ropes(text: "PretrainedConfig") -> tuple[Mapping[str, Any], ...]:
+    """The rope of each kind of layer, that of full attention first."""
+    rope = getattr(text, "rope_parameters", None) or {}
+    nested = sorted((kind != FULL, kind) for kind, item in rope.items() if isinstance(item, dict))
+    return tuple(rope[kind] for _, kind in nested) if nested else (rope,)
+
+
+def _rope(text: "PretrainedConfig") -> RopeConfig:
+    """For those who compare ropes; what is computed is transformers' own."""
+    stated = dict(_ropes(text)[0])
+    theta = stated.pop("rope_theta", None)
+    kind = stated.pop("rope_type", None) or "default"
+    return RopeConfig(theta=float(theta) if is_number(theta) else 10_000.0, kind=kind, params=stated)
+
+
+def _windows(text: "PretrainedConfig") -> tuple[int | None, ...]:
+    """The window of each layer. Models without `layer_types` have one window, or none, in all of them."""
+    window = getattr(text, "sliding_window", None)
+    if not is_int(window) or getattr(text, "use_sliding_window", True) is False:
+        window = None
+    kinds = getattr(text, "layer_types", None) or (SLIDING,) * text.num_hidden_layers
+    return tuple(window if kind == SLIDING else None for kind in kinds)
+
+
+def _widest(text: "PretrainedConfig") -> int:
+    """Inner numbers of one row where a layer holds most: the dense width, or those of the experts it is sent to."""
+    counts = (getattr(text, key, None) for key in ("num_experts_per_tok", "moe_top_k", "moe_k"))
+    experts = next((count for count in counts if is_int(count)), 1)
+    widths = (getattr(text, "intermediate_size", None), getattr(text, "moe_intermediate_size", None))
+    known = [width for width in widths if is_int(width)]
+    return max((width * experts for width in known), default=4 * text.hidden_size)

@@ -1,0 +1,145 @@
+"""Targets that transformers' own code runs over our pages say what transformers says, in every mode of the engine."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from dflash_cli.checkpoints.opening import open_target
+from dflash_cli.checkpoints.references import tiny_directory
+from dflash_runtime.drafts.draft import load_draft
+from dflash_runtime.models.target import load_target
+from dflash_runtime.scheduling.request import SamplingParams
+from dflash_testing import checkpoints as support
+from dflash_testing.hosted_models import DEFAULT, SERVED, KnowingDraft, Known, host, make_model, plain_text
+from dflash_testing.pairs import (
+    bundled_draft,
+    bundled_draft_model,
+    bundled_llm,
+    bundled_prompts,
+    placement,
+    random_draft,
+    random_llm,
+    random_prompts,
+)
+
+KINDS = [kind if kind in DEFAULT else pytest.param(kind, marks=pytest.mark.slow) for kind in SERVED]
+NUM_DRAFTS = 7
+NUM_TOKENS = 20
+PARAMS = SamplingParams(max_new_tokens=NUM_TOKENS, ignore_eos=True)
+LENGTHS = (1, 2, 15, 16, 17, 31, 48, 65)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A model, and the same as a target of ours."""
+    path = tmp_path_factory.mktemp("hosted")
+    return make_model(path, request.param), host(path)
+
+
+def prompts(lengths: Sequence[int], vocab_size: int) -> list[list[int]]:
+    """Those of more than 16 tokens begin alike, so that they share pages."""
+    first, *others = random_prompts((65, *lengths), vocab_size)
+    return [first[:16] + other[16:] if len(other) > 16 else other for other in others]
+
+
+@pytest.mark.parametrize("num_right", range(NUM_DRAFTS + 1))
+def test_a_draft_that_is_right_for_some_tokens(models: Any, num_right: int) -> None:
+    model, target = models
+    (prompt,) = prompts((17,), target.config.vocab_size)
+    text = plain_text(model, prompt, NUM_TOKENS + NUM_DRAFTS + 1)
+    draft = KnowingDraft(random_draft(target), [Known([*prompt, *text], num_right)])
+    (output,) = random_llm(target, draft, NUM_DRAFTS).generate([prompt], PARAMS)
+    assert list(output.token_ids) == text[:NUM_TOKENS]
+    assert set(output.acceptance_lengths) == {num_right + 1}
+
+
+@pytest.mark.parametrize("scheduling", ["sync", "async"])
+@pytest.mark.parametrize("is_random", [True, False], ids=["random", "right"])
+def test_many_prompts_at_once(models: Any, scheduling: str, *, is_random: bool) -> None:
+    """Four at a time, in pages that they share, read in chunks of at most 24 rows."""
+    model, target = models
+    given = prompts(LENGTHS, target.config.vocab_size)
+    texts = [plain_text(model, prompt, NUM_TOKENS) for prompt in given]
+    known = [Known([*prompt, *text], index) for index, (prompt, text) in enumerate(zip(given, texts, strict=True))]
+    draft = random_draft(target) if is_random else KnowingDraft(random_draft(target), known)
+    llm = random_llm(target, draft, NUM_DRAFTS, scheduling=scheduling, max_num_requests=4, max_batched_tokens=24)
+    outputs = [*llm.generate(given[:5], PARAMS), *llm.generate(given[5:], PARAMS)]
+    assert [list(output.token_ids) for output in outputs] == texts
+    assert any(output.num_cached for output in outputs)
+    assert is_random or max(length for output in outputs for length in output.acceptance_lengths) > 4
+
+
+@pytest.mark.slow
+def test_prompts_of_every_length(models: Any) -> None:
+    model, target = models
+    given = random_prompts(range(1, 66), target.config.vocab_size, seed=3)
+    llm = random_llm(target, random_draft(target), NUM_DRAFTS, max_num_requests=4, scheduling="async")
+    outputs = llm.generate(given, PARAMS)
+    assert [list(output.token_ids) for output in outputs] == [plain_text(model, item, NUM_TOKENS) for item in given]
+
+
+def test_the_bundled_pair_gives_the_traces_of_the_native_target() -> None:
+    hosted = load_target(open_target(tiny_directory() / "target"), placement(), "transformers")
+    draft = load_draft(bundled_draft().source, hosted, placement())
+    given = [prompt[:40] for prompt in bundled_prompts()[:6]]
+    params = SamplingParams(max_new_tokens=32)
+    ours = random_llm(hosted, draft, NUM_DRAFTS, max_num_requests=4, scheduling="async").generate(given, params)
+    native = bundled_llm(bundled_draft_model(), NUM_DRAFTS, max_num_requests=4, scheduling="async")
+    for one, other in zip(ours, native.generate(given, params), strict=True):
+        assert one.drafts == other.drafts
+        assert one == other
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[object, ...]:
+    """Options that name a pair whose target no family serves, with prompts."""
+    folder, shape = tmp_path_factory.mktemp("labels"), support.SMALL
+    sizes = {"hidden_size": shape.hidden, "vocab_size": shape.vocab, "num_hidden_layers": shape.target_layers}
+    make_model(folder / "target", "olmoe", head_dim=4, **sizes)
+    draft = support.make_native(folder / "draft")
+    prompts = folder / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt_token_ids": [7, index]}) + "\n" for index in range(8)))
+    return draft, "--target", folder / "target", "--prompts", prompts, "--device", "cpu"
+
+
+def run(command: str, pair: tuple[object, ...], *options: object, code: int = 0) -> tuple[dict[str, Any], str]:
+    """The document that a command prints of a pair, and what it says beside it."""
+    draft, *rest = pair
+    named = ("--draft", draft) if command == "generate" else (draft,)
+    outcome = support.invoke(command, *named, *rest, *options, "--json")
+    assert outcome.code == code, outcome.err
+    document: dict[str, Any] = json.loads(outcome.out)
+    return document, outcome.err
+
+
+class TestLabels:
+    """That the target ran slowly, and by whose code, is said wherever something ran."""
+
+    def test_generate(self, pair: tuple[object, ...]) -> None:
+        document, err = run("generate", pair, "-n", 4)
+        assert document["measured"]["target_runtime"] == "transformers"
+        assert err.count("the olmoe target runs slowly") == 1
+        assert "Loading weights" not in err
+
+    def test_eval_acceptance(self, pair: tuple[object, ...]) -> None:
+        document, err = run("eval-acceptance", pair, "-n", 4)
+        assert document["measured"]["target_runtime"] == "transformers"
+        assert err.count("the olmoe target runs slowly") == 1
+
+    def test_validate(self, pair: tuple[object, ...]) -> None:
+        document, _ = run("validate", pair, "--level", "run", "-n", 8, code=3)
+        assert document["search"]["target_runtime"] == "transformers"
+        assert [note for note in document["notes"] if "the olmoe target runs slowly" in note]
+
+    @pytest.mark.slow
+    def test_bench(self, pair: tuple[object, ...]) -> None:
+        document, _ = run("bench", pair, "-n", 8, "--batches", 1, "--rounds", 1)
+        assert document["measured"]["target_runtime"] == "transformers"
+
+    def test_native_alone_does_not_run_it(self, pair: tuple[object, ...]) -> None:
+        draft, *rest = pair
+        outcome = support.invoke("eval-acceptance", draft, *rest, "--target-runtime", "native")
+        assert outcome.code == 5
+        assert "does not run olmoe targets" in outcome.err

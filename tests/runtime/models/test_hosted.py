@@ -1,0 +1,279 @@
+"""What transformers' own code is held to when it runs a target over our pages, and what is refused by name."""
+
+import ast
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file, save_file
+from torch import Tensor, nn
+
+from dflash_cli.checkpoints.opening import open_target
+from dflash_runtime.config import EngineConfig
+from dflash_runtime.device.loading import load_pair
+from dflash_runtime.errors import TensorMismatch, UnsupportedError, UsageError
+from dflash_runtime.models import hosted, hosted_config
+from dflash_runtime.models.hosted import HostedAttention, HostedTarget, ScaledHead
+from dflash_runtime.models.target import find_target_runtime, load_target
+from dflash_testing import checkpoints as support
+from dflash_testing.hosted_models import BODY, DEFAULT, MIXED, SERVED, host, make_model
+from dflash_testing.pairs import placement, random_target
+from dflash_testing.paths import ROOT
+
+KINDS = [kind if kind in DEFAULT else pytest.param(kind, marks=pytest.mark.slow) for kind in SERVED]
+
+
+class WindowedAttention:
+    """An `Attend` over the rows alone, written out, with each layer's window."""
+
+    def __init__(self, windows: tuple[int | None, ...]) -> None:
+        self._windows = windows
+
+    def __call__(self, layer: int, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        num_groups = query.shape[1] // keys.shape[1]
+        keys, values = (item.repeat_interleave(num_groups, dim=1) for item in (keys, values))
+        back = torch.arange(len(query))[:, None] - torch.arange(len(query))
+        window = self._windows[layer]
+        is_seen = (back >= 0) & (back < (window or len(query)))
+        scores = torch.einsum("qhd,khd->hqk", query, keys) * query.shape[-1] ** -0.5
+        return torch.einsum("hqk,khd->qhd", scores.masked_fill(~is_seen, -torch.inf).softmax(-1), values)
+
+    read = __call__
+
+    def place(self, layer: int) -> None:
+        return None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_taps_are_the_hidden_states(kind: str, tmp_path: Path) -> None:
+    """In the order they are asked for, the last layer's before the final norm; logits are the model's own too."""
+    model, target = make_model(tmp_path, kind), host(tmp_path)
+    last: list[Tensor] = []
+    layers = next(item for item in model.get_decoder().children() if isinstance(item, nn.ModuleList))
+    layers[3].register_forward_hook(lambda module, given, out: last.append(out if isinstance(out, Tensor) else out[0]))
+    ids = torch.randint(0, BODY["vocab_size"], (23,), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        wanted = model(ids[None], output_hidden_states=True, use_cache=False)
+        attend = WindowedAttention(target.config.windows)
+        hidden, features = target(ids, torch.arange(23), attend, (3, 0, 2))
+        logits, nothing = target.head(hidden), target(ids, torch.arange(23), attend, ())[1]
+    states = [last[0][0], wanted.hidden_states[1][0], wanted.hidden_states[3][0]]
+    assert features is not None
+    torch.testing.assert_close(features, torch.cat(states, dim=-1), rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(logits, wanted.logits[0], rtol=1e-4, atol=1e-4 * float(wanted.logits.abs().max()))
+    assert nothing is None
+    assert not any(module._forward_hooks for module in target._layers)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "qwen3_next": ({}, "layer_types linear_attention, whose state would keep rejected tokens"),
+    "qwen3_5_text": ({}, "linear attention, whose state would keep rejected tokens (linear_num_value_heads)"),
+    "lfm2": ({}, "convolutions, whose state would keep rejected tokens (conv_L_cache)"),
+    "mamba": ({}, "state-space layers, whose state would keep rejected tokens (state_size)"),
+    "falcon_h1": ({}, "state-space layers, whose state would keep rejected tokens (mamba_d_state)"),
+    "deepseek_v3": ({"head_dim": None}, "latent attention, whose KV are one vector for all heads (kv_lora_rank)"),
+    "llama4_text": ({}, "layer_types chunked_attention, chunked attention (attention_chunk_size)"),
+    "gemma2": ({}, "soft-capped attention (attn_logit_softcapping)"),
+    "gemma4_text": ({}, "layers of other sizes than others (is_heterogeneous)"),
+    "gemma3_text": ({"use_bidirectional_attention": True}, "attention to later tokens (use_bidirectional_attention)"),
+    "olmo2": (
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+        "rope type dynamic, whose frequencies change with the length of the text",
+    ),
+    "bart": ({}, "an encoder"),
+    "never_published": ({}, "does not know this type; a release that does, or a native family, would be needed"),
+    "new_remote": ({"auto_map": {"AutoConfig": "code.Config"}}, "trust_remote_code would let it do anything"),
+    "clip": ({}, "transformers has no causal language model of this type"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_is_missing_is_named(kind: str, tmp_path: Path) -> None:
+    changes, reason = REFUSED[kind]
+    target = support.write_checkpoint(tmp_path, {**BODY, "model_type": kind, **changes}, {})
+    outcome = support.invoke("generate", "x", "-t", target, "-k", 0)
+    assert outcome.code == 5, outcome.err
+    assert f"does not run {kind} targets: " in outcome.err
+    assert reason in outcome.err
+
+
+def test_attention_sinks_are_refused_by_headers(tmp_path: Path) -> None:
+    sinks = {"model.layers.0.self_attn.sinks": np.zeros(4, dtype=np.float32)}
+    target = support.write_checkpoint(tmp_path, {**BODY, **MIXED, "model_type": "gpt_oss", "head_dim": 8}, sinks)
+    with pytest.raises(UnsupportedError, match=r"gpt_oss targets: attention sinks \(model.layers.0.self_attn.sinks\)"):
+        find_target_runtime(open_target(target), "auto")
+
+
+def test_an_adapter_is_not_followed(tmp_path: Path) -> None:
+    make_model(tmp_path, "llama")
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "elsewhere"}')
+    with pytest.raises(UnsupportedError, match="an adapter"):
+        host(tmp_path)
+
+
+def test_packed_weights_are_refused(tmp_path: Path) -> None:
+    make_model(tmp_path, "llama", quantization_config={"quant_method": "fp8"})
+    with pytest.raises(UnsupportedError, match="quantised weights"):
+        host(tmp_path)
+
+
+CALLS: dict[str, tuple[dict[str, Any], str]] = {
+    "sinks": ({"s_aux": torch.zeros(4)}, "attention sinks (s_aux) in layer 1"),
+    "soft cap": ({"softcap": 50.0}, "soft-capped attention (softcap) in layer 1"),
+    "bias": ({"position_bias": torch.zeros(1)}, "a bias on attention (position_bias) in layer 1"),
+    "dropout": ({"dropout": 0.1}, "an attention setting (dropout) in layer 1"),
+    "unknown": ({"indices": [1]}, "an attention setting (indices) in layer 1"),
+    "later tokens": ({"is_causal": False}, "attention to later tokens in layer 1"),
+    "window": ({"sliding_window": 7}, "a window of 7 in layer 1, unlike its config"),
+}
+
+
+class Module(nn.Module):
+    layer_idx = 1
+
+
+def call(settings: dict[str, Any], *, num_heads: int = 4, mask: object = None) -> Tensor:
+    attention = HostedAttention(random_target().config, lambda layer, query, keys, values: query)
+    query, keys = torch.ones(1, num_heads, 3, 8), torch.ones(1, 2, 3, 8)
+    return attention(Module(), query, keys, keys, mask, settings)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_nothing_that_a_call_passes_is_ignored(name: str) -> None:
+    settings, reason = CALLS[name]
+    with pytest.raises(UnsupportedError) as refused:
+        call(settings)
+    assert reason in refused.value.message
+
+
+def test_another_mask_or_other_heads_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match="a mask of its own making in layer 1"):
+        call({}, mask=torch.zeros(1))
+    with pytest.raises(UnsupportedError, match="layer 1 has 6 heads of 8, expected 4 of 8"):
+        call({}, num_heads=6)
+
+
+def test_another_scaling_is_put_on_the_query() -> None:
+    usual = {"scaling": 8**-0.5, "dropout": 0.0, "sliding_window": None, "position_ids": torch.zeros(1)}
+    assert call(usual).unique().tolist() == [1.0]
+    torch.testing.assert_close(call({"scaling": 2 * 8**-0.5}).unique(), torch.tensor([2.0]))
+
+
+class TestTrial:
+    """What only running the model shows is found right after loading."""
+
+    def test_attention_of_its_own(self, tmp_path: Path) -> None:
+        make_model(tmp_path, "diffllama")
+        with pytest.raises(UnsupportedError, match="do not ask for attention once through transformers"):
+            host(tmp_path)
+
+    def test_code_that_fails(self, tmp_path: Path) -> None:
+        """Its norms of queries are as wide as the hidden states, which this head size contradicts."""
+        make_model(tmp_path, "olmoe", hidden_size=16)
+        with pytest.raises(UnsupportedError, match="its own code fails on four tokens: RuntimeError: The size of"):
+            host(tmp_path)
+
+    def test_a_window_unlike_the_config(self, tmp_path: Path) -> None:
+        make_model(tmp_path, "mistral")
+        source = open_target(tmp_path)
+        config = replace(find_target_runtime(source, "transformers")[1], windows=(5, None, 5, 5))
+        with pytest.raises(UnsupportedError, match="a window of 5 in layer 1, unlike its config"):
+            hosted.load_hosted(source, config, placement())
+
+    def test_a_mask_unlike_the_config(self, tmp_path: Path) -> None:
+        """Attention calls of this family do not state a window; its mask does."""
+        make_model(tmp_path, "llama")
+        source = open_target(tmp_path)
+        config = replace(find_target_runtime(source, "transformers")[1], windows=(None, 9, None, None))
+        with pytest.raises(UnsupportedError, match="a mask over None tokens in layer 1, expected 9"):
+            hosted.load_hosted(source, config, placement())
+
+    def test_a_head_that_does_more(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        make_model(tmp_path, "cohere")
+        monkeypatch.setattr(
+            hosted, "_read_head", lambda config, model, placed: ScaledHead(model.get_output_embeddings().weight)
+        )
+        with pytest.raises(UnsupportedError, match="a head that does more to its logits"):
+            host(tmp_path)
+
+    def test_rows_that_depend_on_others(self, tmp_path: Path) -> None:
+        make_model(tmp_path, "llama")
+        target = host(tmp_path)
+        model = hosted._load_model(open_target(tmp_path), target.config, placement())
+        model.get_decoder().layers[1].register_forward_hook(lambda module, given, out: out + 0.01 * out.roll(1, 1))
+        with torch.inference_mode(), pytest.raises(UnsupportedError, match="rows that depend on others"):
+            hosted._try_out(HostedTarget(target.config, model, placement()), model, torch.device("cpu"))
+
+
+class TestTensors:
+    @pytest.fixture
+    def folder(self, tmp_path: Path) -> Path:
+        make_model(tmp_path, "llama")
+        return tmp_path
+
+    def edit(self, folder: Path, **changes: Any) -> None:
+        file = folder / "model.safetensors"
+        arrays = {**load_file(file), **changes}
+        save_file({name: value for name, value in arrays.items() if value is not None}, file, {"format": "pt"})
+
+    def test_a_missing_one_is_named(self, folder: Path) -> None:
+        """transformers would make it up."""
+        self.edit(folder, **{"model.layers.2.mlp.up_proj.weight": None})
+        with pytest.raises(TensorMismatch, match=r"missing tensors: model.layers.2.mlp.up_proj.weight"):
+            host(folder)
+
+    def test_one_that_is_not_applied_is_named(self, folder: Path) -> None:
+        self.edit(folder, **{"model.layers.2.mlp.up_proj.scale": np.ones(3, dtype=np.float32)})
+        with pytest.raises(UnsupportedError, match=r"model.layers.2.mlp.up_proj.scale"):
+            host(folder)
+
+    def test_a_misshapen_one_is_named(self, folder: Path) -> None:
+        self.edit(folder, **{"model.norm.weight": np.ones(3, dtype=np.float32)})
+        with pytest.raises(TensorMismatch, match=r"model.norm.weight: found \[3\], expected \[32\]"):
+            host(folder)
+
+
+class TestChoice:
+    def test_native_where_a_family_serves_it(self, tmp_path: Path) -> None:
+        source = open_target(support.make_target(tmp_path))
+        assert find_target_runtime(source, "auto")[0] == "native"
+        assert find_target_runtime(source, "transformers")[0] == "transformers"
+
+    def test_both_read_the_same_of_a_target(self, tmp_path: Path) -> None:
+        source = open_target(support.make_target(tmp_path))
+        assert find_target_runtime(source, "native")[1] == find_target_runtime(source, "transformers")[1]
+
+    def test_native_alone_refuses_the_others(self, tmp_path: Path) -> None:
+        make_model(tmp_path, "olmoe")
+        with pytest.raises(UnsupportedError, match="does not run olmoe targets") as refused:
+            load_target(open_target(tmp_path), placement(), "native")
+        assert "--target-runtime auto" in (refused.value.hint or "")
+
+    def test_another_word_is_refused(self) -> None:
+        with pytest.raises(UsageError, match="target_runtime 'vllm' is not one of auto, native, transformers"):
+            EngineConfig(target_runtime="vllm")
+
+    def test_it_is_said_to_be_slow(self, tmp_path: Path) -> None:
+        make_model(tmp_path, "olmoe")
+        pair = load_pair(open_target(tmp_path), None, EngineConfig(device="cpu", max_model_len=64))
+        assert pair.target_runtime == "transformers"
+        assert not pair.has_graphs
+        (warning,) = pair.warnings
+        assert "the olmoe target runs slowly: transformers' own code" in warning
+
+
+def test_the_document_names_every_family_that_was_tried() -> None:
+    text = (ROOT / "docs" / "hosted-targets.md").read_text()
+    assert not [kind for kind in (*SERVED, *REFUSED) if f"`{kind}`" not in text]
+
+
+@pytest.mark.parametrize("module", [hosted, hosted_config], ids=["hosted", "hosted_config"])
+def test_its_modelling_code_is_not_imported_at_start(module: ModuleType) -> None:
+    """A start takes no longer for it."""
+    assert module.__file__ is not None
+    at_once = ast.parse(Path(module.__file__).read_text()).body
+    assert not [node for node in at_once if isinstance(node, ast.ImportFrom) and "transformers" in str(node.module)]
