@@ -305,7 +305,18 @@ class TestRefused:
         path = make_target(tmp_path)
         text = json.loads((path / "config.json").read_text())
         support.write_config(path, {"model_type": "llava", "text_config": text, "vision_config": {}})
-        outcome = support.invoke("generate", "x", "-d", support.make_native(tmp_path / "draft"), "-t", path, "-n", 2)
+        outcome = support.invoke(
+            "generate",
+            "x",
+            "-d",
+            support.make_native(tmp_path / "draft"),
+            "-t",
+            path,
+            "-n",
+            2,
+            "--target-runtime",
+            "native",
+        )
         assert outcome.code == 5, outcome.err
         assert "does not run llama targets: part of a multimodal model" in outcome.err
 

@@ -104,7 +104,7 @@ def test_running_is_refused_by_name(name: str, tmp_path: Path) -> None:
     """A target of a family that is run here goes on to its weights, of which these have few."""
     draft, target = make_pair(tmp_path, name)
     facts = open_target(target).facts
-    outcome = support.invoke("generate", "x", "-d", draft, "-t", target, "-n", "2")
+    outcome = support.invoke("generate", "x", "-d", draft, "-t", target, "-n", "2", "--target-runtime", "native")
     if isinstance(facts, TargetConfig) and facts.model_type in target_families():
         reason = "missing" if facts.quantization is None else "quantised weights"
         assert (outcome.code, reason in outcome.err) == (3 if facts.quantization is None else 5, True), outcome.err

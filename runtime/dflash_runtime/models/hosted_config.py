@@ -62,6 +62,7 @@ def _to_target_config(source: TargetSource, whole: "PretrainedConfig", text: "Pr
     heads = text.num_attention_heads
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
     epsilons = (getattr(text, name, None) for name in NORM_KEYS)
+    windows = _windows(text)
     return TargetConfig(
         model_type=text.model_type,
         hidden_size=text.hidden_size,
@@ -77,7 +78,8 @@ def _to_target_config(source: TargetSource, whole: "PretrainedConfig", text: "Pr
         num_kv_heads=kv_heads,
         head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
         rms_norm_eps=next((value for value in epsilons if is_number(value)), 1e-6),  # transformers' norms apply theirs
-        windows=_windows(text),
+        windows=windows,
+        layer_kinds=tuple("full" if window is None else "sliding" for window in windows),
     )
 
 
