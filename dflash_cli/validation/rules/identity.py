@@ -65,7 +65,7 @@ def is_dflash(subject: Subject) -> Iterator[Problem]:
 @check(
     "C02",
     effect="if a head belongs to this projector, readers leave it out without a warning",
-    fix=f"{FIX_INSPECT} # lists the tensors; if there is an extra head, use an engine made for it",
+    fix="serve it with an engine made for that head; if there is none, delete the key: dflash validate {draft}",
     source="NVIDIA/Model-Optimizer hf_spec_export.py keeps DFlashDraftModel for Domino and DSpark",
     outcome="drops",
 )

@@ -20,6 +20,7 @@ OTHER_MEANINGS = {
     "environment.py": "names of Python packages",
     "generation/loaded_pair.py": "names of Python packages",
     "main.py": "names of Python packages",
+    "options.py": "whose code runs a target",
 }
 """Files in which a word that is also an engine's name means something else."""
 
