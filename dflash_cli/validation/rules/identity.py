@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from dflash_cli.formats.relatives import Relative
 from dflash_cli.formats.unserved import PLAIN_PROJECTORS, find_unserved
-from dflash_cli.validation.rule import FIX_COPY, FIX_INSPECT, Problem, Severity, check
+from dflash_cli.validation.rule import FIX_COPY, Problem, Severity, check
 from dflash_cli.validation.subject import CONFIG_FILE, SPECULATORS_BODY, Subject
 from dflash_runtime.json_values import as_object, is_int
 
