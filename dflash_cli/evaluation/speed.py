@@ -158,11 +158,8 @@ def _measure_parts(
 
 
 def _adapting(pair: LoadedPair) -> LoadedPair | None:
-    """The pair with adaptive width, where its engine has that."""
-    if not hasattr(pair.config, "adaptive_width") or not pair.has_graphs:
-        return None
-    settings: dict[str, Any] = {"adaptive_width": True}
-    return replace(pair, config=replace(pair.config, **settings))
+    """The pair with adaptive width, where steps are captured and so have times."""
+    return replace(pair, config=replace(pair.config, adaptive_width=True)) if pair.has_graphs else None
 
 
 def _sized(pair: LoadedPair, rounds: list[list[Sequence[int]]], max_new_tokens: int) -> LoadedPair:

@@ -117,9 +117,7 @@ def measure_ours(random: RandomPair, arm: str, load: Load, acceptance: float | N
     if is_cuda:
         torch.cuda.reset_peak_memory_stats(pair.placement.device)
     with LLM(pair) as llm:
-        warm_up = getattr(llm, "warm_up", None)
-        if warm_up is not None:
-            warm_up()
+        llm.warm_up()
         tokens_a_step = 1.0 if arm == "plain" else acceptance or 1.0
         run_load(llm, warm_load(load, num_running, tokens_a_step), f"{arm}: warm-up requests")
         before = llm.engine.scheduler.num_preemptions

@@ -22,6 +22,7 @@ from torch import Tensor
 from dflash_kernels.launch_config import RaggedShape, ragged_shape
 from dflash_kernels.ragged_attention import Segment, plan_ragged
 from dflash_kernels.suite import REFERENCE, triton_kernels
+from timing.ceilings import device_ms
 
 HEADS, KV, HEAD_DIM, PAGE = 32, 8, 128, 16
 LENGTHS: dict[str, tuple[list[int], list[int]]] = {
@@ -88,23 +89,9 @@ def normal(*shape: int) -> Tensor:
     return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
 
 
-def median_us(call: Callable[[], object], calls: int = 8, repeats: int = 9) -> float:
+def median_us(call: Callable[[], object], calls: int = 8) -> float:
     """Device time of one call: a graph of `calls` of them, replayed."""
-    for _ in range(2):
-        call()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(calls):
-            call()
-    times: list[float] = []
-    for _ in range(repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1000 / calls)
-    return statistics.median(times[2:])
+    return device_ms(lambda: [call() for _ in range(calls)], torch.device("cuda", 0)) * 1000 / calls
 
 
 def shapes() -> Iterator[RaggedShape]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from dflash_kernels.launch_config import ragged_shape
 from dflash_kernels.ragged_attention import Segment, plan_ragged
 from dflash_kernels.rope_store import KVPlace
+from dflash_kernels.slot_mapping import slot_mapping_ref
 from dflash_kernels.suite import Kernels, triton_kernels
 
 REQUESTS, ROWS, HEADS, KV, HEAD_DIM, LAYERS, VOCAB, PAGE = 3, 7, 6, 2, 24, 3, 9001, 16
@@ -43,7 +44,7 @@ def main() -> None:
     lens = torch.tensor([0, 17, 130], device="cuda")
     table = torch.arange(1, 1 + REQUESTS * 10, device="cuda").view(REQUESTS, 10)
     num_slots, num_rows = (REQUESTS * 10 + 1) * PAGE, REQUESTS * ROWS
-    slots = kernels.slot_mapping(table, lens[:, None] + torch.arange(ROWS, device="cuda"), lens + 5, PAGE).flatten()
+    slots = slot_mapping_ref(table, lens[:, None] + torch.arange(ROWS, device="cuda"), lens + 5, PAGE).flatten()
     hidden, weight = normal(num_rows, 1000), normal(1000)
     kernels.rms_norm(hidden, weight, 1e-6)
     kernels.add_rms_norm(torch.stack((hidden, hidden)), hidden, weight, 1e-6)

@@ -6,6 +6,7 @@ launches; here each end is one.
 Axis letters: B rows of the state, R requests, N rows of a block, W of them that are verified, S stop ids, P pages.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from dflash_kernels.accept import accept_block_ref, decide
 from dflash_kernels.early_launch import early, wait_for_launches_before
 from dflash_kernels.launch_config import check_tensors, jit, power_of_2, require, tl
-from dflash_kernels.slot_mapping import PAD, slot_mapping_ref
+from dflash_kernels.slot_mapping import PAD, slot_mapping_ref, slots_at
 
 NUM_FIELDS = 6
 """Columns of a packed row before its token ids: committed, accepted, drafting, done, finite rows, generation."""
@@ -98,6 +99,11 @@ def open_step_ref(state: RowState, rows: Tensor, num_block: int, num_verified: i
     )
 
 
+def pack_results(fields: Sequence[Tensor], chosen: Tensor, draft_ids: Tensor) -> Tensor:
+    """One row a request: the `NUM_FIELDS` fields [R], chosen ids [R, W], draft ids [R, W - 1] -> int64."""
+    return torch.cat((torch.stack([field.to(torch.int64) for field in fields], dim=1), chosen, draft_ids), dim=1)
+
+
 def close_step_ref(
     state: RowState,
     rows: Tensor,
@@ -123,11 +129,11 @@ def close_step_ref(
     is_done = state.done[rows] | accepted.is_stopped | (left <= 0)
     num_finite = is_finite.to(torch.int64).cumprod(1).sum(1)
     fields = (num_committed, accepted.num_accepted, step.can_draft, is_done, num_finite, state.generations[rows])
+    packed = pack_results(fields, chosen, draft_ids)
     state.kv_lens[rows] = step.kv_lens + num_committed
     state.anchors[rows] = torch.where(num_committed > 0, accepted.last_ids, state.anchors[rows])
     state.remaining[rows] = left
     state.done[rows] = is_done
-    packed = torch.cat((torch.stack([field.to(torch.int64) for field in fields], 1), chosen, draft_ids), 1)
     is_committed = torch.arange(chosen.shape[1], device=rows.device) < num_committed[:, None]
     return packed, torch.where(is_committed, step.slots, PAD)
 
@@ -157,10 +163,7 @@ def _open_step_kernel(
     ids = tl.where(place == 0, tl.load(anchors + row), mask_id)
     tl.store(block_ids + request * NUM_BLOCK + place, ids, mask=place < NUM_BLOCK)
     reserved_len = tl.where(is_alive, tl.minimum(tl.load(reserved_lens + row), max_model_len), 0)
-    column = position // PAGE_SIZE
-    is_inside = (position < reserved_len) & (column < num_pages) & (place < NUM_VERIFIED)
-    page = tl.load(page_table + row * table_stride + column, mask=is_inside, other=0)
-    slot = tl.where(page > 0, page * PAGE_SIZE + position % PAGE_SIZE, -1)
+    slot = slots_at(page_table + row * table_stride, position, reserved_len, num_pages, PAGE_SIZE)
     tl.store(slots + request * NUM_VERIFIED + place, slot, mask=place < NUM_VERIFIED)
 
 

@@ -27,7 +27,6 @@ from dflash_kernels.rejection import reject, reject_ref
 from dflash_kernels.rope_norm import add_rms_norm, add_rms_norm_ref, rms_norm, rms_norm_ref
 from dflash_kernels.rope_store import KVPlace, rope_store, rope_store_ref
 from dflash_kernels.sampling import Chosen, argmax, argmax_ref, sample, sample_ref
-from dflash_kernels.slot_mapping import slot_mapping, slot_mapping_ref
 from dflash_kernels.step_rows import (
     Bounds,
     RowState,
@@ -46,7 +45,6 @@ class Kernels:
     """One implementation of every function; each is documented at its reference."""
 
     name: str
-    slot_mapping: Callable[[Tensor, Tensor, Tensor, int], Tensor]
     kv_store: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
@@ -67,7 +65,6 @@ class Kernels:
 
 REFERENCE = Kernels(
     name="reference",
-    slot_mapping=slot_mapping_ref,
     kv_store=kv_store_ref,
     rms_norm=rms_norm_ref,
     add_rms_norm=add_rms_norm_ref,
@@ -88,7 +85,6 @@ REFERENCE = Kernels(
 
 _TRITON = Kernels(
     name="triton",
-    slot_mapping=slot_mapping,
     kv_store=kv_store,
     rms_norm=rms_norm,
     add_rms_norm=add_rms_norm,

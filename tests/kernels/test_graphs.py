@@ -103,7 +103,6 @@ def sampling_rows(at: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 CALLS: dict[str, Call] = {
-    "slot_mapping": lambda k, at: (k.slot_mapping(at["table"], at["positions"], at["reserved"], PAGE),),
     "kv_store": store,
     "rms_norm": lambda k, at: (k.rms_norm(at["query"], at["weights"][0], 1e-6),),
     "add_rms_norm": lambda k, at: k.add_rms_norm(at["parts"], at["residual"], at["weights"][0], 1e-6),

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from dflash_kernels.launch_config import HAS_TRITON, MAX_GRID
 from dflash_kernels.rope_store import KVPlace
+from dflash_kernels.step_rows import Bounds, RowState
 from dflash_kernels.suite import triton_kernels
 from dflash_runtime.config import EngineConfig
 from dflash_runtime.device.settings import resolve_limits
@@ -61,8 +62,15 @@ def rope_store() -> None:
     triton_kernels().rope_store(parts, norms, 1e-6, floats(T, D), floats(T, D), KV, place)
 
 
+def open_step() -> None:
+    done, field = torch.zeros(R, dtype=torch.bool), ints(R)
+    state = RowState(done, field, field, field, field, field, field, ints(R, 16), ints(R, 40))
+    bounds = Bounds(max_model_len=600, last_draft_len=500, page_size=16, mask_id=0)
+    triton_kernels().open_step(state, field, N, N, bounds)
+
+
 LAUNCHES: dict[str, Callable[[], object]] = {
-    "slot_mapping": lambda: triton_kernels().slot_mapping(ints(R, 40), ints(R, N), ints(R), 16),
+    "open_step": open_step,
     "kv_store": kv_store,
     "rms_norm": lambda: triton_kernels().rms_norm(floats(T, 64), floats(64), 1e-6),
     "add_rms_norm": lambda: triton_kernels().add_rms_norm(floats(2, T, 64), floats(T, 64), floats(64), 1e-6),

@@ -86,6 +86,17 @@ def test_a_row_that_is_done_and_given_often_stays_as_it_is() -> None:
     assert bool((slots == PAD).all())
 
 
+def test_slots_of_high_pages_pass_32_bits() -> None:
+    state = random_state(1, 0)
+    state.done.fill_(False)
+    state.kv_lens.fill_(3)
+    state.reserved_lens.fill_(4)
+    state.page_table.fill_(2**31)
+    assert open_step(state, torch.zeros(1, dtype=torch.int64, device=DEVICE), 2, 2, BOUNDS).slots.tolist() == [
+        [2**31 * PAGE + 3, PAD]
+    ]  # fmt: skip
+
+
 def test_what_does_not_fit_is_refused() -> None:
     state, rows = random_state(3, 0), torch.tensor([0, 1], device=DEVICE)
     with pytest.raises(ValueError, match="at least one verified row"):

@@ -10,7 +10,7 @@ KINDS = {
     "attention": r"attention|attend|flash|fmha|combine",
     "matrix products": r"gemm|gemv|nvjet|xmma|cutlass|cublas|splitk|matmul|linear|product|sum_parts",
     "argmax and sampling": r"argmax|reduce_kernel|sampl|softmax|probs|tile_(sums|stats)|_tie|threshold|_cut_|coins",
-    "norms, rotation, activation, KV store": r"norm|rope|silu|kv_store|context_kv|slot_mapping",
+    "norms, rotation, activation, KV store": r"norm|rope|silu|kv_store|context_kv",
 }
 """What kernels are called, by what they are for; the first that matches, and the rest is bookkeeping."""
 

@@ -3,12 +3,11 @@
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from dflash_runtime.config import EngineConfig
 from dflash_runtime.device.loading import LoadedPair
 from dflash_runtime.llm import LLM
 from dflash_runtime.scheduling.request import Request, SamplingParams
@@ -32,13 +31,9 @@ PAGE_SIZE = 16
 ADAPTIVE_WARM_STEPS = 64
 """Steps in which an adaptive width learns what is accepted, and tries others."""
 
-HAS_ADAPTIVE_WIDTH = "adaptive_width" in {field.name for field in fields(EngineConfig)}
-
 
 def why_not_adaptive(device: torch.device) -> str | None:
     """Why there is no arm of adaptive width, if so."""
-    if not HAS_ADAPTIVE_WIDTH:
-        return "this engine has no adaptive width"
     return None if device.type == "cuda" else "widths adapt where steps are CUDA graphs"
 
 
@@ -119,9 +114,7 @@ def engine_pair(random: RandomPair, arm: str, acceptance: float | None, **settin
     pair = random.pair if arm != "plain" else random.pair.without_draft()
     if acceptance is not None and arm != "plain":
         pair = force_acceptance(pair, acceptance)
-    if HAS_ADAPTIVE_WIDTH:
-        settings["adaptive_width"] = arm == "adaptive"
-    config = replace(pair.config, **settings)
+    config = replace(pair.config, **settings, adaptive_width=arm == "adaptive")
     limits = replace(
         pair.limits,
         max_num_requests=config.max_num_requests,

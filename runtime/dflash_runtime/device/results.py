@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dflash_kernels.step_rows import NUM_FIELDS
+from dflash_kernels.step_rows import NUM_FIELDS, pack_results
 from dflash_runtime.scheduling.batch import Chunk, StepOutput
 from dflash_runtime.scheduling.request import Request
 
@@ -36,8 +36,7 @@ class StepResults:
         """One row a request, fields first: [R, NUM_FIELDS + 2N - 1] int64."""
         counts = (self.num_committed, self.num_accepted, self.is_drafting, self.is_done)
         fields = (*counts, self.num_finite, self.generations)
-        columns = torch.stack([field.to(torch.int64) for field in fields], dim=1)
-        return torch.cat((columns, self.token_ids, self.draft_ids), dim=1)
+        return pack_results(fields, self.token_ids, self.draft_ids)
 
 
 @dataclass(frozen=True, slots=True)
