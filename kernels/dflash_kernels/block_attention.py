@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dflash_kernels.attention_walk import share_of_tiles, walk_block, walk_context
-from dflash_kernels.early_launch import early, wait_for_launches_before
+from dflash_kernels.early_launch import early, let_next_launch_begin, wait_for_launches_before
 from dflash_kernels.launch_config import (
     COMBINE_TILE,
     MAX_GRID,
@@ -105,6 +105,8 @@ def _block_attention_kernel(
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_D: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
     wait_for_launches_before(IS_EARLY)
+    if NUM_SPLITS > 1:
+        let_next_launch_begin(IS_EARLY)  # which adds the parts up
     # The last tiles of a causal block are the longest: start with them.
     first_packed = (tl.num_programs(0) - 1 - tl.program_id(0)) * TILE_M
     split = tl.program_id(1).to(tl.int64)
@@ -160,6 +162,7 @@ def _combine_kernel(
     TILE_R: tl.constexpr, TILE_S: tl.constexpr, TILE_D: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
     wait_for_launches_before(IS_EARLY)
+    let_next_launch_begin(IS_EARLY)
     row = tl.program_id(0).to(tl.int64) * TILE_R + tl.arange(0, TILE_R)
     split = tl.arange(0, TILE_S)
     dim = tl.arange(0, TILE_D)

@@ -1,6 +1,6 @@
 """Launches that are set up while the one before still runs, where the GPU can do that.
 
-It takes what setting up costs out of the gap between two short kernels: 1% of a step with 16 rows, 3% with 8 (docs/
+It takes what setting up costs out of the gap between two short kernels: 2% of a step with 16 rows, 4% with 8 (docs/
 performance.md). Source: CUDA programming guide, "Programmatic Dependent Launch".
 """
 
@@ -19,6 +19,17 @@ def wait_for_launches_before(IS_EARLY: tl.constexpr):
     """
     if IS_EARLY:
         tl.extra.cuda.gdc_wait()
+
+
+@jit
+def let_next_launch_begin(IS_EARLY: tl.constexpr):
+    """Have the launch queued next set up while this one runs. After the wait, so that no three of them overlap.
+
+    For kernels that are short, or followed by a short one: a product set up beside another takes its room, and that
+    makes both slower.
+    """
+    if IS_EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 @lru_cache

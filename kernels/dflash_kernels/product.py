@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from dflash_kernels.activation import gate_tiles, silu_mul, silu_mul_ref
-from dflash_kernels.early_launch import early, wait_for_launches_before
+from dflash_kernels.early_launch import early, let_next_launch_begin, wait_for_launches_before
 from dflash_kernels.launch_config import (
     IS_INTERPRETED,
     MAX_PRODUCT_ROWS,
@@ -50,10 +50,12 @@ def gated_product_ref(hidden: Tensor, weight: Tensor) -> Tensor:
 @jit(do_not_specialize=["num_rows"])
 def _product_kernel(
     hidden, weight, out, num_rows, hidden_row,
-    NUM_COLUMNS: tl.constexpr, DEPTH: tl.constexpr, NUM_PARTS: tl.constexpr, IS_GATED: tl.constexpr,
-    TILE_R: tl.constexpr, TILE_C: tl.constexpr, TILE_K: tl.constexpr, IS_EARLY: tl.constexpr,
+    NUM_COLUMNS: tl.constexpr, DEPTH: tl.constexpr, NUM_PARTS: tl.constexpr, HAS_PARTS: tl.constexpr,
+    IS_GATED: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr, TILE_K: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
     wait_for_launches_before(IS_EARLY)
+    if HAS_PARTS:
+        let_next_launch_begin(IS_EARLY)  # which adds them up
     part = tl.program_id(1)
     row = tl.arange(0, TILE_R)
     column = tl.program_id(0) * TILE_C + tl.arange(0, TILE_C)
@@ -132,8 +134,8 @@ def _launch(hidden: Tensor, weight: Tensor, *, has_parts: bool = False, is_gated
     out = torch.empty((shape.num_parts, num_rows, num_columns), dtype=dtype, device=hidden.device)
     _product_kernel[(ceil_div(num_columns, shape.columns), shape.num_parts)](
         hidden, weight, out, num_rows, hidden.stride(0),
-        NUM_COLUMNS=num_columns, DEPTH=depth, NUM_PARTS=shape.num_parts, IS_GATED=is_gated,
-        TILE_R=shape.rows, TILE_C=shape.columns, TILE_K=shape.depth,
+        NUM_COLUMNS=num_columns, DEPTH=depth, NUM_PARTS=shape.num_parts, HAS_PARTS=has_parts,
+        IS_GATED=is_gated, TILE_R=shape.rows, TILE_C=shape.columns, TILE_K=shape.depth,
         num_warps=4, num_stages=shape.num_stages, enable_fp_fusion=False, **early(hidden.device),
     )  # fmt: skip
     return out

@@ -11,7 +11,7 @@ Axis letters: T rows, H heads, D head dim.
 import torch
 from torch import Tensor
 
-from dflash_kernels.early_launch import early, wait_for_launches_before
+from dflash_kernels.early_launch import early, let_next_launch_begin, wait_for_launches_before
 from dflash_kernels.launch_config import (
     check_dtypes,
     check_tensors,
@@ -97,6 +97,7 @@ def _rms_norm_kernel(
     # Asked for before anything is summed: what waits for memory waits at the same time.
     weights = tl.load(weight + dim, mask=is_dim, other=0.0).to(tl.float32)
     wait_for_launches_before(IS_EARLY)
+    let_next_launch_begin(IS_EARLY)
     if HAS_RESIDUAL:
         stream = tl.load(residual + row * residual_row + dim, mask=is_dim, other=0.0).to(tl.float32)
     wide = sum_parts(hidden, row * hidden_row + dim, is_dim, part_stride.to(tl.int64), NUM_PARTS, dtype).to(tl.float32)

@@ -34,9 +34,23 @@ def traces(outputs: list[RequestOutput]) -> list[Any]:
 def fixed(llm: LLM, **sampling: Any) -> list[Any]:
     """Requests of different lengths through fewer rows: the batch grows, shrinks and changes places."""
     prompts = bundled_prompts()[:11]
-    # With seed 10, the draft's 437th token and its 436th share a number up to rounding, at width 3: seeds begin at 100.
-    params = [SamplingParams(max_new_tokens=8 + 9 * index, seed=100 + index, **sampling) for index in range(11)]
+    params = [SamplingParams(max_new_tokens=8 + 9 * index, seed=index, **sampling) for index in range(11)]
     return traces(llm.generate(prompts, params))
+
+
+def launched_one_by_one(draft: str | None, sampling: dict[str, Any], **settings: Any) -> LLM:
+    """What captured steps are compared with.
+
+    Padding changes how some products round. Greedy choices are to be the same for all that, so there is none. A number
+    that is drawn may lie on the edge of two tokens (seen: twice in some 200 runs), so there the padding is the same.
+    """
+    if not sampling.get("temperature"):
+        return gpu_llm(draft, "float32", graphs=False, **settings)
+    llm = gpu_llm(draft, "float32", **settings)
+    graphs = llm.engine.runner.graphs
+    assert graphs is not None
+    graphs.capture = lambda bucket, mode: graphs._graphs.update({(bucket, mode): None})  # type: ignore[method-assign]
+    return llm
 
 
 @pytest.mark.gpu
@@ -48,10 +62,10 @@ def fixed(llm: LLM, **sampling: Any) -> list[Any]:
 def test_graphs_change_nothing(draft: str | None, sampling: dict[str, Any], max_num_requests: int) -> None:
     """In float32, where a bucket's padding must not even change how a product is rounded to another token."""
     settings: dict[str, Any] = {"max_num_requests": max_num_requests, "num_pages": 400}
-    plainly = gpu_llm(draft, "float32", graphs=False, **settings)
+    plainly = launched_one_by_one(draft, sampling, **settings)
     captured = gpu_llm(draft, "float32", **settings)
-    assert plainly.engine.runner.graphs is None
     wanted = fixed(plainly, **sampling)
+    assert not plainly.engine.runner.graphs
     assert fixed(captured, **sampling) == wanted
     assert captured.engine.runner.graphs is not None
     assert len(captured.engine.runner.graphs) >= min(max_num_requests, 3)
@@ -65,8 +79,9 @@ def test_graphs_change_nothing_at_any_width(width: int, draft_sampling: str) -> 
     """And verify as few rows as they say: with probabilistic drafts too, whose text depends on what is drafted."""
     sampling: dict[str, Any] = {"verify_width": width, "temperature": float(draft_sampling != "greedy")}
     settings: dict[str, Any] = {"max_num_requests": 5, "num_pages": 400, "draft_sampling": draft_sampling}
-    plainly, captured = (gpu_llm("tiny", "float32", graphs=has, **settings) for has in (False, True))
+    plainly, captured = launched_one_by_one("tiny", sampling, **settings), gpu_llm("tiny", "float32", **settings)
     wanted = fixed(plainly, **sampling)
+    assert not plainly.engine.runner.graphs
     assert fixed(captured, **sampling) == wanted
     assert fixed(captured, **sampling) == wanted
     assert captured.engine.runner.graphs is not None

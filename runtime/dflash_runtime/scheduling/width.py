@@ -102,7 +102,8 @@ class StepTimes:
             after = min(bisect_left(sizes, batch), len(sizes) - 1)
             low, high = sizes[max(0, after - 1)], sizes[after]
             share = min(1.0, max(0.0, (batch - low) / (high - low))) if high > low else 0.0
-            table[batch] = {width: ms + share * (measured[high][width] - ms) for width, ms in measured[low].items()}
+            # Weighted so, what is not longer at both ends is not longer between them, roundings included.
+            table[batch] = {w: (1 - share) * ms + share * measured[high][w] for w, ms in measured[low].items()}
         return cls(table, context_ms, draft_context_ms)
 
     def row(self, batch: int) -> Mapping[int, float]:

@@ -236,3 +236,13 @@ def test_a_choice_takes_the_host_no_time() -> None:
     for _ in range(1000):
         policy.choose([BLOCK] * 64, 64_000)
     assert (perf_counter() - started) / 1000 < 2e-4
+
+
+def test_times_between_two_batches_keep_their_order() -> None:
+    """Also where rounding decides: a wider step never comes out as shorter."""
+    generator = random.Random(0)
+    for _ in range(2000):
+        low, wide, high = generator.uniform(0.1, 1), generator.uniform(0.1, 1), generator.uniform(2, 3)
+        low, wide = sorted((low, wide))
+        times = StepTimes.between({2: {1: low, 2: wide}, 5: {1: high, 2: high}}, (2, 3, 4, 5))
+        assert all(row[1] <= row[2] for row in times.table.values())
