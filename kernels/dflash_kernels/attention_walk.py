@@ -5,7 +5,7 @@ one request and keeps a running softmax over tiles of TILE_N keys (Milakov and G
 calculation for softmax").
 """
 
-from dflash_kernels.launch_config import jit, tl
+from dflash_kernels.launch_config import FEW_TILES, jit, tl
 
 
 @jit
@@ -25,11 +25,12 @@ def _attend(queries, keys, values, is_visible, acc, row_max, weight_sum, scale, 
 @jit
 def share_of_tiles(
     context_len, readable_len, first_row, last_row, num_rows, part, num_parts,
-    IS_CAUSAL: tl.constexpr, WINDOW: tl.constexpr, TILE_N: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, WINDOW: tl.constexpr, TILE_N: tl.constexpr, IS_HALVED: tl.constexpr,
 ):  # fmt: skip
     """Tiles of keys one part walks, of the context and of the block: two intervals `[begin, end)`.
 
     The parts share, in this order, the tiles of the context and of the block that some row of the program can see.
+    IS_HALVED says that half of the parts are empty while there are few tiles: only here lengths are known.
     """
     context_start, block_start, block_end = 0, 0, num_rows
     if IS_CAUSAL:
@@ -42,8 +43,11 @@ def share_of_tiles(
     context_tile, block_tile = context_start // TILE_N, block_start // TILE_N
     num_context = tl.maximum(tl.cdiv(readable_len, TILE_N) - context_tile, 0)
     num_tiles = num_context + tl.cdiv(block_end, TILE_N) - block_tile
+    if IS_HALVED:
+        num_parts = tl.where(num_tiles < FEW_TILES * num_parts, num_parts // 2, num_parts)
+        part = tl.minimum(part, num_parts)
     begin = part * num_tiles // num_parts
-    end = (part + 1) * num_tiles // num_parts
+    end = tl.minimum(part + 1, num_parts) * num_tiles // num_parts
     return (
         context_tile + tl.minimum(begin, num_context),
         context_tile + tl.minimum(end, num_context),

@@ -126,7 +126,7 @@ def _block_attention_kernel(
     last_row = tl.minimum((first_packed + TILE_M - 1) // GROUP, num_rows - 1)
     context_begin, context_end, block_begin, block_end = share_of_tiles(
         context_len, readable_len, first_packed // GROUP, last_row, num_rows, split.to(tl.int32),
-        NUM_SPLITS, IS_CAUSAL, WINDOW, TILE_N,
+        NUM_SPLITS, IS_CAUSAL, WINDOW, TILE_N, NUM_SPLITS >= 4,
     )  # fmt: skip
     target = flat_row * (NUM_KV * GROUP) + head
     if NUM_SPLITS > 1:

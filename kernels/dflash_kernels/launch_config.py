@@ -178,6 +178,10 @@ MAX_SPLITS = 16
 """More parts than this cost more to add up than they gain."""
 
 
+FEW_TILES = constexpr(8)
+"""With fewer tiles of keys a part, half of four or more parts are faster: one program on a multiprocessor, not two."""
+
+
 def attention_shape(
     num_groups: int, num_packed: int, head_dim: int, itemsize: int, device: torch.device
 ) -> AttentionShape:
@@ -185,18 +189,29 @@ def attention_shape(
 
     It follows from shapes, not from lengths, so a graph captured with it serves every context: the parts share the
     tiles of the true length evenly, on the device. Where few programs have to fill the device, smaller tiles let more
-    of them share a multiprocessor.
+    of them share a multiprocessor: two, or four with the fewest rows.
     """
     row_bytes = power_of_2(head_dim) * itemsize
     rows = MIN_DOT if row_bytes > 512 else min(max(power_of_2(num_packed), MIN_DOT), 64)
     num_programs = num_groups * ceil_div(num_packed, rows)
-    num_splits = min(max(2 * num_multiprocessors(device) // num_programs, 1), MAX_SPLITS)
+    is_light = rows == MIN_DOT and row_bytes <= 256
+    num_splits = _num_splits(num_programs, 4 if is_light else 2, device)
     if row_bytes > 256:
         keys, num_stages = 16 if row_bytes > 512 else 32, 2
+    elif num_splits > 1:
+        keys, num_stages = 32, 3 if is_light else 4
     else:
-        keys, num_stages = 32 if num_splits > 1 else 64, 3
+        keys, num_stages = 64, 3
     num_stages = fitting_stages(num_stages, 2 * keys * row_bytes, rows * row_bytes, device)
     return AttentionShape(rows, keys, num_splits, num_stages)
+
+
+def _num_splits(num_programs: int, most_together: int, device: torch.device) -> int:
+    """Parts that fill the device, with as many programs on a multiprocessor; four parts and more may be halved."""
+    num_splits = most_together * num_multiprocessors(device) // num_programs
+    if num_splits < 4:
+        num_splits = 2 * num_multiprocessors(device) // num_programs
+    return min(max(num_splits, 1), MAX_SPLITS)
 
 
 MAX_PRODUCT_ROWS = 32

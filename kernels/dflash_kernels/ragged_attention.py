@@ -175,8 +175,9 @@ def _ragged_attention_kernel(
     )
     last_row = tl.minimum((first_packed + TILE_M - 1) // GROUP, num_rows - 1)
     context_begin, context_end, block_begin, block_end = share_of_tiles(
-        context_len, context_len, first_packed // GROUP, last_row, num_rows, part, num_parts, True, WINDOW, TILE_N
-    )
+        context_len, context_len, first_packed // GROUP, last_row, num_rows, part, num_parts, True, WINDOW, TILE_N,
+        False,
+    )  # fmt: skip
     # Tiles that all rows see whole come first, and need no mask; with a window there may be none.
     full_context, full_block = context_begin, block_begin
     if not WINDOW:

@@ -76,6 +76,15 @@ def test_any_number_of_parts(num_splits: int, window: int | None, monkeypatch: p
     check(random_pages([0, 70, 250], 1, 16, PAGE, torch.float32, 5), 5, 2, is_causal=False, window=window)
 
 
+@pytest.mark.parametrize("num_splits", [4, 5])
+def test_all_parts_walk_where_there_are_many_tiles(num_splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On both sides of where half of them stop doing so, beside each other in one launch."""
+    monkeypatch.setattr(module, "attention_shape", lambda *_: AttentionShape(16, 16, num_splits, 2))
+    border = 8 * num_splits * 16
+    lens = [0, border - 32, border - 17, border - 16, border + 40]
+    check(random_pages(lens, 1, 16, PAGE, torch.float32, 5), 3, 2, is_causal=True, window=None)
+
+
 def test_a_wider_page_table_changes_nothing() -> None:
     """A captured graph sees the widest table; entries past a request's pages may be anything."""
     narrow = random_pages([40, 3], 1, 16, PAGE, torch.float32, 6)
