@@ -251,16 +251,16 @@ class EngineOptions:
         ),
     ] = None
     max_batched_tokens: Annotated[
-        int,
+        int | None,
         typer.Option(
             "--max-batched-tokens",
             "--max-num-batched-tokens",
             min=1,
             metavar="N",
-            help="Read at most N prompt tokens in one step.",
+            help="Read at most N prompt tokens in one step. Default: 8192 on a GPU, 2048 on a CPU.",
             rich_help_panel=ENGINE,
         ),
-    ] = 2048
+    ] = None
     page_size: Annotated[
         int,
         typer.Option(

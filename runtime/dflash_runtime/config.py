@@ -252,7 +252,7 @@ class EngineConfig:
     draft_sampling: str = "greedy"
     max_model_len: int | None = None
     max_num_requests: int = 16
-    max_batched_tokens: int = 2048
+    max_batched_tokens: int | None = None
     page_size: int = 16
     num_pages: int | None = None
     kv_memory_bytes: int | None = None
@@ -269,10 +269,10 @@ class EngineConfig:
         for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
                 raise UsageError(f"{name} {getattr(self, name)!r} is not one of {', '.join(choices)}")
-        for name in ("max_num_requests", "page_size", "max_batched_tokens", "max_in_flight"):
+        for name in ("max_num_requests", "page_size", "max_in_flight"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("num_draft_tokens", "max_model_len", "num_pages", "kv_memory_bytes"):
+        for name in ("num_draft_tokens", "max_model_len", "max_batched_tokens", "num_pages", "kv_memory_bytes"):
             value = getattr(self, name)
             if value is not None and value < (0 if name == "num_draft_tokens" else 1):
                 raise UsageError(f"{name} must be positive, got {value}")

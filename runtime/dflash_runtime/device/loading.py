@@ -78,12 +78,12 @@ def load_pair(target: TargetSource, draft: DraftLike | None, config: EngineConfi
         check_pair(draft, target)
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, device)
-    limits = resolve_limits(config, target_config, draft.config if draft is not None else None)
+    kernels = resolve_kernels(config.kernels, device, dtype)
+    limits = resolve_limits(config, target_config, draft.config if draft is not None else None, kernels)
     if limits.num_draft_tokens == 0:
         draft = None
     if draft is not None:
         owned_tensors(draft)  # what is refused by headers is refused before a target is loaded
-    kernels = resolve_kernels(config.kernels, device, dtype)
     # A block may begin on the model's last position, so rope tables reach a block past it.
     placement = Placement(device, dtype, kernels, limits.max_model_len + limits.num_lookahead_tokens)
     check_capability(kernels.name, target_config, draft.config if draft is not None else None, placement.dtype_name)

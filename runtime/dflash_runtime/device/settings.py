@@ -6,13 +6,17 @@ from typing import cast
 import torch
 
 from dflash_kernels.launch_config import HAS_TRITON, MAX_GRID
-from dflash_kernels.suite import KernelChoice, Kernels, pick_kernels
+from dflash_kernels.suite import REFERENCE, KernelChoice, Kernels, pick_kernels
 from dflash_runtime.config import DraftConfig, EngineConfig, TargetConfig
 from dflash_runtime.errors import UnsupportedError, UsageError
 from dflash_runtime.models.placement import Placement
 from dflash_runtime.scheduling.limits import Limits
 
 MIN_CAPABILITY = (8, 0)
+
+KERNEL_ROWS, REFERENCE_ROWS = 8192, 2048
+"""Prompt rows of a step by default. More of them fill a GPU better: 32 prompts of 512 tokens take 379 ms instead of 409
+(docs/performance.md). Reference attention holds all scores of a prompt's rows at once."""
 
 
 def resolve_device(name: str) -> torch.device:
@@ -93,7 +97,14 @@ def can_adapt(config: EngineConfig) -> bool:
     return config.num_draft_tokens != 0 and can_capture(config, device, kernels)
 
 
-def resolve_limits(config: EngineConfig, target: TargetConfig, draft: DraftConfig | None) -> Limits:
+def prompt_rows(config: EngineConfig, kernels: Kernels) -> int:
+    """Most prompt rows of a step."""
+    return config.max_batched_tokens or (KERNEL_ROWS if kernels.name == "triton" else REFERENCE_ROWS)
+
+
+def resolve_limits(
+    config: EngineConfig, target: TargetConfig, draft: DraftConfig | None, kernels: Kernels = REFERENCE
+) -> Limits:
     """K, the longest text and the batch sizes, from the engine config and what the checkpoints allow."""
     trained = draft.num_draft_tokens if draft is not None else 0
     num_draft_tokens = trained if config.num_draft_tokens is None else config.num_draft_tokens
@@ -119,5 +130,5 @@ def resolve_limits(config: EngineConfig, target: TargetConfig, draft: DraftConfi
         max_model_len=max_model_len,
         max_num_requests=config.max_num_requests,
         vocab_size=target.vocab_size,
-        max_batched_tokens=config.max_batched_tokens,
+        max_batched_tokens=prompt_rows(config, kernels),
     )

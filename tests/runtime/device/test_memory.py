@@ -13,6 +13,7 @@ import torch
 from dflash_kernels.suite import REFERENCE
 from dflash_runtime.config import DraftConfig, EngineConfig, RopeConfig, TargetConfig
 from dflash_runtime.device.memory import GRAPH_BYTES, NUM_GRAPHS, WORKSPACE_BYTES, is_out_of_memory, scratch_bytes
+from dflash_runtime.device.settings import prompt_rows
 from dflash_runtime.llm import LLM
 from dflash_runtime.models.placement import Placement
 from dflash_runtime.scheduling.limits import Limits
@@ -34,9 +35,12 @@ DRAFT = DraftConfig(
 LIMITS = Limits(num_draft_tokens=15, max_model_len=40_960, max_num_requests=16, vocab_size=151_936)
 
 
-def scratch(max_num_requests: int = 16, placement: Placement = GPU, **engine: Any) -> int:
-    config = EngineConfig(max_num_requests=max_num_requests, **engine)
-    limits = replace(LIMITS, max_num_requests=max_num_requests, max_batched_tokens=config.max_batched_tokens)
+def scratch(
+    max_num_requests: int = 16, placement: Placement = GPU, max_batched_tokens: int | None = 2048, **engine: Any
+) -> int:
+    config = EngineConfig(max_num_requests=max_num_requests, max_batched_tokens=max_batched_tokens, **engine)
+    rows = prompt_rows(config, placement.kernels)
+    limits = replace(LIMITS, max_num_requests=max_num_requests, max_batched_tokens=rows)
     return scratch_bytes(config, TARGET, DRAFT, limits, placement)
 
 
@@ -46,6 +50,7 @@ def test_what_is_kept_free_follows_from_the_shapes_of_the_pair() -> None:
     assert scratch(64) - scratch(32) >= 2 * 32 * logits
     assert scratch(64) - scratch(32) < 2 * 32 * (logits + 16 * 2 * 100_000 + 8 * 2 * 40_976)
     assert 0.5 * GIB < scratch() < 2 * GIB
+    assert scratch(max_batched_tokens=None) == scratch(max_batched_tokens=8192) < 3 * GIB
 
 
 def test_only_references_write_distributions_of_sampled_drafts() -> None:
