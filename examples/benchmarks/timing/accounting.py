@@ -1,7 +1,7 @@
 """Where a step's time goes: kernels by kind, idle time between them, and the way from the floor to what is measured."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -43,27 +43,30 @@ def kind_of(name: str) -> str:
     return next((kind for kind, words in KINDS.items() if re.search(words, name.lower())), BOOKKEEPING)
 
 
-def union_us(intervals: Iterable[Interval]) -> float:
-    """Microseconds in which at least one of them runs."""
-    covered, reached = 0.0, float("-inf")
-    for item in sorted(intervals, key=lambda item: item.begin):
-        covered += max(0.0, item.end - max(item.begin, reached))
-        reached = max(reached, item.end)
-    return covered
+def own_us(intervals: Iterable[Interval]) -> Iterator[tuple[Interval, float]]:
+    """Each with the microseconds by which its end is later than that of all others before it.
+
+    A kernel that is launched early waits beside the one before: that time is the other's. All together are the time in
+    which at least one runs.
+    """
+    reached = float("-inf")
+    for item in sorted(intervals, key=lambda item: item.end):
+        yield item, item.end - max(item.begin, reached)
+        reached = item.end
 
 
 def account(intervals: list[Interval], num_steps: int, num_top: int = 22) -> StepAccount:
     """Average over steps."""
     kinds = dict.fromkeys([*KINDS, BOOKKEEPING], 0.0)
     names: dict[str, list[float]] = {}
-    for item in intervals:
-        kinds[kind_of(item.name)] += (item.end - item.begin) / num_steps
+    for item, us in own_us(intervals):
+        kinds[kind_of(item.name)] += us / num_steps
         total = names.setdefault(item.name, [0.0, 0.0])
-        total[0] += (item.end - item.begin) / num_steps
+        total[0] += us / num_steps
         total[1] += 1 / num_steps
     top = sorted(((name, us, count) for name, (us, count) in names.items()), key=lambda row: -row[1])[:num_top]
     return StepAccount(
-        busy_ms=union_us(intervals) / num_steps / 1000,
+        busy_ms=sum(kinds.values()) / 1000,
         num_nodes=len(intervals) / num_steps,
         kinds_us=kinds,
         top=tuple(top),
