@@ -21,7 +21,7 @@ from dflash_runtime.scheduling.request import FinishReason, RequestOutput, Sampl
 from dflash_testing import checkpoints as support
 from dflash_testing.pairs import bundled_draft_model, bundled_llm, bundled_prompts
 
-SMALL = ["--num-prompts", "4", "-n", "24", "--bootstrap", "200"]
+SMALL = ["--num-prompts", "4", "-n", "12", "--bootstrap", "200"]
 ENOUGH = ["--num-prompts", "8", "-n", "24", "--bootstrap", "200"]
 """As few prompts as an interval takes."""
 
