@@ -77,7 +77,7 @@ def test_prompts_are_taken_in_turns() -> None:
 def test_progress_counts_every_round() -> None:
     seen: list[int] = []
     llm = bundled_llm(bundled_draft_model(), 7)
-    request = SpeedRequest(prompts=bundled_prompts()[:2], batches=[1, 2], max_new_tokens=8, num_rounds=1)
+    request = SpeedRequest(prompts=bundled_prompts()[:2], batches=[1, 2], max_new_tokens=16, num_rounds=1)
     list(measure_speeds(llm.pair, request, seen.append))
     assert seen == list(range(1, request.num_runs(llm.pair) + 1))
 
