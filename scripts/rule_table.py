@@ -39,7 +39,7 @@ names one of them; those among S and P say nothing otherwise. Known engines:
 {engines}.
 
 The last column says by how many cases of `test_rule_fires` in `tests/cli/validation/test_rules.py` a rule is made to
-fire, or names its test in `tests/cli/validation/test_readings.py`. That every rule is silent on sound drafts is held by
+fire, or names its test in another file beside it. That every rule is silent on sound drafts is held by
 `test_silent_on_sound_drafts`, `test_silent_on_the_bundled_drafts` and `test_sound_drafts_pass`.
 
 Levels: {levels}. {total} rules.

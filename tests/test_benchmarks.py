@@ -254,12 +254,12 @@ def test_a_load_is_the_same_in_every_run() -> None:
 
 @pytest.mark.parametrize("mean", [1.3, 4.24, 6.5])
 def test_forced_acceptance_has_its_mean(mean: float) -> None:
-    """16,000 draws of a standard deviation of at most 5: the mean is sure to 0.6%, the bar is 2%."""
+    """16,000 draws, 160 steps of 100 requests, of a standard deviation of at most 5: the mean is sure to 0.6%."""
     rates = forced.acceptance_rates(mean, BLOCK)
     assert 1 + sum(rates) == pytest.approx(mean)
     kernels = forced._forcing(REFERENCE, forced.draw_table(rates))
-    state = rows_of_a_state(16, remaining=10_000_000)
-    counts = [statistics.fmean(committed(kernels, state, width) for _ in range(1000)) for width in (BLOCK, 4)]
+    state = rows_of_a_state(100, remaining=10_000_000)
+    counts = [statistics.fmean(committed(kernels, state, width) for _ in range(160)) for width in (BLOCK, 4)]
     assert counts[0] == pytest.approx(mean, rel=0.02)
     assert counts[1] == pytest.approx(1 + sum(rates[:3]), rel=0.02), "fewer rows cut the same draw"
 

@@ -13,6 +13,7 @@ import pytest
 
 from dflash_testing import checkpoints as support
 from dflash_testing.paths import ROOT
+from dflash_testing.searches import shorten_search
 
 README_LINES = 150
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -85,6 +86,8 @@ def test_shown_output_is_compared_but_for_its_numbers() -> None:
 def test_readme_runs_when_pasted(is_whole: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every command of README's console blocks, in order, in one empty directory; measurements on fewer prompts."""
     monkeypatch.chdir(tmp_path)
+    if not is_whole:
+        shorten_search(monkeypatch)
     commands = console_commands((ROOT / "README.md").read_text())
     assert len(commands) >= 5
     for shown in commands:
@@ -109,9 +112,11 @@ def with_fewer_prompts(shown: Shown) -> str:
     words = shlex.split(shown.line, comments=True)
     if "eval-acceptance" in words:
         gate = " --min-acceptance 1" if "--min-acceptance" in words and shown.code == 0 else ""
-        return f"{shown.line.partition(' #')[0]} --num-prompts 8{gate}"
+        return f"{shown.line.partition(' #')[0]} --num-prompts 8 -n 48{gate}"
+    if "bench" in words:
+        return shown.line.replace("-n 32", "-n 12")
     if "diagnose" in words:
-        return shown.line.partition(" #")[0].replace("--num-prompts 8", "--num-prompts 6 -n 32")
+        return shown.line.partition(" #")[0].replace("--num-prompts 8", "--num-prompts 6 -n 24")
     if "--level run" in shown.line:
         return f"{shown.line.partition(' #')[0]} --num-prompts 4"
     return shown.line

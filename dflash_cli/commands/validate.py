@@ -3,11 +3,10 @@
 import shutil
 import sys
 import textwrap
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -30,6 +29,9 @@ from dflash_cli.validation.rule import Finding, Level, known_ids
 from dflash_cli.validation.run_settings import run_settings
 from dflash_cli.validation.validator import ValidationRequest, validate_draft
 from dflash_runtime.errors import CheckpointError, CheckpointNotFound, UnsupportedError, UsageError
+
+if TYPE_CHECKING:
+    from dflash_cli.conversion.repair import Repaired
 
 FAILED = 3
 INDENT = "    "
@@ -145,10 +147,10 @@ def validate(
         from dflash_cli.conversion.repair import repair_draft
 
         repaired = repair_draft(request, report, fix_out, force=force)
-        document["repaired"] = repaired.to_json()
-        fails = repaired.after.fails(strict=strict)
+        document["repaired"] = repaired.to_json() if repaired else None
+        fails = (repaired.after if repaired else report).fails(strict=strict)
         if not as_json:
-            _print_repaired(repaired.destination, repaired.dialect, repaired.fixed, repaired.after)
+            _print_repaired(fix_out, repaired)
     if as_json:
         console.result_json(document)
     if fails:
@@ -272,10 +274,13 @@ def _print_search(report: Report) -> None:
         console.result(f"{INDENT}and {rest} other settings, none of them better")
 
 
-def _print_repaired(destination: Path, dialect: str, fixed: Sequence[str], after: Report) -> None:
-    done = ", ".join(fixed) if fixed else "nothing"
-    console.result(f"{destination}: written as {dialect}; fixed: {done}")
-    for finding in after.findings:
+def _print_repaired(destination: Path, repaired: "Repaired | None") -> None:
+    if repaired is None:
+        console.result(f"{destination}: not written, since there is nothing to fix")
+        return
+    done = ", ".join(repaired.fixed) or "nothing"
+    console.result(f"{destination}: written as {repaired.dialect}; fixed: {done}")
+    for finding in repaired.after.findings:
         console.result(f"{INDENT}not fixed: {finding.id} {finding.severity} {finding.location}: {finding.message}")
         console.result(f"{INDENT}{INDENT}fix: {finding.fix}")
 

@@ -43,8 +43,10 @@ class Repaired:
         }
 
 
-def repair_draft(request: ValidationRequest, before: Report, destination: Path, *, force: bool = False) -> Repaired:
-    """Write the copy and validate it as the original was.
+def repair_draft(
+    request: ValidationRequest, before: Report, destination: Path, *, force: bool = False
+) -> Repaired | None:
+    """Write the copy and validate it as the original was; None, with nothing written, where no finding asks for one.
 
     Raises:
         UsageError: the destination exists, or the draft is not local.
@@ -53,6 +55,9 @@ def repair_draft(request: ValidationRequest, before: Report, destination: Path, 
     """
     if not isinstance(request.draft, Path):
         raise UsageError("--fix-out needs the whole draft, not only its headers")
+    mendable = [item for item in before.findings if item.level != "run" and not item.is_about_training]
+    if not mendable:
+        return None
     check_destination(destination, force=force)
     checkpoint = open_checkpoint(request.draft)
     checkpoint.config = mend(checkpoint.config, before.findings)
@@ -68,8 +73,7 @@ def repair_draft(request: ValidationRequest, before: Report, destination: Path, 
     level = "weights" if request.level == "run" else request.level
     after = validate_draft(replace(request, draft=destination, draft_reference=str(destination), level=level, run=None))
     left = {item.id for item in after.findings}
-    mended = [item for item in before.findings if item.level != "run" and not item.is_about_training]
-    fixed = dict.fromkeys(item.id for item in mended if item.id not in left)
+    fixed = dict.fromkeys(item.id for item in mendable if item.id not in left)
     return Repaired(destination, dialect, tuple(fixed), after)
 
 

@@ -2,7 +2,7 @@
 
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -83,6 +83,8 @@ class Subject:
     engines: Sequence[NamedEngine] = ()
     num_speculative_tokens: int | None = None
     search: "ReadingSearch | None" = None
+    known: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    """What one rule has found out that another asks for too, by a name of theirs."""
 
     @property
     def target(self) -> TargetFacts | None:

@@ -91,7 +91,7 @@ def run_once(engine: Engine, requests: Sequence[Request]) -> None:
         DFlashError: the device failed, and the engine is closed.
     """
     scheduler = engine.scheduler
-    expected_share = scheduler.expected_share
+    expected_share = scheduler.room.share
     try:
         for request in requests:
             try:
@@ -103,6 +103,6 @@ def run_once(engine: Engine, requests: Sequence[Request]) -> None:
     finally:
         engine.abort()
         scheduler.restart()
-        scheduler.expected_share = expected_share
+        scheduler.room.share = expected_share
     if engine.failure is not None:
         raise engine.failure

@@ -227,9 +227,14 @@ def test_text_after_prompts_of_every_length(family: Family, engine: Json) -> Non
     assert [list(output.token_ids) for output in found] == [family.generate(prompt, 12) for prompt in prompts]
 
 
-@pytest.mark.parametrize("num_right", range(NUM_DRAFTS + 1))
+@pytest.mark.parametrize(
+    "num_right", [1, NUM_DRAFTS - 1, *(pytest.param(count, marks=pytest.mark.slow) for count in (0, 2, NUM_DRAFTS))]
+)
 def test_every_number_of_tokens_is_accepted_and_dropped(family: Family, num_right: int) -> None:
-    """Alone, and in one batch, where two requests with one anchor at one position are taken for each other."""
+    """Alone, and in one batch, where two requests with one anchor at one position are taken for each other.
+
+    By default as few and as many as a random draft and a right one leave open.
+    """
     num_tokens = 4 * NUM_DRAFTS
     prompts = random_prompts((3, 5, 14, 21), VOCAB)
     wanted = [family.generate(prompt, num_tokens) for prompt in prompts]

@@ -31,14 +31,14 @@ SHORT, LONG = 18, 26
 
 def pairwise() -> list[dict[str, Any]]:
     """A selection of combinations in which every pair of values of two modes occurs, chosen greedily."""
-    names = list(MODES)
-    combos = [dict(zip(names, values, strict=True)) for values in product(*MODES.values())]
-    missing = {pair for combo in combos for pair in pairs_of(combo)}
+    combos = everything()
+    pairs = [pairs_of(combo) for combo in combos]
+    missing = set().union(*pairs)
     chosen = []
     while missing:
-        best = max(combos, key=lambda combo: len(missing & pairs_of(combo)))
-        missing -= pairs_of(best)
-        chosen.append(best)
+        best = max(range(len(combos)), key=lambda index: len(missing & pairs[index]))
+        missing -= pairs[best]
+        chosen.append(combos[best])
     return chosen
 
 

@@ -65,7 +65,7 @@ def soak(num_requests: int, seed: int, *, failing: float) -> dict[str, int]:
             if arrivals:
                 llm.engine.add(arrivals.pop(0))
         if generator.random() < 0.3:
-            scheduler.expected_share = 0.0  # admit more than fits, so that some are preempted
+            scheduler.room.share = 0.0  # admit more than fits, so that some are preempted
         if generator.random() < 0.02 and scheduler.live:
             victim = generator.choice(scheduler.live)
             llm.engine.abort([victim])

@@ -48,7 +48,8 @@ def logits_of(kind: str, num_rows: int, dtype: torch.dtype) -> Tensor:
 
 
 KINDS = ["steep", "flat", "ties", "low"]
-FEW = [("steep", torch.float32), ("ties", torch.float16), ("low", torch.float16)]
+FEW = [("ties", torch.float32), ("low", torch.float16)]
+"""By default; low temperatures make steep rows of these too."""
 
 
 @pytest.mark.parametrize(

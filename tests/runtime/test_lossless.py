@@ -29,6 +29,9 @@ PARAMS = SamplingParams(max_new_tokens=20)
 LENGTHS = (1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 24, 31, 32, 33, 48, 49, 65)
 """Prompts that end around the bounds of blocks and pages."""
 
+AT_BOTH_ENDS = [1, pytest.param(3, marks=pytest.mark.slow), 7]
+"""Numbers of drafts at which scripted drafts are tried; the trained ones are run at 3 too."""
+
 
 def prompts_of(lengths: Sequence[int]) -> list[tuple[int, ...]]:
     text = [token for prompt in bundled_prompts() for token in prompt]
@@ -79,7 +82,7 @@ def oracle(prompt: tuple[int, ...]) -> tuple[int, ...]:
     return bundled_llm(None, 0).generate([prompt], longer)[0].token_ids
 
 
-@pytest.mark.parametrize("num_draft_tokens", [1, 3, 7])
+@pytest.mark.parametrize("num_draft_tokens", AT_BOTH_ENDS)
 def test_always_right_draft_is_accepted_whole(
     num_draft_tokens: int, prompts: list[tuple[int, ...]], plain: list[tuple[int, ...]]
 ) -> None:
@@ -91,7 +94,7 @@ def test_always_right_draft_is_accepted_whole(
         assert set(output.acceptance_lengths) == {num_draft_tokens + 1}
 
 
-@pytest.mark.parametrize("num_draft_tokens", [1, 3, 7])
+@pytest.mark.parametrize("num_draft_tokens", AT_BOTH_ENDS)
 def test_always_wrong_draft_is_never_accepted(
     num_draft_tokens: int, prompts: list[tuple[int, ...]], plain: list[tuple[int, ...]]
 ) -> None:
@@ -103,7 +106,7 @@ def test_always_wrong_draft_is_never_accepted(
         assert output.acceptance_lengths == (1,) * (PARAMS.max_new_tokens - 1)
 
 
-@pytest.mark.parametrize("num_draft_tokens", [1, 3, 7])
+@pytest.mark.parametrize("num_draft_tokens", AT_BOTH_ENDS)
 def test_mask_proposing_draft_changes_nothing(
     num_draft_tokens: int, prompts: list[tuple[int, ...]], plain: list[tuple[int, ...]]
 ) -> None:

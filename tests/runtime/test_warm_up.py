@@ -109,7 +109,7 @@ def test_a_warm_up_leaves_nothing_behind() -> None:
     cold, warm = small_llm(seed=5, scheduling="async"), small_llm(seed=5, scheduling="async")
     with_stand_ins(warm)
     warm.warm_up(SAMPLED)
-    assert warm.engine.scheduler.expected_share == cold.engine.scheduler.expected_share
+    assert warm.engine.scheduler.room.share == cold.engine.scheduler.room.share
     warm.engine.scheduler.check_integrity()
     assert traces(warm.generate(PROMPTS, SAMPLED)) == traces(cold.generate(PROMPTS, SAMPLED))
 

@@ -4,9 +4,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from dflash_cli.checkpoints.opening import lacks_embedding_scale
-from dflash_cli.checkpoints.references import TINY, TINY_TARGET_NAME
-from dflash_cli.formats.dialect import named_architectures
 from dflash_cli.validation.rule import BFLOAT16, FIX_OTHER_TARGET, FIX_RUN_LEVEL, Problem, check
+from dflash_cli.validation.rules.target_identity import TOKENIZER_CONFIG
 from dflash_cli.validation.subject import CONFIG_FILE, Subject
 from dflash_runtime.checkpoint.canonical_names import find_quantization
 from dflash_runtime.checkpoint.files import TensorInfo
@@ -16,16 +15,7 @@ from dflash_runtime.checkpoint.target_facts import decoder_config
 from dflash_runtime.errors import CheckpointError, InvalidConfig
 from dflash_runtime.json_values import as_object, is_int
 
-TOKENIZER_CONFIG = "tokenizer_config.json"
 EMBEDDINGS = ("model.embed_tokens.weight", "model.language_model.embed_tokens.weight", "embed_tokens.weight")
-PUBLISHED = {
-    "qwen/qwen3-8b": ((16, (1, 9, 17, 25, 33)), (8, None)),
-    "qwen/qwen3-4b": ((16, (1, 9, 17, 25, 33)),),
-    "openai/gpt-oss-20b": ((8, (1, 6, 11, 16, 21)),),
-    "qwen/qwen3.6-27b": ((16, (1, 16, 31, 46, 61)),),
-    "qwen/qwen3.5-27b": ((16, (1, 16, 31, 46, 61)),),
-}
-"""Hub id of a target -> (block size, taps) of drafts published for it; taps None where they are not known."""
 
 
 @check(
@@ -174,70 +164,6 @@ def taps_exist_in_the_target(subject: Subject) -> Iterator[Problem]:
 
 
 @check(
-    "P08",
-    "warning",
-    effect="a draft accepts fewer tokens with another target, even one of the same shape",
-    fix="dflash eval-acceptance {draft} --target {target} # measures it; or use the target that the draft names",
-    source="z-lab/dflash#149; AEON-7#6",
-    is_about_training=True,
-)
-def verifier_is_the_target(subject: Subject) -> Iterator[Problem]:
-    """The target that is given is the verifier that the draft names."""
-    name = as_object(_verifier(subject)).get("name_or_path")
-    reference = subject.target_reference
-    if not isinstance(name, str) or not name or reference is None:
-        return
-    given = TINY_TARGET_NAME if reference == TINY else reference.partition("@")[0].rstrip("/")
-    if given != name and given.rpartition("/")[2] != name.rpartition("/")[2]:
-        yield Problem(
-            subject.location("speculators_config.verifier.name_or_path"),
-            f"names {name}, but {reference} is given",
-        )
-
-
-@check(
-    "P16",
-    "warning",
-    effect="a draft is trained on the hidden states of one model, and the config names one of another kind",
-    fix=FIX_OTHER_TARGET,
-    source="speculators 0.9.0 VerifierConfig",
-    is_about_training=True,
-)
-def verifier_is_of_the_targets_kind(subject: Subject) -> Iterator[Problem]:
-    """The target has the architecture that the draft names for its verifier."""
-    stated, given = named_architectures(_verifier(subject)), named_architectures(subject.target_json)
-    if stated and given and not set(stated) & set(given):
-        yield Problem(
-            subject.location("speculators_config.verifier.architectures"),
-            f"found {', '.join(stated)}, the target is {', '.join(given)}",
-        )
-
-
-@check(
-    "P09",
-    "warning",
-    effect="if the draft was trained with its own tokenizer, ids mean other text here and hardly any is accepted",
-    fix=FIX_OTHER_TARGET,
-    source="ggml-org/llama.cpp#25733",
-)
-def tokenizers_agree(subject: Subject) -> Iterator[Problem]:
-    """A tokenizer that lies beside the draft is the target's.
-
-    Compared by the special tokens of tokenizer_config.json, which differ between model families.
-    """
-    if "tokenizer_config.json" not in subject.files or subject.checkpoint is None:
-        return
-    ours, theirs = _tokens(_own_file(subject, TOKENIZER_CONFIG)), _tokens(_target_file(subject, TOKENIZER_CONFIG))
-    for key in sorted(ours.keys() & theirs.keys(), key=str):
-        if ours[key] != theirs[key]:
-            yield Problem(
-                f"{TOKENIZER_CONFIG}:added_tokens_decoder.{key}",
-                f"found {ours[key]!r}, the target's is {theirs[key]!r}",
-            )
-            return
-
-
-@check(
     "P10",
     "warning",
     effect="the draft is fed the target's raw embedding, which the target itself scales or normalises",
@@ -269,28 +195,6 @@ def head_is_plain(subject: Subject) -> Iterator[Problem]:
             yield Problem(
                 f"target {info.file.name}:{name}", f"found packed weights ({info.dtype}), expected plain floats"
             )
-
-
-@check(
-    "P12",
-    "info",
-    effect="none by itself, but a block or tapped layers other than usual are worth a second look",
-    fix=FIX_RUN_LEVEL,
-    source="configs of published drafts, 2026",
-    is_about_training=True,
-)
-def settings_are_the_published_ones(subject: Subject) -> Iterator[Problem]:
-    """Block size and tapped layers are those of published drafts for this target."""
-    reference = (subject.target_reference or "").partition("@")[0].lower()
-    known = PUBLISHED.get(reference)
-    if known is None or subject.taps is None or subject.block_size is None:
-        return
-    mine = (subject.block_size, tuple(subject.taps))
-    if not any(block == mine[0] and taps in (None, mine[1]) for block, taps in known):
-        stated = "; ".join(
-            f"block {block}" + (f", tapped layers {list(taps)}" if taps else "") for block, taps in known
-        )
-        yield Problem(subject.tap_location, f"block {mine[0]}, tapped layers {list(mine[1])}; published: {stated}")
 
 
 @check(
@@ -382,10 +286,6 @@ def _misfits(subject: Subject, field: str, location: str) -> Iterator[Problem]:
             yield Problem(location, f"{misfit.found}, {misfit.target}")
 
 
-def _verifier(subject: Subject) -> Mapping[str, Any]:
-    return as_object(as_object(subject.config.get("speculators_config")).get("verifier"))
-
-
 def _target_tensors(subject: Subject) -> Mapping[str, TensorInfo]:
     """The tensors of the target, from its headers; empty if they cannot be read, as a config alone may be given."""
     if subject.target_source is None:
@@ -404,15 +304,3 @@ def _target_file(subject: Subject, name: str) -> Mapping[str, Any]:
         return subject.target_source.checkpoint.read_optional_json(name) or {}
     except CheckpointError:
         return {}
-
-
-def _own_file(subject: Subject, name: str) -> Mapping[str, Any]:
-    try:
-        return (subject.checkpoint.read_optional_json(name) if subject.checkpoint is not None else None) or {}
-    except CheckpointError:
-        return {}
-
-
-def _tokens(tokenizer: Mapping[str, Any]) -> dict[str, Any]:
-    entries = as_object(tokenizer.get("added_tokens_decoder"))
-    return {key: as_object(entry).get("content") for key, entry in entries.items()}

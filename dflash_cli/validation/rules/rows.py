@@ -138,10 +138,8 @@ def stop_tokens_can_be_drafted(subject: Subject) -> Iterator[Problem]:
 )
 def copies_are_the_targets(subject: Subject) -> Iterator[Problem]:
     """The draft's copies of head and embedding equal the target's rows."""
-    for name, draft, target in _copies(subject):
-        difference = find_difference(draft, name, target)
-        if difference is not None:
-            yield Problem(f"{WEIGHTS}:{name}", difference)
+    for name, _, _, difference in _changed_copies(subject):
+        yield Problem(f"{WEIGHTS}:{name}", difference)
 
 
 @check(
@@ -157,9 +155,7 @@ def rows_are_in_their_places(subject: Subject) -> Iterator[Problem]:
 
     Training changes a row; only a fault of order makes it equal another.
     """
-    for name, draft, target in _copies(subject):
-        if find_difference(draft, name, target) is None:
-            continue
+    for name, draft, target, _ in _changed_copies(subject):
         found = find_misplaced(draft, name, target)
         if found is not None:
             yield Problem(
@@ -186,6 +182,15 @@ def map_names_each_id_once(subject: Subject) -> Iterator[Problem]:
     repeats = len(ids) - len(set(ids))
     if repeats:
         yield Problem(f"{WEIGHTS}:{DRAFT_TO_TARGET}", f"repeated target ids: {repeats}")
+
+
+def _changed_copies(subject: Subject) -> list[tuple[str, DraftCheckpoint, TargetSource, str]]:
+    """The copies that differ from the target's rows, and where; compared once, since that reads all of both."""
+    if "changed_copies" not in subject.known:
+        compared = [(*copy, find_difference(copy[1], copy[0], copy[2])) for copy in _copies(subject)]
+        subject.known["changed_copies"] = [item for item in compared if item[-1] is not None]
+    found: list[tuple[str, DraftCheckpoint, TargetSource, str]] = subject.known["changed_copies"]
+    return found
 
 
 def _copies(subject: Subject) -> Iterator[tuple[str, DraftCheckpoint, TargetSource]]:

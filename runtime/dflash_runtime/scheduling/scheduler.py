@@ -23,20 +23,13 @@ from collections.abc import Iterable, Sequence
 from dflash_runtime.errors import DFlashError
 from dflash_runtime.scheduling.admission import check_request
 from dflash_runtime.scheduling.batch import Batch, Chunk, PageAddition, StepOutput
+from dflash_runtime.scheduling.expected_room import ExpectedRoom
 from dflash_runtime.scheduling.limits import Limits
 from dflash_runtime.scheduling.pages import PagePool
 from dflash_runtime.scheduling.prefix_cache import PrefixCache
 from dflash_runtime.scheduling.request import DraftStep, Request
 from dflash_runtime.scheduling.row_shares import RowShares
 from dflash_runtime.scheduling.width import FixedWidth, WidthPolicy
-
-FIRST_SHARE = 0.25
-"""Share of the tokens it is allowed that a request is expected to use, before any has ended."""
-
-LOWEST_SHARE = 1 / 16
-
-SHARE_WEIGHT = 1 / 8
-"""How much of the expected share each request that ends replaces by its own."""
 
 SHARED_WORTH_A_WAIT = 64
 """Tokens of a prefix for which a prompt waits a step or two rather than run them once more; others go ahead of it."""
@@ -59,8 +52,7 @@ class Scheduler:
         self.num_preemptions = 0
         self.max_batched_tokens = limits.max_batched_tokens  # lowered where memory is short
         self.max_running = limits.max_num_requests
-        self.expected_share = FIRST_SHARE
-        self._longest = 0  # tokens of the longest text that any live request may become
+        self.room = ExpectedRoom(limits, pages)
         self._live: dict[Request, None] = {}  # everything added that has not ended, in the order it came
         # Outlives a call that ends in OutOfPages: pages taken until then belong to their requests.
         self._additions: list[PageAddition] = []
@@ -85,8 +77,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request; see `check` for what is refused."""
         self.check(request)
-        tokens = request.total_len + request.remaining(self.limits.max_model_len)
-        self._longest = max(tokens, self._longest if self._live else 0)
+        self.room.expect(request, is_alone=not self._live)
         self._live[request] = None
         self._waiting.append(request)
 
@@ -140,7 +131,7 @@ class Scheduler:
             self.width_policy.observe(len(draft_ids), output.num_accepted)
         self.cache.publish(request, request.kv_len)
         if request.is_finished:
-            self._learn(request)
+            self.room.learn(request)
             self._end(request)
         return output.token_ids
 
@@ -248,7 +239,7 @@ class Scheduler:
                 break
             request = self._waiting[0]
             self.cache.match(request)
-            if self._running and not self._has_room(request):
+            if self._running and not self.room.has_room(request, self._running):
                 self._release_pages(request)
                 break
             self._waiting.popleft()
@@ -263,40 +254,6 @@ class Scheduler:
             shares.give(request)
         self._waiting.extendleft(reversed(passed_over))
         return admitted
-
-    def _has_room(self, request: Request) -> bool:
-        """Whether the pool has the pages a waiting request and those that run are expected to need.
-
-        Admitting more would only lead to preempting, and then to prefilling the same rows again. One that runs may need
-        a page at once; later each is as long as it is now and the time that has passed, until it ends and frees its
-        pages, so the pool is fullest just before one of them ends.
-        """
-        size = self.pages.page_size
-        needed = self.pages.pages_for(self.limits.reserved_len(request.rows_to_prefill)) - len(request.pages)
-        if needed + len(self._running) > self.pages.num_available:
-            return False
-        longest = self._longest + self.limits.num_lookahead_tokens + size
-        if (len(self._running) + 1) * longest <= (self.pages.num_pages - 1) * size:
-            return True  # for all at their longest, which is quickly said of thousands
-        alive = sorted((*self._running, request), key=self._expected_left, reverse=True)
-        freed = sum(len(item.pages) * size - item.num_cached for item in alive)
-        grown = fullest = 0  # tokens; the last page of each is half full on average
-        for count, item in enumerate(alive, start=1):
-            held = len(item.pages) * size
-            freed -= held - item.num_cached
-            grown += item.total_len + self.limits.num_lookahead_tokens - held
-            fullest = max(fullest, grown + count * (self._expected_left(item) + size // 2) - freed)
-        return fullest <= self.pages.num_available * size
-
-    def _expected_left(self, request: Request) -> int:
-        """Tokens a request is expected to generate yet."""
-        return int(self.expected_share * request.remaining(self.limits.max_model_len))
-
-    def _learn(self, request: Request) -> None:
-        """Expect of the others what a request that ended by itself has used of the tokens it was allowed."""
-        num_used = len(request.output_token_ids)
-        share = num_used / (num_used + request.remaining(self.limits.max_model_len))
-        self.expected_share += (max(share, LOWEST_SHARE) - self.expected_share) * SHARE_WEIGHT
 
     def _chunk(self, request: Request, num_rows: int) -> Chunk:
         """Count so many positions more as prefilled: whatever is queued later runs after them.
@@ -352,7 +309,7 @@ class Scheduler:
         self._remove(request)
         request.num_preemptions += 1
         self.num_preemptions += 1
-        self.expected_share = min(1.0, 2 * self.expected_share)
+        self.room.expect_more()
         self._waiting.appendleft(request)
 
     def _remove(self, request: Request) -> None:

@@ -12,8 +12,8 @@ from dflash_runtime.errors import CheckpointNotFound, UsageError
 from dflash_testing import checkpoints as support
 from dflash_testing import hub_server as hub
 
-DOWNLOAD = ("--level", "weights")
-"""What makes `validate` fetch a whole repository."""
+DOWNLOAD = ("--fix-out", "nowhere")
+"""What makes `validate` fetch a whole repository; of a sound draft it writes nothing. `--level weights` takes torch."""
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from dflash_cli.main import app
 from dflash_runtime.errors import GateFailed, RequestError, UsageError
 from dflash_testing.pairs import bundled_draft_model, bundled_llm, bundled_prompts
 
-SMALL = ["--batches", "2,1", "-n", "24", "--rounds", "2", "--device", "cpu"]
+SMALL = ["--batches", "2,1", "-n", "16", "--rounds", "2", "--device", "cpu"]
 
 
 def run(*arguments: object) -> Any:
@@ -48,7 +48,7 @@ def test_every_batch_size_is_measured_in_the_order_given() -> None:
 
 
 def test_text_leads_with_the_speedup() -> None:
-    lines = run("tiny", "--batches", "1", "-n", "24", "--rounds", "1", "--device", "cpu").stdout.splitlines()
+    lines = run("tiny", "--batches", "1", "-n", "12", "--rounds", "1", "--device", "cpu").stdout.splitlines()
     assert lines[0].startswith("speedup by drafting: ")
     assert lines[0].endswith(" at batch 1")
     assert lines[-2].split()[:3] == ["batch", "plain", "tokens/s"]

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from dflash_cli.checkpoints.references import TINY, Role, fetch_directory
 from dflash_cli.main import app
 from dflash_runtime.errors import UsageError
+from dflash_testing.searches import shorten_search
 
 SMALL = ["--num-prompts", "8", "-n", "32", "--device", "cpu"]
 
@@ -36,9 +37,10 @@ def shift_taps(config: dict[str, Any]) -> None:
     config["dflash_config"]["target_layer_ids"] = [1, 3, 4, 5]
 
 
-def test_a_wrong_reading_is_named_with_what_to_correct(tmp_path: Path) -> None:
+def test_a_wrong_reading_is_named_with_what_to_correct(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shorten_search(monkeypatch)
     draft = falsify(tmp_path / "draft", shift_taps)
-    result = run(draft, "--target", "tiny", "--num-prompts", "12", "-n", "48", "--device", "cpu")
+    result = run(draft, "--target", "tiny", *SMALL)
     (sentence,) = result.stdout.splitlines()
     assert result.exit_code == 3
     assert sentence.startswith(

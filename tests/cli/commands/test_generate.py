@@ -3,8 +3,6 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,15 +10,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from dflash_cli import console
 from dflash_cli.checkpoints.references import tiny_directory
-from dflash_cli.generation.answers import Answer, Event
-from dflash_cli.generation.outputs import RowSink, TextSink
-from dflash_cli.generation.prompts import PromptRow, parse_rows
-from dflash_cli.generation.tokenizer import StreamDecoder
 from dflash_cli.main import app
-from dflash_runtime.errors import RequestError, UsageError
+from dflash_runtime.errors import UsageError
 from dflash_runtime.llm import LLM
-from dflash_runtime.scheduling.request import FinishReason, RequestOutput, SamplingParams
+from dflash_runtime.scheduling.request import RequestOutput, SamplingParams
 from dflash_testing import checkpoints as support
 from dflash_testing.pairs import bundled_draft_model, bundled_llm, bundled_prompts, bundled_tokenizer
 
@@ -35,13 +30,6 @@ def run(*arguments: str, stdin: str | None = None) -> Any:
     return result
 
 
-def process(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    """The command as a user runs it."""
-    command = [sys.executable, "-m", "dflash_cli", "generate", *arguments]
-    env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"} | support.IMPORT_PATHS
-    return subprocess.run(command, input=stdin, capture_output=True, text=True, check=False, env=env)
-
-
 @pytest.fixture(scope="module")
 def expected() -> RequestOutput:
     """What the runtime says to PROMPT."""
@@ -49,12 +37,13 @@ def expected() -> RequestOutput:
     return bundled_llm(bundled_draft_model(), 7).generate([ids], SamplingParams(max_new_tokens=40, ignore_eos=True))[0]
 
 
-def test_text_goes_to_stdout_and_statistics_to_stderr(expected: RequestOutput) -> None:
-    done = process(PROMPT, "-n", "40", "--ignore-eos")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == bundled_tokenizer().decode(expected.token_ids) + "\n"
-    assert "40 tokens" in done.stderr
-    assert f"{len(expected.acceptance_lengths)} steps, acceptance length" in done.stderr
+def test_text_goes_to_stdout_statistics_and_logs_to_stderr(expected: RequestOutput) -> None:
+    done = support.launch("generate", "-v", PROMPT, "-n", "40", "--ignore-eos", "--threads", "1")
+    assert done.code == 0, done.err
+    assert done.out == bundled_tokenizer().decode(expected.token_ids) + "\n"
+    assert "40 tokens" in done.err
+    assert "INFO dflash_cli.generation.loaded_pair: running on 1 CPU thread" in done.err
+    assert f"{len(expected.acceptance_lengths)} steps, acceptance length" in done.err
 
 
 def test_rows_hold_what_the_runtime_said(expected: RequestOutput) -> None:
@@ -106,13 +95,6 @@ def test_a_verify_width_of_one_is_plain_decoding(expected: RequestOutput) -> Non
     assert document["rows"][0]["token_ids"] == list(expected.token_ids)
     assert document["num_drafts"] == 0
     assert document["verify_width_histogram"] == {"1": 39}
-
-
-def test_json_and_rows_on_stdout_exclude_each_other() -> None:
-    done = process(PROMPT, "--json", "--output", "-")
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: --json and --output -")
-    assert done.stdout == ""
 
 
 def test_rows_keep_input_order_and_finish_together(tmp_path: Path) -> None:
@@ -171,80 +153,6 @@ def test_a_target_without_a_tokenizer_takes_ids_and_gives_ids(tmp_path: Path, ex
     assert "error: prompt 1: holds text, but the target has no tokenizer" in refused.err
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("{", "not valid JSON"),
-        ("[]", "found a JSON list, expected an object"),
-        ("{}", "found nothing, expected exactly one of prompt"),
-        ('{"text": "x"}', "found text, expected exactly one of"),
-        ('{"prompt": "x", "turns": ["y"]}', "found prompt and turns"),
-        ('{"prompt": 5}', "prompt: found 5, expected a string"),
-        ('{"prompt_token_ids": []}', "prompt_token_ids: found \\[\\], expected a list of one or more ids"),
-        ('{"prompt_token_ids": [1, true]}', "expected a list of one or more ids"),
-        ('{"turns": "x"}', "turns: found .x., expected a list of one or more strings"),
-        ('{"messages": [{"role": "user"}]}', "expected a list of objects with role and content"),
-    ],
-)
-def test_a_malformed_row_is_named_by_file_and_line(line: str, message: str) -> None:
-    with pytest.raises(RequestError, match=f"rows.jsonl:2: .*{message}"):
-        parse_rows(['{"prompt": "fine"}', line], "rows.jsonl")
-
-
-def test_other_forms_of_prompt_files_are_answered_with_how_to_change_them(tmp_path: Path) -> None:
-    prompts = tmp_path / "prompts.json"
-    for text, hint in (('[{"prompt": "x"}]', "jq -c '.[]' makes them"), ('{"question": "x"}', "call the field that")):
-        prompts.write_text(text)
-        done = support.run_main("generate", "--prompts", prompts)
-        assert done.code == 2
-        assert f"error: {prompts}:1: " in done.err
-        assert hint in done.err.splitlines()[-1]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code", "message"),
-    [
-        ([], 2, "no prompt"),
-        (["x", "--prompts", "y"], 2, "both as arguments and by --prompts"),
-        (["--prompts", "absent.jsonl"], 4, "absent.jsonl: no such file"),
-        (["x", "--draft", "absent-dir", "--target", "tiny"], 4, "absent-dir: no such directory"),
-        (["x", "--draft", "tiny", "--target", "tiny:reduced"], 2, "names a draft"),
-        (["x", "--target", "tiny"], 2, "without a draft"),
-        (["x", "-k", "8"], 2, "8 speculative tokens, expected at most 7"),
-        (["x", "--top-p", "0"], 2, "top_p"),
-        (["x", "--device", "tpu"], 2, "device 'tpu'"),
-        (["x", "--kv-memory", "20K"], 6, "one request needs 2 pages of 16 tokens, 147456 bytes"),
-        (["x", "--kv-memory", "lots"], 2, "--kv-memory 'lots', expected a size"),
-        (["x", "--max-model-len", "999999"], 2, "max_model_len 999999"),
-        (["x", "--output", "README.md"], 2, "README.md: exists already"),
-        (["x", "--output", "no/such/dir/rows.jsonl"], 2, "no/such/dir: no such directory"),
-        (["x", "--chat-template-kwargs", "{"], 2, "--chat-template-kwargs: not valid JSON"),
-    ],
-)
-def test_bad_input_ends_in_one_line_and_its_exit_code(arguments: list[str], code: int, message: str) -> None:
-    done = support.run_main("generate", *arguments)
-    assert done.code == code
-    first = next(line for line in done.err.splitlines() if not line.startswith("loading "))
-    assert first.startswith("error: ")
-    assert message in first
-    assert "Traceback" not in done.err
-    assert done.out == ""
-
-
-def test_kernels_that_cannot_run_are_refused() -> None:
-    """In a process of its own, since the interpreter is switched on in this one."""
-    done = process("x", "--kernels", "triton", "--device", "cpu")
-    assert done.returncode == 5
-    assert "error: --kernels triton: its kernels do not run on cpu" in done.stderr
-    assert done.stdout == ""
-
-
-def test_a_request_too_large_for_the_pool_exits_6_with_the_arithmetic() -> None:
-    done = support.run_main("generate", "x", "-n", "2000", "--kv-memory", "1M")
-    assert done.code == 6
-    assert "KV pages of 16 tokens for 2001 tokens and a block of 8 more, but the pool has" in done.err
-
-
 def test_what_gives_way_is_said_once() -> None:
     done = support.run_main("generate", "x", "-k", "0", "--draft-sampling", "probabilistic", "-n", "4")
     assert done.code == 0
@@ -268,17 +176,12 @@ def test_a_row_that_cannot_be_served_harms_no_other(tmp_path: Path, expected: Re
     assert errors == [f"error: {answer['error']}" for answer in answers if "error" in answer]
 
 
-def test_prompts_that_are_typed_are_counted_from_1_as_headings_do() -> None:
-    done = support.run_main("generate", "x", "", "-n", "1")
-    assert (done.code, "error: prompt 2: empty, expected at least one token" in done.err.splitlines()) == (2, True)
-
-
 def test_an_output_is_replaced_only_by_force(tmp_path: Path) -> None:
     output = tmp_path / "rows.jsonl"
     output.write_text("mine")
-    done = process(PROMPT, "-n", "4", "--output", str(output))
-    assert done.returncode == 2
-    assert done.stderr.splitlines() == [f"error: {output}: exists already", "hint: pass --force to replace it"]
+    done = support.run_main("generate", PROMPT, "-n", "4", "--output", output)
+    assert done.code == 2
+    assert done.err.splitlines() == [f"error: {output}: exists already", "hint: pass --force to replace it"]
     assert output.read_text() == "mine"
     run(PROMPT, "-n", "4", "--output", str(output), "--force")
     assert len(json.loads(output.read_text())["token_ids"]) == 4
@@ -300,16 +203,12 @@ def test_a_checkpoint_as_the_only_prompt_is_pointed_out() -> None:
     assert "was read as a prompt" not in support.run_main("generate", "tiny", "-n", "2", "--draft", "tiny").err
 
 
-def test_quiet_leaves_only_the_text() -> None:
-    loud, quiet = support.run_main("generate", PROMPT, "-n", "4"), process("-q", PROMPT, "-n", "4")
+def test_quiet_leaves_only_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(console, "_is_quiet", False)  # put back afterwards
+    loud, quiet = (support.run_main("generate", PROMPT, "-n", "4", *options) for options in ([], ["-q"]))
     assert loud.err.splitlines()[0] == "loading draft tiny and target tiny ..."
-    assert quiet.stderr == ""
-    assert quiet.stdout == loud.out
-
-
-def test_verbose_logs_what_was_loaded() -> None:
-    done = process("-v", PROMPT, "-n", "2", "--threads", "1")
-    assert "INFO dflash_cli.generation.loaded_pair: running on 1 CPU thread" in done.stderr
+    assert quiet.err == ""
+    assert quiet.out == loud.out
 
 
 def target_without_template(path: Path) -> Path:
@@ -355,45 +254,11 @@ def test_chat_needs_a_template_for_any_prompt(tmp_path: Path) -> None:
     assert "note: the bundled target is a base model" in base.err
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--verify-width", "9"], "--verify-width 9: expected at most 8, the block in use"),
-        (["--verify-width", "4", "-k", "2"], "--verify-width 4: expected at most 3"),
-        (["--stop-token-id", "99999"], "--stop-token-id 99999: expected an id in [0, 2048)"),
-        (["--stop-token-id", "-1"], "--stop-token-id -1: expected 0 or more"),
-        (["--seed", "-1"], "--seed -1: expected 0 or more"),
-        (["--seed", str(2**63)], "--seed 9223372036854775808: expected 9223372036854775807 or less"),
-    ],
-)
-@pytest.mark.parametrize("command", [["generate", "x"], ["eval-acceptance", "--num-prompts", "1"]])
-def test_settings_that_mean_nothing_are_refused(command: list[str], options: list[str], message: str) -> None:
-    done = support.run_main(*command, *options)
-    assert (done.code, done.out) == (2, "")
-    assert f"error: {message}" in done.err
-
-
 def test_an_answer_that_the_model_cuts_is_pointed_out() -> None:
     done = support.run_main("generate", "x", "-n", "50", "--max-model-len", "40", "--ignore-eos")
     assert done.code == 0
     assert "note: 1 answer ends before -n 50: prompt and answer have 40 tokens at most" in done.err.splitlines()
     assert "note: 1 answer" not in support.run_main("generate", "x", "-n", "20", "--max-model-len", "40").err
-
-
-def test_an_empty_prompt_leaves_stdout_empty() -> None:
-    done = support.run_main("generate", "")
-    assert (done.code, done.out) == (2, "")
-    assert "error: " in done.err
-
-
-def test_transformers_does_not_speak_to_users(tmp_path: Path) -> None:
-    """A text longer than the tokenizer says it takes is refused by us, in one line."""
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text(json.dumps({"prompt": "x = 1\n" * 3000}))
-    done = process("--prompts", str(prompts), "-n", "2")
-    assert done.returncode == 2
-    assert "Token indices sequence length" not in done.stderr
-    assert [line for line in done.stderr.splitlines() if line.startswith("error: ")] != []
 
 
 def test_a_failed_run_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -463,48 +328,3 @@ def test_sampling_is_seeded() -> None:
     options = [PROMPT, "-n", "16", "--temperature", "1", "--top-k", "50", "--top-p", "0.9", "--ignore-eos"]
     first, again, other = (run(*options, "--seed", seed).stdout for seed in ("1", "1", "2"))
     assert first == again != other
-
-
-def test_text_of_a_later_row_waits_for_the_first(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = [PromptRow(index=index, kind="prompt", value="") for index in range(2)]
-    sink = TextSink(rows)
-    sink(Event(rows[1], (1,), "second", answer(rows[1])))
-    sink(Event(rows[0], (1,), "first "))
-    assert capsys.readouterr().out == "first "
-    sink(Event(rows[0], (1,), "row", answer(rows[0])))
-    assert capsys.readouterr().out == "row\nsecond\n"
-
-
-def test_rows_wait_for_those_before_them() -> None:
-    rows = [PromptRow(index=index, kind="prompt", value="") for index in range(3)]
-    written: list[str] = []
-    sink = RowSink(rows, written.append)
-    for index in (2, 0, 1):
-        sink(Event(rows[index], (1,), "x", answer(rows[index])))
-        assert len(written) == {2: 0, 0: 1, 1: 3}[index]
-    assert [json.loads(line)["index"] for line in written] == [0, 1, 2]
-
-
-def answer(row: PromptRow) -> Answer:
-    output = RequestOutput(
-        index=row.index, prompt_token_ids=(1,), token_ids=(1,), finish_reason=FinishReason.STOP,
-        acceptance_lengths=(), committed_lengths=(),
-    )  # fmt: skip
-    return Answer(row, 0, output, "x")
-
-
-def test_text_is_released_only_when_it_is_certain() -> None:
-    tokenizer = bundled_tokenizer()
-    text = "naïve → 中文 🙂 end"
-    ids = tokenizer.encode(text)
-    decoder = StreamDecoder(tokenizer)
-    pieces = [decoder.push([token]) for token in ids]
-    assert "".join(pieces) + decoder.finish() == text
-    assert all("\ufffd" not in piece for piece in pieces)
-    cut = StreamDecoder(tokenizer)
-    assert "".join(cut.push([token]) for token in ids[:-8]) + cut.finish() == tokenizer.decode(ids[:-8])
-
-
-def test_usage_errors_are_usage_errors() -> None:
-    with pytest.raises(UsageError):
-        run("x", "--prompts", "y")

@@ -195,7 +195,7 @@ class TestEnv:
             monkeypatch.delenv(other, raising=False)
         monkeypatch.setenv(name, value)
         theirs = runpy.run_path(str(constants.__file__))["HF_HUB_CACHE"]
-        assert json.loads(support.invoke("env", "--json").out)["cache"] == theirs
+        assert str(environment._cache()) == theirs
 
     def test_text(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv("HF_TOKEN", raising=False)

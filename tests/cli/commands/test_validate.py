@@ -205,7 +205,7 @@ class TestFixOut:
         assert not (tmp_path / "out").exists()
 
     def test_an_existing_checkpoint_is_replaced_on_demand_but_never_the_draft_itself(self, tmp_path: Path) -> None:
-        draft = support.make_native(tmp_path / "draft")
+        draft = support.make_native(tmp_path / "draft", tie_word_embeddings=True)
         old = support.make_native(tmp_path / "out", support.Shape(vocab=40, draft_vocab=40))
         assert support.invoke("validate", draft, "--fix-out", old).code == 2
         assert support.invoke("validate", draft, "--fix-out", old, "--force").code == 0
@@ -215,5 +215,20 @@ class TestFixOut:
         assert "is or contains the source" in outcome.err
 
     def test_an_existing_directory_is_refused(self, tmp_path: Path) -> None:
-        draft = support.make_native(tmp_path / "draft")
+        draft = support.make_native(tmp_path / "draft", tie_word_embeddings=True)
         assert support.invoke("validate", draft, "--fix-out", draft).code == 2
+
+    def test_nothing_is_written_where_there_is_nothing_to_fix(self, tmp_path: Path) -> None:
+        """Nor where all that was found is of a kind that no copy mends, such as the target of its training."""
+        draft, out = support.make_native(tmp_path / "draft"), tmp_path / "out"
+        outcome = support.invoke("validate", draft, "--fix-out", out)
+        assert outcome.code == 0
+        assert f"{out}: not written, since there is nothing to fix" in outcome.out.splitlines()
+        named = support.make_speculators(tmp_path / "named")
+        target = support.make_target(tmp_path / "other-target")
+        outcome = support.invoke("validate", named, "--target", target, "--fix-out", out, "--json")
+        document = json.loads(outcome.out)
+        assert [item["id"] for item in document["findings"]] == ["P08"]
+        assert document["repaired"] is None
+        assert outcome.code == 0
+        assert not out.exists()

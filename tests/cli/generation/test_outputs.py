@@ -1,9 +1,11 @@
 """Several answers on a terminal are told apart; in a pipe nothing is added to them."""
 
+import json
+
 import pytest
 
 from dflash_cli.generation.answers import Answer, Event, plural
-from dflash_cli.generation.outputs import TextSink
+from dflash_cli.generation.outputs import RowSink, TextSink
 from dflash_cli.generation.prompts import PromptRow
 from dflash_runtime.scheduling.request import FinishReason, RequestOutput
 
@@ -64,3 +66,31 @@ def test_a_pipe_has_none(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_one_is_singular() -> None:
     assert [plural(count, "token") for count in (0, 1, 2)] == ["0 tokens", "1 token", "2 tokens"]
+
+
+def test_text_of_a_later_row_waits_for_the_first(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [PromptRow(index=index, kind="prompt", value="") for index in range(2)]
+    sink = TextSink(rows)
+    sink(Event(rows[1], (1,), "second", answer(rows[1])))
+    sink(Event(rows[0], (1,), "first "))
+    assert capsys.readouterr().out == "first "
+    sink(Event(rows[0], (1,), "row", answer(rows[0])))
+    assert capsys.readouterr().out == "row\nsecond\n"
+
+
+def test_rows_wait_for_those_before_them() -> None:
+    rows = [PromptRow(index=index, kind="prompt", value="") for index in range(3)]
+    written: list[str] = []
+    sink = RowSink(rows, written.append)
+    for index in (2, 0, 1):
+        sink(Event(rows[index], (1,), "x", answer(rows[index])))
+        assert len(written) == {2: 0, 0: 1, 1: 3}[index]
+    assert [json.loads(line)["index"] for line in written] == [0, 1, 2]
+
+
+def answer(row: PromptRow) -> Answer:
+    output = RequestOutput(
+        index=row.index, prompt_token_ids=(1,), token_ids=(1,), finish_reason=FinishReason.STOP,
+        acceptance_lengths=(), committed_lengths=(),
+    )  # fmt: skip
+    return Answer(row, 0, output, "x")

@@ -11,8 +11,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dflash_cli.checkpoints.references import TINY, Role, fetch_directory
+from dflash_cli.checkpoints.target_copies import find_difference
 from dflash_cli.engines.serving_engine import parse_engines
 from dflash_cli.validation.rule import PLACEHOLDER, all_rules, known_ids
+from dflash_cli.validation.rules import rows
 from dflash_cli.validation.validator import ValidationRequest, validate_draft
 from dflash_testing import checkpoints as support
 from dflash_testing.paths import ROOT
@@ -165,6 +167,20 @@ def test_rows_are_not_compared_through_a_broken_map(rule: str, change: Any, tmp_
     found = [(finding.id, finding.location) for finding in check(case, tmp_path).findings]
     assert rule in {item for item, _ in found}
     assert {location for item, location in found if item in ("M10", "M12")} == {"model.safetensors:embed_tokens.weight"}
+
+
+def test_two_rules_on_the_copies_compare_them_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A comparison reads all of head and embedding, on both sides."""
+    compared: list[str] = []
+
+    def counting(draft: Any, name: str, target: Any) -> str | None:
+        compared.append(name)
+        return find_difference(draft, name, target)
+
+    monkeypatch.setattr(rows, "find_difference", counting)
+    wrong = next(case for case in CASES if case.rule == "M12")
+    assert {"M10", "M12"} <= {finding.id for finding in check(wrong, tmp_path).findings}
+    assert compared == ["lm_head.weight"]
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -1,7 +1,10 @@
 """Thousands of requests at once: what is worked out for each that is admitted does not grow with those that run."""
 
+from collections.abc import Sequence
+
 import pytest
 
+from dflash_runtime.scheduling.expected_room import ExpectedRoom
 from dflash_runtime.scheduling.limits import Limits
 from dflash_runtime.scheduling.pages import PagePool
 from dflash_runtime.scheduling.prefix_cache import PrefixCache
@@ -10,7 +13,7 @@ from dflash_runtime.scheduling.scheduler import Scheduler
 from dflash_testing.pairs import random_draft, random_llm, random_prompts, random_target
 
 
-class CheckedScheduler(Scheduler):
+class CheckedRoom(ExpectedRoom):
     """Asks for room the long way too."""
 
     num_quick = 0
@@ -20,12 +23,12 @@ class CheckedScheduler(Scheduler):
         self.is_quick = False
         return super()._expected_left(request)
 
-    def _has_room(self, request: Request) -> bool:
+    def has_room(self, request: Request, running: Sequence[Request]) -> bool:
         self.is_quick = True
-        answer, is_quick, longest = super()._has_room(request), self.is_quick, self._longest
+        answer, is_quick, longest = super().has_room(request, running), self.is_quick, self._longest
         self._longest = 10**9
         try:
-            assert answer == super()._has_room(request)
+            assert answer == super().has_room(request, running)
         finally:
             self._longest = longest
         self.num_quick += is_quick and answer
@@ -40,15 +43,14 @@ def test_room_for_all_at_their_longest_is_room(num_pages: int) -> None:
     draft = random_draft(target, block_size=4, target_layer_ids=(0,), num_layers=1)
     llm = random_llm(target, draft, 3, scheduling="async", max_num_requests=8, num_pages=num_pages, page_size=8)
     scheduler = llm.engine.scheduler
-    scheduler.__class__ = CheckedScheduler
-    assert isinstance(scheduler, CheckedScheduler)
+    scheduler.room = room = CheckedRoom(scheduler.limits, scheduler.pages)
     prompts = random_prompts([3 + 7 * index % 40 for index in range(24)], 97)
     prompts = [prompts[index % 5][:16] + prompts[index] for index in range(24)]
     params = [SamplingParams(max_new_tokens=2 + 5 * index % 23) for index in range(24)]
     outputs = llm.generate(prompts, params)
     assert all(output.error is None for output in outputs)
-    assert scheduler.num_asked > scheduler.num_quick or num_pages == 70
-    assert scheduler.num_quick > 0
+    assert room.num_asked > room.num_quick or num_pages == 70
+    assert room.num_quick > 0
 
 
 def test_admission_of_thousands_looks_at_none_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,7 +59,7 @@ def test_admission_of_thousands_looks_at_none_of_the_others(monkeypatch: pytest.
         num_draft_tokens=7, max_model_len=4096, max_num_requests=4096, vocab_size=97, max_batched_tokens=1 << 16
     )
     scheduler = Scheduler(limits, pages, PrefixCache(pages, is_enabled=True))
-    monkeypatch.setattr(Scheduler, "_expected_left", None)
+    monkeypatch.setattr(ExpectedRoom, "_expected_left", None)
     for index in range(4096):
         params = SamplingParams(max_new_tokens=8)
         scheduler.add(Request(index=index, prompt_token_ids=(index % 97, 1, 2), params=params))
