@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dflash_kernels.block_attention import PLAIN, Softmax
 from dflash_kernels.rope_store import KVPlace
 from dflash_kernels.suite import Kernels
 from dflash_runtime.config import DraftConfig, TargetConfig
@@ -63,12 +64,12 @@ class PagedAttention:
         table = torch.arange(num_pages, device=cache.keys.device)[None]
         return cls(kernels, cache, table, table.new_full((1,), context_len), causal, windows)
 
-    def __call__(self, layer: int, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def __call__(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, softmax: Softmax = PLAIN) -> Tensor:
         """[T, H, D], [T, KV, D] twice -> [T, H, D]."""
         place = self.place(layer)
         if place is not None:
             self.kernels.kv_store(keys, values, *place)
-        return self.read(layer, query, keys, values)
+        return self.read(layer, query, keys, values, softmax)
 
     def place(self, layer: int) -> KVPlace | None:
         """See `models.layers.Attend`."""
@@ -76,7 +77,7 @@ class PagedAttention:
             return None
         return KVPlace(self.cache.keys[layer], self.cache.values[layer], self.slots.flatten())
 
-    def read(self, layer: int, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def read(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, softmax: Softmax = PLAIN) -> Tensor:
         """See `models.layers.Attend`."""
         num_requests = len(self.context_lens)
         attended = self.kernels.block_attention(
@@ -90,5 +91,6 @@ class PagedAttention:
             page_size=self.cache.page_size,
             is_causal=self.causal[layer],
             window=self.windows[layer],
+            softmax=softmax,
         )
         return attended.reshape(query.shape)

@@ -14,6 +14,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from dflash_kernels.block_attention import PLAIN, Softmax
 from dflash_kernels.launch_config import ragged_shape
 from dflash_kernels.ragged_attention import RaggedPlan, Segment, plan_ragged
 from dflash_kernels.rope_store import KVPlace
@@ -45,16 +46,16 @@ class RaggedAttention:
     windows: tuple[int | None, ...]
     slots: Tensor  # [T]
 
-    def __call__(self, layer: int, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def __call__(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, softmax: Softmax = PLAIN) -> Tensor:
         """[T, H, D], [T, KV, D] twice -> [T, H, D]."""
         self.kernels.kv_store(keys, values, *self.place(layer))
-        return self.read(layer, query, keys, values)
+        return self.read(layer, query, keys, values, softmax)
 
     def place(self, layer: int) -> KVPlace:
         """See `models.layers.Attend`."""
         return KVPlace(self.cache.keys[layer], self.cache.values[layer], self.slots)
 
-    def read(self, layer: int, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def read(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, softmax: Softmax = PLAIN) -> Tensor:
         """See `models.layers.Attend`."""
         return self.kernels.ragged_attention(
             query,
@@ -67,6 +68,7 @@ class RaggedAttention:
             self.placed,
             page_size=self.cache.page_size,
             window=self.windows[layer],
+            softmax=softmax,
         )
 
 

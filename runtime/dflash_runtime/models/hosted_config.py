@@ -25,7 +25,6 @@ REFUSED_KEYS = {
     "state-space layers, whose state would keep rejected tokens": (
         "mamba_d_state", "mamba_d_ssm", "ssm_state_size", "state_size", "hybrid_override_pattern",
     ),
-    "soft-capped attention": ("attn_logit_softcapping",),
     "KV shared between layers": ("num_kv_shared_layers",),
     "attention to later tokens": ("use_bidirectional_attention",),
     "layers of other sizes than others": ("is_heterogeneous", "global_head_dim", "swa_head_dim"),

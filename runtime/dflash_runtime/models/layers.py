@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from dflash_kernels.activation import silu_mul_ref
+from dflash_kernels.block_attention import PLAIN, Softmax
 from dflash_kernels.rope_store import KVPlace
 from dflash_kernels.suite import REFERENCE, Kernels
 from dflash_runtime.config import DraftConfig, RopeConfig, TargetConfig
@@ -28,7 +29,7 @@ class Attend(Protocol):
     there in the launch that makes them, and then lets `read` do the rest.
     """
 
-    def __call__(self, layer: int, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def __call__(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, softmax: Softmax = PLAIN) -> Tensor:
         """Query [T, H, D], keys and values [T, KV, D] -> [T, H, D]."""
         ...
 
@@ -36,7 +37,7 @@ class Attend(Protocol):
         """Where keys and values of the rows are kept; None where they are not."""
         ...
 
-    def read(self, layer: int, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def read(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, softmax: Softmax = PLAIN) -> Tensor:
         """As a call, with keys and values stored already."""
         ...
 
