@@ -43,7 +43,10 @@ class Verifier:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftConfig:
-    """A DFlash draft, whatever dialect it was read from. `family` names the file in `drafts/` that runs it."""
+    """A DFlash draft, whatever dialect it was read from. `family` names the file in `drafts/` that runs it.
+
+    With `has_sinks` every layer has an attention sink for each of its heads.
+    """
 
     hidden_size: int
     intermediate_size: int
@@ -63,6 +66,7 @@ class DraftConfig:
     windows: tuple[int | None, ...]
     hidden_act: str = "silu"
     attention_bias: bool = False
+    has_sinks: bool = False
     target_hidden_size: int | None = None
     num_target_layers: int | None = None
     verifier: Verifier | None = None
