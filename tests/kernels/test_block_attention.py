@@ -59,7 +59,7 @@ def test_rows_and_groups(num_rows: int, num_heads: int, num_kv: int, dtype: torc
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("head_dim", [16, 24, 80, 128, 256])
+@pytest.mark.parametrize("head_dim", [16, 24, 80, 128, 256, 512])
 def test_head_sizes(head_dim: int, dtype: torch.dtype) -> None:
     check(random_pages([40], 1, head_dim, PAGE, dtype, 2), 5, 2, is_causal=False, window=None)
 

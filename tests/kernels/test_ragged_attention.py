@@ -120,7 +120,7 @@ def test_groups(num_heads: int, num_kv: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("head_dim", [24, 80, 128, 256])
+@pytest.mark.parametrize("head_dim", [24, 80, 128, 256, 512])
 def test_head_sizes(head_dim: int, dtype: torch.dtype) -> None:
     check(lay_out([5, 40], [40, 3]), 2, 1, head_dim, dtype)
 

@@ -82,6 +82,10 @@ class WantedMask:
 
     window: int | None
 
+    def __getitem__(self, rows: object) -> "WantedMask":
+        """Models that share keys and values between layers cut a mask to the rows they go on with, here all of them."""
+        return self
+
 
 @dataclass(slots=True)
 class HostedAttention:
@@ -108,7 +112,7 @@ class HostedAttention:
         self._check_settings(module, layer, settings)
         self._check_mask(layer, mask)
         scaling = settings.get("scaling")
-        usual = self.config.head_dim**-0.5
+        usual = self.config.kv_shapes[layer][1] ** -0.5
         if scaling is not None and scaling != usual:
             query = query * (scaling / usual)
         query, keys, values = (heads[0].transpose(0, 1).contiguous() for heads in (query, keys, values))
@@ -116,11 +120,12 @@ class HostedAttention:
 
     def _check_shapes(self, layer: int, query: Tensor, keys: Tensor, values: Tensor) -> None:
         config = self.config
-        wanted = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+        num_kv_heads, size = config.kv_shapes[layer]
+        wanted = (config.num_heads, num_kv_heads, num_kv_heads)
         for heads, count in zip((query, keys, values), wanted, strict=True):
-            if (heads.shape[0], heads.shape[1], heads.shape[3]) != (1, count, config.head_dim):
-                found = f"{heads.shape[1]} heads of {heads.shape[3]}, expected {count} of {config.head_dim}"
-                raise _unsupported(config, f"layer {layer} has {found}, as the config says of all layers")
+            if (heads.shape[0], heads.shape[1], heads.shape[3]) != (1, count, size):
+                found = f"{heads.shape[1]} heads of {heads.shape[3]}, expected {count} of {size}"
+                raise _unsupported(config, f"layer {layer} has {found}, as the config says of it")
 
     def _check_settings(self, module: nn.Module, layer: int, settings: dict[str, Any]) -> None:
         if settings.get("is_causal", getattr(module, "is_causal", True)) is False:

@@ -42,6 +42,12 @@ MIXED: Json = {"layer_types": ["sliding_attention", "full_attention"] * 2, "slid
 SERVED: Mapping[str, Json] = {
     "gemma2": {**MIXED, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0},
     "gpt_oss": {**MIXED, "num_local_experts": 8, "num_experts_per_tok": 2},
+    "gemma4_text": {
+        **MIXED,
+        **{"global_head_dim": 16, "num_key_value_heads": 4, "num_global_key_value_heads": 1, "attention_k_eq_v": True},
+        **{"num_kv_shared_layers": 2, "hidden_size_per_layer_input": 6, "vocab_size_per_layer_input": 97},
+        "final_logit_softcapping": 2.0,
+    },
     "gemma3_text": {**MIXED, "query_pre_attn_scalar": 24, "final_logit_softcapping": 2.0},
     "qwen3_moe": EXPERTS,
     "llama": {"attention_bias": True},
@@ -83,9 +89,9 @@ SERVED: Mapping[str, Json] = {
     "starcoder2": {},
     "vaultgemma": {**MIXED, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 1.0},
 }
-"""Model type -> what its config has beyond `BODY`. The first two are run by default, all in slow tests."""
+"""Model type -> what its config has beyond `BODY`. The first three are run by default, all in slow tests."""
 
-DEFAULT = tuple(SERVED)[:2]
+DEFAULT = tuple(SERVED)[:3]
 
 
 def make_model(path: Path, kind: str, **changes: Any) -> Any:

@@ -154,7 +154,7 @@ def random_draft_config(target: TargetConfig, **changes: Any) -> DraftConfig:
         "head_dim": 8,
         "rms_norm_eps": 1e-6,
         "max_position_embeddings": target.max_position_embeddings,
-        "rope": target.rope,
+        "rope": RopeConfig(theta=target.rope.theta),
         "block_size": 8,
         "target_layer_ids": (0, target.num_layers - 2),
         "mask_token_id": target.vocab_size - 1,

@@ -84,7 +84,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "falcon_h1": ({}, "state-space layers, whose state would keep rejected tokens (mamba_d_state)"),
     "deepseek_v3": ({"head_dim": None}, "latent attention, whose KV are one vector for all heads (kv_lora_rank)"),
     "llama4_text": ({}, "layer_types chunked_attention, chunked attention (attention_chunk_size)"),
-    "gemma4_text": ({}, "layers of other sizes than others (is_heterogeneous)"),
     "gemma3_text": ({"use_bidirectional_attention": True}, "attention to later tokens (use_bidirectional_attention)"),
     "olmo2": (
         {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
@@ -159,6 +158,19 @@ def test_another_scaling_is_put_on_the_query() -> None:
     usual = {"scaling": 8**-0.5, "dropout": 0.0, "sliding_window": None, "position_ids": torch.zeros(1)}
     assert call(usual).unique().tolist() == [1.0]
     torch.testing.assert_close(call({"scaling": 2 * 8**-0.5}).unique(), torch.tensor([2.0]))
+
+
+def test_layers_that_differ_in_more_than_kv_heads_are_refused(tmp_path: Path) -> None:
+    layers = {"per_layer_config": {"0": {"intermediate_size": 24}}}
+    target = support.write_checkpoint(tmp_path, {**BODY, "model_type": "llama", **layers}, {})
+    with pytest.raises(UnsupportedError, match="layers that differ in intermediate_size"):
+        find_target_runtime(open_target(target), "transformers")
+
+
+def test_images_alone_may_see_later_tokens(tmp_path: Path) -> None:
+    make_model(tmp_path, "gemma4_text", use_bidirectional_attention="vision")
+    config = find_target_runtime(open_target(tmp_path), "auto")[1]
+    assert config.kv_shapes == ((4, 8), (1, 16)) * 2
 
 
 class TestTrial:
