@@ -86,8 +86,9 @@ def describe(location: "Location") -> Description:
 
 def describe_layers(config: DraftConfig) -> str:
     """Attention of each layer in words; neighbouring layers with the same attention share a phrase."""
+    sinks = ", with attention sinks" if config.has_sinks else ""
     kinds = [
-        f"{'full attention' if window is None else f'window {window}'}, {'causal' if causal else 'non-causal'}"
+        f"{'full attention' if window is None else f'window {window}'}, {'causal' if causal else 'non-causal'}{sinks}"
         for window, causal in zip(config.windows, config.causal, strict=True)
     ]
     runs: list[tuple[int, int, str]] = []

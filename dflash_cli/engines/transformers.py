@@ -18,6 +18,7 @@ from dflash_cli.engines.serving_engine import (
     problem_of_causality,
     stated_once,
 )
+from dflash_cli.formats.unserved import SINK_KEY
 from dflash_cli.validation.rule import Outcome, Problem, check
 from dflash_cli.validation.subject import CONFIG_FILE, Subject
 from dflash_runtime.checkpoint.layer_kinds import STATE_KINDS
@@ -121,3 +122,17 @@ def reference_serves_the_trained_causality(subject: Subject) -> Iterator[Problem
     problem = problem_of_causality(NAME, subject)
     if problem is not None:
         yield replace(problem, repair=one_stated_causality(subject))
+
+
+@check(
+    "S31",
+    effect="z-lab's code has no attention sinks and leaves them out",
+    fix="dflash serve-command {draft} --target {target} --engine vllm # vLLM and SGLang compute them",
+    source="z-lab/dflash 0.1.0 model.py; vLLM 0.33.0 qwen3_dflash.py; SGLang 0.5.23 models/dflash.py",
+    outcome="drops",
+    engines=ENGINE,
+)
+def reference_has_no_sinks(subject: Subject) -> Iterator[Problem]:
+    """The draft has no attention sinks, which z-lab's code does not compute."""
+    if subject.nested.get(SINK_KEY) is True:
+        yield Problem(subject.location(f"dflash_config.{SINK_KEY}"), "true")

@@ -23,6 +23,7 @@ class Mlx(Native):
     title: ClassVar[str] = "DFlash, native dialect with flat keys"
     priority: ClassVar[int] = 63
     keeps_mask: ClassVar[bool] = False
+    unstated: ClassVar[frozenset[str]] = Native.unstated | {"has_sinks"}
 
     def evidence(self, config: Mapping[str, Any], tensor_names: frozenset[str]) -> str | None:
         if "dflash_config" in config or not all(key in config for key in FLAT_KEYS):
@@ -33,10 +34,13 @@ class Mlx(Native):
         """Write a native config with every key at the top level too.
 
         Raises:
-            LossyConversion: biases, for which these readers have no parameter; see `Native.write_config` for others.
+            LossyConversion: biases and attention sinks, for which these readers have no parameter; see
+                `Native.write_config` for others.
         """
         if config.attention_bias:
             raise LossyConversion("attention_bias: true: the MLX readers build their projections without bias")
+        if config.has_sinks:
+            raise LossyConversion("attention sinks: the MLX readers compute none")
         return {
             **super().write_config(config, carried),
             "target_layer_ids": list(config.target_layer_ids),

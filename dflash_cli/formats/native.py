@@ -30,6 +30,7 @@ from dflash_cli.formats.native_fields import (
     guess_taps,
     is_contradictory,
     read_causality,
+    read_flag,
     read_scales,
     read_swa_windows,
     read_taps,
@@ -37,7 +38,7 @@ from dflash_cli.formats.native_fields import (
     write_causality,
     write_scales,
 )
-from dflash_cli.formats.unserved import MODE_KEYS, refuse_unserved
+from dflash_cli.formats.unserved import MODE_KEYS, SINK_KEY, refuse_unserved, without_sinks
 from dflash_runtime.checkpoint.hf_config import read_body, read_layer_types, require_int
 from dflash_runtime.config import DraftConfig
 from dflash_runtime.errors import MISSING, LossyConversion, UsageError
@@ -67,6 +68,7 @@ class Native(Format):
         "causal": ("is_causal", f"{NESTED}causal"),
         "windows": (*BODY_HOMES["windows"], *(NESTED + key for key in WINDOW_KEYS)),
         "sample_from_anchor": (f"{NESTED}sample_from_anchor",),
+        "has_sinks": (NESTED + SINK_KEY,),
         "target_hidden_size": ("target_hidden_size",),
     }
     unstated: ClassVar[frozenset[str]] = frozenset({"verifier", "target_hidden_size"})
@@ -87,7 +89,7 @@ class Native(Format):
             UnsupportedError: see `refuse_unserved`.
         """
         source = NativeConfig(config, require_object(config.get("dflash_config", {}), "dflash_config", path), path)
-        refuse_unserved(source.nested, config)
+        refuse_unserved(without_sinks(source.nested), config)
         body = read_body(config, path)
         vocab_size = require_int(config, "vocab_size", path)
         draft_vocab_size = config.get("draft_vocab_size")
@@ -111,6 +113,7 @@ class Native(Format):
             num_target_layers=None if depth in (MISSING, None) else source.integer("num_target_layers"),
             target_hidden_size=config.get("target_hidden_size"),
             model_type=str(config.get("model_type", "qwen3")),
+            has_sinks=read_flag(source.nested, SINK_KEY),
             **read_scales(source),
         )
         is_doubtful = is_contradictory(stated_causality(config, source.nested))
@@ -133,6 +136,7 @@ class Native(Format):
             "mask_token_id": config.mask_token_id,
             "target_layer_ids": list(config.target_layer_ids),
             **({} if causal is None else {"causal": causal}),
+            **({SINK_KEY: True} if config.has_sinks else {}),
             **write_scales(config),
         }
         return {
@@ -178,6 +182,6 @@ def refuse_common(config: DraftConfig) -> None:
 
 def _carried(source: NativeConfig) -> Json:
     top = carried_keys(source.top, {*BODY_KEYS, *TWO_HOMES, "dflash_config", "draft_vocab_size", "target_hidden_size"})
-    consumed = {*TWO_HOMES, *WINDOW_KEYS, "causal", "sample_from_anchor", *MODE_KEYS}
+    consumed = {*TWO_HOMES, *WINDOW_KEYS, "causal", "sample_from_anchor", SINK_KEY, *MODE_KEYS}
     nested = carried_keys(source.nested, consumed, NESTED)
     return {**top, **nested}

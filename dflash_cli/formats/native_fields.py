@@ -156,6 +156,14 @@ def read_scales(source: NativeConfig) -> Json:
     return scales
 
 
+def read_flag(nested: Mapping[str, Any], key: str) -> bool:
+    """A flag of `dflash_config` that is off where it is not stated."""
+    value = nested.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise InvalidConfig(f"dflash_config.{key}", value, "true or false")
+    return value is True
+
+
 def write_causality(config: DraftConfig) -> bool | None:
     """One flag where all layers agree, no flag for the default of sliding causal and full not.
 

@@ -82,7 +82,7 @@ class SpeculatorsFormat(Format):
         "sample_from_anchor": ("sample_from_anchor",),
         "verifier": ("speculators_config.verifier",),
     }
-    unstated: ClassVar[frozenset[str]] = frozenset(SCALES)
+    unstated: ClassVar[frozenset[str]] = frozenset({*SCALES, "has_sinks"})
 
     def evidence(self, config: Mapping[str, Any], tensor_names: frozenset[str]) -> str | None:
         if "speculators_model_type" in config:
@@ -112,10 +112,12 @@ class SpeculatorsFormat(Format):
         """Write the layout of speculators 0.9, complete and with every default spelled out.
 
         Raises:
-            LossyConversion: causality or scales that this dialect cannot state.
+            LossyConversion: causality, scales or attention sinks that this dialect cannot state.
             UsageError: the target's name is not known.
         """
         _refuse_scales(config)
+        if config.has_sinks:
+            raise LossyConversion("attention sinks: the speculators dialect has no key for them")
         if config.verifier is None:
             raise UsageError(
                 "verifier: a speculators checkpoint must name its target",

@@ -29,10 +29,18 @@ UNSERVED: Mapping[str, tuple[tuple[Any, ...], str]] = {
 }
 """Key -> the values that ask for nothing, and what any other asks for."""
 
+SINK_KEY = "attention_sink_bias"
+"""Served inside a native `dflash_config`: each layer has a tensor for it. Elsewhere no dialect says where that is."""
+
 PLAIN_PROJECTORS = (None, *UNSERVED["projector_type"][0])
 """Values of projector_type that name DFlash's own projection."""
 
 MODE_KEYS = ("attention_mode", "attention_modes")
+
+
+def without_sinks(nested: Mapping[str, Any]) -> dict[str, Any]:
+    """A native `dflash_config` but for the key that asks for attention sinks."""
+    return {key: value for key, value in nested.items() if key != SINK_KEY}
 
 
 def refuse_unserved(*objects: Mapping[str, Any]) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from dflash_cli.checkpoints.pair_references import served_name
 from dflash_cli.checkpoints.references import list_files, open_checkpoint
 from dflash_cli.formats.dialect import Detection, ParsedConfig, detect_from
+from dflash_cli.formats.unserved import SINK_KEY
 from dflash_runtime.checkpoint.files import Checkpoint, TensorInfo
 from dflash_runtime.checkpoint.hf_config import FULL, SLIDING
 from dflash_runtime.checkpoint.pair import TargetSource
@@ -306,6 +307,7 @@ def _guess_dims(config: Mapping[str, Any]) -> DraftConfig | None:
             causal=(False,) * fields["num_layers"],
             windows=(None,) * fields["num_layers"],
             attention_bias=body.get("attention_bias") is True,
+            has_sinks=subject.nested.get(SINK_KEY) is True,
         )
     except InvalidConfig:
         return None

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from dflash_kernels import logit_tiles
 from dflash_kernels.activation import silu_mul, silu_mul_ref
+from dflash_kernels.block_attention import PLAIN, Softmax
 from dflash_kernels.launch_config import VocabShape
 from dflash_kernels.rope_store import KVPlace
 from dflash_kernels.suite import REFERENCE, triton_kernels
@@ -61,10 +62,13 @@ def relative_error(out: Tensor, exact: Tensor) -> float:
     return float((out.double() - exact).norm() / exact.norm())
 
 
-def attention_case(requests: int, context: int, rows: int, *, is_causal: bool, window: int | None = None) -> Case:
+def attention_case(
+    requests: int, context: int, rows: int, *, is_causal: bool, window: int | None = None, softmax: Softmax = PLAIN
+) -> Case:
     pages = -(-context // PAGE) + 2
-    attend = functools.partial(KERNELS.block_attention, page_size=PAGE, is_causal=is_causal, window=window)
-    attend_ref = functools.partial(REFERENCE.block_attention, page_size=PAGE, is_causal=is_causal, window=window)
+    options = {"page_size": PAGE, "is_causal": is_causal, "window": window, "softmax": softmax}
+    attend = functools.partial(KERNELS.block_attention, **options)
+    attend_ref = functools.partial(REFERENCE.block_attention, **options)
     lens = torch.full((requests,), context, device="cuda")
     seen = min(context, window) if window else context
     moved = 2 * requests * (2 * KV * (seen + rows) + 2 * HEADS * rows) * HEAD_DIM
@@ -82,6 +86,7 @@ def attention_case(requests: int, context: int, rows: int, *, is_causal: bool, w
     exact = attend_ref(*wide, key_cache.double(), value_cache.double(), table[:1], lens[:1])
     copies = max(2, min(8, int(2e8 / max(moved, 1)) + 1))
     kind = ("causal" if is_causal else "full") + (f" window {window}" if window else "")
+    kind += (" capped" if softmax.cap else "") + (" sinks" if softmax.sinks is not None else "")
     name = f"attention R {requests} N {rows} context {context} {kind}"
     call = rotating(make, attend, copies)
     return name, call, relative_error(out, exact), moved
@@ -235,6 +240,8 @@ def makers() -> list[Callable[[], list[Case]]]:
         made.append(lambda r=requests, c=context: [attention_case(r, c, ROWS, is_causal=True)])  # type: ignore[misc]
     made.append(lambda: [attention_case(8, 4096, ROWS, is_causal=False)])
     made.append(lambda: [attention_case(8, 4096, ROWS, is_causal=False, window=2048)])
+    for build in (lambda: Softmax(50.0), lambda: Softmax(sinks=normal(HEADS))):
+        made.append(lambda b=build: [attention_case(8, 4096, ROWS, is_causal=True, softmax=b())])  # type: ignore[misc]
     made.append(lambda: [attention_case(32, 4096, 1, is_causal=True)])
     made.append(lambda: [attention_case(1, 0, 2048, is_causal=True), attention_case(1, 2048, 2048, is_causal=True)])
     for requests in (1, 8, 32):

@@ -6,9 +6,12 @@
 PYTORCH_NO_CUDA_MEMORY_CACHING=1 gives each tensor an allocation of its own, so that memcheck sees its bounds.
 """
 
+import itertools
+
 import torch
 from torch import Tensor
 
+from dflash_kernels.block_attention import PLAIN, Softmax
 from dflash_kernels.launch_config import ragged_shape
 from dflash_kernels.ragged_attention import Segment, plan_ragged
 from dflash_kernels.rope_store import KVPlace
@@ -22,6 +25,10 @@ def normal(*shape: int) -> Tensor:
     return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
 
 
+def softmaxes() -> tuple[Softmax, ...]:
+    return PLAIN, Softmax(30.0, normal(HEADS))
+
+
 def products(kernels: Kernels, hidden: Tensor) -> None:
     for rows in (hidden[:17], hidden):
         for call in (kernels.product, kernels.product_parts, kernels.gated_product):
@@ -33,10 +40,11 @@ def prefill(kernels: Kernels, rows: list[Tensor], key_cache: Tensor, value_cache
         firsts = (0, lens[0], lens[0] + lens[1])
         segments = [Segment(*item) for item in zip(firsts, lens, contexts, range(3), strict=True) if item[1]]
         plan = plan_ragged(segments, HEADS, KV, ragged_shape(HEAD_DIM, 2, 0, table.device), table.device)
-        kernels.ragged_attention(
-            *(tensor[0] for tensor in rows), key_cache, value_cache, table, plan,
-            torch.tensor(plan.ints, device="cuda"), page_size=PAGE, window=None,
-        )  # fmt: skip
+        for softmax in softmaxes():
+            kernels.ragged_attention(
+                *(tensor[0] for tensor in rows), key_cache, value_cache, table, plan,
+                torch.tensor(plan.ints, device="cuda"), page_size=PAGE, window=None, softmax=softmax,
+            )  # fmt: skip
 
 
 def main() -> None:
@@ -58,12 +66,12 @@ def main() -> None:
     kernels.kv_store(keys, values, key_cache[0], value_cache[0], slots)
     projected, norm_weights = normal(num_rows, LAYERS, 2, KV, HEAD_DIM), normal(LAYERS, HEAD_DIM)
     kernels.context_kv_store(projected, norm_weights, 1e-6, cos, sin, key_cache, value_cache, slots)
-    for is_causal in (True, False):
-        for window in (None, 20):
-            kernels.block_attention(
-                *(tensor.unflatten(0, (REQUESTS, ROWS)) for tensor in (query, keys, values)),
-                key_cache[0], value_cache[0], table, lens, page_size=PAGE, is_causal=is_causal, window=window,
-            )  # fmt: skip
+    for is_causal, window, softmax in itertools.product((True, False), (None, 20), softmaxes()):
+        kernels.block_attention(
+            *(tensor.unflatten(0, (REQUESTS, ROWS)) for tensor in (query, keys, values)),
+            key_cache[0], value_cache[0], table, lens, page_size=PAGE, is_causal=is_causal, window=window,
+            softmax=softmax,
+        )  # fmt: skip
     long = [normal(1, 400, heads, HEAD_DIM) for heads in (HEADS, KV, KV)]
     kernels.block_attention(
         *long, key_cache[0], value_cache[0], table[:1], lens[:1], page_size=PAGE, is_causal=True, window=None

@@ -5,13 +5,46 @@ one request and keeps a running softmax over tiles of TILE_N keys (Milakov and G
 calculation for softmax").
 """
 
-from dflash_kernels.launch_config import FEW_TILES, jit, tl
+import math
+
+from dflash_kernels.launch_config import FEW_TILES, constexpr, jit, tl
+
+_TL_LOG2E = constexpr(math.log2(math.e))
 
 
 @jit
-def _attend(queries, keys, values, is_visible, acc, row_max, weight_sum, scale, IS_FULL: tl.constexpr):
+def begin_softmax(sinks, head, is_last, TILE_M: tl.constexpr, TILE_D: tl.constexpr):
+    """A running softmax before any key: weighted values, highest score and sum of weights of each row.
+
+    Sinks have weight and no value. The last part of the keys is the one that counts them.
+    """
+    row_max = tl.full((TILE_M,), float("-inf"), tl.float32)
+    weight_sum = tl.zeros((TILE_M,), tl.float32)
+    if sinks is not None:
+        row_max = tl.where(is_last, tl.load(sinks + head).to(tl.float32) * _TL_LOG2E, row_max)
+        weight_sum = tl.where(is_last, 1.0, weight_sum)
+    return tl.zeros((TILE_M, TILE_D), tl.float32), row_max, weight_sum
+
+
+@jit
+def _cap_scores(scores, CAP: tl.constexpr):
+    """CAP * tanh(scores / CAP): near zero by its series, since exponentials there leave few digits."""
+    ratio = scores * (1.0 / CAP)
+    square = ratio * ratio
+    series = ratio * (1.0 - square * (1 / 3 - square * (2 / 15 - square * (17 / 315))))
+    power = tl.exp2(tl.abs(ratio) * (-2.0 * _TL_LOG2E))
+    quotient = (1.0 - power) / (1.0 + power)
+    return CAP * tl.where(square < 1 / 16, series, tl.where(ratio < 0, -quotient, quotient))
+
+
+@jit
+def _attend(
+    queries, keys, values, is_visible, acc, row_max, weight_sum, scale, CAP: tl.constexpr, IS_FULL: tl.constexpr
+):
     """Add one tile of keys to a running softmax, in base 2. Rows that have seen no key yet keep `row_max` at -inf."""
     scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
+    if CAP is not None:
+        scores = _cap_scores(scores, CAP)
     if not IS_FULL:
         scores = tl.where(is_visible, scores, float("-inf"))
     new_max = tl.maximum(row_max, tl.max(scores, 1) * scale)
@@ -27,7 +60,8 @@ def share_of_tiles(
     context_len, readable_len, first_row, last_row, num_rows, part, num_parts,
     IS_CAUSAL: tl.constexpr, WINDOW: tl.constexpr, TILE_N: tl.constexpr, IS_HALVED: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of keys one part walks, of the context and of the block: two intervals `[begin, end)`.
+    """Tiles of keys one part walks, of the context and of the block: two intervals `[begin, end)`, and whether it is
+    the last of the parts that walk any.
 
     The parts share, in this order, the tiles of the context and of the block that some row of the program can see.
     IS_HALVED says that half of the parts are empty while there are few tiles: only here lengths are known.
@@ -53,6 +87,7 @@ def share_of_tiles(
         context_tile + tl.minimum(end, num_context),
         block_tile + tl.maximum(begin - num_context, 0),
         block_tile + tl.maximum(end - num_context, 0),
+        (begin < end) & (end == num_tiles),
     )
 
 
@@ -80,7 +115,7 @@ def _load_keys(
 def walk_context(
     queries, row, dim, keys, values, keys_row, values_row, page_table, context_len, readable_len, begin, end,
     acc, row_max, weight_sum, scale,
-    HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr,
+    HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
     TILE_N: tl.constexpr, TILE_D: tl.constexpr, IS_FULL: tl.constexpr,
 ):  # fmt: skip
     """Walk tiles `[begin, end)` of the context. IS_FULL says that every row sees every key of them."""
@@ -97,7 +132,7 @@ def walk_context(
         if WINDOW:
             is_visible = is_visible & (context_len + row[:, None] - position[None, :] < WINDOW)
         acc, row_max, weight_sum = _attend(
-            queries, key_tile, value_tile, is_visible, acc, row_max, weight_sum, scale, IS_FULL
+            queries, key_tile, value_tile, is_visible, acc, row_max, weight_sum, scale, CAP, IS_FULL
         )
     return acc, row_max, weight_sum
 
@@ -105,7 +140,7 @@ def walk_context(
 @jit
 def walk_block(
     queries, row, dim, keys, values, keys_row, values_row, num_rows, begin, end, acc, row_max, weight_sum, scale,
-    HEAD_DIM: tl.constexpr, IS_CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    HEAD_DIM: tl.constexpr, IS_CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
     TILE_N: tl.constexpr, TILE_D: tl.constexpr, IS_FULL: tl.constexpr,
 ):  # fmt: skip
     """Walk tiles `[begin, end)` of the block's own keys. IS_FULL says that every row sees every key of them."""
@@ -121,6 +156,6 @@ def walk_block(
             distance = row[:, None] - position[None, :]
             is_visible = is_visible & (distance < WINDOW) & (distance > -WINDOW)
         acc, row_max, weight_sum = _attend(
-            queries, key_tile, value_tile, is_visible, acc, row_max, weight_sum, scale, IS_FULL
+            queries, key_tile, value_tile, is_visible, acc, row_max, weight_sum, scale, CAP, IS_FULL
         )
     return acc, row_max, weight_sum

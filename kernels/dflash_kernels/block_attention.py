@@ -12,12 +12,13 @@ Axis letters: R requests, N rows, S slots, P pages, H heads, KV heads of keys an
 """
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dflash_kernels.attention_walk import share_of_tiles, walk_block, walk_context
+from dflash_kernels.attention_walk import begin_softmax, share_of_tiles, walk_block, walk_context
 from dflash_kernels.early_launch import early, let_next_launch_begin, wait_for_launches_before
 from dflash_kernels.launch_config import (
     COMBINE_TILE,
@@ -34,6 +35,21 @@ from dflash_kernels.launch_config import (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Softmax:
+    """What scores go through beside a plain softmax: first `cap * tanh(scores / cap)`.
+
+    Then each query head's attention sink, `sinks` [H], is one score more in the sum of weights. It has no value.
+    Sources: Gemma Team 2024, "Gemma 2"; OpenAI 2025, "gpt-oss-120b & gpt-oss-20b Model Card".
+    """
+
+    cap: float | None = None
+    sinks: Tensor | None = None
+
+
+PLAIN = Softmax()
+
+
 def block_attention_ref(
     query: Tensor,
     block_keys: Tensor,
@@ -46,6 +62,7 @@ def block_attention_ref(
     page_size: int,
     is_causal: bool,
     window: int | None,
+    softmax: Softmax = PLAIN,
 ) -> Tensor:
     """Attend from each row to the context and, within the block, to all rows or only to those before.
 
@@ -56,6 +73,7 @@ def block_attention_ref(
     context_lens              [R] int64
     window                    a row sees keys less than `window` positions away; None is unlimited. Without causality
                               the window bounds both directions.
+    softmax                   how scores become weights
     Returns [R, N, H, D].
     """
     num_rows = query.shape[1]
@@ -71,14 +89,29 @@ def block_attention_ref(
     hole = ~is_context[:, :, None, None]
     keys = torch.cat((key_cache[slots].masked_fill(hole, 0), block_keys), dim=1)
     values = torch.cat((value_cache[slots].masked_fill(hole, 0), block_values), dim=1)
-    attended = F.scaled_dot_product_attention(
-        query.transpose(1, 2),
-        keys.transpose(1, 2),
-        values.transpose(1, 2),
-        attn_mask=visible[:, None],
-        enable_gqa=query.shape[2] != keys.shape[2],
-    )
+    heads = (query.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2))
+    if softmax.cap is None and softmax.sinks is None:
+        is_grouped = query.shape[2] != keys.shape[2]
+        attended = F.scaled_dot_product_attention(*heads, attn_mask=visible[:, None], enable_gqa=is_grouped)
+    else:
+        attended = _attend_ref(*heads, visible[:, None], softmax)
     return attended.transpose(1, 2)
+
+
+def _attend_ref(query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, softmax: Softmax) -> Tensor:
+    """[R, H, N, D], [R, KV, M, D] twice, [R, 1, N, M] -> [R, H, N, D], computed in float32 or wider."""
+    wide = torch.promote_types(query.dtype, torch.float32)
+    group = query.shape[1] // keys.shape[1]
+    keys, values = (heads.to(wide).repeat_interleave(group, dim=1) for heads in (keys, values))
+    scores = query.to(wide) @ keys.transpose(2, 3) / math.sqrt(query.shape[3])
+    if softmax.cap is not None:
+        scores = torch.tanh(scores / softmax.cap) * softmax.cap
+    scores = scores.masked_fill(~visible, -torch.inf)
+    if softmax.sinks is not None:
+        sinks = softmax.sinks.to(wide)[:, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat((scores, sinks), dim=3)
+    weights = scores.softmax(dim=3)[..., : keys.shape[2]]
+    return (weights @ values).to(query.dtype)
 
 
 def _visible(positions: Tensor, key_positions: Tensor, is_causal: bool, window: int | None) -> Tensor:
@@ -94,14 +127,27 @@ def _visible(positions: Tensor, key_positions: Tensor, is_causal: bool, window: 
     return visible
 
 
+def check_softmax(softmax: Softmax, query: Tensor) -> None:
+    """Raise unless the kernels can launch with this for queries [..., H, D]."""
+    require(softmax.cap is None or softmax.cap > 0, "a cap above 0")
+    if softmax.sinks is not None:
+        check_tensors(query, softmax.sinks)
+        require(softmax.sinks.shape == query.shape[-2:-1] and softmax.sinks.is_contiguous(), "a sink for each head")
+
+
+def cap_of_products(softmax: Softmax, head_dim: int) -> float | None:
+    """The cap as the kernels take it: of products of queries and keys, which they scale later."""
+    return None if softmax.cap is None else softmax.cap * math.sqrt(head_dim)
+
+
 @jit
 def _block_attention_kernel(
-    query, block_keys, block_values, key_cache, value_cache, page_table, context_lens, out, part_lses,
+    query, block_keys, block_values, key_cache, value_cache, page_table, context_lens, sinks, out, part_lses,
     query_row, query_head, keys_row, keys_head, values_row, values_head,
     key_cache_row, key_cache_head, value_cache_row, value_cache_head, table_stride,
     num_rows, num_pages, num_out, scale,
     NUM_KV: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    IS_CAUSAL: tl.constexpr, WINDOW: tl.constexpr, NUM_SPLITS: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, NUM_SPLITS: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_D: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
     wait_for_launches_before(IS_EARLY)
@@ -124,7 +170,7 @@ def _block_attention_kernel(
         query + (flat_row * query_row + head * query_head)[:, None] + dim[None, :], mask=is_query, other=0.0
     )
     last_row = tl.minimum((first_packed + TILE_M - 1) // GROUP, num_rows - 1)
-    context_begin, context_end, block_begin, block_end = share_of_tiles(
+    context_begin, context_end, block_begin, block_end, is_last = share_of_tiles(
         context_len, readable_len, first_packed // GROUP, last_row, num_rows, split.to(tl.int32),
         NUM_SPLITS, IS_CAUSAL, WINDOW, TILE_N, NUM_SPLITS >= 4,
     )  # fmt: skip
@@ -135,17 +181,17 @@ def _block_attention_kernel(
             # An empty part says so and leaves its means unwritten; the sum of parts does not read them.
             tl.store(part_lses + target, tl.full((TILE_M,), float("-inf"), tl.float32), mask=row < num_rows)
             return
+    acc, row_max, weight_sum = begin_softmax(sinks, head, is_last, TILE_M, TILE_D)
     acc, row_max, weight_sum = walk_context(
         queries, row, dim, key_cache + kv_head * key_cache_head, value_cache + kv_head * value_cache_head,
         key_cache_row, value_cache_row, page_table + request * table_stride, context_len, readable_len,
-        context_begin, context_end,
-        tl.zeros((TILE_M, TILE_D), tl.float32), tl.full((TILE_M,), float("-inf"), tl.float32),
-        tl.zeros((TILE_M,), tl.float32), scale, HEAD_DIM, PAGE_SIZE, WINDOW, TILE_N, TILE_D, False,
+        context_begin, context_end, acc, row_max, weight_sum, scale, HEAD_DIM, PAGE_SIZE, WINDOW, CAP, TILE_N, TILE_D,
+        False,
     )  # fmt: skip
     acc, row_max, weight_sum = walk_block(
         queries, row, dim, block_keys + request * num_rows * keys_row + kv_head * keys_head,
         block_values + request * num_rows * values_row + kv_head * values_head, keys_row, values_row, num_rows,
-        block_begin, block_end, acc, row_max, weight_sum, scale, HEAD_DIM, IS_CAUSAL, WINDOW, TILE_N,
+        block_begin, block_end, acc, row_max, weight_sum, scale, HEAD_DIM, IS_CAUSAL, WINDOW, CAP, TILE_N,
         TILE_D, False,
     )  # fmt: skip
     # A row that sees nothing in this part has the weight 2**-inf in the sum of parts.
@@ -195,6 +241,7 @@ def block_attention(
     page_size: int,
     is_causal: bool,
     window: int | None,
+    softmax: Softmax = PLAIN,
 ) -> Tensor:
     """`block_attention_ref` in one launch, or two where the keys are cut into parts.
 
@@ -210,6 +257,7 @@ def block_attention(
     require(len(page_table) == num_requests == len(context_lens), "a table row and a length for each request")
     require(page_table.stride(1) == 1, "contiguous rows of the page table")
     require(window is None or window > 0, "a window of at least 1")
+    check_softmax(softmax, query)
     require(num_requests * num_kv <= MAX_GRID, f"at most {MAX_GRID} requests times KV heads")
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     if not out.numel():
@@ -228,11 +276,11 @@ def block_attention(
         parts = torch.empty((num_splits, num_out, head_dim), dtype=torch.float32, device=query.device)
         part_lses = torch.empty((num_splits, num_out), dtype=torch.float32, device=query.device)
     _block_attention_kernel[(num_row_tiles, num_splits, num_requests * num_kv)](
-        *flat, page_table, context_lens.contiguous(), parts, part_lses,
+        *flat, page_table, context_lens.contiguous(), softmax.sinks, parts, part_lses,
         *(stride for tensor in flat for stride in tensor.stride()[:2]), page_table.stride(0),
         num_rows, page_table.shape[1], num_out, math.log2(math.e) / math.sqrt(head_dim),
         NUM_KV=num_kv, GROUP=group, HEAD_DIM=head_dim, PAGE_SIZE=page_size,
-        IS_CAUSAL=is_causal, WINDOW=window or 0, NUM_SPLITS=num_splits,
+        IS_CAUSAL=is_causal, WINDOW=window or 0, CAP=cap_of_products(softmax, head_dim), NUM_SPLITS=num_splits,
         TILE_M=shape.rows, TILE_N=shape.keys, TILE_D=tile_dim,
         num_warps=4, num_stages=shape.num_stages, **early(query.device),
     )  # fmt: skip

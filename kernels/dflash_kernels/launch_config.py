@@ -279,13 +279,14 @@ class RaggedShape:
 RAGGED_SHAPES = (
     (2, 128, RaggedShape(rows=128, keys=64, num_warps=8, num_stages=3)),
     (2, 256, RaggedShape(rows=64, keys=32, num_warps=8, num_stages=2)),
+    (2, 512, RaggedShape(rows=32, keys=32, num_warps=8, num_stages=2)),
     (4, 64, RaggedShape(rows=32, keys=32, num_warps=4, num_stages=2)),
     (4, 128, RaggedShape(rows=MIN_DOT, keys=32, num_warps=4, num_stages=2)),
     (4, 256, RaggedShape(rows=MIN_DOT, keys=16, num_warps=4, num_stages=2)),
 )
 """For elements of so many bytes and heads up to this size: what fits in shared memory and, nearly, in registers.
 
-`examples/benchmarks/ragged_shapes.py` compares others.
+`examples/benchmarks/ragged_shapes.py` compares others; none were compared for heads above 256.
 """
 
 

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dflash_kernels.attention_walk import share_of_tiles, walk_block, walk_context
-from dflash_kernels.block_attention import block_attention_ref
+from dflash_kernels.attention_walk import begin_softmax, share_of_tiles, walk_block, walk_context
+from dflash_kernels.block_attention import PLAIN, Softmax, block_attention_ref, cap_of_products, check_softmax
 from dflash_kernels.launch_config import (
     COMBINE_TILE,
     MAX_GRID,
@@ -117,6 +117,7 @@ def ragged_attention_ref(
     *,
     page_size: int,
     window: int | None,
+    softmax: Softmax = PLAIN,
 ) -> Tensor:
     """Attend from each row to its request's context and to the rows of its segment up to itself.
 
@@ -127,6 +128,7 @@ def ragged_attention_ref(
     plan                    the segments, which cover all rows
     placed                  `plan.ints` on the device, int64; the reference goes by the segments
     window                  a row sees keys less than `window` positions before it; None is unlimited
+    softmax                 how scores become weights
     Returns [T, H, D].
     """
     attended = []
@@ -137,7 +139,7 @@ def ragged_attention_ref(
         context_lens = table.new_full((1,), segment.context_len)
         out = block_attention_ref(
             query[None, rows], keys[None, rows], values[None, rows], key_cache, value_cache, table, context_lens,
-            page_size=page_size, is_causal=True, window=window,
+            page_size=page_size, is_causal=True, window=window, softmax=softmax,
         )  # fmt: skip
         attended.append(out[0])
     return torch.cat(attended) if attended else torch.empty_like(query)
@@ -156,11 +158,11 @@ def _load_tile(tiles):
 
 @jit
 def _ragged_attention_kernel(
-    query, keys, values, key_cache, value_cache, page_table, tiles, out, parts, part_lses,
+    query, keys, values, key_cache, value_cache, page_table, tiles, sinks, out, parts, part_lses,
     query_row, query_head, keys_row, keys_head, values_row, values_head,
     key_cache_row, key_cache_head, value_cache_row, value_cache_head, table_stride, scale,
     NUM_KV: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_D: tl.constexpr,
+    WINDOW: tl.constexpr, CAP: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_D: tl.constexpr,
 ):  # fmt: skip
     kv_head = tl.program_id(1).to(tl.int64)
     first_row, num_rows, context_len, table_row, first_packed, part, num_parts, place = _load_tile(tiles)
@@ -174,7 +176,7 @@ def _ragged_attention_kernel(
         query + (flat_row * query_row + head * query_head)[:, None] + dim[None, :], mask=is_query, other=0.0
     )
     last_row = tl.minimum((first_packed + TILE_M - 1) // GROUP, num_rows - 1)
-    context_begin, context_end, block_begin, block_end = share_of_tiles(
+    context_begin, context_end, block_begin, block_end, is_last = share_of_tiles(
         context_len, context_len, first_packed // GROUP, last_row, num_rows, part, num_parts, True, WINDOW, TILE_N,
         False,
     )  # fmt: skip
@@ -188,27 +190,25 @@ def _ragged_attention_kernel(
     value_cache += kv_head * value_cache_head
     keys += first_row * keys_row + kv_head * keys_head
     values += first_row * values_row + kv_head * values_head
-    acc = tl.zeros((TILE_M, TILE_D), tl.float32)
-    row_max = tl.full((TILE_M,), float("-inf"), tl.float32)
-    weight_sum = tl.zeros((TILE_M,), tl.float32)
+    acc, row_max, weight_sum = begin_softmax(sinks, head, is_last, TILE_M, TILE_D)
     if not WINDOW:
         acc, row_max, weight_sum = walk_context(
             queries, row, dim, key_cache, value_cache, key_cache_row, value_cache_row, table, context_len, context_len,
             context_begin, full_context, acc, row_max, weight_sum, scale,
-            HEAD_DIM, PAGE_SIZE, WINDOW, TILE_N, TILE_D, True,
+            HEAD_DIM, PAGE_SIZE, WINDOW, CAP, TILE_N, TILE_D, True,
         )  # fmt: skip
         acc, row_max, weight_sum = walk_block(
             queries, row, dim, keys, values, keys_row, values_row, num_rows, block_begin, full_block,
-            acc, row_max, weight_sum, scale, HEAD_DIM, True, WINDOW, TILE_N, TILE_D, True,
+            acc, row_max, weight_sum, scale, HEAD_DIM, True, WINDOW, CAP, TILE_N, TILE_D, True,
         )  # fmt: skip
     acc, row_max, weight_sum = walk_context(
         queries, row, dim, key_cache, value_cache, key_cache_row, value_cache_row, table, context_len, context_len,
         full_context, context_end, acc, row_max, weight_sum, scale,
-        HEAD_DIM, PAGE_SIZE, WINDOW, TILE_N, TILE_D, False,
+        HEAD_DIM, PAGE_SIZE, WINDOW, CAP, TILE_N, TILE_D, False,
     )  # fmt: skip
     acc, row_max, weight_sum = walk_block(
         queries, row, dim, keys, values, keys_row, values_row, num_rows, full_block, block_end,
-        acc, row_max, weight_sum, scale, HEAD_DIM, True, WINDOW, TILE_N, TILE_D, False,
+        acc, row_max, weight_sum, scale, HEAD_DIM, True, WINDOW, CAP, TILE_N, TILE_D, False,
     )  # fmt: skip
     # A row that sees nothing in this part has the mean 0, and the weight 2**-inf in the sum of parts.
     weight_sum = tl.where(weight_sum > 0, weight_sum, 1.0)
@@ -271,6 +271,7 @@ def ragged_attention(
     *,
     page_size: int,
     window: int | None,
+    softmax: Softmax = PLAIN,
 ) -> Tensor:
     """`ragged_attention_ref` in one launch, or two where some tile has its keys in parts."""
     check_tensors(query, keys, values, key_cache, value_cache, page_table, placed)
@@ -282,6 +283,7 @@ def ragged_attention(
     require(key_cache.shape[1:] == value_cache.shape[1:] == (num_kv, head_dim), "caches of the keys' heads")
     require(page_table.stride(1) == 1 and placed.is_contiguous(), "contiguous rows of the page table and the plan")
     require(window is None or window > 0, "a window of at least 1")
+    check_softmax(softmax, query)
     require(num_kv <= MAX_GRID, f"at most {MAX_GRID} KV heads")
     require(sum(segment.num_rows for segment in plan.segments) == num_rows, "a plan of these rows")
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -294,11 +296,11 @@ def ragged_attention(
     part_lses = torch.empty((plan.num_parts, num_kv, shape.rows), dtype=torch.float32, device=query.device)
     parts = torch.empty((*part_lses.shape, head_dim), dtype=torch.float32, device=query.device)
     _ragged_attention_kernel[(len(plan.tiles), num_kv)](
-        *tensors, page_table, placed, out, parts, part_lses,
+        *tensors, page_table, placed, softmax.sinks, out, parts, part_lses,
         *(stride for tensor in tensors for stride in tensor.stride()[:2]), page_table.stride(0),
         math.log2(math.e) / math.sqrt(head_dim),
         NUM_KV=num_kv, GROUP=group, HEAD_DIM=head_dim, PAGE_SIZE=page_size, WINDOW=window or 0,
-        TILE_M=shape.rows, TILE_N=shape.keys, TILE_D=tile_dim,
+        CAP=cap_of_products(softmax, head_dim), TILE_M=shape.rows, TILE_N=shape.keys, TILE_D=tile_dim,
         num_warps=shape.num_warps, num_stages=shape.num_stages,
     )  # fmt: skip
     if plan.sums:

@@ -43,7 +43,10 @@ class Verifier:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftConfig:
-    """A DFlash draft, whatever dialect it was read from. `family` names the file in `drafts/` that runs it."""
+    """A DFlash draft, whatever dialect it was read from. `family` names the file in `drafts/` that runs it.
+
+    With `has_sinks` every layer has an attention sink for each of its heads.
+    """
 
     hidden_size: int
     intermediate_size: int
@@ -63,6 +66,7 @@ class DraftConfig:
     windows: tuple[int | None, ...]
     hidden_act: str = "silu"
     attention_bias: bool = False
+    has_sinks: bool = False
     target_hidden_size: int | None = None
     num_target_layers: int | None = None
     verifier: Verifier | None = None
@@ -140,6 +144,11 @@ class DraftConfig:
         return self.draft_vocab_size != self.vocab_size
 
     @property
+    def kv_shapes(self) -> tuple[tuple[int, int], ...]:
+        """KV heads and their size, one entry a layer."""
+        return ((self.num_kv_heads, self.head_dim),) * self.num_layers
+
+    @property
     def is_causal(self) -> bool | None:
         """The one causality of all layers, or None where they differ."""
         return self.causal[0] if len(set(self.causal)) == 1 else None
@@ -209,7 +218,10 @@ class ExpertsConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetConfig(TargetFacts):
-    """A decoder target of full and sliding layers, known well enough to be run."""
+    """A decoder target of full and sliding layers, known well enough to be run.
+
+    `other_kv_shapes` has KV heads and their size of the layers in which they are others than those of the config.
+    """
 
     intermediate_size: int
     num_heads: int
@@ -223,13 +235,21 @@ class TargetConfig(TargetFacts):
     attention_bias: bool = False
     mlp_bias: bool = False
     experts: ExpertsConfig | None = None
+    other_kv_shapes: Mapping[int, tuple[int, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         TargetFacts.__post_init__(self)
         for name in ("intermediate_size", "num_heads", "num_kv_heads", "head_dim", "max_position_embeddings"):
             _require_count(name, getattr(self, name))
-        if self.num_heads % self.num_kv_heads:
-            raise InvalidConfig("num_attention_heads", self.num_heads, f"a multiple of {self.num_kv_heads} kv heads")
+        for num_kv_heads, _ in self.kv_shapes:
+            if self.num_heads % num_kv_heads:
+                raise InvalidConfig("num_attention_heads", self.num_heads, f"a multiple of {num_kv_heads} kv heads")
+
+    @property
+    def kv_shapes(self) -> tuple[tuple[int, int], ...]:
+        """KV heads and their size, one entry a layer."""
+        usual = (self.num_kv_heads, self.head_dim)
+        return tuple(self.other_kv_shapes.get(layer, usual) for layer in range(self.num_layers))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

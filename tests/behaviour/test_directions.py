@@ -70,6 +70,7 @@ def can_state(dialect: Format, config: DraftConfig) -> bool:
     return (
         LAYERS.get(dialect.name, states_causality)(config)
         and not scales(config) & dialect.unstated
+        and not (config.has_sinks and "has_sinks" in dialect.unstated)
         and (is_full or dialect.keeps_head)
         and (is_as_wide or "target_hidden_size" not in dialect.unstated)
         and (is_ascending(config) or not dialect.sorts_taps)
@@ -102,7 +103,10 @@ def sources(draw: st.DrawFn) -> dict[str, Any]:
         changes["draft_vocab_size"] = 12
     if draw(st.booleans()):
         changes["use_cache"] = True
-    return support.native_config(shape, **changes)
+    config = support.native_config(shape, **changes)
+    if draw(st.integers(0, 3)) == 0:
+        config["dflash_config"]["attention_sink_bias"] = True
+    return config
 
 
 def _often_sorted(taps: list[int]) -> list[int]:

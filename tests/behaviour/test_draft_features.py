@@ -44,6 +44,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "sliding layers that see both ways": {"windows": (8, 8)},
     "a causal block": {"causal": (True, True)},
     "biases": {"attention_bias": True},
+    "attention sinks": {"has_sinks": True, "windows": (8, None)},
     "an embedding scale": {"input_embedding_scale": 32**0.5},
     "a soft cap on logits": {"final_logit_softcapping": 30.0, "output_multiplier": 0.196},
     "a reduced vocabulary": {"draft_vocab_size": 40},
@@ -161,7 +162,9 @@ def attention(
     hidden = (distance < 0) & torch.tensor(config.causal[layer])
     if window is not None:
         hidden |= distance.abs() >= window
-    shares = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+    sinks = part.get("self_attn.attention_sink_bias", torch.full((config.num_heads,), float("-inf")))
+    scores = torch.cat((scores.masked_fill(hidden, float("-inf")), sinks[:, None, None].expand(-1, len(rows), 1)), -1)
+    shares = scores.softmax(-1)[..., :-1]
     mixed = torch.einsum("hnm,mhd->nhd", shares, values).flatten(1)
     return mixed @ part["self_attn.o_proj.weight"].T + part.get("self_attn.o_proj.bias", torch.zeros(()))
 

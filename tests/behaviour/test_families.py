@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from dflash_cli.checkpoints.opening import open_target
+from dflash_kernels.block_attention import PLAIN, Softmax
 from dflash_kernels.launch_config import HAS_TRITON
 from dflash_kernels.suite import REFERENCE, Kernels, triton_kernels
 from dflash_runtime.checkpoint.layout import owned_shapes
@@ -148,14 +149,14 @@ class WindowedAttention(DenseAttention):
         super().__init__(is_causal=True)
         self._windows = windows
 
-    def __call__(self, layer: int, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def __call__(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, softmax: Softmax = PLAIN) -> Tensor:
         window = self._windows[layer]
         if window is None:
-            return super().__call__(layer, query, keys, values)
+            return super().__call__(layer, query, keys, values, softmax)
         plain = super().__call__
         rows = [slice(max(0, row - window + 1), row + 1) for row in range(len(query))]
         # The last row of a causal attention over the window alone.
-        return torch.cat([plain(layer, query[at], keys[at], values[at])[-1:] for at in rows])
+        return torch.cat([plain(layer, query[at], keys[at], values[at], softmax)[-1:] for at in rows])
 
     read = __call__
 

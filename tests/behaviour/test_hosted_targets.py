@@ -2,17 +2,22 @@
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from dflash_cli.checkpoints.opening import open_target
+from dflash_cli.checkpoints.opening import open_draft, open_target
 from dflash_cli.checkpoints.references import tiny_directory
+from dflash_kernels.launch_config import HAS_TRITON
+from dflash_runtime.config import EngineConfig
 from dflash_runtime.drafts.draft import load_draft
+from dflash_runtime.llm import LLM
 from dflash_runtime.models.target import load_target
 from dflash_runtime.scheduling.request import SamplingParams
 from dflash_testing import checkpoints as support
-from dflash_testing.hosted_models import DEFAULT, SERVED, KnowingDraft, Known, host, make_model, plain_text
+from dflash_testing.hosted_models import BODY, DEFAULT, SERVED, KnowingDraft, Known, host, make_model, plain_text
 from dflash_testing.pairs import (
     bundled_draft,
     bundled_draft_model,
@@ -77,6 +82,30 @@ def test_prompts_of_every_length(models: Any) -> None:
     given = random_prompts(range(1, 66), target.config.vocab_size, seed=3)
     llm = random_llm(target, random_draft(target), NUM_DRAFTS, max_num_requests=4, scheduling="async")
     outputs = llm.generate(given, PARAMS)
+    assert [list(output.token_ids) for output in outputs] == [plain_text(model, item, NUM_TOKENS) for item in given]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_TRITON or torch.cuda.is_available(), reason="needs Triton's interpreter")
+def test_the_triton_kernels_serve_it(models: Any) -> None:
+    model, target = models
+    given = prompts((3, 20), target.config.vocab_size)
+    settings: dict[str, Any] = {"kernels": "triton", "max_num_requests": 2, "max_batched_tokens": 12, "num_pages": 30}
+    llm = random_llm(target, random_draft(target), NUM_DRAFTS, **settings)
+    outputs = llm.generate(given, SamplingParams(max_new_tokens=6, ignore_eos=True))
+    assert [list(output.token_ids) for output in outputs] == [plain_text(model, prompt, 6) for prompt in given]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", DEFAULT)
+def test_on_a_gpu_it_says_the_same(kind: str, tmp_path: Path) -> None:
+    model = make_model(tmp_path / "target", kind)
+    given = prompts(LENGTHS, BODY["vocab_size"])
+    sizes = support.Shape(hidden=BODY["hidden_size"], vocab=BODY["vocab_size"], draft_vocab=97, mask=96)
+    draft = open_draft(support.make_native(tmp_path / "draft", sizes))
+    config = EngineConfig(device="cuda", dtype="float32", num_pages=200, max_num_requests=4, max_batched_tokens=24)
+    with LLM(open_target(tmp_path / "target"), draft, config) as llm:
+        outputs = llm.generate(given, PARAMS)
     assert [list(output.token_ids) for output in outputs] == [plain_text(model, item, NUM_TOKENS) for item in given]
 
 

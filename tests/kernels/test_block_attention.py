@@ -5,17 +5,27 @@ import torch
 from torch import Tensor
 
 from dflash_kernels import block_attention as module
-from dflash_kernels.block_attention import block_attention, block_attention_ref
+from dflash_kernels.block_attention import PLAIN, Softmax, block_attention, block_attention_ref
 from dflash_kernels.launch_config import AttentionShape
-from dflash_testing.tensors import DEVICE, DTYPES, Pages, assert_rows_close, normal, random_pages
+from dflash_testing.tensors import (
+    DEVICE,
+    DTYPES,
+    SOFTMAXES,
+    Pages,
+    assert_rows_close,
+    normal,
+    random_pages,
+    random_softmax,
+)
 
 PAGE = 16
 LENS = [0, 1, PAGE - 1, PAGE + 1, 130]
 
 
 def check(
-    pages: Pages, num_rows: int, num_heads: int, *, is_causal: bool, window: int | None, page_size: int = PAGE
-) -> Tensor:
+    pages: Pages, num_rows: int, num_heads: int, *, is_causal: bool, window: int | None, page_size: int = PAGE,
+    softmax: Softmax = PLAIN,
+) -> Tensor:  # fmt: skip
     num_kv, head_dim = pages.key_cache.shape[1:]
     dtype = pages.key_cache.dtype
     lens = pages.context_lens
@@ -24,11 +34,11 @@ def check(
     keys, values = kv[:, :, :num_kv], kv[:, :, num_kv:]
     out = block_attention(
         query, keys, values, pages.key_cache, pages.value_cache, pages.page_table, lens,
-        page_size=page_size, is_causal=is_causal, window=window,
+        page_size=page_size, is_causal=is_causal, window=window, softmax=softmax,
     )  # fmt: skip
     expected = block_attention_ref(
         query.double(), keys.double(), values.double(), *pages.clean(), pages.page_table, lens,
-        page_size=page_size, is_causal=is_causal, window=window,
+        page_size=page_size, is_causal=is_causal, window=window, softmax=softmax,
     )  # fmt: skip
     assert_rows_close(out, expected, dtype)
     return out
@@ -49,7 +59,7 @@ def test_rows_and_groups(num_rows: int, num_heads: int, num_kv: int, dtype: torc
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("head_dim", [16, 24, 80, 128, 256])
+@pytest.mark.parametrize("head_dim", [16, 24, 80, 128, 256, 512])
 def test_head_sizes(head_dim: int, dtype: torch.dtype) -> None:
     check(random_pages([40], 1, head_dim, PAGE, dtype, 2), 5, 2, is_causal=False, window=None)
 
@@ -85,6 +95,25 @@ def test_all_parts_walk_where_there_are_many_tiles(num_splits: int, monkeypatch:
     check(random_pages(lens, 1, 16, PAGE, torch.float32, 5), 3, 2, is_causal=True, window=None)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("is_causal", "window"), [(True, None), (False, 9), (True, 9)])
+@pytest.mark.parametrize("kind", SOFTMAXES)
+def test_sinks_and_caps(kind: str, is_causal: bool, window: int | None, dtype: torch.dtype) -> None:
+    pages, softmax = random_pages(LENS, 2, 16, PAGE, dtype, 7), random_softmax(kind, 6, dtype)
+    check(pages, 7, 6, is_causal=is_causal, window=window, softmax=softmax)
+
+
+@pytest.mark.parametrize("num_splits", [2, 16])
+@pytest.mark.parametrize("window", [None, 70])
+def test_sinks_count_once_in_any_number_of_parts(
+    num_splits: int, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first parts are empty where there are more parts than tiles, and the last may see nothing for some rows."""
+    monkeypatch.setattr(module, "attention_shape", lambda *_: AttentionShape(16, 32, num_splits, 2))
+    pages = random_pages([0, 70, 250], 1, 16, PAGE, torch.float32, 5)
+    check(pages, 10, 2, is_causal=True, window=window, softmax=random_softmax("both", 2))
+
+
 def test_a_wider_page_table_changes_nothing() -> None:
     """A captured graph sees the widest table; entries past a request's pages may be anything."""
     narrow = random_pages([40, 3], 1, 16, PAGE, torch.float32, 6)
@@ -105,6 +134,10 @@ def test_what_does_not_fit_is_refused() -> None:
         check(pages, 2, 3, is_causal=True, window=None)
     with pytest.raises(ValueError, match="at least 1"):
         check(pages, 2, 4, is_causal=True, window=0)
+    with pytest.raises(ValueError, match="a cap above 0"):
+        check(pages, 2, 4, is_causal=True, window=None, softmax=Softmax(cap=0.0))
+    with pytest.raises(ValueError, match="a sink for each head"):
+        check(pages, 2, 4, is_causal=True, window=None, softmax=random_softmax("sinks", 2))
     pages.key_cache = pages.key_cache.double()
     with pytest.raises(TypeError, match="float64"):
         check(pages, 2, 4, is_causal=True, window=None)

@@ -14,6 +14,7 @@ import sys, torch
 sys.path.insert(0, "tests/kernels")
 import test_graphs
 from dflash_kernels import product
+from dflash_kernels.block_attention import PLAIN, Softmax
 from dflash_kernels.activation import silu_mul
 from dflash_kernels.launch_config import LONG_SHAPE, ragged_shape
 from dflash_kernels.ragged_attention import Segment, plan_ragged
@@ -35,10 +36,13 @@ def calls():
     silu_mul(normal(40, 256))
     caches, table = [normal(640, 2, 128) for _ in range(2)], torch.ones(2, 40, dtype=torch.int64)
     segments = [Segment(0, 1, 600, 0), Segment(1, 60, 0, 1)]
-    for shape in (ragged_shape(128, 2, 0, table.device), LONG_SHAPE):
+    usual = ragged_shape(128, 2, 0, table.device)
+    for shape, softmax in ((usual, PLAIN), (LONG_SHAPE, PLAIN), (usual, Softmax(50.0, normal(8)))):
         plan = plan_ragged(segments, 8, 2, shape, table.device)
         block = [normal(61, heads, 128) for heads in (8, 2, 2)]
-        kernels.ragged_attention(*block, *caches, table, plan, torch.tensor(plan.ints), page_size=16, window=None)
+        kernels.ragged_attention(
+            *block, *caches, table, plan, torch.tensor(plan.ints), page_size=16, window=None, softmax=softmax
+        )
 
 sys.exit(compiling.run(calls))
 """

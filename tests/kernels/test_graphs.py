@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dflash_kernels.block_attention import PLAIN, Softmax
 from dflash_kernels.rope_store import KVPlace
 from dflash_kernels.step_rows import Bounds, RowState
 from dflash_kernels.suite import REFERENCE, Kernels, triton_kernels
@@ -48,9 +49,9 @@ def inputs(seed: int) -> Inputs:
     }  # fmt: skip
 
 
-def attend(kernels: Kernels, at: Inputs) -> tuple[Tensor, ...]:
+def attend(kernels: Kernels, at: Inputs, softmax: Softmax = PLAIN) -> tuple[Tensor, ...]:
     cached = [at[name] for name in ("key_cache", "value_cache", "table", "lens")]
-    options = {"page_size": PAGE, "is_causal": False, "window": 20}
+    options = {"page_size": PAGE, "is_causal": False, "window": 20, "softmax": softmax}
     return (kernels.block_attention(at["query"], at["keys"], at["values"], *cached, **options),)
 
 
@@ -112,6 +113,7 @@ CALLS: dict[str, Call] = {
     "gated_product": lambda k, at: (k.gated_product(at["residual"], at["weights"]),),
     "context_kv_store": store_context,
     "block_attention": attend,
+    "block_attention capped, with sinks": lambda k, at: attend(k, at, Softmax(2.0, at["weights"][0, :H])),
     "accept_block": lambda k, at: k.accept_block(at["drafts"], at["targets"], at["most"], at["stops"], at["remaining"]),
     "open_step": open_step,
     "close_step": close_step,

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dflash_kernels import launch_config
 from dflash_kernels import ragged_attention as module
-from dflash_kernels.block_attention import block_attention_ref
+from dflash_kernels.block_attention import PLAIN, Softmax, block_attention_ref
 from dflash_kernels.launch_config import (
     LONG_CONTEXT,
     LONG_SHAPE,
@@ -18,7 +18,16 @@ from dflash_kernels.launch_config import (
     ragged_shape,
 )
 from dflash_kernels.ragged_attention import RaggedPlan, Segment, plan_ragged, ragged_attention, ragged_attention_ref
-from dflash_testing.tensors import DEVICE, DTYPES, Pages, assert_rows_close, normal, random_pages
+from dflash_testing.tensors import (
+    DEVICE,
+    DTYPES,
+    SOFTMAXES,
+    Pages,
+    assert_rows_close,
+    normal,
+    random_pages,
+    random_softmax,
+)
 
 PAGE = 16
 ROWS = (1, 15, 16, 17, 63, 64, 65)
@@ -47,7 +56,7 @@ def pages_of(segments: tuple[Segment, ...], num_kv: int, head_dim: int, dtype: t
 
 def check(
     segments: tuple[Segment, ...], num_heads: int, num_kv: int, head_dim: int, dtype: torch.dtype,
-    window: int | None = None, shape: RaggedShape | None = None,
+    window: int | None = None, shape: RaggedShape | None = None, softmax: Softmax = PLAIN,
 ) -> RaggedPlan:  # fmt: skip
     pages = pages_of(segments, num_kv, head_dim, dtype)
     num_rows = sum(segment.num_rows for segment in segments)
@@ -58,11 +67,11 @@ def check(
     plan = plan_ragged(segments, num_heads, num_kv, shape, DEVICE)
     out = ragged_attention(
         query, keys, values, pages.key_cache, pages.value_cache, pages.page_table, plan, place(plan),
-        page_size=PAGE, window=window,
+        page_size=PAGE, window=window, softmax=softmax,
     )  # fmt: skip
     expected = ragged_attention_ref(
         query.double(), keys.double(), values.double(), *pages.clean(), pages.page_table, plan, place(plan),
-        page_size=PAGE, window=window,
+        page_size=PAGE, window=window, softmax=softmax,
     )  # fmt: skip
     assert_rows_close(out, expected, dtype)
     return plan
@@ -111,7 +120,7 @@ def test_groups(num_heads: int, num_kv: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("head_dim", [24, 80, 128, 256])
+@pytest.mark.parametrize("head_dim", [24, 80, 128, 256, 512])
 def test_head_sizes(head_dim: int, dtype: torch.dtype) -> None:
     check(lay_out([5, 40], [40, 3]), 2, 1, head_dim, dtype)
 
@@ -128,6 +137,18 @@ def test_parts_of_long_segments_beside_short_ones(
     plan = check(lay_out([3, 20, 1], [600, 2, 333]), 2, 1, 16, dtype, window, shape)
     assert plan.num_parts > len(plan.sums) > 1
     assert len(plan.tiles) > plan.num_parts  # the short ones are not cut
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("kind", SOFTMAXES)
+def test_sinks_and_caps(kind: str, window: int | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole, and in parts of which the last may see nothing for some rows."""
+    monkeypatch.setattr(module, "MIN_PART", 1)
+    monkeypatch.setattr(module, "num_multiprocessors", lambda device: 8)
+    segments, softmax = lay_out([3, 70, 1, 17], [300, 2, 0, 16]), random_softmax(kind, 4, dtype)
+    plan = check(segments, 4, 2, 16, dtype, window, RaggedShape(16, 16, 4, 2), softmax)
+    assert len(plan.tiles) > plan.num_parts > 0
 
 
 def test_work_is_shared_evenly_and_short_work_not_at_all() -> None:

@@ -6,13 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from dflash_kernels.block_attention import block_attention_ref
+from dflash_kernels.block_attention import PLAIN, Softmax, block_attention_ref
 from dflash_kernels.categorical import categorical_ref
 from dflash_kernels.kv_store import kv_store_ref
 from dflash_kernels.rope_norm import rms_norm_ref, rope_ref
 from dflash_kernels.sampling import filtered_probs_ref, sample_ref
 from dflash_kernels.slot_mapping import PAD, slot_mapping_ref
 from dflash_kernels.uniform import uniform_ref
+from dflash_testing.tensors import SOFTMAXES, random_softmax
 
 PAGE = 4
 
@@ -47,6 +48,17 @@ def test_padded_rows_store_nothing() -> None:
 @pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize("window", [None, 1, 3, 8, 100])
 def test_attention_equals_its_definition(num_rows: int, is_causal: bool, window: int | None) -> None:
+    check_attention(num_rows, is_causal, window, PLAIN)
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("kind", SOFTMAXES)
+def test_sinks_and_caps_equal_their_definition(is_causal: bool, window: int | None, kind: str) -> None:
+    check_attention(5, is_causal, window, random_softmax(kind, 6))
+
+
+def check_attention(num_rows: int, is_causal: bool, window: int | None, softmax: Softmax) -> None:
     generator = torch.Generator().manual_seed(num_rows)
     lens = [0, 1, PAGE - 1, PAGE, PAGE + 1, 13]
     num_requests, num_pages = len(lens), 4
@@ -60,8 +72,9 @@ def test_attention_equals_its_definition(num_rows: int, is_causal: bool, window:
     cache_k, cache_v = draw(num_slots, 2, 8), draw(num_slots, 2, 8)
     out = block_attention_ref(
         query, keys, values, *poisoned(cache_k, cache_v, table, lens), table, torch.tensor(lens),
-        page_size=PAGE, is_causal=is_causal, window=window,
+        page_size=PAGE, is_causal=is_causal, window=window, softmax=softmax,
     )  # fmt: skip
+    sinks = [-math.inf] * 6 if softmax.sinks is None else softmax.sinks.tolist()
     for request, length in enumerate(lens):
         slots = [int(table[request, place // PAGE]) * PAGE + place % PAGE for place in range(length)]
         all_k = torch.cat((cache_k[slots], keys[request]))
@@ -69,8 +82,9 @@ def test_attention_equals_its_definition(num_rows: int, is_causal: bool, window:
         for row in range(num_rows):
             for head in range(6):
                 expected = attend_one(
-                    query[request, row, head], all_k[:, head // 3], all_v[:, head // 3], length + row, is_causal, window
-                )
+                    query[request, row, head], all_k[:, head // 3], all_v[:, head // 3], length + row, is_causal,
+                    window, softmax.cap, sinks[head],
+                )  # fmt: skip
                 assert torch.allclose(out[request, row, head], expected, atol=1e-12)
 
 
@@ -85,14 +99,17 @@ def poisoned(cache_k: Tensor, cache_v: Tensor, table: Tensor, lens: list[int]) -
 
 
 def attend_one(
-    query: Tensor, keys: Tensor, values: Tensor, position: int, is_causal: bool, window: int | None
-) -> Tensor:
+    query: Tensor, keys: Tensor, values: Tensor, position: int, is_causal: bool, window: int | None,
+    cap: float | None, sink: float,
+) -> Tensor:  # fmt: skip
     """One head of one row, written out."""
-    weights, total = [], 0.0
+    weights, total = [], math.exp(sink)
     for place in range(len(keys)):
         distance = position - place
         is_seen = (distance >= 0 or not is_causal) and (window is None or abs(distance) < window)
-        weight = math.exp(float(query @ keys[place]) / math.sqrt(len(query))) if is_seen else 0.0
+        score = float(query @ keys[place]) / math.sqrt(len(query))
+        score = score if cap is None else cap * math.tanh(score / cap)
+        weight = math.exp(score) if is_seen else 0.0
         weights.append(weight)
         total += weight
     return torch.tensor(weights, dtype=torch.float64) @ values / total

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from dflash_cli.formats.relatives import Relative
-from dflash_cli.formats.unserved import PLAIN_PROJECTORS, find_unserved
+from dflash_cli.formats.unserved import PLAIN_PROJECTORS, find_unserved, without_sinks
 from dflash_cli.validation.rule import FIX_COPY, Problem, Severity, check
 from dflash_cli.validation.subject import CONFIG_FILE, SPECULATORS_BODY, Subject
 from dflash_runtime.json_values import as_object, is_int
@@ -91,10 +91,10 @@ def projector_is_plain(subject: Subject) -> Iterator[Problem]:
 def asks_for_nothing_more(subject: Subject) -> Iterator[Problem]:
     """The config asks for nothing that DFlash does not compute.
 
-    Attention sinks and scaled values, which vLLM and SGLang serve, are among what it may ask for. Projectors and
-    drafting at the anchor are reported by C02 and C35.
+    Scaled values, which vLLM and SGLang serve, are among what it may ask for, and attention sinks unless a native
+    dflash_config states them. Projectors and drafting at the anchor are reported by C02 and C35.
     """
-    inner = as_object(subject.body.get("dflash_config")) if subject.is_speculators else subject.nested
+    inner = as_object(subject.body.get("dflash_config")) if subject.is_speculators else without_sinks(subject.nested)
     for key, text in find_unserved(inner, subject.config, subject.body).items():
         if key not in ("projector_type", "sample_from_anchor"):
             location = next(iter(subject.homes(key)), subject.body_location(key))

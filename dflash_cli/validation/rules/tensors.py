@@ -35,7 +35,7 @@ EXPLAINED = (
     (r"markov_|confidence_", "part of a DSpark head"),
     (r".*(exp_avg|optimizer|step$)", "left over from training"),
     (r".*(weight_scale|weight_packed|weight_zero_point|input_scale)", "packed weights"),
-    (r".*self_attn\.(attention_sink_bias|sinks)$", "attention sinks, which DFlash does not compute"),
+    (r".*self_attn\.(attention_sink_bias|sinks)$", "attention sinks, which the config does not state"),
     (r".*mlp\.(experts|shared_expert|gate)\.", "experts, which a DFlash draft does not have"),
     (r".*mask_(hidden|embedding)", "a learned mask embedding, which this tool does not serve"),
 )
@@ -52,7 +52,7 @@ EXPLAINED = (
 def every_tensor_is_there(subject: Subject) -> Iterator[Problem]:
     """Every tensor that the config calls for is there.
 
-    A draft has 3 tensors, and 11 a layer, or 15 a layer with attention bias.
+    A draft has 3 tensors, and 11 a layer, or 15 a layer with attention bias, and one more with attention sinks.
     """
     if subject.dims is None or subject.tensors is None or _states_packing(subject):
         return

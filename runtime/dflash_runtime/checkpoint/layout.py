@@ -15,6 +15,9 @@ EMBEDDING = "embed_tokens.weight"
 DRAFT_TO_TARGET = "d2t"
 TARGET_TO_DRAFT = "t2d"
 
+SINKS = "attention_sink_bias"
+"""Attention sinks in a layer's self_attn. Sources: vLLM 0.33.0 qwen3_dflash.py, SGLang 0.5.23 models/dflash.py."""
+
 NOT_OWNED = re.compile(r"^(t2d|d2t|embed_tokens\.weight|lm_head\.weight|verifier_.*|.*rotary_emb\.inv_freq)$")
 """Names a file may carry without the draft owning them: copies of the target's weights and training leftovers."""
 
@@ -65,7 +68,7 @@ class TensorSelection:
 def body_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
     """Shapes of the tensors that every draft owns: 3 tensors, and 11 per layer or, with attention bias, 15.
 
-    A draft of another width than its target has its own embedding and head too.
+    Attention sinks are one more per layer. A draft of another width than its target has its own embedding and head too.
     """
     hidden = config.hidden_size
     shapes: dict[str, tuple[int, ...]] = {
@@ -192,6 +195,8 @@ def _layer_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
             "self_attn.v_proj.bias": (keys,),
             "self_attn.o_proj.bias": (hidden,),
         }
+    if config.has_sinks:
+        shapes[f"self_attn.{SINKS}"] = (config.num_heads,)
     return shapes
 
 

@@ -44,7 +44,7 @@ class Need:
 
 BACKENDS: Mapping[str, Capability] = {
     "reference": Capability(),
-    "triton": Capability(dtypes=frozenset({"float32", "bfloat16"}), max_head_dim=256),
+    "triton": Capability(dtypes=frozenset({"float32", "bfloat16"}), max_head_dim=512),
 }
 
 
@@ -69,7 +69,7 @@ def check_capability(
             able = [name for name, other in backends.items() if other.can(need)]
             hint = f"--kernels {able[0]}" if able else None
             raise UnsupportedError(f"{need.where} needs {need}, which the {backend} backend cannot do", hint=hint)
-    widest = max(config.head_dim for config in (target, draft) if config is not None)
+    widest = max(size for config in (target, draft) if config is not None for _, size in config.kv_shapes)
     if capability.max_head_dim is not None and widest > capability.max_head_dim:
         raise UnsupportedError(f"head_dim {widest}, the {backend} backend serves up to {capability.max_head_dim}")
 

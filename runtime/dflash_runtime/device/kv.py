@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dflash_kernels.block_attention import PLAIN, Softmax
 from dflash_kernels.rope_store import KVPlace
 from dflash_kernels.suite import Kernels
 from dflash_runtime.config import DraftConfig, TargetConfig
@@ -19,19 +20,39 @@ from dflash_runtime.models.placement import Placement
 
 
 class KVCache:
-    """Keys and values of every layer, [L, S, KV, D] each, with slots `page * page_size + offset`."""
+    """Keys and values of every layer, with slots `page * page_size + offset`.
+
+    `keys` and `values` are [L, S, KV, D] each, or [L, S, 1, W] where layers differ in their heads: as wide as the
+    widest needs. `layers` has the keys and values of each layer in its own shape, [S, KV, D].
+    """
 
     def __init__(
         self, config: TargetConfig | DraftConfig, num_pages: int, page_size: int, placement: Placement
     ) -> None:
-        shape = (config.num_layers, num_pages * page_size, config.num_kv_heads, config.head_dim)
+        shapes = config.kv_shapes
+        widest = shapes[0] if len(set(shapes)) == 1 else (1, _width(config))
+        shape = (config.num_layers, num_pages * page_size, *widest)
         self.page_size = page_size
         self.keys, self.values = (torch.zeros(shape, device=placement.device, dtype=placement.dtype) for _ in range(2))
+        self.layers = [
+            (_shaped(self.keys[layer], *shape), _shaped(self.values[layer], *shape))
+            for layer, shape in enumerate(shapes)
+        ]
+
+
+def _shaped(rows: Tensor, num_heads: int, head_dim: int) -> Tensor:
+    """The part of a layer's slots that its heads take, [S, KV, D]."""
+    return rows.flatten(1)[:, : num_heads * head_dim].view(-1, num_heads, head_dim)
 
 
 def bytes_per_token(config: TargetConfig | DraftConfig, dtype: torch.dtype) -> int:
     """KV bytes one token takes over all layers."""
-    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
+    return 2 * config.num_layers * _width(config) * dtype.itemsize
+
+
+def _width(config: TargetConfig | DraftConfig) -> int:
+    """Numbers of the keys of one token in the layer that has most."""
+    return max(heads * size for heads, size in config.kv_shapes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,32 +84,32 @@ class PagedAttention:
         table = torch.arange(num_pages, device=cache.keys.device)[None]
         return cls(kernels, cache, table, table.new_full((1,), context_len), causal, windows)
 
-    def __call__(self, layer: int, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def __call__(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, softmax: Softmax = PLAIN) -> Tensor:
         """[T, H, D], [T, KV, D] twice -> [T, H, D]."""
         place = self.place(layer)
         if place is not None:
             self.kernels.kv_store(keys, values, *place)
-        return self.read(layer, query, keys, values)
+        return self.read(layer, query, keys, values, softmax)
 
     def place(self, layer: int) -> KVPlace | None:
         """See `models.layers.Attend`."""
         if self.slots is None:
             return None
-        return KVPlace(self.cache.keys[layer], self.cache.values[layer], self.slots.flatten())
+        return KVPlace(*self.cache.layers[layer], self.slots.flatten())
 
-    def read(self, layer: int, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def read(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, softmax: Softmax = PLAIN) -> Tensor:
         """See `models.layers.Attend`."""
         num_requests = len(self.context_lens)
         attended = self.kernels.block_attention(
             query.view(num_requests, -1, *query.shape[1:]),
             keys.view(num_requests, -1, *keys.shape[1:]),
             values.view(num_requests, -1, *values.shape[1:]),
-            self.cache.keys[layer],
-            self.cache.values[layer],
+            *self.cache.layers[layer],
             self.page_table,
             self.context_lens,
             page_size=self.cache.page_size,
             is_causal=self.causal[layer],
             window=self.windows[layer],
+            softmax=softmax,
         )
         return attended.reshape(query.shape)

@@ -89,7 +89,7 @@ def row_bytes(config: TargetConfig | DraftConfig, num_taps: int, dtype: torch.dt
     The residual stream before and after, its norm and the sublayer's output; queries, keys and values, rotated too, of
     which the last may still be held; gate, up and their product; tapped outputs and the features made of them.
     """
-    heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    heads = max((config.num_heads + 2 * count) * size for count, size in config.kv_shapes)
     numbers = 4 * config.hidden_size + 2 * heads + 3 * config.intermediate_size + 2 * num_taps * config.hidden_size
     return numbers * dtype.itemsize
 

@@ -7,13 +7,14 @@ in it are chosen together, and their rows of the device state switched on, as ar
 Axis letters: T flat rows, G chunks, E requests whose prefill ends, F those of them whose first token is chosen.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
+from dflash_kernels.block_attention import PLAIN, Softmax
 from dflash_kernels.launch_config import ragged_shape
 from dflash_kernels.ragged_attention import RaggedPlan, Segment, plan_ragged
 from dflash_kernels.rope_store import KVPlace
@@ -40,33 +41,31 @@ class RaggedAttention:
     kernels: Kernels
     cache: KVCache
     page_table: Tensor  # [B, P], of all batch rows
-    plan: RaggedPlan
-    placed: Tensor
+    plans: Mapping[tuple[int, int], tuple[RaggedPlan, Tensor]]  # by KV heads and their size
     windows: tuple[int | None, ...]
     slots: Tensor  # [T]
 
-    def __call__(self, layer: int, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def __call__(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, softmax: Softmax = PLAIN) -> Tensor:
         """[T, H, D], [T, KV, D] twice -> [T, H, D]."""
         self.kernels.kv_store(keys, values, *self.place(layer))
-        return self.read(layer, query, keys, values)
+        return self.read(layer, query, keys, values, softmax)
 
     def place(self, layer: int) -> KVPlace:
         """See `models.layers.Attend`."""
-        return KVPlace(self.cache.keys[layer], self.cache.values[layer], self.slots)
+        return KVPlace(*self.cache.layers[layer], self.slots)
 
-    def read(self, layer: int, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def read(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, softmax: Softmax = PLAIN) -> Tensor:
         """See `models.layers.Attend`."""
         return self.kernels.ragged_attention(
             query,
             keys,
             values,
-            self.cache.keys[layer],
-            self.cache.values[layer],
+            *self.cache.layers[layer],
             self.page_table,
-            self.plan,
-            self.placed,
+            *self.plans[keys.shape[1], keys.shape[2]],
             page_size=self.cache.page_size,
             window=self.windows[layer],
+            softmax=softmax,
         )
 
 
@@ -90,11 +89,12 @@ class Prefill:
         The chunk of a resumed request may be empty: every row up to its anchor was in the prefix cache.
         """
         filled = [chunk for chunk in chunks if chunk.start < chunk.end]
-        plan = self._plan(filled)
+        plans = self._plans(filled)
+        plan = next(iter(plans.values()))
         ended = sorted((chunk.request for chunk in chunks if chunk.is_last), key=_is_resumed)
         fresh = [request for request in ended if not _is_resumed(request)]
-        placed, ends, shifts, table_rows, rows, kv_lens, remaining, anchors, last_rows, token_ids = self.upload.lists(
-            plan.ints,
+        *placed, ends, shifts, table_rows, rows, kv_lens, remaining, anchors, last_rows, token_ids = self.upload.lists(
+            *(item.ints for item in plans.values()),
             [segment.first_row + segment.num_rows for segment in plan.segments],
             [segment.context_len - segment.first_row for segment in plan.segments],
             [segment.table_row for segment in plan.segments],
@@ -110,7 +110,8 @@ class Prefill:
         if filled:
             positions, slots = self._locate(len(token_ids), ends, shifts, table_rows)
             windows = self.target.config.windows
-            attend = RaggedAttention(self.kernels, self.cache, self.state.page_table, plan, placed, windows, slots)
+            cut = {shape: (item, ints) for (shape, item), ints in zip(plans.items(), placed, strict=True)}
+            attend = RaggedAttention(self.kernels, self.cache, self.state.page_table, cut, windows, slots)
             hidden, features = self.target(token_ids, positions, attend, self.taps)
             self.write_context(features, positions, slots)
         if fresh:
@@ -123,8 +124,8 @@ class Prefill:
             self.state.activate(rows, kv_lens, anchors, remaining, is_done)
         return fresh, packed
 
-    def _plan(self, chunks: Sequence[Chunk]) -> RaggedPlan:
-        """The chunks' rows one after the other, cut for the target's attention."""
+    def _plans(self, chunks: Sequence[Chunk]) -> dict[tuple[int, int], RaggedPlan]:
+        """The chunks' rows one after the other, cut for each number and size of the target's KV heads."""
         lens = [chunk.end - chunk.start for chunk in chunks]
         firsts = accumulate(lens, initial=0)
         segments = [
@@ -133,8 +134,11 @@ class Prefill:
         ]
         config, keys = self.target.config, self.cache.keys
         longest_context = max((chunk.start for chunk in chunks), default=0)
-        shape = ragged_shape(config.head_dim, keys.element_size(), longest_context, keys.device)
-        return plan_ragged(segments, config.num_heads, config.num_kv_heads, shape, keys.device)
+        plans = {}
+        for heads, size in dict.fromkeys(config.kv_shapes):
+            shape = ragged_shape(size, keys.element_size(), longest_context, keys.device)
+            plans[heads, size] = plan_ragged(segments, config.num_heads, heads, shape, keys.device)
+        return plans
 
     def _locate(self, num_rows: int, ends: Tensor, shifts: Tensor, table_rows: Tensor) -> tuple[Tensor, Tensor]:
         """Position and slot of each flat row, [T] each, from what is known of each chunk, [G]."""

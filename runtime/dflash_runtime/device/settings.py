@@ -119,7 +119,7 @@ def resolve_limits(
     max_model_len = config.max_model_len or served
     if max_model_len > served:
         raise UsageError(f"max_model_len {max_model_len}, expected at most {served}, the positions that the pair has")
-    num_kv_heads = max(item.num_kv_heads for item in (target, draft) if item is not None)
+    num_kv_heads = max(count for item in (target, draft) if item is not None for count, _ in item.kv_shapes)
     if config.max_num_requests * num_kv_heads > MAX_GRID:
         raise UsageError(
             f"max_num_requests {config.max_num_requests}, expected at most {MAX_GRID // num_kv_heads}: attention runs "

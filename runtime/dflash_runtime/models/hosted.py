@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from dflash_kernels.block_attention import PLAIN, Softmax
 from dflash_runtime.checkpoint.canonical_names import find_quantization, refuse_packed
 from dflash_runtime.checkpoint.layout import TARGET_LEFTOVERS
 from dflash_runtime.checkpoint.pair import TargetSource
@@ -45,14 +46,14 @@ HARMLESS = frozenset(
 )
 """Arguments of attention calls that say nothing of what is to be computed."""
 
-WORDS = {"s_aux": "attention sinks", "softcap": "soft-capped attention", "position_bias": "a bias on attention"}
+COMPUTED = frozenset({"scaling", "sliding_window", "is_causal", "softcap", "s_aux"})
+"""Arguments of attention calls that say what is computed. `s_aux` are attention sinks."""
+
+WORDS = {"position_bias": "a bias on attention"}
 """What transformers calls things that our attention does not do."""
 
 ADAPTER = "adapter_config.json"
 """Where there is one, transformers loads the model that it names."""
-
-SINKS = "sinks"
-"""How tensors of attention sinks end."""
 
 REACH = 2**20
 """Tokens back to which the mask of the trial is compared with a window."""
@@ -81,13 +82,17 @@ class WantedMask:
 
     window: int | None
 
+    def __getitem__(self, rows: object) -> "WantedMask":
+        """Models that share keys and values between layers cut a mask to the rows they go on with, here all of them."""
+        return self
+
 
 @dataclass(slots=True)
 class HostedAttention:
     """What the registered function does in one forward: compare the call with the config, and hand on to `attend`."""
 
     config: TargetConfig
-    attend: Callable[[int, Tensor, Tensor, Tensor], Tensor]
+    attend: Callable[[int, Tensor, Tensor, Tensor, Softmax], Tensor]
     is_trial: bool = False
     layers: list[int] = field(default_factory=list)  # in the order in which they asked for attention
 
@@ -107,19 +112,20 @@ class HostedAttention:
         self._check_settings(module, layer, settings)
         self._check_mask(layer, mask)
         scaling = settings.get("scaling")
-        usual = self.config.head_dim**-0.5
+        usual = self.config.kv_shapes[layer][1] ** -0.5
         if scaling is not None and scaling != usual:
             query = query * (scaling / usual)
-        rows = (heads[0].transpose(0, 1).contiguous() for heads in (query, keys, values))
-        return self.attend(layer, *rows)[None]
+        query, keys, values = (heads[0].transpose(0, 1).contiguous() for heads in (query, keys, values))
+        return self.attend(layer, query, keys, values, self._read_softmax(layer, settings))[None]
 
     def _check_shapes(self, layer: int, query: Tensor, keys: Tensor, values: Tensor) -> None:
         config = self.config
-        wanted = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+        num_kv_heads, size = config.kv_shapes[layer]
+        wanted = (config.num_heads, num_kv_heads, num_kv_heads)
         for heads, count in zip((query, keys, values), wanted, strict=True):
-            if (heads.shape[0], heads.shape[1], heads.shape[3]) != (1, count, config.head_dim):
-                found = f"{heads.shape[1]} heads of {heads.shape[3]}, expected {count} of {config.head_dim}"
-                raise _unsupported(config, f"layer {layer} has {found}, as the config says of all layers")
+            if (heads.shape[0], heads.shape[1], heads.shape[3]) != (1, count, size):
+                found = f"{heads.shape[1]} heads of {heads.shape[3]}, expected {count} of {size}"
+                raise _unsupported(config, f"layer {layer} has {found}, as the config says of it")
 
     def _check_settings(self, module: nn.Module, layer: int, settings: dict[str, Any]) -> None:
         if settings.get("is_causal", getattr(module, "is_causal", True)) is False:
@@ -128,9 +134,15 @@ class HostedAttention:
         if "sliding_window" in settings and window != self.config.windows[layer]:
             raise _unsupported(self.config, f"a window of {window} in layer {layer}, unlike its config")
         for name, value in settings.items():
-            is_known = name in HARMLESS or name in ("scaling", "sliding_window", "is_causal")
+            is_known = name in HARMLESS or name in COMPUTED
             if not is_known and value is not None and value is not False and not (name == "dropout" and value == 0):
                 raise _unsupported(self.config, f"{WORDS.get(name, 'an attention setting')} ({name}) in layer {layer}")
+
+    def _read_softmax(self, layer: int, settings: dict[str, Any]) -> Softmax:
+        cap, sinks = settings.get("softcap"), settings.get("s_aux")
+        if sinks is not None and sinks.shape != (self.config.num_heads,):
+            raise _unsupported(self.config, f"attention sinks of shape {list(sinks.shape)} in layer {layer}")
+        return Softmax(cap or None, sinks)
 
     def _check_mask(self, layer: int, mask: object) -> None:
         if not self.is_trial:
@@ -201,14 +213,11 @@ def check_hosted_headers(source: TargetSource, config: TargetConfig) -> None:
     """Refuse by files and headers alone what would be refused after loading, and what transformers would load instead.
 
     Raises:
-        UnsupportedError: packed weights, attention sinks, or an adapter, which names a model of its own.
+        UnsupportedError: packed weights, or an adapter, which names a model of its own.
     """
     if (source.checkpoint.path / ADAPTER).exists():
         raise _unsupported(config, f"an adapter ({ADAPTER}) beside the weights")
     refuse_packed(source.checkpoint.path, find_quantization(source.checkpoint))
-    sinks = next((name for name in source.checkpoint.tensors if name.endswith(SINKS)), None)
-    if sinks is not None:
-        raise _unsupported(config, f"attention sinks ({sinks})")
 
 
 @contextmanager
@@ -361,7 +370,7 @@ def _try_out(target: HostedTarget, model: "PreTrainedModel", device: torch.devic
         )
 
 
-def _own_values(layer: int, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+def _own_values(layer: int, query: Tensor, keys: Tensor, values: Tensor, softmax: Softmax = PLAIN) -> Tensor:
     """[T, H, D]: attention of rows that see nothing but themselves, with a trace of their positions."""
     num_groups = query.shape[1] // keys.shape[1]
     return values.repeat_interleave(num_groups, dim=1) + 0.1 * (query + keys.repeat_interleave(num_groups, dim=1))

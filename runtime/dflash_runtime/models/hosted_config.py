@@ -25,13 +25,17 @@ REFUSED_KEYS = {
     "state-space layers, whose state would keep rejected tokens": (
         "mamba_d_state", "mamba_d_ssm", "ssm_state_size", "state_size", "hybrid_override_pattern",
     ),
-    "soft-capped attention": ("attn_logit_softcapping",),
-    "KV shared between layers": ("num_kv_shared_layers",),
     "attention to later tokens": ("use_bidirectional_attention",),
-    "layers of other sizes than others": ("is_heterogeneous", "global_head_dim", "swa_head_dim"),
+    "layers of other sizes than others": ("global_head_dim", "swa_head_dim"),
     "ALiBi": ("alibi",),
 }  # fmt: skip
 """What our attention, or our pages, do not do -> the attributes of configs that say a model needs it."""
+
+MAY_DIFFER = frozenset({"head_dim", "num_key_value_heads"})
+"""What layers may have that others have otherwise."""
+
+ONLY_IMAGES = "vision"
+"""Of `use_bidirectional_attention`: tokens of images alone see later ones."""
 
 STATEFUL = ("linear_attention", "conv", "mamba", "hybrid", "hybrid_sliding")
 """Kinds of layers with a state."""
@@ -52,15 +56,14 @@ def read_hosted_config(source: TargetSource) -> TargetConfig:
     path = source.checkpoint.config_path
     whole = _open_config(source)
     text = whole.get_text_config(decoder=True)
-    if reasons := tuple(_refusals(text)):
+    if reasons := _differing(text) or tuple(_refusals(text)):
         raise not_run(text.model_type, reasons, path)
     with naming_file(path):
         return _to_target_config(source, whole, text)
 
 
 def _to_target_config(source: TargetSource, whole: "PretrainedConfig", text: "PretrainedConfig") -> TargetConfig:
-    heads = text.num_attention_heads
-    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    (num_kv_heads, head_dim), *others = _kv_shapes(text)
     epsilons = (getattr(text, name, None) for name in NORM_KEYS)
     windows = _windows(text)
     return TargetConfig(
@@ -74,13 +77,26 @@ def _to_target_config(source: TargetSource, whole: "PretrainedConfig", text: "Pr
         eos_token_ids=read_token_ids(whole.eos_token_id if whole.eos_token_id is not None else text.eos_token_id),
         dtype=source.facts.dtype,
         intermediate_size=_widest(text),
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+        num_heads=text.num_attention_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        other_kv_shapes={layer: shape for layer, shape in enumerate(others, 1) if shape != (num_kv_heads, head_dim)},
         rms_norm_eps=next((value for value in epsilons if is_number(value)), 1e-6),  # transformers' norms apply theirs
         windows=windows,
         layer_kinds=tuple("full" if window is None else "sliding" for window in windows),
     )
+
+
+def _kv_shapes(text: "PretrainedConfig") -> list[tuple[int, int]]:
+    """KV heads and their size, of each layer."""
+    is_mixed, count = getattr(text, "is_heterogeneous", False), text.num_hidden_layers
+    layers: Any = text.per_layer_config if is_mixed else (text,) * count
+    heads = text.num_attention_heads
+    return [
+        (getattr(layer, "num_key_value_heads", None) or heads,
+         getattr(layer, "head_dim", None) or text.hidden_size // heads)
+        for layer in layers
+    ]  # fmt: skip
 
 
 def _open_config(source: TargetSource) -> "PretrainedConfig":
@@ -117,6 +133,12 @@ def _why_unknown(stated: Mapping[str, Any]) -> str:
     return f"{known}; a release that does, or a native family, would be needed"
 
 
+def _differing(text: "PretrainedConfig") -> tuple[str, ...]:
+    """In what layers differ that our pages have alike; reading it as if it were of all layers would fail."""
+    found = set(getattr(text, "per_layer_attributes", None) or ()) - MAY_DIFFER
+    return (f"layers that differ in {', '.join(sorted(found))}",) if found else ()
+
+
 def _refusals(text: "PretrainedConfig") -> Iterator[str]:
     """What the config asks for and is not done here, each in a few words."""
     missing = [name for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
@@ -141,7 +163,7 @@ def _refusals(text: "PretrainedConfig") -> Iterator[str]:
 
 
 def _is_stated(value: Any) -> bool:
-    return value is not None and value is not False and value != 0
+    return value is not None and value is not False and value not in (0, ONLY_IMAGES)
 
 
 def _ropes(text: "PretrainedConfig") -> tuple[Mapping[str, Any], ...]:

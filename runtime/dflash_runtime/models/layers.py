@@ -12,8 +12,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from dflash_kernels.activation import silu_mul_ref
+from dflash_kernels.block_attention import PLAIN, Softmax
 from dflash_kernels.rope_store import KVPlace
 from dflash_kernels.suite import REFERENCE, Kernels
+from dflash_runtime.checkpoint.layout import SINKS
 from dflash_runtime.config import DraftConfig, RopeConfig, TargetConfig
 from dflash_runtime.errors import UnsupportedError
 from dflash_runtime.models.experts import Experts
@@ -28,7 +30,7 @@ class Attend(Protocol):
     there in the launch that makes them, and then lets `read` do the rest.
     """
 
-    def __call__(self, layer: int, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def __call__(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, softmax: Softmax = PLAIN) -> Tensor:
         """Query [T, H, D], keys and values [T, KV, D] -> [T, H, D]."""
         ...
 
@@ -36,7 +38,7 @@ class Attend(Protocol):
         """Where keys and values of the rows are kept; None where they are not."""
         ...
 
-    def read(self, layer: int, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def read(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, softmax: Softmax = PLAIN) -> Tensor:
         """As a call, with keys and values stored already."""
         ...
 
@@ -127,14 +129,15 @@ class Attention:
     num_kv_heads: int
     head_dim: int
     kernels: Kernels
+    softmax: Softmax = PLAIN
 
     @classmethod
     def read(cls, weights: Weights, name: str, config: TargetConfig | DraftConfig, kernels: Kernels) -> "Attention":
         qkv, output = (Linear.read(weights, f"{name}.{part}_proj", kernels) for part in ("qkv", "o"))
         counts = (config.num_heads, config.num_kv_heads)
-        return cls(
-            qkv, output, _head_norms(weights, name, counts), config.rms_norm_eps, *counts, config.head_dim, kernels
-        )
+        norms, sinks = _head_norms(weights, name, counts), weights.get(f"{name}.{SINKS}")
+        softmax = PLAIN if sinks is None else Softmax(sinks=sinks)
+        return cls(qkv, output, norms, config.rms_norm_eps, *counts, config.head_dim, kernels, softmax)
 
     def project(self, hidden: Tensor, cos: Tensor, sin: Tensor, place: KVPlace | None) -> tuple[Tensor, Tensor, Tensor]:
         """[T, hidden] -> queries [T, H, D] and keys [T, KV, D], rotated; values [T, KV, D].
@@ -190,7 +193,7 @@ class DecoderLayer:
         The last addition is left to the norm that follows, which does both in one pass.
         """
         query, keys, values = self.attention.project(normed, cos, sin, attend.place(layer))
-        attended = attend.read(layer, query, keys, values)
+        attended = attend.read(layer, query, keys, values, self.attention.softmax)
         normed, residual = self.mlp_norm.add(self.attention.output.parts(attended.flatten(-2)), residual)
         return self.mlp(normed), residual
 

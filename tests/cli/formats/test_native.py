@@ -147,7 +147,6 @@ class TestReading:
         "changes",
         [
             {"dflash_config": nested(sample_from_anchor=True)},
-            {"dflash_config": nested(attention_sink_bias=True)},
             {"dflash_config": nested(attention_value_scale=0.6)},
             {"dflash_config": nested(attention_mode="mla")},
             {"has_embed_tokens": True},
@@ -161,13 +160,19 @@ class TestReading:
             read(support.native_config(**changes))
 
     def test_what_is_not_served_is_named_in_one_line(self) -> None:
-        sinks = nested(attention_sink_bias=True, attention_value_scale=0.612)
+        scaled = nested(attention_value_scale=0.612)
         with pytest.raises(UnsupportedError) as caught:
-            read(support.native_config(dflash_config=sinks, has_embed_tokens=True))
+            read(support.native_config(dflash_config=scaled, has_embed_tokens=True, add_swa_attention_sink_bias=True))
         found = caught.value.message
-        assert [key in found for key in ("attention_sink_bias", "attention_value_scale", "has_embed_tokens")] == [
-            True
-        ] * 3
+        keys = ("add_swa_attention_sink_bias", "attention_value_scale", "has_embed_tokens")
+        assert [key in found for key in keys] == [True] * 3
+
+    def test_attention_sinks_are_read_where_this_dialect_states_them(self) -> None:
+        assert read(support.native_config(dflash_config=nested(attention_sink_bias=True))).has_sinks
+        with pytest.raises(UnsupportedError, match="attention_sink_bias true"):
+            read(support.native_config(attention_sink_bias=True))
+        with pytest.raises(InvalidConfig, match="attention_sink_bias"):
+            read(support.native_config(dflash_config=nested(attention_sink_bias=1)))
 
     def test_settings_that_ask_for_nothing_are_read(self) -> None:
         """The last three are keys of the target that trainers copy; the tensors say what the draft is."""

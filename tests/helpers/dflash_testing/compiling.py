@@ -39,7 +39,7 @@ def compile_launch(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any],
     signature, constants, aligned = {}, {}, {}
     for place, name in enumerate(function.arg_names):
         value = given[name]
-        if "constexpr" in str(parameters[name].annotation):
+        if "constexpr" in str(parameters[name].annotation) or value is None:
             signature[name], constants[place,] = "constexpr", value
         elif isinstance(value, Tensor):
             signature[name], aligned[place,] = NAMES[value.dtype], [["tt.divisibility", 16]]

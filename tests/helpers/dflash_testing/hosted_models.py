@@ -40,6 +40,14 @@ EXPERTS: Json = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_s
 MIXED: Json = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 5}
 
 SERVED: Mapping[str, Json] = {
+    "gemma2": {**MIXED, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0},
+    "gpt_oss": {**MIXED, "num_local_experts": 8, "num_experts_per_tok": 2},
+    "gemma4_text": {
+        **MIXED,
+        **{"global_head_dim": 16, "num_key_value_heads": 4, "num_global_key_value_heads": 1, "attention_k_eq_v": True},
+        **{"num_kv_shared_layers": 2, "hidden_size_per_layer_input": 6, "vocab_size_per_layer_input": 97},
+        "final_logit_softcapping": 2.0,
+    },
     "gemma3_text": {**MIXED, "query_pre_attn_scalar": 24, "final_logit_softcapping": 2.0},
     "qwen3_moe": EXPERTS,
     "llama": {"attention_bias": True},
@@ -55,12 +63,15 @@ SERVED: Mapping[str, Json] = {
     "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16},
     "exaone4": MIXED,
     "flex_olmo": EXPERTS,
+    "flint": {**MIXED, **EXPERTS},
     "gemma": {},
     "glm": {},
     "glm4": {},
     "glm4_moe": {**EXPERTS, "n_routed_experts": 8, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
     "granite": {"attention_multiplier": 0.2, "residual_multiplier": 0.5, "logits_scaling": 3.0},
+    "granite_swa": {**MIXED, "attention_multiplier": 0.2, "logits_scaling": 3.0},
     "granitemoe": {"num_local_experts": 4, "logits_scaling": 3.0},
+    "granitemoe_swa": {**MIXED, "num_local_experts": 4, "logits_scaling": 3.0},
     "helium": {},
     "hunyuan_v1_dense": {},
     "hunyuan_v1_moe": EXPERTS,
@@ -76,10 +87,11 @@ SERVED: Mapping[str, Json] = {
     "smollm3": {},
     "stablelm": {},
     "starcoder2": {},
+    "vaultgemma": {**MIXED, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 1.0},
 }
-"""Model type -> what its config has beyond `BODY`. The first two are run by default, all in slow tests."""
+"""Model type -> what its config has beyond `BODY`. The first three are run by default, all in slow tests."""
 
-DEFAULT = tuple(SERVED)[:2]
+DEFAULT = tuple(SERVED)[:3]
 
 
 def make_model(path: Path, kind: str, **changes: Any) -> Any:
@@ -92,7 +104,7 @@ def make_model(path: Path, kind: str, **changes: Any) -> Any:
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith("bias") and parameter.ndim == 1:
+            if name.endswith(("bias", "sinks")) and parameter.ndim == 1:
                 parameter.normal_(std=0.3)
     model.save_pretrained(path)
     return model

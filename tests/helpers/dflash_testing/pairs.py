@@ -13,6 +13,7 @@ from torch.nn.functional import one_hot, scaled_dot_product_attention
 from dflash_cli.checkpoints.opening import DraftCheckpoint, open_draft, open_target
 from dflash_cli.checkpoints.references import Role, fetch_directory, tiny_directory
 from dflash_cli.generation.tokenizer import Tokenizer
+from dflash_kernels.block_attention import PLAIN, Softmax
 from dflash_kernels.suite import REFERENCE
 from dflash_runtime.checkpoint.layout import DRAFT_TO_TARGET, owned_shapes
 from dflash_runtime.checkpoint.pair import DraftSource
@@ -153,7 +154,7 @@ def random_draft_config(target: TargetConfig, **changes: Any) -> DraftConfig:
         "head_dim": 8,
         "rms_norm_eps": 1e-6,
         "max_position_embeddings": target.max_position_embeddings,
-        "rope": target.rope,
+        "rope": RopeConfig(theta=target.rope.theta),
         "block_size": 8,
         "target_layer_ids": (0, target.num_layers - 2),
         "mask_token_id": target.vocab_size - 1,
@@ -211,12 +212,13 @@ def random_prompts(lengths: Sequence[int], vocab_size: int, seed: int = 0) -> li
 
 
 class DenseAttention:
-    """An `Attend` over the rows alone, kept nowhere; one call of torch's attention."""
+    """A plain `Attend` over the rows alone, kept nowhere; one call of torch's attention."""
 
     def __init__(self, *, is_causal: bool) -> None:
         self._is_causal = is_causal
 
-    def __call__(self, layer: int, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def __call__(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, softmax: Softmax = PLAIN) -> Tensor:
+        assert softmax == PLAIN
         query, keys, values = (heads[None].transpose(1, 2) for heads in (query, keys, values))
         attended = scaled_dot_product_attention(query, keys, values, is_causal=self._is_causal, enable_gqa=True)
         return attended.transpose(1, 2)[0]

@@ -159,7 +159,7 @@ PUBLISHED = (
     PublishedDraft(
         name="XiaomiMiMo V2.5-Pro-FP4", shape=shape(5, 5, 16),
         beyond="attention sinks, scaled values, rope over half a head, `mask_embedding.pt`",
-        outcome="attention sinks, a learned term in each head's softmax",
+        outcome="attention values are scaled",
         changes={"layer_types": REMOVED, "partial_rotary_factor": 0.5, "v_head_dim": 8, "is_causal": REMOVED},
         nested={"use_swa": True, "swa_window_size": 16, "attention_value_scale": 0.612, "attention_sink_bias": True},
     ),

@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from dflash_kernels.block_attention import Softmax
+
 DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
 """Triton's interpreter computes garbage from bfloat16 and says nothing, so that dtype is a GPU's business."""
 
@@ -41,6 +43,17 @@ def whole(*values: int) -> Tensor:
 
 def real(*values: float) -> Tensor:
     return torch.tensor(values, dtype=torch.float64, device=DEVICE)
+
+
+SOFTMAXES = ["sinks", "cap", "wide cap", "both"]
+"""Ways in which attention can differ from plain attention; see `random_softmax`."""
+
+
+def random_softmax(kind: str, num_heads: int, dtype: torch.dtype = torch.float32) -> Softmax:
+    """Sinks that weigh from as much as a key to more than all of them; caps that bend all scores, or hardly any."""
+    sinks = (normal(num_heads, seed=9) + 2 * torch.arange(num_heads, device=DEVICE)).to(dtype)
+    cap = {"cap": 0.7, "wide cap": 50.0, "both": 1.5}.get(kind)
+    return Softmax(cap, sinks if kind in ("sinks", "both") else None)
 
 
 @dataclass

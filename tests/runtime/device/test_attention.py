@@ -12,6 +12,7 @@ from dflash_cli.checkpoints.references import tiny_directory
 from dflash_kernels.suite import REFERENCE
 from dflash_runtime.config import EngineConfig
 from dflash_runtime.device.attention import BACKENDS, Capability, check_capability
+from dflash_runtime.device.kv import KVCache, bytes_per_token
 from dflash_runtime.device.memory import fit_num_pages
 from dflash_runtime.device.settings import apply_exclusions
 from dflash_runtime.errors import CapacityError, UnsupportedError, UsageError
@@ -53,6 +54,24 @@ def test_a_causal_draft_with_a_window_is_refused_where_windows_are_not_served() 
     windowed = replace(TARGET, windows=(None, None, 9, None))
     with pytest.raises(UnsupportedError, match="target layer 2"):
         check_capability("old", windowed, draft(), "float32", backends=NO_WINDOW)
+
+
+def test_layers_with_other_kv_heads_share_pages_as_wide_as_the_widest() -> None:
+    """2 heads of 8 numbers beside one of 24: 24 numbers a slot, of which the others take the first 16."""
+    config = replace(TARGET, other_kv_shapes={1: (1, 24)})
+    assert config.kv_shapes == ((2, 8), (1, 24), (2, 8), (2, 8))
+    cache = KVCache(config, 3, 16, placement())
+    assert [tuple(keys.shape) for keys, _ in cache.layers] == [(48, *shape) for shape in config.kv_shapes]
+    for layer, (keys, values) in enumerate(cache.layers):
+        keys.fill_(layer + 1)
+        values.fill_(-layer - 1)
+    assert [keys.unique().tolist() for keys, _ in cache.layers] == [[1], [2], [3], [4]]
+    assert [values.unique().tolist() for _, values in cache.layers] == [[-1], [-2], [-3], [-4]]
+    num_bytes = sum(tensor.numel() * tensor.itemsize for tensor in (cache.keys, cache.values))
+    assert num_bytes == 48 * bytes_per_token(config, torch.float32)
+    assert bytes_per_token(TARGET, torch.float32) == 2 * 4 * 16 * 4
+    with pytest.raises(UnsupportedError, match="head_dim 520"):
+        check_capability("triton", replace(TARGET, other_kv_shapes={1: (1, 520)}), None, "float32")
 
 
 def test_triton_does_not_compute_in_float64() -> None:

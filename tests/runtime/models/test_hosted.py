@@ -13,6 +13,7 @@ from safetensors.numpy import load_file, save_file
 from torch import Tensor, nn
 
 from dflash_cli.checkpoints.opening import open_target
+from dflash_kernels.block_attention import PLAIN, Softmax
 from dflash_runtime.config import EngineConfig
 from dflash_runtime.device.loading import load_pair
 from dflash_runtime.errors import TensorMismatch, UnsupportedError, UsageError
@@ -20,7 +21,7 @@ from dflash_runtime.models import hosted, hosted_config
 from dflash_runtime.models.hosted import HostedAttention, HostedTarget, ScaledHead
 from dflash_runtime.models.target import find_target_runtime, load_target
 from dflash_testing import checkpoints as support
-from dflash_testing.hosted_models import BODY, DEFAULT, MIXED, SERVED, host, make_model
+from dflash_testing.hosted_models import BODY, DEFAULT, SERVED, host, make_model
 from dflash_testing.pairs import placement, random_target
 from dflash_testing.paths import ROOT
 
@@ -28,19 +29,25 @@ KINDS = [kind if kind in DEFAULT else pytest.param(kind, marks=pytest.mark.slow)
 
 
 class WindowedAttention:
-    """An `Attend` over the rows alone, written out, with each layer's window."""
+    """An `Attend` over the rows alone, written out, with each layer's window, cap and sinks."""
 
     def __init__(self, windows: tuple[int | None, ...]) -> None:
         self._windows = windows
 
-    def __call__(self, layer: int, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def __call__(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, softmax: Softmax = PLAIN) -> Tensor:
         num_groups = query.shape[1] // keys.shape[1]
         keys, values = (item.repeat_interleave(num_groups, dim=1) for item in (keys, values))
         back = torch.arange(len(query))[:, None] - torch.arange(len(query))
         window = self._windows[layer]
         is_seen = (back >= 0) & (back < (window or len(query)))
         scores = torch.einsum("qhd,khd->hqk", query, keys) * query.shape[-1] ** -0.5
-        return torch.einsum("hqk,khd->qhd", scores.masked_fill(~is_seen, -torch.inf).softmax(-1), values)
+        if softmax.cap is not None:
+            scores = softmax.cap * torch.tanh(scores / softmax.cap)
+        weights = scores.exp() * is_seen
+        sums = weights.sum(-1, keepdim=True)
+        if softmax.sinks is not None:
+            sums = sums + softmax.sinks.exp()[:, None, None]
+        return torch.einsum("hqk,khd->qhd", weights / sums, values)
 
     read = __call__
 
@@ -77,8 +84,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "falcon_h1": ({}, "state-space layers, whose state would keep rejected tokens (mamba_d_state)"),
     "deepseek_v3": ({"head_dim": None}, "latent attention, whose KV are one vector for all heads (kv_lora_rank)"),
     "llama4_text": ({}, "layer_types chunked_attention, chunked attention (attention_chunk_size)"),
-    "gemma2": ({}, "soft-capped attention (attn_logit_softcapping)"),
-    "gemma4_text": ({}, "layers of other sizes than others (is_heterogeneous)"),
     "gemma3_text": ({"use_bidirectional_attention": True}, "attention to later tokens (use_bidirectional_attention)"),
     "olmo2": (
         {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
@@ -101,13 +106,6 @@ def test_what_is_missing_is_named(kind: str, tmp_path: Path) -> None:
     assert reason in outcome.err
 
 
-def test_attention_sinks_are_refused_by_headers(tmp_path: Path) -> None:
-    sinks = {"model.layers.0.self_attn.sinks": np.zeros(4, dtype=np.float32)}
-    target = support.write_checkpoint(tmp_path, {**BODY, **MIXED, "model_type": "gpt_oss", "head_dim": 8}, sinks)
-    with pytest.raises(UnsupportedError, match=r"gpt_oss targets: attention sinks \(model.layers.0.self_attn.sinks\)"):
-        find_target_runtime(open_target(target), "auto")
-
-
 def test_an_adapter_is_not_followed(tmp_path: Path) -> None:
     make_model(tmp_path, "llama")
     (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "elsewhere"}')
@@ -122,8 +120,7 @@ def test_packed_weights_are_refused(tmp_path: Path) -> None:
 
 
 CALLS: dict[str, tuple[dict[str, Any], str]] = {
-    "sinks": ({"s_aux": torch.zeros(4)}, "attention sinks (s_aux) in layer 1"),
-    "soft cap": ({"softcap": 50.0}, "soft-capped attention (softcap) in layer 1"),
+    "sinks": ({"s_aux": torch.zeros(2)}, "attention sinks of shape [2] in layer 1"),
     "bias": ({"position_bias": torch.zeros(1)}, "a bias on attention (position_bias) in layer 1"),
     "dropout": ({"dropout": 0.1}, "an attention setting (dropout) in layer 1"),
     "unknown": ({"indices": [1]}, "an attention setting (indices) in layer 1"),
@@ -137,7 +134,7 @@ class Module(nn.Module):
 
 
 def call(settings: dict[str, Any], *, num_heads: int = 4, mask: object = None) -> Tensor:
-    attention = HostedAttention(random_target().config, lambda layer, query, keys, values: query)
+    attention = HostedAttention(random_target().config, lambda layer, query, keys, values, softmax: query)
     query, keys = torch.ones(1, num_heads, 3, 8), torch.ones(1, 2, 3, 8)
     return attention(Module(), query, keys, keys, mask, settings)
 
@@ -161,6 +158,19 @@ def test_another_scaling_is_put_on_the_query() -> None:
     usual = {"scaling": 8**-0.5, "dropout": 0.0, "sliding_window": None, "position_ids": torch.zeros(1)}
     assert call(usual).unique().tolist() == [1.0]
     torch.testing.assert_close(call({"scaling": 2 * 8**-0.5}).unique(), torch.tensor([2.0]))
+
+
+def test_layers_that_differ_in_more_than_kv_heads_are_refused(tmp_path: Path) -> None:
+    layers = {"per_layer_config": {"0": {"intermediate_size": 24}}}
+    target = support.write_checkpoint(tmp_path, {**BODY, "model_type": "llama", **layers}, {})
+    with pytest.raises(UnsupportedError, match="layers that differ in intermediate_size"):
+        find_target_runtime(open_target(target), "transformers")
+
+
+def test_images_alone_may_see_later_tokens(tmp_path: Path) -> None:
+    make_model(tmp_path, "gemma4_text", use_bidirectional_attention="vision")
+    config = find_target_runtime(open_target(tmp_path), "auto")[1]
+    assert config.kv_shapes == ((4, 8), (1, 16)) * 2
 
 
 class TestTrial:

@@ -75,7 +75,7 @@ CASES = [
     ),
 
     Case(rule="C00", message="attention_bias: found 'yes'", config=top(attention_bias="yes")),
-    Case(rule="C48", message="true: attention sinks", config=nested(attention_sink_bias=True)),
+    Case(rule="C48", message="true: attention sinks", config=top(add_swa_attention_sink_bias=True)),
     Case(rule="C48", message="4: rope over a part of each head", config=top(rope_dim=4)),
     Case(rule="C02", message="'hydra', which is not a DFlash projector", config=nested(projector_type="hydra")),
     Case(

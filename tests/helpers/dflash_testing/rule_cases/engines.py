@@ -45,6 +45,7 @@ CASES = [
     Case(rule="S15", message="true", engines="llama.cpp", shape=replace(support.SMALL, bias=True)),
     Case(rule="S17", message="12 of the target's 32 ids", engines="transformers", dialect=SPEC, shape=support.REDUCED),
     Case(rule="S21", message="3", engines="sglang", config=nested(input_embedding_scale=3.0)),
+    Case(rule="S31", message="true", engines="transformers", config=nested(attention_sink_bias=True)),
     Case(
         rule="S22", message="quantised KV cache", severity="warning", engines="vllm",
         target=top(quantization_config={"kv_cache_scheme": {"num_bits": 8}}),
