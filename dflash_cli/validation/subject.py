@@ -172,6 +172,11 @@ class Subject:
         return [FULL] * (count if is_int(count) and 0 < count < MAX_LAYERS else 1)
 
     @property
+    def is_served(self) -> bool:
+        """Whether the config can be read, and asks for nothing that DFlash does not compute."""
+        return self.parsed is not None and not self.parsed.unserved
+
+    @property
     def trained_causality(self) -> tuple[bool, ...] | None:
         """Causality of each layer as the config states it for its own dialect; None where it cannot be read."""
         return self.parsed.config.causal if self.parsed is not None else None

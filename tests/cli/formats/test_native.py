@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from dflash_cli.checkpoints.opening import open_draft
 from dflash_cli.formats.dialect import all_formats, detect_from, get_format
 from dflash_cli.formats.native import guess_taps
+from dflash_cli.formats.unserved import refuse_unserved
 from dflash_runtime.config import DraftConfig
 from dflash_runtime.errors import InvalidConfig, LossyConversion, UnknownFormat, UnsupportedError, UsageError
 from dflash_testing import checkpoints as support
@@ -157,13 +158,19 @@ class TestReading:
         ],
     )
     def test_what_is_not_served(self, changes: dict[str, Any]) -> None:
+        parsed = NATIVE.read_config(support.native_config(**changes), PATH)
         with pytest.raises(UnsupportedError):
-            read(support.native_config(**changes))
+            refuse_unserved(parsed.unserved)
+
+    def test_a_config_that_cannot_be_read_either_is_refused_by_what_is_not_served(self) -> None:
+        with pytest.raises(UnsupportedError, match="has_embed_tokens"):
+            read(support.native_config(has_embed_tokens=True, block_size=support.REMOVED))
 
     def test_what_is_not_served_is_named_in_one_line(self) -> None:
         sinks = nested(attention_sink_bias=True, attention_value_scale=0.612)
+        parsed = NATIVE.read_config(support.native_config(dflash_config=sinks, has_embed_tokens=True), PATH)
         with pytest.raises(UnsupportedError) as caught:
-            read(support.native_config(dflash_config=sinks, has_embed_tokens=True))
+            refuse_unserved(parsed.unserved)
         found = caught.value.message
         assert [key in found for key in ("attention_sink_bias", "attention_value_scale", "has_embed_tokens")] == [
             True
