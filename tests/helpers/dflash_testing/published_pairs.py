@@ -1,11 +1,12 @@
 """The published pairs in tests/data/pairs.jsonl, a row each, made of a config and of headers without weights.
 
-A row has what is known of a pair; the rest is a default: the target's sizes are those of its config in
+A row has what is known of a pair, and stand-ins of the kind where a config was not at hand; the rest is a default: the target's sizes are those of its config in
 tests/data/targets unless `sizes` has others, taps are spread as z-lab's code does where only their number is known, and
 the mask is the last id. `config`, `nested` and `body` change the draft's config, `tensors` adds tensors to its headers.
 """
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,15 +23,20 @@ from dflash_testing.paths import ROOT
 TABLE = ROOT / "tests" / "data" / "pairs.jsonl"
 TARGETS = ROOT / "tests" / "data" / "targets"
 NESTED = ("text_config", "llm_config", "language_config", "thinker_config")
+ENGINES = ("vllm", "sglang")
 NUM_BYTES = {"BF16": 2, "I64": 8, "BOOL": 1, "U8": 1}
 
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedPair:
-    """One row. `errors` are the ids of all true errors, those of an engine under its name; `why` gives the reasons."""
+    """One row. `errors` are all that vLLM and SGLang are told of the pair, id and why each is true; so with `warnings`,
+    but for P17, which is about this runtime. `served` names the engines that serve the pair. `not_converted` is
+    by what a conversion to the other dialect is refused.
+    """
 
     draft: str
     of: str
+    revision: str = ""
     target: str
     shape: Json
     dialect: str = "native"
@@ -39,11 +45,15 @@ class PublishedPair:
     nested: Json = field(default_factory=dict)
     body: Json = field(default_factory=dict)
     tensors: dict[str, list[int]] = field(default_factory=dict)
-    errors: list[str] = field(default_factory=list)
+    errors: dict[str, str] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
-    engine_errors: dict[str, list[str]] = field(default_factory=dict)
-    refused: str = ""
-    why: str = ""
+    served: list[str] = field(default_factory=lambda: list(ENGINES))
+    not_converted: str = ""
+
+    @property
+    def is_read(self) -> bool:
+        """Whether its config can be read: that of no relative, and of no draft that leaves out its block."""
+        return not {"C01", "C03"} & self.errors.keys()
 
     def write(self, folder: Path) -> tuple[Path, Path]:
         """Directories of the draft and the target, named as they are published."""
@@ -125,7 +135,7 @@ def read_table() -> list[PublishedPair]:
     return [PublishedPair(**json.loads(row)) for row in rows]
 
 
-def write_headers(path: Path, config: Json, tensors: dict[str, tuple[str, tuple[int, ...]]]) -> None:
+def write_headers(path: Path, config: Json, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
     """A checkpoint as far as `validate` reads it: the weights of its one file are a hole."""
     path.mkdir(parents=True)
     write_config(path, config)
