@@ -125,6 +125,8 @@ def _refusals(text: "PretrainedConfig") -> Iterator[str]:
         yield f"its config has no one {' and no one '.join(missing)}"
     if getattr(text, "is_encoder_decoder", False):
         yield "an encoder"
+    if getattr(text, "v_head_dim", None) not in (None, getattr(text, "head_dim", None)):
+        yield "values of another size than keys (v_head_dim)"
     kinds = dict.fromkeys(getattr(text, "layer_types", None) or ())
     for kind in kinds:
         if kind in STATEFUL:

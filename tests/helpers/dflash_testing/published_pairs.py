@@ -1,8 +1,9 @@
 """The published pairs in tests/data/pairs.jsonl, a row each, made of a config and of headers without weights.
 
-A row has what is known of a pair, and stand-ins of the kind where a config was not at hand; the rest is a default: the target's sizes are those of its config in
-tests/data/targets unless `sizes` has others, taps are spread as z-lab's code does where only their number is known, and
-the mask is the last id. `config`, `nested` and `body` change the draft's config, `tensors` adds tensors to its headers.
+A row has what is known of a pair, and stand-ins of the kind where a config was not at hand. The rest is a default: the
+target's sizes are those of its config in tests/data/targets unless `sizes` has others, taps are spread as z-lab's code
+does where only their number is known, and the mask is the last id. `config`, `nested` and `body` change the draft's
+config, `tensors` adds tensors to its headers.
 """
 
 import json

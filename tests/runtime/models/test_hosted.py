@@ -78,6 +78,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "deepseek_v3": ({"head_dim": None}, "latent attention, whose KV are one vector for all heads (kv_lora_rank)"),
     "llama4_text": ({}, "layer_types chunked_attention, chunked attention (attention_chunk_size)"),
     "gemma2": ({}, "soft-capped attention (attn_logit_softcapping)"),
+    "mimo_v2_flash": ({}, "values of another size than keys (v_head_dim)"),
     "gemma4_text": ({}, "layers of other sizes than others (is_heterogeneous)"),
     "gemma3_text": ({"use_bidirectional_attention": True}, "attention to later tokens (use_bidirectional_attention)"),
     "olmo2": (
