@@ -52,7 +52,7 @@ def read_hosted_config(source: TargetSource) -> TargetConfig:
     path = source.checkpoint.config_path
     whole = _open_config(source)
     text = whole.get_text_config(decoder=True)
-    if reasons := tuple(_refusals(text)):
+    if reasons := tuple(_refusals(text)) or tuple(_odd_values(text)):
         raise not_run(text.model_type, reasons, path)
     with naming_file(path):
         return _to_target_config(source, whole, text)
@@ -125,8 +125,6 @@ def _refusals(text: "PretrainedConfig") -> Iterator[str]:
         yield f"its config has no one {' and no one '.join(missing)}"
     if getattr(text, "is_encoder_decoder", False):
         yield "an encoder"
-    if getattr(text, "v_head_dim", None) not in (None, getattr(text, "head_dim", None)):
-        yield "values of another size than keys (v_head_dim)"
     kinds = dict.fromkeys(getattr(text, "layer_types", None) or ())
     for kind in kinds:
         if kind in STATEFUL:
@@ -140,6 +138,12 @@ def _refusals(text: "PretrainedConfig") -> Iterator[str]:
     for rope in _ropes(text):
         if rope.get("rope_type") in WITHOUT_ONE_FREQUENCY:
             yield f"rope type {rope['rope_type']}, whose frequencies change with the length of the text"
+
+
+def _odd_values(text: "PretrainedConfig") -> Iterator[str]:
+    """Of a model whose layers all have the same sizes: values that are wider or narrower than its keys."""
+    if getattr(text, "v_head_dim", None) not in (None, getattr(text, "head_dim", None)):
+        yield "values of another size than keys (v_head_dim)"
 
 
 def _is_stated(value: Any) -> bool:
