@@ -33,6 +33,9 @@ REFUSED_KEYS = {
 }  # fmt: skip
 """What our attention, or our pages, do not do -> the attributes of configs that say a model needs it."""
 
+A_FAMILY = "a native family (a file in dflash_runtime/models, see docs/architecture.md)"
+"""What would run a target that nothing here runs."""
+
 STATEFUL = ("linear_attention", "conv", "mamba", "hybrid", "hybrid_sliding")
 """Kinds of layers with a state."""
 
@@ -110,11 +113,11 @@ def _why_unknown(stated: Mapping[str, Any]) -> str:
 
     known = f"transformers {__version__} does not know this type"
     if stated.get("auto_map"):
-        return (
-            f"{known}, and code that a checkpoint brings (auto_map) is never run: trust_remote_code would let it do "
+        known += (
+            ", and code that a checkpoint brings (auto_map) is never run: trust_remote_code would let it do "
             "anything to this machine"
         )
-    return f"{known}; a release that does, or a native family, would be needed"
+    return f"{known}; a release of transformers that does would be needed, or {A_FAMILY}"
 
 
 def _refusals(text: "PretrainedConfig") -> Iterator[str]:

@@ -86,7 +86,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "rope type dynamic, whose frequencies change with the length of the text",
     ),
     "bart": ({}, "an encoder"),
-    "never_published": ({}, "does not know this type; a release that does, or a native family, would be needed"),
+    "never_published": ({}, "a release of transformers that does would be needed, or a native family (a file in "),
     "new_remote": ({"auto_map": {"AutoConfig": "code.Config"}}, "trust_remote_code would let it do anything"),
     "clip": ({}, "transformers has no causal language model of this type"),
 }
