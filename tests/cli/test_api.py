@@ -163,6 +163,13 @@ def test_the_run_level_runs_the_target_as_it_is_told(tmp_path: Path) -> None:
         dflash_cli.validate_draft(draft, target, level="run", prompts=[[5, 6]] * 4, target_runtime="native")
 
 
+def test_a_draft_that_would_be_misread_is_not_run(tmp_path: Path) -> None:
+    """As an opened draft is handed to `LLM`, whose config has no place for what it would be refused by."""
+    draft, target = support.make_native(tmp_path / "draft", is_neox_style=False), support.make_target(tmp_path / "t")
+    with pytest.raises(UnsupportedError, match="is_neox_style is false, which this runtime does not compute"):
+        dflash_cli.LLM(dflash_cli.open_target(target), dflash_cli.open_draft(draft))
+
+
 def test_speed_is_measured() -> None:
     (speed,) = dflash_cli.measure_speed("tiny", prompts=[[5, 6, 7]], batches=[1], num_rounds=1, max_new_tokens=40)
     assert (speed.batch, speed.speedup > 0) == (1, True)
