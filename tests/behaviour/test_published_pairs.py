@@ -38,7 +38,7 @@ def test_a_pair(pair: PublishedPair, tmp_path: Path) -> None:
 
 def check_findings(pair: PublishedPair, draft: Path, target: Path) -> None:
     """Exactly the errors and warnings of the row."""
-    report = validate_draft(draft, target, engines=ENGINES)
+    report = validate_draft(draft, target, engines=ENGINES, num_speculative_tokens=pair.asked)
     found = {kind: {item.id for item in report.findings if item.severity == kind} for kind in ("error", "warning")}
     assert found["error"] == pair.errors.keys(), report.findings
     assert found["warning"] - {"P17"} == set(pair.warnings), report.findings
@@ -47,7 +47,10 @@ def check_findings(pair: PublishedPair, draft: Path, target: Path) -> None:
 
 def check_serving(pair: PublishedPair, draft: Path, target: Path) -> None:
     """Engines that serve the pair get their command, the others a reason."""
-    outcome = support.invoke("serve-command", draft, "--target", target, "--engine", ",".join(ENGINES), "--json")
+    asked = [] if pair.asked is None else ["-k", pair.asked]
+    outcome = support.invoke(
+        "serve-command", draft, "--target", target, "--engine", ",".join(ENGINES), "--json", *asked
+    )
     commands = json.loads(outcome.out)["serve_commands"] if outcome.out else []
     assert [item["engine"].split()[0] for item in commands] == pair.served, outcome.err
     assert (outcome.code == 0) == (pair.served == list(ENGINES))

@@ -32,7 +32,7 @@ NUM_BYTES = {"BF16": 2, "I64": 8, "BOOL": 1, "U8": 1}
 class PublishedPair:
     """One row. `errors` are all that vLLM and SGLang are told of the pair, id and why each is true; so with `warnings`,
     but for P17, which is about this runtime. `served` names the engines that serve the pair. `not_converted` is
-    by what a conversion to the other dialect is refused.
+    by what a conversion to the other dialect is refused, `asked` how many tokens a draft without a block is asked for.
     """
 
     draft: str
@@ -50,6 +50,7 @@ class PublishedPair:
     warnings: list[str] = field(default_factory=list)
     served: list[str] = field(default_factory=lambda: list(ENGINES))
     not_converted: str = ""
+    asked: int | None = None
 
     @property
     def is_read(self) -> bool:
