@@ -266,7 +266,7 @@ def test_two_targets_differ_in_one_line_on_their_layers(tmp_path: Path) -> None:
 def test_the_page_is_what_the_script_prints() -> None:
     """docs/targets.md is what `python scripts/target_table.py` prints, and says of every runtime how it is tried."""
     script = runpy.run_path(str(ROOT / "scripts" / "target_table.py"))
-    assert tuple(script["TRIED"]) == get_args(TargetRuntime)
+    assert set(script["TRIED"]) == set(get_args(TargetRuntime))
     assert {pair.target for pair in read_table()} <= set(NAMES)
     if pytest.importorskip("transformers").__version__ == "5.23.0":
         assert script["render"]() == (ROOT / "docs" / "targets.md").read_text()
