@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from dflash_cli.version import __version__
 
 if TYPE_CHECKING:
-    from dflash_cli.api import convert_draft, evaluate, open_draft, open_target, validate_draft
+    from dflash_cli.api import convert_draft, evaluate, measure_speed, open_draft, open_target, validate_draft
     from dflash_runtime.device.loading import load_pair
     from dflash_runtime.llm import LLM
     from dflash_runtime.scheduling.request import SamplingParams
@@ -20,6 +20,7 @@ __all__ = [
     "convert_draft",
     "evaluate",
     "load_pair",
+    "measure_speed",
     "open_draft",
     "open_target",
     "validate_draft",
@@ -31,6 +32,7 @@ _HOMES = {
     "convert_draft": "dflash_cli.api",
     "evaluate": "dflash_cli.api",
     "load_pair": "dflash_runtime.device.loading",
+    "measure_speed": "dflash_cli.api",
     "open_draft": "dflash_cli.api",
     "open_target": "dflash_cli.api",
     "validate_draft": "dflash_cli.api",

@@ -1,9 +1,12 @@
 """The Python interface: functions that do what the commands do, and return values instead of printing text.
 
+`generate` has none: `LLM` is that, with `open_draft`, `open_target` and its own `check_lossless`.
+
 A reference is what the commands take too: a directory, `org/repo`, `org/repo@revision`, `tiny` or `tiny:reduced`.
 """
 
-from collections.abc import Sequence
+import json
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +22,7 @@ from dflash_runtime.scheduling.request import SamplingParams
 if TYPE_CHECKING:
     from dflash_cli.conversion.request import Verification
     from dflash_cli.evaluation.acceptance_report import Evaluation
+    from dflash_cli.evaluation.speed import BatchSpeed
     from dflash_cli.generation.prompts import PromptRow
     from dflash_cli.validation.report import Report
     from dflash_cli.validation.rule import Level
@@ -52,39 +56,57 @@ def validate_draft(
     *,
     engines: Sequence[str] = (),
     level: "Level" = "headers",
-    prompts: Sequence[Sequence[int]] | None = None,
+    ignored: Collection[str] = (),
+    num_speculative_tokens: int | None = None,
+    prompts: Reference | Sequence[Sequence[int]] | None = None,
+    num_prompts: int | None = None,
+    max_new_tokens: int = 96,
     device: str = "auto",
+    target_runtime: str = "auto",
 ) -> "Report":
     """Check a draft, alone or against a target, as `dflash validate` does.
 
     Without a target, the one that the draft names. `engines` are names with or without a release, such as `vllm@0.33`.
-    The `run` level takes `prompts` of token ids, or makes its own. `Report.fails()` says whether the draft passes.
+    Rules whose ids are `ignored` are skipped. `num_speculative_tokens` is what the engines will be told to draft.
+    The `run` level takes `prompts`, a JSON Lines file or lists of token ids, or makes its own, `num_prompts` of them.
+    `Report.fails()` says whether the draft passes, `Report.fails(strict=True)` whether it does without a warning.
 
     Raises:
         CheckpointNotFound: the draft or the target is not there.
         CheckpointError, UnsupportedError: the target cannot be read.
-        UsageError: the run level without a target, or an engine of no known name.
+        UsageError: the run level without a target, an engine of no known name, or an id of no rule.
     """
     from dflash_cli.engines.serving_engine import parse_engines
-    from dflash_cli.validation.readings import SearchBudget
-    from dflash_cli.validation.run_settings import MAX_NUM_REQUESTS, RunSettings
+    from dflash_cli.validation.rule import ignored_ids
+    from dflash_cli.validation.run_settings import run_settings
     from dflash_cli.validation.validator import ValidationRequest
     from dflash_cli.validation.validator import validate_draft as validate
 
     pair = complete_pair(str(draft), None if target is None else str(target), find=fetch_directory)
     assert pair.draft_location is not None
-    config = EngineConfig(device=device, max_num_requests=MAX_NUM_REQUESTS)
-    return validate(
-        ValidationRequest(
-            draft=pair.draft_location,
-            draft_reference=str(draft),
-            target=None if pair.target is None else pair.find_target(fetch_directory),
-            target_reference=pair.target,
-            engines=parse_engines(",".join(engines) or None),
-            level=level,
-            run=RunSettings(config, SearchBudget(), _say_nothing, lambda: prompts) if level == "run" else None,
-        )
+    location = None if pair.target is None else pair.find_target(fetch_directory)
+    request = ValidationRequest(
+        draft=pair.draft_location,
+        draft_reference=str(draft),
+        target=location,
+        target_reference=pair.target,
+        engines=parse_engines(",".join(engines) or None),
+        level=level,
+        ignored=ignored_ids(ignored),
+        num_speculative_tokens=num_speculative_tokens,
     )
+    if level == "run" and location is not None:
+        run = run_settings(
+            location,
+            prompts=str(prompts) if isinstance(prompts, str | Path) else prompts,
+            num_prompts=num_prompts,
+            max_new_tokens=max_new_tokens,
+            device=device,
+            observe=_say_nothing,
+            target_runtime=target_runtime,
+        )
+        request = replace(request, run=run)
+    return validate(request)
 
 
 def convert_draft(
@@ -140,10 +162,18 @@ def evaluate(
     prompts: Prompts | None = None,
     params: SamplingParams | None = None,
     chat: bool = False,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
     config: EngineConfig | None = None,
     causality: Causality | None = None,
+    confidence: float = 0.95,
+    num_resamples: int = 10_000,
+    journal: Path | None = None,
+    resume: bool = False,
 ) -> "Evaluation":
     """Measure the acceptance of a pair, as `dflash eval-acceptance` does. Without `prompts`, on the bundled ones.
+
+    `confidence` and `num_resamples` are those of the bootstrap behind the intervals. Answers are written to `journal`
+    as they end, and with `resume` those that are in it are not asked for again.
 
     `Evaluation.total.counts.acceptance_len` is the acceptance length, `Evaluation.total.interval` its interval, and
     `Evaluation.failures` are the prompts that could not be measured, which are in neither. Whole blocks are verified,
@@ -157,7 +187,13 @@ def evaluate(
     from dflash_cli.generation.loaded_pair import open_session
 
     config = replace(config or EngineConfig(), adaptive_width=False)
-    session = open_session(str(draft), None if target is None else str(target), config, causality=causality)
+    session = open_session(
+        str(draft),
+        None if target is None else str(target),
+        config,
+        causality=causality,
+        template_options=_to_text(chat_template_kwargs),
+    )
     rows = _rows(prompts)
     is_tiny = is_bundled(str(draft)) and (target is None or is_bundled(str(target)))
     source = PromptSource(
@@ -167,9 +203,55 @@ def evaluate(
         is_foreign=prompts is None and not is_tiny,
     )
     request = EvaluationRequest(
-        rows=rows, params=params or SamplingParams(max_new_tokens=128), source=source, chat=chat
+        rows=rows,
+        params=params or SamplingParams(max_new_tokens=128),
+        source=source,
+        chat=chat,
+        confidence=confidence,
+        num_resamples=num_resamples,
+        journal=journal,
+        resume=resume,
     )
     return measure(session, request)
+
+
+def measure_speed(
+    draft: Reference,
+    target: Reference | None = None,
+    *,
+    prompts: Prompts | None = None,
+    batches: Sequence[int] = (1, 4, 16),
+    max_new_tokens: int = 128,
+    num_rounds: int = 4,
+    chat: bool = False,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    config: EngineConfig | None = None,
+    causality: Causality | None = None,
+) -> "list[BatchSpeed]":
+    """How much faster a pair decodes with its draft than without, at each batch size, as `dflash bench` measures it.
+
+    Raises:
+        UsageError, RequestError: a pair or prompts that cannot be served, or answers too short to measure; and whatever
+            loading raises.
+    """
+    from dflash_cli.evaluation.speed import measure_speeds, smallest, speed_request
+    from dflash_cli.generation.loaded_pair import open_session
+
+    session = open_session(
+        str(draft),
+        None if target is None else str(target),
+        smallest(config or EngineConfig()),
+        causality=causality,
+        template_options=_to_text(chat_template_kwargs),
+    )
+    request = speed_request(
+        session, _rows(prompts), batches, max_new_tokens=max_new_tokens, num_rounds=num_rounds, chat=chat
+    )
+    return list(measure_speeds(session.llm.pair, request))
+
+
+def _to_text(options: Mapping[str, Any] | None) -> str | None:
+    return None if options is None else json.dumps(options)
 
 
 def _rows(prompts: Prompts | None) -> "list[PromptRow]":

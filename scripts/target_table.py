@@ -1,22 +1,48 @@
-"""Prints docs/targets.md from the configs in tests/data/targets.
+"""Prints docs/targets.md from the configs in tests/data/targets; what runs here is what the runtime says of each.
 
 python scripts/target_table.py > docs/targets.md
+
+Written with transformers 5.23.0, which decides what its code runs.
 """
 
 import json
+import re
 import sys
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 if __name__ == "__main__":
     root = Path(__file__).resolve().parents[1]
-    sys.path[:0] = [str(root / name) for name in (".", "runtime", "kernels")]
+    sys.path[:0] = [str(root / name) for name in (".", "runtime", "kernels", "tests/helpers")]
 
-from dflash_cli.checkpoints.opening import read_target
+from dflash_cli.checkpoints.opening import open_target
 from dflash_cli.checkpoints.target_words import experts_in_words, layers_in_words
-from dflash_runtime.config import TargetConfig, TargetFacts
-from dflash_runtime.models.target import target_families
+from dflash_runtime.checkpoint.canonical_names import find_quantization, refuse_packed
+from dflash_runtime.checkpoint.pair import TargetSource
+from dflash_runtime.errors import CheckpointError, UnsupportedError
+from dflash_runtime.models.target import find_target_runtime, target_families
+from dflash_testing.hosted_models import BODY, SERVED
+from dflash_testing.published_pairs import TARGETS, read_table, write_headers
 
-FOLDER = Path(__file__).resolve().parents[1] / "tests" / "data" / "targets"
+
+@dataclass(frozen=True)
+class Tried:
+    """What is said of targets that run one way, the test that runs small ones, and the model types it has."""
+
+    words: str
+    test: str
+    kinds: Collection[str]
+
+
+TRIED = {
+    "native": Tried("natively", "test_families.py", target_families()),
+    "transformers": Tried("slowly, by transformers over our pages", "test_hosted_targets.py", SERVED),
+}
+"""Whose code runs a target -> how it is tried."""
 
 HEAD = """# Targets
 
@@ -52,34 +78,65 @@ another or not, and else at the top.
 
 ## Families
 
-`run here` is what `generate`, `eval-acceptance` and `bench` do with a target of that config; quantised weights are
-refused by name.
+`pairs` counts the published pairs in `tests/data/pairs.jsonl` of targets of that config, all of which
+`tests/behaviour/test_published_pairs.py` takes through `inspect`, `validate`, `convert` and `serve-command`.
 
-| config | model_type | layers | experts | quantised | run here |
-|---|---|---|---|---|---|
+`run here` is what `generate`, `eval-acceptance` and `bench` do with a target of that config and plain weights, as the
+runtime itself says, or why they refuse it, with exit 5. `tried by` is the test in `tests/behaviour` that runs models of
+the type of {sizes}, in float32 on the CPU, against transformers' own text, taps and logits; a type without one runs if
+it passes the trial of [hosted-targets.md](hosted-targets.md). On GPUs only dense Qwen3 was run.
+
+| config | pairs | model_type | layers | experts | quantised | run here | tried by |
+|---|---|---|---|---|---|---|---|
 """
 
 
-def is_run(facts: TargetFacts) -> bool:
-    """Whether a family of this package serves a target with these facts."""
-    return isinstance(facts, TargetConfig) and facts.model_type in target_families() and facts.quantization is None
+@cache
+def num_pairs() -> Counter[str]:
+    """Config -> published pairs of targets of that config."""
+    return Counter(pair.target for pair in read_table())
+
+
+def how_it_runs(source: TargetSource) -> tuple[str, str]:
+    """What becomes of a target that is to be run, and the test of it."""
+    folder = source.checkpoint.path
+    try:
+        runtime, config = find_target_runtime(source, "auto")
+        if runtime == "native":
+            refuse_packed(folder, find_quantization(source.checkpoint))
+    except (UnsupportedError, CheckpointError) as error:
+        text = error.message.replace(f"{folder}/config.json: ", "").replace(f"{folder}: ", "")
+        reason = re.sub(r"^this runtime does not run \w+ targets: ", "", text)
+        return f"refused: {reason.partition(', which this runtime')[0]}", ""
+    tried = TRIED[runtime]
+    return tried.words, f"`{tried.test}`, {config.model_type}" if config.model_type in tried.kinds else "none"
+
+
+def row(path: Path) -> str:
+    """The row of a config; its headers name no tensor."""
+    with TemporaryDirectory() as home:
+        target = Path(home) / "target"
+        write_headers(target, json.loads(path.read_text(encoding="utf-8")), {})
+        source = open_target(target)
+        runs, test = how_it_runs(source)
+    facts = source.facts
+    cells = (
+        path.stem,
+        str(num_pairs()[path.stem] or ""),
+        facts.model_type,
+        layers_in_words(facts),
+        experts_in_words(facts) or "none",
+        facts.quantization or "no",
+        runs,
+        test,
+    )
+    return f"| {' | '.join(cells)} |\n"
 
 
 def render() -> str:
     """The page."""
-    rows = []
-    for path in sorted(FOLDER.glob("*.json")):
-        facts = read_target(json.loads(path.read_text(encoding="utf-8")), path)
-        cells = (
-            path.stem,
-            facts.model_type,
-            layers_in_words(facts),
-            experts_in_words(facts) or "none",
-            facts.quantization or "no",
-            "yes" if is_run(facts) else "no",
-        )
-        rows.append(f"| {' | '.join(cells)} |\n")
-    return HEAD + "".join(rows)
+    sizes = f"{BODY['num_hidden_layers']} layers, {BODY['hidden_size']} wide with {BODY['vocab_size']} ids"
+    return HEAD.replace("{sizes}", sizes) + "".join(map(row, sorted(TARGETS.glob("*.json"))))
 
 
 if __name__ == "__main__":

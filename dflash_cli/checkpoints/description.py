@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dflash_cli.checkpoints.opening import open_target, read_draft
+from dflash_cli.checkpoints.opening import open_target, read_any_draft
 from dflash_cli.checkpoints.references import open_checkpoint
 from dflash_cli.formats.dialect import Detection, find_dialect, unknown_format
 from dflash_runtime.checkpoint.files import Checkpoint, TensorInfo
@@ -21,7 +21,10 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Description:
-    """A draft or a target. `owned` names the tensors that a reader loads, `borrowed` those that it skips."""
+    """A draft or a target. `owned` names the tensors that a reader loads, `borrowed` those that it skips.
+
+    `unserved` are keys for which neither conversion nor the runtime takes the draft, with what they ask for.
+    """
 
     path: Path
     config: DraftConfig | TargetFacts
@@ -33,6 +36,7 @@ class Description:
     evidence: str = ""
     carried: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    unserved: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def kind(self) -> str:
@@ -69,6 +73,7 @@ class Description:
             "files": [file.name for file in self.checkpoint.weight_files],
             "borrowed": list(self.borrowed),
             "notes": list(self.notes),
+            "unserved": dict(self.unserved),
             **tensors,
         }
 
@@ -103,7 +108,7 @@ def describe_layers(config: DraftConfig) -> str:
 
 
 def _describe_draft(checkpoint: Checkpoint, detection: Detection) -> Description:
-    draft = read_draft(checkpoint, detection)
+    draft = read_any_draft(checkpoint, detection)
     selection = draft.select_tensors()
     return Description(
         path=checkpoint.path,
@@ -116,6 +121,7 @@ def _describe_draft(checkpoint: Checkpoint, detection: Detection) -> Description
         evidence=detection.evidence,
         carried=draft.parsed.carried,
         notes=draft.parsed.notes,
+        unserved=draft.parsed.unserved,
     )
 
 

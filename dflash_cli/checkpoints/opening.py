@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dflash_cli.formats.dialect import Detection, Format, ParsedConfig, detect
+from dflash_cli.formats.unserved import refuse_unserved
 from dflash_runtime.checkpoint.canonical_names import CanonicalCheckpoint, find_quantization, refuse_packed
 from dflash_runtime.checkpoint.files import Checkpoint
 from dflash_runtime.checkpoint.hf_config import BODY_KEYS, read_target_config, read_target_facts
@@ -76,13 +77,14 @@ class DraftCheckpoint:
     def select_tensors(self) -> TensorSelection:
         """Which tensors a reader loads and which it skips.
 
-        Packed weights have names and shapes of their own, so nothing is expected of them.
+        Packed weights have names and shapes of their own, so nothing is expected of them; nor is it of a draft that is
+        another model than its canonical form says.
 
         Raises:
             TensorMismatch: naming every missing, unexpected and misshapen tensor.
         """
         tensors = self.checkpoint.tensors
-        if self.quantization is not None:
+        if self.quantization is not None or self.parsed.unserved:
             owned = tuple(name for name in tensors if not NOT_OWNED.match(name))
             return TensorSelection(load=owned, skip=tuple(name for name in tensors if NOT_OWNED.match(name)))
         shapes = {name: info.shape for name, info in tensors.items()}
@@ -103,8 +105,17 @@ def read_draft(stored: Checkpoint, detection: Detection, *, causality: Causality
     """Read a draft whose dialect is known.
 
     Raises:
-        CheckpointError, UnsupportedError: its config cannot be read in that dialect.
+        CheckpointError: its config cannot be read in that dialect.
+        UnsupportedError: nor can it, or it asks for what is not served.
     """
+    draft = read_any_draft(stored, detection, causality=causality)
+    with naming_file(stored.config_path):
+        refuse_unserved(draft.parsed.unserved)
+    return draft
+
+
+def read_any_draft(stored: Checkpoint, detection: Detection, *, causality: Causality | None = None) -> DraftCheckpoint:
+    """As `read_draft`, also a draft that asks for what is not served: to be described, and for nothing else."""
     with naming_file(stored.config_path):
         parsed = detection.format.read_config(stored.config, stored.config_path)
     if causality is not None:

@@ -8,6 +8,7 @@ from dflash_cli.checkpoints.comparison import Difference
 from dflash_cli.checkpoints.description import Description, describe_layers
 from dflash_cli.checkpoints.target_words import experts_in_words, layers_in_words, rope_in_words, ropes_in_words
 from dflash_cli.formats.native_fields import write_scales
+from dflash_cli.formats.unserved import unserved_in_words
 from dflash_runtime.config import DraftConfig, TargetConfig, TargetFacts
 
 MOST_NAMED = 10
@@ -36,6 +37,8 @@ def description_lines(found: Description, *, with_tensors: bool = False) -> Iter
     rows = _draft_rows(found.config) if isinstance(found.config, DraftConfig) else _target_rows(found.config)
     title = f"{found.title} ({found.evidence})" if found.evidence else found.title
     rows = [("kind", title), *rows, ("weights", _weights(found)), ("files", _files(found))]
+    if found.unserved:
+        rows.insert(1, ("not served", unserved_in_words(found.unserved)))
     if found.borrowed:
         rows.append(
             (

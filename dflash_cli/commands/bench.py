@@ -1,6 +1,5 @@
 """`dflash bench`: how much faster a pair decodes with its draft than without, at several batch sizes."""
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -87,21 +86,17 @@ def bench(
     sizes, config = _parse_batches(batches), engine.config()
     from dflash_cli.checkpoints.references import tiny_directory
     from dflash_cli.generation.announcements import announce_loading
-    from dflash_cli.generation.prompts import Conversation, gather_rows
+    from dflash_cli.generation.prompts import gather_rows
 
     rows = gather_rows([], prompts, default=tiny_directory() / "prompts.jsonl")
     announce_loading(draft, target, device=config.device)
-    from dflash_cli.evaluation.speed import SpeedRequest, check_speedup
+    from dflash_cli.evaluation.speed import check_speedup, smallest, speed_request
     from dflash_cli.generation.loaded_pair import open_session
 
-    # What is measured gets a KV cache of its own, so that of the session is as small as it can be.
-    small = replace(config, num_pages=2 + config.max_num_requests, max_num_requests=1)
     session = open_session(
-        draft, target, small, causality=causality, template_options=chat_template_kwargs, threads=threads
+        draft, target, smallest(config), causality=causality, template_options=chat_template_kwargs, threads=threads
     )
-    session.check_chat(rows, chat=chat)
-    token_ids = [Conversation(row).next_prompt(session.tokenizer, chat=chat) for row in rows[: max(sizes) * rounds]]
-    request = SpeedRequest(prompts=token_ids, batches=sizes, max_new_tokens=max_new_tokens, num_rounds=rounds)
+    request = speed_request(session, rows, sizes, max_new_tokens=max_new_tokens, num_rounds=rounds, chat=chat)
     speeds = _measure(session, request)
     if as_json:
         console.result_json(_to_json(session, request, speeds))

@@ -92,10 +92,15 @@ def _served_pair(subject: Subject, report: Report, target: str) -> ServedPair:
     """The pair as the engines are told of it.
 
     Raises:
-        UsageError: more speculative tokens than the trained block has.
+        UsageError: more speculative tokens than the trained block has, or neither is known.
         CheckpointError, UnsupportedError: a config that cannot be read, though no engine would stop at it.
     """
     if subject.parsed is None and subject.parse_error is not None:
+        if subject.block_size is None and subject.num_speculative_tokens is None:
+            raise UsageError(
+                f"{subject.path}: states no block_size, so how many tokens to draft is not known",
+                hint="pass -k with the number that it was trained to draft",
+            ) from subject.parse_error
         raise subject.parse_error
     assert subject.parsed is not None
     assert subject.target is not None

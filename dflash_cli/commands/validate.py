@@ -25,7 +25,7 @@ from dflash_cli.options import (
     ThreadsOption,
 )
 from dflash_cli.validation.report import Report
-from dflash_cli.validation.rule import Finding, Level, known_ids
+from dflash_cli.validation.rule import Finding, Level, ignored_ids
 from dflash_cli.validation.run_settings import run_settings
 from dflash_cli.validation.validator import ValidationRequest, validate_draft
 from dflash_runtime.errors import CheckpointError, CheckpointNotFound, UnsupportedError, UsageError
@@ -113,7 +113,7 @@ def validate(
     engines = parse_engines(engine)
     if prompts is not None and level != "run":
         raise UsageError("--prompts needs --level run")
-    ignored = _ignored(ignore or [])
+    ignored = ignored_ids([part for item in ignore or [] for part in item.split(",")])
     find = partial(find_checkpoint, needs_weights=level != "headers" or fix_out is not None)
     pair: PairReferences[Location] = complete_pair(draft, target, find=find)
     location = pair.draft_location
@@ -197,14 +197,6 @@ def _find_named_target(pair: PairReferences[Location]) -> "tuple[Location | None
     except (CheckpointNotFound, CheckpointError, UnsupportedError, UsageError) as error:
         return None, f"nothing was checked against the target that the draft names: {error.message}"
     return location, pair.note
-
-
-def _ignored(given: list[str]) -> set[str]:
-    ids = {part.strip().upper() for item in given for part in item.split(",") if part.strip()}
-    unknown = sorted(ids - known_ids())
-    if unknown:
-        raise UsageError(f"--ignore: no rule {', '.join(unknown)}", hint="dflash explain lists every rule")
-    return ids
 
 
 def _tell_traffic(*locations: "Location | None") -> None:

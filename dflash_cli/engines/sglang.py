@@ -36,17 +36,21 @@ PLAIN_DRAFT = "plain-draft"
 
 SERVED = frozenset(
     {
-        "deepseek_v2", "deepseek_v3", "gemma4", "gemma4_text", "glm4_moe_lite", "glm5_next", "gpt_oss", "inkling",
-        "kimi_k25", "kimi_k3", "laguna", "lfm2", "lfm2_moe", "lfm2_vl", "llama", "mimo_v2", "minicpmv", "minimax_m3_vl",
-        "muse_glimmer", "muse_spark", "nanbeige", "nemotron_h", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text",
-        "qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen3_vl",
+        "deepseek_v2", "deepseek_v3", "deepseek_v32", "gemma4", "gemma4_text", "gemma4_unified", "glm4_moe_lite",
+        "glm5_next", "glm_moe_dsa", "gpt_oss", "inkling", "kimi_k25", "kimi_k3", "laguna", "lfm2", "lfm2_moe",
+        "lfm2_vl", "llama", "mellum", "mimo_v2", "mimo_v2_flash", "minicpmv", "minimax_m3_vl", "ministral3", "mistral",
+        "muse_glimmer", "muse_spark", "nanbeige", "nemotron_h", "phi3", "qwen3", "qwen3_5", "qwen3_5_moe",
+        "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen3_vl", "qwen4_exp",
     }
 )  # fmt: skip
-"""Values of the target's model_type whose SGLang model can hand out layers to DFlash."""
+"""Values of the target's model_type whose SGLang model, or the one it inherits from, can hand out layers to DFlash."""
 
 NO_LAST_LAYER = frozenset(
-    {"qwen2", "qwen3", "llama", "qwen3_moe", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"}
-)
+    {
+        "llama", "mellum", "ministral3", "mistral", "phi3", "qwen2", "qwen3", "qwen3_5", "qwen3_5_moe",
+        "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe",
+    }
+)  # fmt: skip
 """Those that never capture the last layer's output."""
 
 

@@ -15,6 +15,9 @@ import torch
 
 from dflash_cli.evaluation.step_parts import StepParts, silence_draft, silence_target
 from dflash_cli.generation.answers import plural
+from dflash_cli.generation.loaded_pair import PairSession
+from dflash_cli.generation.prompts import Conversation, PromptRow
+from dflash_runtime.config import EngineConfig
 from dflash_runtime.device.loading import LoadedPair
 from dflash_runtime.errors import DFlashError, GateFailed, UsageError
 from dflash_runtime.llm import LLM
@@ -84,6 +87,35 @@ class SpeedRequest:
         """Rounds of all batches in every way of decoding, and a short one of each part; each has one more before it."""
         num_ways = 2 if _adapting(pair) is None else 3
         return len(self.batches) * (num_ways * (self.num_rounds + 1) + 2 * 2)
+
+
+def smallest(config: EngineConfig) -> EngineConfig:
+    """The config of a session to measure: what is measured gets a KV cache of its own, so that its own is tiny."""
+    return replace(config, num_pages=2 + config.max_num_requests, max_num_requests=1)
+
+
+def speed_request(
+    session: PairSession,
+    rows: Sequence[PromptRow],
+    batches: Sequence[int],
+    *,
+    max_new_tokens: int,
+    num_rounds: int,
+    chat: bool,
+) -> SpeedRequest:
+    """Rows as prompts, as many as the rounds of the largest batch can take.
+
+    Raises:
+        UsageError: nothing to draft with, no batch, or chat without a template.
+    """
+    if session.llm.num_draft_tokens == 0:
+        raise UsageError("-k 0 runs without a draft, so there is nothing to compare")
+    if not batches or min(batches) < 1:
+        raise UsageError(f"batches {list(batches)}, expected numbers of requests, such as 1, 4, 16")
+    session.check_chat(rows, chat=chat)
+    turns = rows[: max(batches) * num_rounds]
+    prompts = [Conversation(row).next_prompt(session.tokenizer, chat=chat) for row in turns]
+    return SpeedRequest(prompts=prompts, batches=batches, max_new_tokens=max_new_tokens, num_rounds=num_rounds)
 
 
 def measure_speeds(

@@ -38,13 +38,15 @@ class ParsedConfig:
 
     `carried` holds keys that no canonical field stands for; a conversion reports them, and copies them if the other
     dialect has a place for them. Keys of the decoder body are plain, others are prefixed with the container they
-    were found in (`Format.own_prefix`). `notes` are sentences a user should see.
+    were found in (`Format.own_prefix`). `notes` are sentences a user should see. `unserved` are keys by which the
+    draft is another model than the canonical form says, with what they ask for: such a draft can only be described.
     """
 
     config: DraftConfig
     carried: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     has_doubtful_causality: bool = False
+    unserved: Mapping[str, str] = field(default_factory=dict)
 
 
 class Format(ABC):

@@ -9,6 +9,7 @@ subclasses, one file each.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -38,7 +39,7 @@ from dflash_cli.formats.native_fields import (
     write_causality,
     write_scales,
 )
-from dflash_cli.formats.unserved import MODE_KEYS, SINK_KEY, refuse_unserved, without_sinks
+from dflash_cli.formats.unserved import MODE_KEYS, SINK_KEY, find_unserved, naming_unserved, without_sinks
 from dflash_runtime.checkpoint.hf_config import read_body, read_layer_types, require_int
 from dflash_runtime.config import DraftConfig
 from dflash_runtime.errors import MISSING, LossyConversion, UsageError
@@ -86,10 +87,15 @@ class Native(Format):
 
         Raises:
             InvalidConfig: a key that is missing, wrong, or contradicts its other home.
-            UnsupportedError: see `refuse_unserved`.
+            UnsupportedError: see `naming_unserved`.
         """
         source = NativeConfig(config, require_object(config.get("dflash_config", {}), "dflash_config", path), path)
-        refuse_unserved(without_sinks(source.nested), config)
+        unserved = find_unserved(without_sinks(source.nested), config)
+        with naming_unserved(unserved):
+            return replace(self._read(source), unserved=unserved)
+
+    def _read(self, source: NativeConfig) -> ParsedConfig:
+        config, path = source.top, source.path
         body = read_body(config, path)
         vocab_size = require_int(config, "vocab_size", path)
         draft_vocab_size = config.get("draft_vocab_size")

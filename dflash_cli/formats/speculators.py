@@ -30,7 +30,7 @@ from dflash_cli.formats.speculators_updaters import (
     register_speculator,
     update_dflash,
 )
-from dflash_cli.formats.unserved import refuse_unserved
+from dflash_cli.formats.unserved import find_unserved, naming_unserved
 from dflash_runtime.checkpoint.hf_config import read_body, read_layer_types, read_windows, require_int
 from dflash_runtime.config import DraftConfig, Verifier
 from dflash_runtime.errors import MISSING, InvalidConfig, LossyConversion, UsageError
@@ -95,7 +95,7 @@ class SpeculatorsFormat(Format):
         Raises:
             InvalidConfig: a key that is missing or wrong.
             UnknownFormat: another speculators type than DFlash.
-            UnsupportedError: a tap on the embedding, and see `refuse_unserved`.
+            UnsupportedError: a tap on the embedding, and see `naming_unserved`.
         """
         kind = config.get("speculators_model_type", MISSING)
         if kind is MISSING:
@@ -104,9 +104,11 @@ class SpeculatorsFormat(Format):
         body = require_object(config.get("transformer_layer_config", MISSING), "transformer_layer_config", path)
         seen = copy.deepcopy(dict(body))
         update(config, seen)
-        refuse_unserved(config, body, as_object(body.get("dflash_config")))
-        canonical = _canonical(config, body, seen, path)
-        return ParsedConfig(config=canonical, carried=_carried(config, body), notes=_notes(config, body, canonical))
+        unserved = find_unserved(config, body, as_object(body.get("dflash_config")))
+        with naming_unserved(unserved):
+            canonical = _canonical(config, body, seen, path)
+        carried, notes = _carried(config, body), _notes(config, body, canonical)
+        return ParsedConfig(config=canonical, carried=carried, notes=notes, unserved=unserved)
 
     def write_config(self, config: DraftConfig, carried: Mapping[str, Any]) -> Json:
         """Write the layout of speculators 0.9, complete and with every default spelled out.

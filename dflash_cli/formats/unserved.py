@@ -6,9 +6,10 @@ vLLM 0.33.0 model_executor/models/qwen3_dflash.py; SGLang 0.5.23 models/dflash.p
 """
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
-from dflash_runtime.errors import UnsupportedError
+from dflash_runtime.errors import InvalidConfig, UnsupportedError
 from dflash_runtime.json_values import as_object
 
 OWN_WEIGHTS = "the draft has its own weights where a DFlash draft uses those of the target"
@@ -43,17 +44,35 @@ def without_sinks(nested: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in nested.items() if key != SINK_KEY}
 
 
-def refuse_unserved(*objects: Mapping[str, Any]) -> None:
-    """Refuse a draft by the objects of its config, naming all that is not served in one line.
+def refuse_unserved(found: Mapping[str, str]) -> None:
+    """Refuse a draft by what `find_unserved` found in its config, all of it in one line.
 
     Raises:
         UnsupportedError: each key with what it asks for.
     """
-    found = [f"{key} {text}" for key, text in find_unserved(*objects).items()]
     if found:
         raise UnsupportedError(
-            "; ".join(found), hint="dflash handles drafts without it; leaving it out would change the model"
+            unserved_in_words(found), hint="dflash handles drafts without it; leaving it out would change the model"
         )
+
+
+def unserved_in_words(found: Mapping[str, str]) -> str:
+    """Each key with its value and what that asks for."""
+    return "; ".join(f"{key} {text}" for key, text in found.items())
+
+
+@contextmanager
+def naming_unserved(found: Mapping[str, str]) -> Iterator[None]:
+    """Where a config that asks for what is not served cannot be read either, that is the better message.
+
+    Raises:
+        UnsupportedError: see `refuse_unserved`.
+    """
+    try:
+        yield
+    except InvalidConfig:
+        refuse_unserved(found)
+        raise
 
 
 def find_unserved(*objects: Mapping[str, Any]) -> dict[str, str]:

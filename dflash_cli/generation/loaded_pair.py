@@ -174,7 +174,7 @@ def open_session(
     draft_checkpoint = None
     if pair.draft_location is not None:
         draft_checkpoint = open_draft(pair.draft_location, causality=causality)
-        draft_checkpoint.check_runnable()
+        draft_checkpoint.check_runnable()  # before a target is fetched
     if pair.note is not None:
         console.note(pair.note)
     target_source = open_target(pair.find_target(fetch_directory))

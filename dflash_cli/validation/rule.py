@@ -9,13 +9,14 @@ Whatever else follows from a rule, beside its findings, is stated by flags of `c
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import islice
 from typing import Any, Literal
 
 from dflash_cli.validation.subject import Subject
+from dflash_runtime.errors import UsageError
 from dflash_runtime.registry import Registry
 
 Severity = Literal["error", "warning", "info"]
@@ -270,6 +271,19 @@ def all_rules() -> tuple[Rule, ...]:
 def known_ids() -> set[str]:
     """Every id a finding can have."""
     return {rule.id for rule in all_rules()}
+
+
+def ignored_ids(given: Collection[str]) -> frozenset[str]:
+    """The ids of rules to skip.
+
+    Raises:
+        UsageError: an id of no rule.
+    """
+    ids = frozenset(part.strip().upper() for part in given) - {""}
+    unknown = sorted(ids - known_ids())
+    if unknown:
+        raise UsageError(f"no rule {', '.join(unknown)} to ignore", hint="dflash explain lists every rule")
+    return ids
 
 
 def _grouped(problems: Iterator[Problem]) -> Iterator[Problem]:

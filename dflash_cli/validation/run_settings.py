@@ -27,7 +27,7 @@ class RunSettings:
 def run_settings(
     target: Path,
     *,
-    prompts: str | None,
+    prompts: str | Sequence[Sequence[int]] | None,
     num_prompts: int | None,
     max_new_tokens: int,
     device: str,
@@ -36,7 +36,8 @@ def run_settings(
 ) -> RunSettings:
     """The settings of a run with the target in a directory, from what a user typed.
 
-    `num_prompts` counts the prompts to make up, or of a file those to draw from it: all where it is None.
+    `prompts` names a file, or are token ids. `num_prompts` counts the prompts to make up, or of a file those to draw
+    from it: all where it is None.
     """
     from dflash_cli.validation.readings import SearchBudget
 
@@ -44,7 +45,7 @@ def run_settings(
         EngineConfig(device=device, target_runtime=target_runtime, max_num_requests=MAX_NUM_REQUESTS),
         SearchBudget(num_prompts=num_prompts or NUM_MADE_UP, max_new_tokens=max_new_tokens),
         observe,
-        lambda: None if prompts is None else _read_prompts(prompts, num_prompts, target),
+        lambda: _read_prompts(prompts, num_prompts, target) if isinstance(prompts, str) else prompts,
     )
 
 

@@ -175,6 +175,11 @@ class Subject:
         return [FULL] * (count if is_int(count) and 0 < count < MAX_LAYERS else 1)
 
     @property
+    def is_served(self) -> bool:
+        """Whether the config can be read as it is, and asks for nothing that DFlash does not compute."""
+        return self.parsed is not None and not self.parsed.unserved and self.block_size is not None
+
+    @property
     def trained_causality(self) -> tuple[bool, ...] | None:
         """Causality of each layer as the config states it for its own dialect; None where it cannot be read."""
         return self.parsed.config.causal if self.parsed is not None else None
@@ -250,7 +255,7 @@ def open_subject(
     except CheckpointError as error:
         return Subject(config={}, config_error=error, **given)
     tensors, weights_error = _read_headers(checkpoint)
-    detection, parsed, parse_error = _parse(checkpoint, frozenset(tensors or ()))
+    detection, parsed, parse_error = _parse(checkpoint, frozenset(tensors or ()), num_speculative_tokens)
     return Subject(
         config=checkpoint.config,
         checkpoint=checkpoint,
@@ -272,14 +277,19 @@ def _read_headers(checkpoint: Checkpoint) -> tuple[Mapping[str, TensorInfo] | No
 
 
 def _parse(
-    checkpoint: Checkpoint, tensor_names: frozenset[str]
+    checkpoint: Checkpoint, tensor_names: frozenset[str], num_speculative_tokens: int | None
 ) -> tuple[Detection | None, ParsedConfig | None, CheckpointError | UnsupportedError | None]:
-    """The dialect, the config as that dialect reads it, and the error because of which one of them is None."""
-    detection = None
+    """The dialect, the config as that dialect reads it, and the error because of which one of them is None.
+
+    A block that is stated nowhere is that of the tokens that engines are to draft, if the user says how many.
+    """
+    config, detection = checkpoint.config, None
+    if num_speculative_tokens is not None and Subject(path=checkpoint.path, config=config).stated("block_size") is None:
+        config = {**config, "block_size": num_speculative_tokens + 1}
     try:
         detection = detect_from(checkpoint.config, tensor_names, checkpoint.config_path)
         with naming_file(checkpoint.config_path):
-            return detection, detection.format.read_config(checkpoint.config, checkpoint.config_path), None
+            return detection, detection.format.read_config(config, checkpoint.config_path), None
     except (CheckpointError, UnsupportedError) as error:
         return detection, None, error
 

@@ -143,7 +143,7 @@ def _reasons_not_to_run(subject: Subject, findings: list[Finding]) -> tuple[str,
     errors = [item for item in findings if item.severity == "error" and not item.engines]
     errors += [item for item in findings if item.engines and item.stops_runtime]  # read here as those engines do
     is_stopped = any(item.stops_runtime or item.outcome == "stops" for item in errors)
-    if subject.checkpoint is not None and subject.parsed is not None and not is_stopped:
+    if subject.checkpoint is not None and subject.is_served and not is_stopped:
         return ()
     return (
         f"the pair was not run, because of errors that stop it ({', '.join(sorted({item.id for item in errors}))})",

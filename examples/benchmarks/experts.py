@@ -3,8 +3,10 @@
     python3 examples/benchmarks/experts.py [--batches 1,8] [--device cpu --shape small]
 
 The floor is the time in which the weights that are read pass memory at the rate of a copy, which is measured: of a
-layer those of the chosen experts, of a step those of every layer and the head. Captured says whether the device waits
-for the host nowhere; a part that fails says so in one line, and the tables are printed last.
+layer those of the experts that its rows chose, of a step those of every layer, of the head, and of the draft if there
+is one. How many experts the rows of a step touch follows from how many rows there are, as if each chose at random: of
+128, of which a row takes 8, one row touches 8, the 16 rows of a block 82, and 128 rows all. Captured says whether steps
+are CUDA graphs; a part that fails says so in one line, and the tables are printed last.
 """
 
 import argparse
@@ -13,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -53,15 +54,11 @@ class Shape:
 
 
 SHAPES = {
-    "qwen3-30b-a3b": Shape(2048, 768, 48, 32, 4, 151936, 128, 8, (1, 12, 23, 34, 45), (1, 8, 16, 128, 2048), 64),
+    "qwen3-30b-a3b": Shape(
+        2048, 768, 48, 32, 4, 151936, 128, 8, (1, 12, 23, 34, 45), (1, 8, 16, 64, 128, 512, 2048), 64
+    ),
     "small": Shape(64, 32, 2, 4, 2, 256, 8, 2, (0, 1), (1, 8), 4),
 }
-
-
-class CapturedTarget(Qwen3MoeTarget):
-    """Says that its steps may be captured, which is what is to be found out."""
-
-    follows_from_shapes: ClassVar[bool] = True
 
 
 Row = list[object]
@@ -167,31 +164,33 @@ def make(name: str, size: tuple[int, ...], placement: Placement) -> Tensor:
 
 
 def step_rows(shape: Shape, placement: Placement, batches: Sequence[int], bandwidth: float) -> Iterator[Row]:
-    """Arm, batch, captured, ms a step, and the floor of reading what one row needs."""
+    """Arm, batch, captured, ms a step, and the floor of reading what its rows need."""
     target_config, draft_config = configs(shape)
     weights = target_weights(shape, target_config, placement)
     draft_weights = {name: make(name, size, placement) for name, size in owned_shapes(draft_config).items()}
-    floor = active_bytes(shape, weights) / bandwidth * 1000
-    for kind in (Qwen3MoeTarget, CapturedTarget):
-        target = kind(target_config, weights, placement)
-        draft = DFlashDraft(draft_config, stack_projections(draft_weights.items()), target, placement)
+    target = Qwen3MoeTarget(target_config, weights, placement)
+    draft = DFlashDraft(draft_config, stack_projections(draft_weights.items()), target, placement)
+    for graphs in (False, True) if placement.device.type == "cuda" else (False,):
         for arm in ("plain", "dflash"):
             for batch in batches:
+                read = read_bytes(shape, weights, batch * (BLOCK if arm == "dflash" else 1))
+                if arm == "dflash":  # whose head is the target's
+                    read += sum(tensor.nbytes for tensor in (*draft_weights.values(), target.head.weight))
                 pair = LoadedPair(
                     target=target, draft=draft if arm == "dflash" else None, placement=placement,
                     limits=Limits(
                         num_draft_tokens=BLOCK - 1 if arm == "dflash" else 0, max_model_len=MAX_LEN,
                         max_num_requests=batch, vocab_size=shape.vocab, max_batched_tokens=2048,
                     ),
-                    config=EngineConfig(max_num_requests=batch, num_pages=80 * batch + 16),
+                    config=EngineConfig(max_num_requests=batch, num_pages=80 * batch + 16, graphs=graphs),
                 )  # fmt: skip
-                what = [arm, batch, kind is CapturedTarget]
-                yield [*attempt(what, partial(step_ms, pair, shape, batch), 1), floor]
+                what = [arm, batch, pair.has_graphs]
+                yield [*attempt(what, partial(step_ms, pair, shape, batch), 1), read / bandwidth * 1000]
 
 
-def active_bytes(shape: Shape, weights: dict[str, Tensor]) -> float:
-    """What one row of one step reads: everything but the embedding, and of the experts those chosen."""
-    share = shape.num_chosen / shape.num_experts
+def read_bytes(shape: Shape, weights: dict[str, Tensor], num_rows: int) -> float:
+    """What so many rows read: everything but the embedding, and of the experts those that random choices touch."""
+    share = 1 - (1 - shape.num_chosen / shape.num_experts) ** num_rows
     used = {name: tensor for name, tensor in weights.items() if "embed_tokens" not in name}
     return sum(tensor.nbytes * (share if ".experts." in name else 1) for name, tensor in used.items())
 
@@ -228,7 +227,7 @@ def main() -> int:
         print(table(("rows", "experts of a layer", "ms", "floor ms", "error"), layers) + "\n", flush=True)
     batches = [int(part) for part in given.batches.split(",")]
     steps = list(step_rows(shape, placement, batches, bandwidth))
-    print(f"copies {bandwidth / 1e12:.2f} TB/s; the floor of a step is that of one row of the target, without a draft")
+    print(f"copies {bandwidth / 1e12:.2f} TB/s; the floor of a step is all weights that its rows touch, once")
     print(table(("step", "batch", "captured", "ms", "floor ms"), steps))
     return 1 if any(row[-2] is None for row in (*steps, *(row[:-1] for row in layers))) else 0
 

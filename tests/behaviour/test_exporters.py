@@ -11,6 +11,7 @@ import pytest
 
 from dflash_cli.checkpoints.opening import open_draft, override_causality
 from dflash_cli.formats.dialect import Detection, ParsedConfig, detect_from
+from dflash_cli.formats.unserved import refuse_unserved
 from dflash_runtime.errors import LossyConversion, UnsupportedError
 from dflash_testing import checkpoints as support
 from dflash_testing.dialects import MIXED, automodel, mlx, model_optimizer, specforge, zlab, zlab_010
@@ -118,8 +119,9 @@ def test_an_unmarked_specforge_export_is_read_as_native_with_a_note() -> None:
 def test_latent_attention_is_refused(key: str, value: Any) -> None:
     config = specforge()
     config["dflash_config"][key] = value
+    _, parsed = read(config)
     with pytest.raises(UnsupportedError, match=f"{key} .*mla"):
-        read(config)
+        refuse_unserved(parsed.unserved)
 
 
 class TestJetSpec:

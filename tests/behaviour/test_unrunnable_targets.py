@@ -108,6 +108,34 @@ def test_the_run_level_is_refused_too(draft: Path, tmp_path: Path) -> None:
     assert outcome.code == 5, outcome.err
 
 
+@pytest.mark.parametrize("has_code", [False, True], ids=["plain", "with code of its own"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("generate", "x", "-n", 2, "--draft"),
+        ("eval-acceptance",),
+        ("bench",),
+        ("diagnose",),
+        ("validate", "--level", "run"),
+    ],
+    ids=lambda command: command[0],
+)
+def test_what_would_run_an_unknown_type_is_said(
+    command: tuple[object, ...], draft: Path, tmp_path: Path, *, has_code: bool
+) -> None:
+    """Code that a checkpoint brings is never run, and the message says why; commands that run nothing take it."""
+    code: dict[str, Any] = {"auto_map": {"AutoModelForCausalLM": "modeling_mystery.Mystery"}} if has_code else {}
+    target = support.make_target(tmp_path / "target", model_type="mystery", **code)
+    (target / "modeling_mystery.py").write_text("raise SystemExit('this was run')\n")
+    outcome = support.invoke(*command, draft, "--target", target)
+    assert outcome.code == 5
+    assert "does not know this type" in outcome.err
+    assert "a release of transformers that does would be needed, or a native family (a file in " in outcome.err
+    assert ("trust_remote_code would let it do anything to this machine" in outcome.err) == has_code
+    for harmless in (("inspect", target), ("validate", draft, "--target", target)):
+        assert support.invoke(*harmless).code == 0
+
+
 def test_a_contradiction_in_a_decoder_target_is_still_told(draft: Path, tmp_path: Path) -> None:
     target = support.make_target(tmp_path / "target", rope_theta=1.0, rope_parameters={"rope_theta": 2.0})
     outcome = support.invoke("validate", draft, "--target", target)

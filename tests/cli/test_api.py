@@ -1,22 +1,33 @@
 """The Python surface: its names, that importing it costs nothing, and that each function does what its command does."""
 
+import inspect
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import dflash_cli
+from dflash_cli.commands.bench import bench
+from dflash_cli.commands.convert import convert
+from dflash_cli.commands.eval_acceptance import eval_acceptance
+from dflash_cli.commands.generate import generate
+from dflash_cli.commands.validate import validate
+from dflash_cli.options import EngineOptions, SamplingOptions
 from dflash_runtime.config import EngineConfig
-from dflash_runtime.errors import UsageError
+from dflash_runtime.errors import UnsupportedError, UsageError
 from dflash_runtime.scheduling.request import SamplingParams
+from dflash_testing import checkpoints as support
 from dflash_testing.paths import ROOT
 
 NAMES = {
-    "LLM", "SamplingParams", "__version__", "convert_draft", "evaluate", "load_pair", "open_draft", "open_target",
-    "validate_draft",
+    "LLM", "SamplingParams", "__version__", "convert_draft", "evaluate", "load_pair", "measure_speed", "open_draft",
+    "open_target", "validate_draft",
 }  # fmt: skip
 
 
@@ -46,6 +57,128 @@ def test_importing_it_imports_nothing_else() -> None:
     assert not {"torch", "typer", "rich", "transformers", "numpy", "dflash_runtime"} & set(done.stdout.split())
 
 
+RENDERED = "(what a function returns is not printed or written: each result has to_json)"
+CALLERS = "(the caller's: torch.set_num_threads)"
+OPENED = "(of open_draft, open_target)"
+COUNTERPARTS: dict[Callable[..., Any], tuple[Callable[..., Any], dict[str, str]]] = {
+    validate: (
+        dflash_cli.validate_draft,
+        {
+            "engine": "engines",
+            "ignore": "ignored",
+            "strict": "(of Report.fails)",
+            "fix_out": "(dflash_cli.validation.repair writes files, as convert_draft does)",
+            "force": "(of fix_out)",
+        },
+    ),
+    convert: (
+        dflash_cli.convert_draft,
+        {"dry_run": "(of plan_conversion)", "max_shard_size": "max_shard_bytes"},
+    ),
+    eval_acceptance: (
+        dflash_cli.evaluate,
+        {
+            "num_prompts": "prompts",
+            "max_new_tokens": "params",
+            "rows_file": "journal",
+            "bootstrap": "num_resamples",
+            "min_acceptance": "(a comparison with Evaluation.total)",
+            "gate": "(a comparison with Evaluation.total)",
+            "report": "(of dflash_cli.evaluation.acceptance_report.to_markdown)",
+            "allow_failed": "(Evaluation.failures)",
+            "show_all": RENDERED,
+            "force": "(of the command's outputs)",
+        },
+    ),
+    bench: (
+        dflash_cli.measure_speed,
+        {"rounds": "num_rounds", "min_speedup": "(a comparison with BatchSpeed.speedup)"},
+    ),
+    generate: (
+        dflash_cli.LLM.generate,
+        {
+            "prompt": "prompts",
+            "max_new_tokens": "params",
+            "draft": OPENED,
+            "target": OPENED,
+            "causality": OPENED,
+            "chat": "(LLM takes token ids)",
+            "chat_template_kwargs": "(LLM takes token ids)",
+            "adaptive_width": "(of EngineConfig)",
+            "trace": "(RequestOutput.drafts)",
+            "check_lossless": "(of LLM)",
+            "output": RENDERED,
+            "force": "(of output)",
+        },
+    ),
+}
+"""Command -> its function, and under which name that takes an option, or in brackets where it is instead."""
+
+
+def options_of(command: Callable[..., Any]) -> Iterator[str]:
+    """The parameters of a command but for groups of them, whose fields are those of a config."""
+    for name, parameter in inspect.signature(command, eval_str=True).parameters.items():
+        if not is_dataclass(parameter.annotation):
+            yield name
+
+
+@pytest.mark.parametrize("command", COUNTERPARTS, ids=lambda command: command.__name__)
+def test_every_option_has_a_counterpart(command: Callable[..., Any]) -> None:
+    function, names = COUNTERPARTS[command]
+    taken = inspect.signature(function).parameters.keys()
+    general = {"threads": CALLERS, "as_json": RENDERED}
+    missing = {
+        name
+        for name in options_of(command)
+        if (counterpart := {name: name, **general, **names}[name]) not in taken and not counterpart.startswith("(")
+    }
+    assert not missing
+
+
+@pytest.mark.parametrize(
+    ("options", "config"),
+    [(EngineOptions, EngineConfig), (SamplingOptions, SamplingParams)],
+    ids=["engine", "sampling"],
+)
+def test_groups_of_options_are_those_of_a_config(options: type[Any], config: type[Any]) -> None:
+    other_names = {
+        "num_speculative_tokens": "num_draft_tokens", "kv_memory": "kv_memory_bytes", "stop_token_id": "stop_token_ids"
+    }  # fmt: skip
+    named = {other_names.get(item.name, item.name) for item in fields(options)}
+    assert named <= {item.name for item in fields(config)}
+
+
+def test_validating_takes_what_the_command_takes(tmp_path: Path) -> None:
+    found = dflash_cli.validate_draft("tiny", engines=["vllm"], num_speculative_tokens=9).findings
+    assert "S02" in {item.id for item in found}
+    ignoring = dflash_cli.validate_draft("tiny", engines=["vllm"], num_speculative_tokens=9, ignored=["s02"])
+    assert "S02" not in {item.id for item in ignoring.findings}
+    with pytest.raises(UsageError, match="no rule X99"):
+        dflash_cli.validate_draft("tiny", ignored=["X99"])
+
+
+def test_the_run_level_runs_the_target_as_it_is_told(tmp_path: Path) -> None:
+    draft, target = support.make_native(tmp_path / "draft"), support.make_target(tmp_path / "t", model_type="olmo2")
+    with pytest.raises(UnsupportedError, match="does not run olmo2 targets: it runs llama"):
+        dflash_cli.validate_draft(draft, target, level="run", prompts=[[5, 6]] * 4, target_runtime="native")
+
+
+def test_a_draft_that_would_be_misread_is_not_run(tmp_path: Path) -> None:
+    """As an opened draft is handed to `LLM`, whose config has no place for what it would be refused by."""
+    draft, target = support.make_native(tmp_path / "draft", is_neox_style=False), support.make_target(tmp_path / "t")
+    with pytest.raises(UnsupportedError, match="is_neox_style is false, which this runtime does not compute"):
+        dflash_cli.LLM(dflash_cli.open_target(target), dflash_cli.open_draft(draft))
+
+
+def test_speed_is_measured() -> None:
+    (speed,) = dflash_cli.measure_speed("tiny", prompts=[[5, 6, 7]], batches=[1], num_rounds=1, max_new_tokens=40)
+    assert (speed.batch, speed.speedup > 0) == (1, True)
+    with pytest.raises(UsageError, match="nothing to compare"):
+        dflash_cli.measure_speed("tiny", config=EngineConfig(num_draft_tokens=0))
+    with pytest.raises(UsageError, match="expected numbers of requests"):
+        dflash_cli.measure_speed("tiny", batches=[])
+
+
 def test_a_draft_is_validated() -> None:
     report = dflash_cli.validate_draft("tiny", engines=["vllm@0.33", "sglang"])
     assert not report.fails()
@@ -68,7 +201,12 @@ def test_a_pair_is_measured_on_texts_ids_or_a_file(tmp_path: Path) -> None:
     prompts.write_text('{"prompt": "def f("}\n{"prompt_token_ids": [5, 6, 7]}\n')
     params = SamplingParams(max_new_tokens=16)
     by_file = dflash_cli.evaluate("tiny", prompts=prompts, params=params)
-    by_value = dflash_cli.evaluate("tiny", "tiny", prompts=["def f(", [5, 6, 7]], params=params)
+    journal = tmp_path / "answers.jsonl"
+    by_value = dflash_cli.evaluate(
+        "tiny", "tiny", prompts=["def f(", [5, 6, 7]], params=params, num_resamples=0, journal=journal
+    )
+    assert by_value.total.interval is None
+    assert len(journal.read_text().splitlines()) >= 2
     assert by_file.total.counts == by_value.total.counts
     assert by_file.total.num_requests == 2
 

@@ -23,6 +23,7 @@ ENGINE_CODE = "vLLM 0.33.0 v1/spec_decode/dflash.py; SGLang 0.5.23 dflash_utils.
         "check it: dflash validate {draft}"
     ),
     source="jundot/omlx#2317; InternLM/lmdeploy#4991",
+    stops_runtime=True,
 )
 def block_size_is_one_number(subject: Subject) -> Iterator[Problem]:
     """block_size is stated, is at least 2, and has one value wherever it is stated.
@@ -31,7 +32,11 @@ def block_size_is_one_number(subject: Subject) -> Iterator[Problem]:
     """
     homes = {location: value for location, value in subject.homes("block_size").items() if value is not None}
     if not homes:
-        yield Problem(subject.location("block_size"), "missing, expected the block size used in training")
+        yield Problem(
+            subject.location("block_size"),
+            "missing, expected the block size used in training",
+            outcome="drops" if subject.num_speculative_tokens is None else "serves",
+        )
     if any(value != next(iter(homes.values())) for value in homes.values()):
         stated = ", ".join(f"{location.split(':')[1]} {value}" for location, value in homes.items())
         yield Problem(

@@ -199,7 +199,7 @@ def _copies(subject: Subject) -> Iterator[tuple[str, DraftCheckpoint, TargetSour
     Whose rows a head holds is known by the id map only, so with a map that is broken the head is left out.
     """
     checkpoint, target = subject.checkpoint, subject.target_source
-    if checkpoint is None or subject.parsed is None or target is None or not _has_weights(target):
+    if checkpoint is None or not subject.is_served or target is None or not _has_weights(target):
         return
     draft = open_draft(checkpoint)
     if draft.config.has_own_width:

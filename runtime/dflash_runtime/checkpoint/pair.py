@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
+from dflash_runtime.checkpoint.canonical_names import find_quantization, refuse_packed
 from dflash_runtime.checkpoint.files import Checkpoint
 from dflash_runtime.checkpoint.hf_config import read_target_config
 from dflash_runtime.config import DraftConfig, TargetConfig, TargetFacts
@@ -18,6 +19,10 @@ class DraftSource:
     config: DraftConfig
     checkpoint: Checkpoint
 
+    def check_runnable(self) -> None:
+        """See `DraftLike`."""
+        refuse_packed(self.checkpoint.path, find_quantization(self.checkpoint))
+
 
 class DraftLike(Protocol):
     """Whatever has a draft's canonical config and its checkpoint: a `DraftSource`, or what opened the files."""
@@ -27,6 +32,13 @@ class DraftLike(Protocol):
 
     @property
     def checkpoint(self) -> Checkpoint: ...
+
+    def check_runnable(self) -> None:
+        """Refuse what the runtime cannot load, or would compute otherwise than the file says.
+
+        Raises:
+            UnsupportedError: naming it.
+        """
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from dflash_runtime.checkpoint.canonical_names import find_quantization, refuse_packed
 from dflash_runtime.checkpoint.pair import DraftLike, TargetSource, check_pair
 from dflash_runtime.config import DraftConfig, EngineConfig, TargetConfig
 from dflash_runtime.device.attention import check_capability
@@ -74,7 +73,7 @@ def load_pair(target: TargetSource, draft: DraftLike | None, config: EngineConfi
     config = config or EngineConfig()
     runtime, target_config = find_target_runtime(target, config.target_runtime)
     if draft is not None:
-        refuse_packed(draft.checkpoint.path, find_quantization(draft.checkpoint))
+        draft.check_runnable()
         check_pair(draft, target)
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, device)

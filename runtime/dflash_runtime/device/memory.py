@@ -90,8 +90,19 @@ def row_bytes(config: TargetConfig | DraftConfig, num_taps: int, dtype: torch.dt
     which the last may still be held; gate, up and their product; tapped outputs and the features made of them.
     """
     heads = max((config.num_heads + 2 * count) * size for count, size in config.kv_shapes)
-    numbers = 4 * config.hidden_size + 2 * heads + 3 * config.intermediate_size + 2 * num_taps * config.hidden_size
+    numbers = 4 * config.hidden_size + 2 * heads + _inner_numbers(config) + 2 * num_taps * config.hidden_size
     return numbers * dtype.itemsize
+
+
+def _inner_numbers(config: TargetConfig | DraftConfig) -> int:
+    """Gate, up and their product; with experts those of each that is chosen, or its outputs three times: as they come,
+    scaled, and put in place.
+    """
+    dense = 3 * config.intermediate_size
+    experts = config.experts if isinstance(config, TargetConfig) else None
+    if experts is None:
+        return dense
+    return max(dense, experts.num_chosen * 3 * (experts.intermediate_size + config.hidden_size))
 
 
 def _decode_bytes(

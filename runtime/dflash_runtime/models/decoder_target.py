@@ -22,7 +22,6 @@ Shape = tuple[int, ...]
 class DecoderTarget:
     """A decoder of layers that attend and feed forward, over KV that `attend` owns."""
 
-    follows_from_shapes: ClassVar[bool] = True
     has_head_norms: ClassVar[bool] = False
     """Whether queries and keys are normalised head by head."""
 
@@ -32,6 +31,11 @@ class DecoderTarget:
         head = self.embedding if config.tie_word_embeddings else weights["lm_head.weight"]
         self.head = Linear(head, kernels=placement.kernels)
         self._decoder = DecoderStack(weights, PREFIX, config, placement)
+
+    @property
+    def follows_from_shapes(self) -> bool:
+        """See `models.target.Target`."""
+        return self._decoder.follows_from_shapes
 
     def __call__(
         self, token_ids: Tensor, positions: Tensor, attend: Attend, taps: Sequence[int]

@@ -14,6 +14,12 @@ from dflash_kernels.activation import silu_mul_ref
 from dflash_runtime.config import ExpertsConfig
 from dflash_runtime.models.weights import Weights
 
+ALIGNMENT = 16
+"""Bytes of which torch's grouped product wants each row of a factor to be a multiple."""
+
+ONE_LAUNCH = (9, 10)
+"""Major compute capabilities on which it is one launch. On others it copies the groups' ends to the host and loops."""
+
 
 @dataclass(frozen=True, slots=True)
 class Experts:
@@ -34,8 +40,20 @@ class Experts:
     def __call__(self, hidden: Tensor) -> Tensor:
         """[T, hidden] -> parts [1, T, hidden]."""
         chosen, scores = self.choose(hidden)
-        compute = self.grouped if hidden.is_cuda and hidden.dtype == torch.bfloat16 else self.one_by_one
+        compute = self.grouped if self.is_grouped else self.one_by_one
         return compute(hidden, chosen, scores)[None]
+
+    @property
+    def is_grouped(self) -> bool:
+        """Whether torch has a grouped product of weights like these."""
+        widths = (self.gate_up.shape[-1], self.down.shape[-1])
+        is_aligned = all(width * self.down.element_size() % ALIGNMENT == 0 for width in widths)
+        return self.down.is_cuda and self.down.dtype == torch.bfloat16 and is_aligned
+
+    @property
+    def follows_from_shapes(self) -> bool:
+        """See `models.target.Target`."""
+        return self.is_grouped and torch.cuda.get_device_capability(self.down.device)[0] in ONE_LAUNCH
 
     def choose(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Ids of each row's experts, the likeliest first, and their scores, both [T, C]."""
@@ -57,7 +75,7 @@ class Experts:
     def grouped(self, hidden: Tensor, chosen: Tensor, scores: Tensor) -> Tensor:
         """All experts in two products of rows sorted by expert; nothing here looks at a value on the host.
 
-        From compute capability 9.0 on torch does not either; before, its grouped product is a loop over experts.
+        Whether torch does is what `follows_from_shapes` says.
         """
         experts, order = chosen.flatten().sort(stable=True)
         ends = torch.searchsorted(

@@ -36,6 +36,8 @@ MAY_DIFFER = frozenset({"head_dim", "num_key_value_heads"})
 
 ONLY_IMAGES = "vision"
 """Of `use_bidirectional_attention`: tokens of images alone see later ones."""
+A_FAMILY = "a native family (a file in dflash_runtime/models, see docs/architecture.md)"
+"""What would run a target that nothing here runs."""
 
 STATEFUL = ("linear_attention", "conv", "mamba", "hybrid", "hybrid_sliding")
 """Kinds of layers with a state."""
@@ -56,7 +58,7 @@ def read_hosted_config(source: TargetSource) -> TargetConfig:
     path = source.checkpoint.config_path
     whole = _open_config(source)
     text = whole.get_text_config(decoder=True)
-    if reasons := _differing(text) or tuple(_refusals(text)):
+    if reasons := _differing(text) or tuple(_refusals(text)) or tuple(_odd_values(text)):
         raise not_run(text.model_type, reasons, path)
     with naming_file(path):
         return _to_target_config(source, whole, text)
@@ -126,11 +128,11 @@ def _why_unknown(stated: Mapping[str, Any]) -> str:
 
     known = f"transformers {__version__} does not know this type"
     if stated.get("auto_map"):
-        return (
-            f"{known}, and code that a checkpoint brings (auto_map) is never run: trust_remote_code would let it do "
+        known += (
+            ", and code that a checkpoint brings (auto_map) is never run: trust_remote_code would let it do "
             "anything to this machine"
         )
-    return f"{known}; a release that does, or a native family, would be needed"
+    return f"{known}; a release of transformers that does would be needed, or {A_FAMILY}"
 
 
 def _differing(text: "PretrainedConfig") -> tuple[str, ...]:
@@ -160,6 +162,12 @@ def _refusals(text: "PretrainedConfig") -> Iterator[str]:
     for rope in _ropes(text):
         if rope.get("rope_type") in WITHOUT_ONE_FREQUENCY:
             yield f"rope type {rope['rope_type']}, whose frequencies change with the length of the text"
+
+
+def _odd_values(text: "PretrainedConfig") -> Iterator[str]:
+    """Of a model whose layers all have the same sizes: values that are wider or narrower than its keys."""
+    if getattr(text, "v_head_dim", None) not in (None, getattr(text, "head_dim", None)):
+        yield "values of another size than keys (v_head_dim)"
 
 
 def _is_stated(value: Any) -> bool:

@@ -218,6 +218,11 @@ class DecoderStack:
         self.norms = [RMSNorm(weights[f"{prefix}{name}.weight"], config.rms_norm_eps, kernels) for name in names]
         self.rope = RopeTable(config.rope, config.head_dim, config.max_position_embeddings, placement)
 
+    @property
+    def follows_from_shapes(self) -> bool:
+        """Whether no layer looks at a value on the host: all but experts do without."""
+        return all(not isinstance(layer.mlp, Experts) or layer.mlp.follows_from_shapes for layer in self.layers)
+
     def __call__(
         self, hidden: Tensor, positions: Tensor, attend: Attend, taps: Container[int] = ()
     ) -> tuple[Tensor, dict[int, Tensor]]:

@@ -11,7 +11,6 @@ from dflash_runtime.models.target import TARGETS
 class Qwen3MoeTarget(DecoderTarget):
     """A Qwen3 decoder some or all of whose layers have experts in place of one feed-forward."""
 
-    follows_from_shapes: ClassVar[bool] = False
     has_head_norms: ClassVar[bool] = True
 
     @classmethod

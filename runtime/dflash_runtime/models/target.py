@@ -19,7 +19,7 @@ from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.config import TargetConfig
 from dflash_runtime.errors import TensorMismatch, UnsupportedError
 from dflash_runtime.models.hosted import check_hosted_headers, load_hosted
-from dflash_runtime.models.hosted_config import read_hosted_config
+from dflash_runtime.models.hosted_config import A_FAMILY, read_hosted_config
 from dflash_runtime.models.layers import Attend, Linear
 from dflash_runtime.models.placement import Placement
 from dflash_runtime.models.weights import Weights, load_weights
@@ -87,7 +87,7 @@ def find_target_runtime(source: TargetSource, wanted: str) -> tuple[TargetRuntim
         except UnsupportedError as error:
             if wanted == "native":
                 raise UnsupportedError(
-                    error.message, hint=f"--target-runtime auto may run it, slowly; {error.hint}"
+                    error.message, hint=f"--target-runtime auto may run it, slowly, or {A_FAMILY}; {error.hint}"
                 ) from error
     config = read_hosted_config(source)
     check_hosted_headers(source, config)

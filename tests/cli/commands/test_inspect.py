@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from dflash_cli.checkpoints.description import describe_layers
@@ -30,6 +31,27 @@ def test_a_reduced_speculators_draft(tmp_path: Path) -> None:
     assert "vocabulary  32 ids, of which the draft can propose 12" in outcome.out
     assert "target      acme/target" in outcome.out
     assert "not loaded  t2d: copies of the target's weights, or tensors that only training needs" in outcome.out
+
+
+def test_a_draft_that_is_not_served_is_described(tmp_path: Path) -> None:
+    """It is refused by what would run or convert it; its sizes, taps and block are what its config says."""
+    nested = {**support.native_config()["dflash_config"], "attention_sink_bias": True, "attention_value_scale": 0.612}
+    draft = support.write_checkpoint(
+        tmp_path / "draft",
+        support.native_config(dflash_config=nested),
+        {**support.body_arrays(), "layers.0.self_attn.attention_sink_bias": np.zeros(4, dtype=np.float32)},
+    )
+    outcome = support.invoke("inspect", draft)
+    assert outcome.code == 0, outcome.err
+    assert outcome.out.splitlines()[1] == (
+        "not served  attention_sink_bias true: attention sinks, a learned term in each head's softmax; "
+        "attention_value_scale 0.612: attention values are scaled"
+    )
+    assert "block       4 tokens: the last committed one and 3 drafted ones" in outcome.out
+    document = json.loads(support.invoke("inspect", draft, "--json").out)
+    assert list(document["unserved"]) == ["attention_sink_bias", "attention_value_scale"]
+    assert support.invoke("convert", draft, tmp_path / "out", "--to", "native").code == 5
+    assert support.invoke("generate", "x", "-d", draft, "-t", support.make_target(tmp_path / "t"), "-n", 2).code == 5
 
 
 def test_a_target(tmp_path: Path) -> None:

@@ -237,3 +237,19 @@ def test_a_config_that_cannot_be_read_is_an_error_though_no_engine_stops_at_it(t
     outcome = support.invoke("serve-command", draft, "--target", target, "--engine", "vllm")
     assert outcome.code == 3
     assert "rms_norm_eps: found [1, 2], expected a number" in outcome.err
+
+
+def test_a_draft_without_a_block_is_served_as_it_is_asked_for(tmp_path: Path) -> None:
+    """As nvidia publishes one: the engine is told how many tokens to draft, and nothing else knows."""
+    draft = support.make_native(tmp_path / "dflash-draft", block_size=support.REMOVED)
+    target = support.make_target(tmp_path / "target")
+    silent = support.invoke("serve-command", draft, "--target", target, "--engine", "vllm")
+    assert silent.code == 2
+    assert "states no block_size, so how many tokens to draft is not known" in silent.err
+    told = support.invoke("serve-command", draft, "--target", target, "--engine", "vllm", "-k", 3)
+    assert told.code == 0, told.err
+    assert '"num_speculative_tokens": 3' in told.out
+    for level in ("headers", "weights"):
+        outcome = support.invoke("validate", draft, "--target", target, "-k", 3, "--level", level, "--json")
+        assert outcome.code == 3
+        assert [item["id"] for item in json.loads(outcome.out)["findings"] if item["severity"] == "error"] == ["C03"]

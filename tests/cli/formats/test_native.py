@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from dflash_cli.checkpoints.opening import open_draft
 from dflash_cli.formats.dialect import all_formats, detect_from, get_format
 from dflash_cli.formats.native import guess_taps
+from dflash_cli.formats.unserved import refuse_unserved
 from dflash_runtime.config import DraftConfig
 from dflash_runtime.errors import InvalidConfig, LossyConversion, UnknownFormat, UnsupportedError, UsageError
 from dflash_testing import checkpoints as support
@@ -156,13 +157,19 @@ class TestReading:
         ],
     )
     def test_what_is_not_served(self, changes: dict[str, Any]) -> None:
+        parsed = NATIVE.read_config(support.native_config(**changes), PATH)
         with pytest.raises(UnsupportedError):
-            read(support.native_config(**changes))
+            refuse_unserved(parsed.unserved)
+
+    def test_a_config_that_cannot_be_read_either_is_refused_by_what_is_not_served(self) -> None:
+        with pytest.raises(UnsupportedError, match="has_embed_tokens"):
+            read(support.native_config(has_embed_tokens=True, block_size=support.REMOVED))
 
     def test_what_is_not_served_is_named_in_one_line(self) -> None:
         scaled = nested(attention_value_scale=0.612)
+        config = support.native_config(dflash_config=scaled, has_embed_tokens=True, add_swa_attention_sink_bias=True)
         with pytest.raises(UnsupportedError) as caught:
-            read(support.native_config(dflash_config=scaled, has_embed_tokens=True, add_swa_attention_sink_bias=True))
+            refuse_unserved(NATIVE.read_config(config, PATH).unserved)
         found = caught.value.message
         keys = ("add_swa_attention_sink_bias", "attention_value_scale", "has_embed_tokens")
         assert [key in found for key in keys] == [True] * 3

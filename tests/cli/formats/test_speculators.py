@@ -143,9 +143,9 @@ class TestReading:
         assert {"lm_head.weight", "d2t"} <= set(plan.load)
         assert plan.skip == ("t2d",)
 
-    def test_anchor_sampling_is_refused(self) -> None:
-        with pytest.raises(UnsupportedError, match="sample_from_anchor"):
-            read(support.speculators_config(sample_from_anchor=True))
+    def test_anchor_sampling_is_not_served(self) -> None:
+        parsed = DIALECT.read_config(support.speculators_config(sample_from_anchor=True), PATH)
+        assert "sample_from_anchor" in parsed.unserved
 
     def test_type_is_required(self) -> None:
         with pytest.raises(InvalidConfig, match="speculators_model_type: missing"):

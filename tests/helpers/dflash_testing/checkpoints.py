@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 Json = dict[str, Any]
 Arrays = dict[str, np.ndarray[Any, Any]]
+Shapes = dict[str, tuple[int, ...]]
 
 IMPORT_PATHS = {"PYTHONPATH": os.pathsep.join(str(ROOT / name) for name in (".", "runtime", "kernels"))}
 """For a process of its own: this tree, whatever is installed."""
@@ -136,16 +137,21 @@ def target_config(shape: Shape = SMALL, **changes: Any) -> Json:
     return _changed(config, changes)
 
 
-def body_arrays(shape: Shape = SMALL, seed: int = 0) -> Arrays:
+def body_shapes(shape: Shape) -> Shapes:
     """The tensors every draft owns."""
-    shapes: dict[str, tuple[int, ...]] = {
+    shapes: Shapes = {
         "fc.weight": (shape.hidden, len(shape.taps) * shape.hidden),
         "hidden_norm.weight": (shape.hidden,),
         "norm.weight": (shape.hidden,),
     }
     for layer in range(shape.layers):
         shapes |= {f"layers.{layer}.{name}": size for name, size in _layer_shapes(shape).items()}
-    return random_arrays(shapes, seed)
+    return shapes
+
+
+def body_arrays(shape: Shape = SMALL, seed: int = 0) -> Arrays:
+    """Values for them."""
+    return random_arrays(body_shapes(shape), seed)
 
 
 def random_arrays(shapes: Mapping[str, tuple[int, ...]], seed: int = 0) -> Arrays:

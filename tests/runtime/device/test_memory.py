@@ -11,8 +11,15 @@ import pytest
 import torch
 
 from dflash_kernels.suite import REFERENCE
-from dflash_runtime.config import DraftConfig, EngineConfig, RopeConfig, TargetConfig
-from dflash_runtime.device.memory import GRAPH_BYTES, NUM_GRAPHS, WORKSPACE_BYTES, is_out_of_memory, scratch_bytes
+from dflash_runtime.config import DraftConfig, EngineConfig, ExpertsConfig, RopeConfig, TargetConfig
+from dflash_runtime.device.memory import (
+    GRAPH_BYTES,
+    NUM_GRAPHS,
+    WORKSPACE_BYTES,
+    is_out_of_memory,
+    row_bytes,
+    scratch_bytes,
+)
 from dflash_runtime.device.settings import prompt_rows
 from dflash_runtime.llm import LLM
 from dflash_runtime.models.placement import Placement
@@ -51,6 +58,16 @@ def test_what_is_kept_free_follows_from_the_shapes_of_the_pair() -> None:
     assert scratch(64) - scratch(32) < 2 * 32 * (logits + 16 * 2 * 100_000 + 8 * 2 * 40_976)
     assert 0.5 * GIB < scratch() < 2 * GIB
     assert scratch(max_batched_tokens=None) == scratch(max_batched_tokens=8192) < 3 * GIB
+
+
+def test_a_row_of_many_experts_takes_more_than_a_dense_one() -> None:
+    """At the shape of Qwen3-30B-A3B; alive at once are an expert's inner row and its outputs, three times."""
+    experts = ExpertsConfig(
+        num_experts=128, num_chosen=8, intermediate_size=768, has_normalised_scores=True, layers=tuple(range(36))
+    )
+    dense = replace(TARGET, model_type="qwen3_moe", hidden_size=2048, intermediate_size=6144)
+    plain, chosen = (row_bytes(item, 5, torch.bfloat16) for item in (dense, replace(dense, experts=experts)))
+    assert chosen - plain + 2 * 3 * 6144 >= 2 * 8 * (768 + 3 * 2048)
 
 
 def test_only_references_write_distributions_of_sampled_drafts() -> None:

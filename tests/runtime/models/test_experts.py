@@ -5,6 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
@@ -82,6 +87,56 @@ def test_rows_do_not_depend_on_their_neighbours() -> None:
         assert_rows_close(experts(hidden[row : row + 1])[0], together[row : row + 1].double(), torch.float32)
 
 
+def fake(hidden_size: int = HIDDEN, inner: int = INNER, num_chosen: int = 3) -> Experts:
+    """Experts without values, under a `FakeTensorMode`."""
+    shapes = ((NUM_EXPERTS, hidden_size), (NUM_EXPERTS, 2 * inner, hidden_size), (NUM_EXPERTS, hidden_size, inner))
+    router, gate_up, down = (torch.empty(shape, dtype=torch.bfloat16) for shape in shapes)
+    return Experts(router, gate_up, down, num_chosen, has_normalised_scores=True)
+
+
+@pytest.mark.parametrize("count", [1, 16, 512])
+def test_a_grouped_product_follows_from_shapes(count: int) -> None:
+    """Tensors without values have nothing to look at: a shape or a branch that depends on one raises."""
+    with FakeTensorMode():
+        experts, hidden = fake(), torch.empty(count, HIDDEN, dtype=torch.bfloat16)
+        assert experts.grouped(hidden, *experts.choose(hidden)).shape == hidden.shape
+        with pytest.raises((DataDependentOutputException, DynamicOutputShapeException)):
+            experts.one_by_one(hidden, *experts.choose(hidden))
+
+
+@pytest.mark.parametrize(
+    ("capability", "widths", "is_grouped", "is_captured"),
+    [
+        ((9, 0), (32, 16), True, True),
+        ((10, 0), (2048, 768), True, True),
+        ((8, 0), (32, 16), True, False),
+        ((12, 0), (32, 16), True, False),
+        ((9, 0), (32, 12), False, False),
+        ((9, 0), (36, 16), False, False),
+    ],
+)
+def test_where_a_step_is_captured(
+    capability: tuple[int, int],
+    widths: tuple[int, int],
+    is_grouped: bool,
+    is_captured: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where torch's grouped product takes the weights, and is one launch."""
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    with FakeTensorMode():
+        experts = fake(*widths)
+        assert (experts.is_grouped, experts.follows_from_shapes) == (is_grouped, is_captured)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_the_host_a_step_with_experts_is_not_captured(dtype: torch.dtype) -> None:
+    experts = replace(make(True)[1], down=torch.zeros(NUM_EXPERTS, HIDDEN, INNER, dtype=dtype))
+    assert not experts.is_grouped
+    assert not experts.follows_from_shapes
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("count", [1, 16, 300])
 def test_grouped_products_ask_the_host_for_nothing(count: int) -> None:
@@ -101,8 +156,10 @@ def test_grouped_products_ask_the_host_for_nothing(count: int) -> None:
         torch.cuda.set_sync_debug_mode("default")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = experts(hidden)[0]
+        routes, found = experts.choose(hidden), experts(hidden)[0]
     hidden.copy_(other)
     graph.replay()
+    for replayed, now in zip(routes, experts.choose(hidden), strict=True):
+        assert torch.equal(replayed, now)
     wanted = experts.one_by_one(hidden, *experts.choose(hidden))
     assert_rows_close(found, wanted.double(), torch.bfloat16)

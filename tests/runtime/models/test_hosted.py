@@ -84,13 +84,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "falcon_h1": ({}, "state-space layers, whose state would keep rejected tokens (mamba_d_state)"),
     "deepseek_v3": ({"head_dim": None}, "latent attention, whose KV are one vector for all heads (kv_lora_rank)"),
     "llama4_text": ({}, "layer_types chunked_attention, chunked attention (attention_chunk_size)"),
+    "mimo_v2_flash": ({}, "values of another size than keys (v_head_dim)"),
     "gemma3_text": ({"use_bidirectional_attention": True}, "attention to later tokens (use_bidirectional_attention)"),
     "olmo2": (
         {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
         "rope type dynamic, whose frequencies change with the length of the text",
     ),
     "bart": ({}, "an encoder"),
-    "never_published": ({}, "does not know this type; a release that does, or a native family, would be needed"),
+    "never_published": ({}, "a release of transformers that does would be needed, or a native family (a file in "),
     "new_remote": ({"auto_map": {"AutoConfig": "code.Config"}}, "trust_remote_code would let it do anything"),
     "clip": ({}, "transformers has no causal language model of this type"),
 }

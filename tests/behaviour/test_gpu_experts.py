@@ -1,0 +1,63 @@
+"""A target with experts on a GPU, in bfloat16: its steps are captured, and a graph says what plain launches say."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from dflash_cli.checkpoints.opening import open_draft, open_target
+from dflash_runtime.config import EngineConfig
+from dflash_runtime.llm import LLM
+from dflash_runtime.models.experts import ONE_LAUNCH
+from dflash_runtime.scheduling.request import SamplingParams
+from dflash_testing import checkpoints as support
+from dflash_testing.hosted_models import make_model
+from dflash_testing.pairs import random_prompts
+
+pytestmark = pytest.mark.gpu
+
+SHAPE = support.Shape(
+    hidden=64, inner=96, heads=4, kv_heads=2, head_dim=64, vocab=128, draft_vocab=128, block=8, mask=127, theta=1e4
+)
+PARAMS = SamplingParams(max_new_tokens=48, ignore_eos=True)
+REGRET = 0.2
+"""Nats by which a chosen token may fall short of the best one."""
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A random target of 16 experts, 4 of which a row goes through, and a random draft."""
+    if torch.cuda.get_device_capability()[0] not in ONE_LAUNCH:
+        pytest.skip("torch's grouped product asks the host here")
+    folder = tmp_path_factory.mktemp("experts")
+    make_model(
+        folder / "target", "qwen3_moe", hidden_size=64, head_dim=64, vocab_size=128, num_experts=16,
+        num_experts_per_tok=4, moe_intermediate_size=32,
+    )  # fmt: skip
+    return support.make_native(folder / "dflash-draft", SHAPE), folder / "target"
+
+
+def start(pair: tuple[Path, Path], *, graphs: bool, max_num_requests: int) -> LLM:
+    config = EngineConfig(
+        device="cuda", dtype="bfloat16", graphs=graphs, num_pages=400, max_num_requests=max_num_requests
+    )
+    llm = LLM(open_target(pair[1]), open_draft(pair[0]), config)
+    assert llm.pair.has_graphs == graphs
+    return llm
+
+
+def test_graphs_change_nothing(pair: tuple[Path, Path]) -> None:
+    """One request at a time, whose rows are as many in a graph as in plain launches."""
+    prompts = random_prompts((1, 17, 40), SHAPE.vocab)
+    outputs = [start(pair, graphs=graphs, max_num_requests=1).generate(prompts, PARAMS) for graphs in (False, True)]
+    assert [item.token_ids for item in outputs[0]] == [item.token_ids for item in outputs[1]]
+    assert [item.drafts for item in outputs[0]] == [item.drafts for item in outputs[1]]
+
+
+def test_a_graph_that_is_filled_up_is_right(pair: tuple[Path, Path]) -> None:
+    """Five requests in a graph for more: the padding row is routed too, and touches no other."""
+    prompts = random_prompts((1, 17, 40, 8, 30), SHAPE.vocab)
+    llm = start(pair, graphs=True, max_num_requests=8)
+    outputs = llm.generate(prompts, PARAMS)
+    judge = start(pair, graphs=False, max_num_requests=8)
+    assert judge.check_lossless(outputs).largest_regret <= REGRET

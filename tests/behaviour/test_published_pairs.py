@@ -1,0 +1,80 @@
+"""Every published pair, from config and headers: what `validate` says of it is what is true, and nothing else.
+
+Pairs are rows of tests/data/pairs.jsonl; what a row may state is in `dflash_testing.published_pairs`.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dflash_cli import validate_draft
+from dflash_cli.checkpoints.description import describe
+from dflash_runtime.errors import UnsupportedError
+from dflash_testing import checkpoints as support
+from dflash_testing.published_pairs import ENGINES, PublishedPair, read_table
+
+PAIRS = read_table()
+MOST_USED = (
+    "z-lab/Qwen3-8B-DFlash-b16", "z-lab/Qwen3-Coder-30B-A3B-DFlash", "z-lab/Qwen3.6-27B-DFlash",
+    "z-lab/Qwen3.6-35B-A3B-DFlash", "z-lab/gpt-oss-20b-DFlash",
+)  # fmt: skip
+BECAUSE_OF_TRAINING = {"C11", "C19", "C39", "S03", "S23"}
+"""Warnings that ask to state what is left to defaults, or how to start an engine."""
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: f"{pair.draft} {pair.revision}".strip())
+def test_a_pair(pair: PublishedPair, tmp_path: Path) -> None:
+    draft, target = pair.write(tmp_path)
+    if pair.is_read:
+        assert describe(draft).kind == "draft"
+    else:
+        with pytest.raises(UnsupportedError, match=pair.not_converted):
+            describe(draft)
+    check_findings(pair, draft, target)
+    check_serving(pair, draft, target)
+    check_conversion(pair, draft, target)
+
+
+def check_findings(pair: PublishedPair, draft: Path, target: Path) -> None:
+    """Exactly the errors and warnings of the row."""
+    report = validate_draft(draft, target, engines=ENGINES, num_speculative_tokens=pair.asked)
+    found = {kind: {item.id for item in report.findings if item.severity == kind} for kind in ("error", "warning")}
+    assert found["error"] == pair.errors.keys(), report.findings
+    assert found["warning"] - {"P17"} == set(pair.warnings), report.findings
+    assert report.fails() == bool(pair.errors)
+
+
+def check_serving(pair: PublishedPair, draft: Path, target: Path) -> None:
+    """Engines that serve the pair get their command, the others a reason."""
+    asked = [] if pair.asked is None else ["-k", pair.asked]
+    outcome = support.invoke(
+        "serve-command", draft, "--target", target, "--engine", ",".join(ENGINES), "--json", *asked
+    )
+    commands = json.loads(outcome.out)["serve_commands"] if outcome.out else []
+    assert [item["engine"].split()[0] for item in commands] == pair.served, outcome.err
+    assert (outcome.code == 0) == (pair.served == list(ENGINES))
+    assert outcome.code == 0 or any(name in outcome.err for name in pair.errors)
+
+
+def check_conversion(pair: PublishedPair, draft: Path, target: Path) -> None:
+    """To the other dialect of the two, or refused by name. A reduced head has no place in the native one."""
+    to = "speculators" if pair.dialect == "native" else "vllm"
+    outcome = support.invoke(
+        "convert", draft, draft.parent / "out", "--to", to, "--target", target, "--verifier", pair.of, "--dry-run"
+    )
+    assert (outcome.code == 0) == (not pair.not_converted), outcome.err
+    assert pair.not_converted in outcome.err
+
+
+def test_the_most_used_pairs_are_clean() -> None:
+    rows = [pair for pair in PAIRS if pair.draft in MOST_USED and not pair.revision]
+    assert len(rows) == len(MOST_USED)
+    for pair in rows:
+        assert pair.errors == {}
+        assert set(pair.warnings) <= BECAUSE_OF_TRAINING
+        assert pair.served == list(ENGINES)
+
+
+def test_every_error_has_a_reason() -> None:
+    assert all(reason for pair in PAIRS for reason in pair.errors.values())

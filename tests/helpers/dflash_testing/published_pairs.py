@@ -1,0 +1,192 @@
+"""The published pairs in tests/data/pairs.jsonl, a row each, made of a config and of headers without weights.
+
+A row has what is known of a pair, and stand-ins of the kind where a config was not at hand. The rest is a default: the
+target's sizes are those of its config in tests/data/targets unless `sizes` has others, taps are spread as z-lab's code
+does where only their number is known, and the mask is the last id. `config`, `nested` and `body` change the draft's
+config, `tensors` adds tensors to its headers.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from dflash_testing.checkpoints import (
+    Json,
+    Shape,
+    body_shapes,
+    native_config,
+    speculators_config,
+    write_config,
+)
+from dflash_testing.paths import ROOT
+
+TABLE = ROOT / "tests" / "data" / "pairs.jsonl"
+TARGETS = ROOT / "tests" / "data" / "targets"
+NESTED = ("text_config", "llm_config", "language_config", "thinker_config")
+ENGINES = ("vllm", "sglang")
+NUM_BYTES = {"BF16": 2, "I64": 8, "BOOL": 1, "U8": 1}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishedPair:
+    """One row. `errors` are all that vLLM and SGLang are told of the pair, id and why each is true; so with `warnings`,
+    but for P17, which is about this runtime. `served` names the engines that serve the pair. `not_converted` is
+    by what a conversion to the other dialect is refused, `asked` how many tokens a draft without a block is asked for.
+    """
+
+    draft: str
+    of: str
+    revision: str = ""
+    target: str
+    shape: Json
+    dialect: str = "native"
+    sizes: Json = field(default_factory=dict)
+    config: Json = field(default_factory=dict)
+    nested: Json = field(default_factory=dict)
+    body: Json = field(default_factory=dict)
+    tensors: dict[str, list[int]] = field(default_factory=dict)
+    errors: dict[str, str] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+    served: list[str] = field(default_factory=lambda: list(ENGINES))
+    not_converted: str = ""
+    asked: int | None = None
+
+    @property
+    def is_read(self) -> bool:
+        """Whether its config can be read: that of no relative, and of no draft that leaves out its block."""
+        return not {"C01", "C03"} & self.errors.keys()
+
+    def write(self, folder: Path) -> tuple[Path, Path]:
+        """Directories of the draft and the target, named as they are published."""
+        target = folder / "target" / self.of.rpartition("/")[2]
+        draft = folder / "draft" / self.draft.rpartition("/")[2]
+        config = self._target_config()
+        decoder = _decoder(config)
+        vocab, hidden = decoder["vocab_size"], decoder["hidden_size"]
+        rows = {name: ("BF16", (vocab, hidden)) for name in ("model.embed_tokens.weight", "lm_head.weight")}
+        write_headers(target, config, rows)
+        shape = self._shape(decoder)
+        changes = {"max_position_embeddings": decoder.get("max_position_embeddings") or 4096, "dtype": "bfloat16"}
+        tensors = {name: ("BF16", size) for name, size in body_shapes(shape).items()}
+        if shape.draft_vocab != shape.vocab:
+            tensors |= _reduced(shape)
+        tensors |= {name: ("BF16", tuple(size)) for name, size in self.tensors.items()}
+        write_headers(draft, self._draft_config(shape, changes, config), tensors)
+        return draft, target
+
+    def _target_config(self) -> Json:
+        config: Json = json.loads((TARGETS / f"{self.target}.json").read_text(encoding="utf-8"))
+        decoder = _decoder(config)
+        depth = _depth(decoder)
+        for key, value in self.sizes.items():
+            if key == "num_hidden_layers":
+                _set_depth(decoder, depth, value)
+            elif key == "rope_theta" and "rope_theta" in decoder.get("rope_parameters", {}):
+                decoder["rope_parameters"][key] = value
+            else:
+                decoder[key] = value
+        return config
+
+    def _shape(self, decoder: Json) -> Shape:
+        given = dict(self.shape)
+        depth, taps = _depth(decoder), given.pop("taps")
+        layers = given["layers"]
+        kinds = given.pop("windows", "f") * layers
+        window = given.pop("window", 2048)
+        rope = decoder.get("rope_parameters") or {}
+        theta = rope.get("rope_theta") or (rope.get("full_attention") or {}).get("rope_theta")
+        defaults: Json = {
+            "hidden": decoder["hidden_size"],
+            "inner": 3 * decoder["hidden_size"],
+            "heads": 32,
+            "kv_heads": 8,
+            "head_dim": 128,
+            "vocab": decoder["vocab_size"],
+            "draft_vocab": decoder["vocab_size"],
+            "mask": decoder["vocab_size"] - 1,
+            "theta": float(theta or decoder.get("rope_theta") or 1e4),
+        }
+        return Shape(
+            **{
+                **defaults,
+                **given,
+                "taps": tuple(taps) if isinstance(taps, list) else _spread(depth, taps),
+                "target_layers": depth,
+                "windows": tuple(window if kind == "s" else None for kind in kinds[:layers]),
+            }
+        )
+
+    def _draft_config(self, shape: Shape, changes: Json, target: Json) -> Json:
+        given = {key: value for key, value in self.config.items() if value != "REMOVED"}
+        removed = self.config.keys() - given.keys()
+        if self.dialect == "speculators":
+            config = speculators_config(shape, **given)
+            config["transformer_layer_config"] |= changes | self.body
+            verifier = {"name_or_path": self.of, "architectures": target["architectures"]}
+            config["speculators_config"] = {**config["speculators_config"], "verifier": verifier}
+        else:
+            config = native_config(shape, **{**changes, **given})
+            config["dflash_config"] |= self.nested
+        return {key: value for key, value in config.items() if key not in removed}
+
+
+def read_table() -> list[PublishedPair]:
+    """Every row."""
+    rows = TABLE.read_text(encoding="utf-8").splitlines()
+    return [PublishedPair(**json.loads(row)) for row in rows]
+
+
+def write_headers(path: Path, config: Json, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
+    """A checkpoint as far as `validate` reads it: the weights of its one file are a hole."""
+    path.mkdir(parents=True)
+    write_config(path, config)
+    header: Json = {}
+    end = 0
+    for name, (dtype, shape) in tensors.items():
+        begin, end = end, end + NUM_BYTES[dtype] * _product(shape)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    with (path / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
+
+
+def _reduced(shape: Shape) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """The head of a reduced vocabulary, with its id map."""
+    return {
+        "lm_head.weight": ("BF16", (shape.draft_vocab, shape.hidden)),
+        "d2t": ("I64", (shape.draft_vocab,)),
+        "t2d": ("BOOL", (shape.vocab,)),
+    }
+
+
+def _product(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def _decoder(config: Json) -> Json:
+    return next((config[key] for key in NESTED if key in config), config)
+
+
+def _depth(decoder: Json) -> int:
+    return int(
+        decoder.get("num_hidden_layers") or decoder.get("num_layers") or len(decoder.get("layers_block_type", ()))
+    )
+
+
+def _set_depth(decoder: Json, before: int, depth: int) -> None:
+    """Another number of layers; what is listed for each is repeated or cut."""
+    for key, value in decoder.items():
+        if isinstance(value, list) and len(value) == before:
+            decoder[key] = (value * (depth // before + 1))[:depth]
+    named = "num_layers" if "num_layers" in decoder and "num_hidden_layers" not in decoder else "num_hidden_layers"
+    decoder[named] = depth
+
+
+def _spread(depth: int, count: int) -> tuple[int, ...]:
+    """Source: z-lab/dflash model.py build_target_layer_ids."""
+    return tuple(round(1 + index * (depth - 4) / (count - 1)) for index in range(count))
