@@ -68,6 +68,7 @@ def _to_target_config(source: TargetSource, whole: "PretrainedConfig", text: "Pr
     (num_kv_heads, head_dim), *others = _kv_shapes(text)
     epsilons = (getattr(text, name, None) for name in NORM_KEYS)
     windows = _windows(text)
+    stops = (getattr(config, "eos_token_id", None) for config in (whole, text))
     return TargetConfig(
         model_type=text.model_type,
         hidden_size=text.hidden_size,
@@ -76,7 +77,7 @@ def _to_target_config(source: TargetSource, whole: "PretrainedConfig", text: "Pr
         max_position_embeddings=text.max_position_embeddings,
         rope=_rope(text),
         tie_word_embeddings=bool(getattr(whole, "tie_word_embeddings", False)),
-        eos_token_ids=read_token_ids(whole.eos_token_id if whole.eos_token_id is not None else text.eos_token_id),
+        eos_token_ids=read_token_ids(next((stop for stop in stops if stop is not None), None)),
         dtype=source.facts.dtype,
         intermediate_size=_widest(text),
         num_heads=text.num_attention_heads,
@@ -166,7 +167,8 @@ def _refusals(text: "PretrainedConfig") -> Iterator[str]:
 
 def _odd_values(text: "PretrainedConfig") -> Iterator[str]:
     """Of a model whose layers all have the same sizes: values that are wider or narrower than its keys."""
-    if getattr(text, "v_head_dim", None) not in (None, getattr(text, "head_dim", None)):
+    width = getattr(text, "v_head_dim", None)
+    if width is not None and width != getattr(text, "head_dim", None):
         yield "values of another size than keys (v_head_dim)"
 
 
