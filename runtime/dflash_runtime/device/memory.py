@@ -47,11 +47,11 @@ def fit_num_pages(
         return config.num_pages
     configs = [item for item in (target, draft) if item is not None]
     token_bytes = sum(bytes_per_token(item, placement.dtype) for item in configs)
-    page_bytes = config.page_size * token_bytes
+    page_bytes = max(1, config.page_size * token_bytes)
     wanted = limits.max_num_requests * -(-limits.max_model_len // config.page_size) + 1
     budget = config.kv_memory_bytes
     if budget is None:
-        withheld = scratch_bytes(config, target, draft, limits, placement)
+        withheld = scratch_bytes(config, target, draft, limits, placement) + _state_bytes(target, limits)
         budget = _free_bytes(placement.device, config.gpu_memory_utilization) - withheld
         logger.info("%s are kept free for steps", _gib(withheld))
     affordable = max(0, budget) // page_bytes
@@ -111,6 +111,11 @@ def _decode_bytes(
     logits = (num_drafted + num_verified) * limits.vocab_size
     distributions = 2 * num_verified * limits.vocab_size if has_distributions else 0
     return num_verified * widest + logits * dtype.itemsize + distributions * torch.float64.itemsize
+
+
+def _state_bytes(target: TargetConfig, limits: Limits) -> int:
+    """What a target that keeps its own cache has of each text, however long it is."""
+    return limits.max_num_requests * target.own_cache.text_bytes if target.own_cache is not None else 0
 
 
 def _table_bytes(config: EngineConfig, limits: Limits) -> int:

@@ -6,11 +6,12 @@ itself to it, once it is loaded.
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from dflash_runtime.checkpoint.hf_config import FULL, SLIDING, not_run, read_token_ids
 from dflash_runtime.checkpoint.pair import TargetSource
-from dflash_runtime.config import RopeConfig, TargetConfig
+from dflash_runtime.config import OwnCache, RopeConfig, TargetConfig
 from dflash_runtime.errors import CheckpointError, naming_file
 from dflash_runtime.json_values import is_int, is_number
 
@@ -32,6 +33,12 @@ REFUSED_KEYS = {
     "ALiBi": ("alibi",),
 }  # fmt: skip
 """What our attention, or our pages, do not do -> the attributes of configs that say a model needs it."""
+
+NOT_A_CACHE = {"an encoder": "is_encoder_decoder", "attention to later tokens": "use_bidirectional_attention"}
+"""What no cache of earlier tokens can do -> the attribute of configs that says a model needs it."""
+
+POSITIONS_UNSTATED = 2**17
+"""Positions of a target whose config knows no end of a text."""
 
 STATEFUL = ("linear_attention", "conv", "mamba", "hybrid", "hybrid_sliding")
 """Kinds of layers with a state."""
@@ -58,25 +65,44 @@ def read_hosted_config(source: TargetSource) -> TargetConfig:
         return _to_target_config(source, whole, text)
 
 
+def read_own_cache_config(source: TargetSource) -> TargetConfig:
+    """The same of a target that keeps its own cache: nothing is asked of its attention, if it has any.
+
+    Raises:
+        UnsupportedError: transformers does not know it, it has an encoder, or rows see later ones.
+        CheckpointError: transformers does not take the config.
+    """
+    path = source.checkpoint.config_path
+    whole = _open_config(source)
+    text = whole.get_text_config(decoder=True)
+    reasons = [words for words, key in NOT_A_CACHE.items() if _is_stated(getattr(text, key, None))]
+    if reasons:
+        raise not_run(text.model_type, tuple(reasons), path)
+    with naming_file(path):
+        config = _to_target_config(source, whole, text)
+    windows = (None,) * config.num_layers
+    return replace(config, own_cache=OwnCache(), windows=windows, layer_kinds=source.facts.layer_kinds)
+
+
 def _to_target_config(source: TargetSource, whole: "PretrainedConfig", text: "PretrainedConfig") -> TargetConfig:
-    heads = text.num_attention_heads
-    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    heads = _count(text, "num_attention_heads", 1)
+    kv_heads = _count(text, "num_key_value_heads", heads)
     epsilons = (getattr(text, name, None) for name in NORM_KEYS)
     windows = _windows(text)
     return TargetConfig(
         model_type=text.model_type,
-        hidden_size=text.hidden_size,
-        num_layers=text.num_hidden_layers,
+        hidden_size=_count(text, "hidden_size", source.facts.hidden_size),
+        num_layers=_count(text, "num_hidden_layers", source.facts.num_layers),
         vocab_size=text.vocab_size,
-        max_position_embeddings=text.max_position_embeddings,
+        max_position_embeddings=_num_positions(text),
         rope=_rope(text),
         tie_word_embeddings=bool(getattr(whole, "tie_word_embeddings", False)),
         eos_token_ids=read_token_ids(whole.eos_token_id if whole.eos_token_id is not None else text.eos_token_id),
         dtype=source.facts.dtype,
         intermediate_size=_widest(text),
         num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+        num_kv_heads=kv_heads if heads % kv_heads == 0 else heads,
+        head_dim=_count(text, "head_dim", max(1, text.hidden_size // heads)),
         rms_norm_eps=next((value for value in epsilons if is_number(value)), 1e-6),  # transformers' norms apply theirs
         windows=windows,
         layer_kinds=tuple("full" if window is None else "sliding" for window in windows),
@@ -138,6 +164,25 @@ def _refusals(text: "PretrainedConfig") -> Iterator[str]:
     for rope in _ropes(text):
         if rope.get("rope_type") in WITHOUT_ONE_FREQUENCY:
             yield f"rope type {rope['rope_type']}, whose frequencies change with the length of the text"
+
+
+def _count(text: "PretrainedConfig", name: str, otherwise: int) -> int:
+    """A number that is the same for all layers."""
+    try:
+        value: Any = getattr(text, name, None)
+    except RuntimeError:  # transformers refuses to name one where layers differ
+        return otherwise
+    return value if is_int(value) and value > 0 else otherwise
+
+
+def _num_positions(text: "PretrainedConfig") -> int:
+    """Positions a text may have; those of a rope whose frequencies change with its length end before they do."""
+    stated = _count(text, "max_position_embeddings", POSITIONS_UNSTATED)
+    for rope in _ropes(text):
+        if rope.get("rope_type") in WITHOUT_ONE_FREQUENCY:
+            first = rope.get("original_max_position_embeddings") or getattr(text, "original_max_position_embeddings", 0)
+            stated = min(stated, first or stated)
+    return stated
 
 
 def _is_stated(value: Any) -> bool:

@@ -195,7 +195,7 @@ class TestTrial:
     def test_a_head_that_does_more(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         make_model(tmp_path, "cohere")
         monkeypatch.setattr(
-            hosted, "_read_head", lambda config, model, placed: ScaledHead(model.get_output_embeddings().weight)
+            hosted, "read_head", lambda config, model, placed: ScaledHead(model.get_output_embeddings().weight)
         )
         with pytest.raises(UnsupportedError, match="a head that does more to its logits"):
             host(tmp_path)
@@ -203,7 +203,7 @@ class TestTrial:
     def test_rows_that_depend_on_others(self, tmp_path: Path) -> None:
         make_model(tmp_path, "llama")
         target = host(tmp_path)
-        model = hosted._load_model(open_target(tmp_path), target.config, placement())
+        model = hosted.load_model(open_target(tmp_path), target.config, placement())
         model.get_decoder().layers[1].register_forward_hook(lambda module, given, out: out + 0.01 * out.roll(1, 1))
         with torch.inference_mode(), pytest.raises(UnsupportedError, match="rows that depend on others"):
             hosted._try_out(HostedTarget(target.config, model, placement()), model, torch.device("cpu"))
