@@ -75,7 +75,7 @@ def read_own_cache_config(source: TargetSource) -> TargetConfig:
     path = source.checkpoint.config_path
     whole = _open_config(source)
     text = whole.get_text_config(decoder=True)
-    reasons = [words for words, key in NOT_A_CACHE.items() if _is_stated(getattr(text, key, None))]
+    reasons = [f"{words} ({key})" for words, key in NOT_A_CACHE.items() if _is_stated(getattr(text, key, None))]
     if reasons:
         raise not_run(text.model_type, tuple(reasons), path)
     with naming_file(path):

@@ -15,10 +15,10 @@ from torch.nn.functional import one_hot
 from dflash_cli.checkpoints.opening import open_target
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.drafts.draft import Draft
-from dflash_runtime.models.hosted import HostedTarget
+from dflash_runtime.models.hosted import HostedTarget, load_hosted
 from dflash_runtime.models.layers import Attend
 from dflash_runtime.models.own_cache import OwnCacheTarget
-from dflash_runtime.models.target import load_target
+from dflash_runtime.models.target import find_target_runtime, load_target
 from dflash_testing.pairs import ScriptedDraft, placement
 
 Json = dict[str, Any]
@@ -177,10 +177,11 @@ def source_of(path: Path) -> TargetSource:
 
 
 def host(path: Path) -> HostedTarget:
-    """The model of a directory, run by transformers' code."""
-    target = load_target(open_target(path), placement(), "transformers")
-    assert isinstance(target, HostedTarget)
-    return target
+    """The model of a directory, run by transformers' code over our pages."""
+    source = open_target(path)
+    found, config = find_target_runtime(source, "transformers")
+    assert found == "transformers"
+    return load_hosted(source, config, placement())
 
 
 def host_own_cache(path: Path) -> OwnCacheTarget:

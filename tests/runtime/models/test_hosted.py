@@ -69,7 +69,7 @@ def test_taps_are_the_hidden_states(kind: str, tmp_path: Path) -> None:
     assert not any(module._forward_hooks for module in target._layers)
 
 
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+NOT_OVER_PAGES: dict[str, tuple[dict[str, Any], str]] = {
     "qwen3_next": ({}, "layer_types linear_attention, whose state would keep rejected tokens"),
     "qwen3_5_text": ({}, "linear attention, whose state would keep rejected tokens (linear_num_value_heads)"),
     "lfm2": ({}, "convolutions, whose state would keep rejected tokens (conv_L_cache)"),
@@ -79,16 +79,29 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "llama4_text": ({}, "layer_types chunked_attention, chunked attention (attention_chunk_size)"),
     "gemma2": ({}, "soft-capped attention (attn_logit_softcapping)"),
     "gemma4_text": ({}, "layers of other sizes than others (is_heterogeneous)"),
-    "gemma3_text": ({"use_bidirectional_attention": True}, "attention to later tokens (use_bidirectional_attention)"),
     "olmo2": (
         {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
         "rope type dynamic, whose frequencies change with the length of the text",
     ),
+}
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "gemma3_text": ({"use_bidirectional_attention": True}, "attention to later tokens (use_bidirectional_attention)"),
     "bart": ({}, "an encoder"),
     "never_published": ({}, "does not know this type; a release that does, or a native family, would be needed"),
     "new_remote": ({"auto_map": {"AutoConfig": "code.Config"}}, "trust_remote_code would let it do anything"),
     "clip": ({}, "transformers has no causal language model of this type"),
 }
+
+
+@pytest.mark.parametrize("kind", NOT_OVER_PAGES)
+def test_what_our_pages_do_not_do_is_named(kind: str, tmp_path: Path) -> None:
+    """So that the target keeps its own cache."""
+    changes, reason = NOT_OVER_PAGES[kind]
+    source = open_target(support.write_checkpoint(tmp_path, {**BODY, "model_type": kind, **changes}, {}))
+    with pytest.raises(UnsupportedError) as refused:
+        hosted_config.read_hosted_config(source)
+    assert reason in refused.value.message
+    assert find_target_runtime(source, "auto")[0] == "transformers-cache"
 
 
 @pytest.mark.parametrize("kind", REFUSED)
@@ -101,11 +114,13 @@ def test_what_is_missing_is_named(kind: str, tmp_path: Path) -> None:
     assert reason in outcome.err
 
 
-def test_attention_sinks_are_refused_by_headers(tmp_path: Path) -> None:
+def test_attention_sinks_are_found_by_headers(tmp_path: Path) -> None:
     sinks = {"model.layers.0.self_attn.sinks": np.zeros(4, dtype=np.float32)}
     target = support.write_checkpoint(tmp_path, {**BODY, **MIXED, "model_type": "gpt_oss", "head_dim": 8}, sinks)
+    source = open_target(target)
     with pytest.raises(UnsupportedError, match=r"gpt_oss targets: attention sinks \(model.layers.0.self_attn.sinks\)"):
-        find_target_runtime(open_target(target), "auto")
+        hosted.check_hosted_headers(source, hosted_config.read_hosted_config(source))
+    assert find_target_runtime(source, "auto")[0] == "transformers-cache"
 
 
 def test_an_adapter_is_not_followed(tmp_path: Path) -> None:
@@ -268,7 +283,7 @@ class TestChoice:
 
 def test_the_document_names_every_family_that_was_tried() -> None:
     text = (ROOT / "docs" / "hosted-targets.md").read_text()
-    assert not [kind for kind in (*SERVED, *REFUSED) if f"`{kind}`" not in text]
+    assert not [kind for kind in (*SERVED, *NOT_OVER_PAGES, *REFUSED) if f"`{kind}`" not in text]
 
 
 @pytest.mark.parametrize("module", [hosted, hosted_config], ids=["hosted", "hosted_config"])
