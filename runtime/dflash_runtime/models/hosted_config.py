@@ -75,13 +75,16 @@ def read_own_cache_config(source: TargetSource) -> TargetConfig:
     path = source.checkpoint.config_path
     whole = _open_config(source)
     text = whole.get_text_config(decoder=True)
-    reasons = [f"{words} ({key})" for words, key in NOT_A_CACHE.items() if _is_stated(getattr(text, key, None))]
+    reasons = [f"{words} ({key})" for words, key in NOT_A_CACHE.items() if getattr(text, key, None) in (True, "all")]
     if reasons:
         raise not_run(text.model_type, tuple(reasons), path)
     with naming_file(path):
         config = _to_target_config(source, whole, text)
-    windows = (None,) * config.num_layers
-    return replace(config, own_cache=OwnCache(), windows=windows, layer_kinds=source.facts.layer_kinds)
+    facts = source.facts  # of a depth that transformers counts by attentions, of which a layer may have two
+    windows = (None,) * facts.num_layers
+    return replace(
+        config, own_cache=OwnCache(), num_layers=facts.num_layers, windows=windows, layer_kinds=facts.layer_kinds
+    )
 
 
 def _to_target_config(source: TargetSource, whole: "PretrainedConfig", text: "PretrainedConfig") -> TargetConfig:
@@ -89,6 +92,7 @@ def _to_target_config(source: TargetSource, whole: "PretrainedConfig", text: "Pr
     kv_heads = _count(text, "num_key_value_heads", heads)
     epsilons = (getattr(text, name, None) for name in NORM_KEYS)
     windows = _windows(text)
+    stops = (getattr(config, "eos_token_id", None) for config in (whole, text))
     return TargetConfig(
         model_type=text.model_type,
         hidden_size=_count(text, "hidden_size", source.facts.hidden_size),
@@ -97,7 +101,7 @@ def _to_target_config(source: TargetSource, whole: "PretrainedConfig", text: "Pr
         max_position_embeddings=_num_positions(text),
         rope=_rope(text),
         tie_word_embeddings=bool(getattr(whole, "tie_word_embeddings", False)),
-        eos_token_ids=read_token_ids(whole.eos_token_id if whole.eos_token_id is not None else text.eos_token_id),
+        eos_token_ids=read_token_ids(next((stop for stop in stops if stop is not None), None)),
         dtype=source.facts.dtype,
         intermediate_size=_widest(text),
         num_heads=heads,

@@ -107,6 +107,7 @@ LATENT: Json = {
     "n_group": 1,
     "topk_group": 1,
 }
+INDEXED: Json = {**LATENT, "head_dim": 8, "index_topk": 8, "index_n_heads": 16, "index_head_dim": 16}
 SHORT_CONVOLUTIONS: Json = {"layer_types": ["conv", "conv", "full_attention", "conv"]}
 DEFAULT_ROPE: Json = {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}}
 
@@ -117,21 +118,33 @@ OWN_CACHE: Mapping[str, Json] = {
         "num_experts": 4, "use_mamba_kernels": False, "mamba_d_state": 8, "mamba_dt_rank": 4,
     },
     "deepseek_v3": LATENT,
+    "bailing_hybrid": {**LATENT, "head_dim": 8, "layer_types": ["linear_attention", "full_attention"] * 2},
     "bamba": {**MAMBA2, "attn_layer_indices": [1]},
     "deepseek_v2": {**LATENT, "q_lora_rank": None},
+    "deepseek_v32": INDEXED,
     "diffllama": {},
     "falcon_h1": {**MAMBA2, "mamba_d_ssm": 64, "mamba_expand": 2},
+    "falcon_mamba": {"state_size": 8},
     "gemma2": {"sliding_window": 5, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 3.0},
     "gemma4_text": {
         **MIXED, "global_head_dim": 16, "vocab_size_per_layer_input": 97, "hidden_size_per_layer_input": 8,
     },
+    "glm_moe_dsa": INDEXED,
     "gpt_oss": {**MIXED, **DEFAULT_ROPE, "num_local_experts": 4, "num_experts_per_tok": 2},
     "granitemoehybrid": {
         **MAMBA2, "layer_types": ["mamba", "attention"] * 2, "num_local_experts": 4, "num_experts_per_tok": 2,
         "shared_intermediate_size": 16,
     },
+    "kimi_linear": {
+        **LATENT, "head_dim": 8, "num_experts": 8, "num_experts_per_token": 2,
+        "linear_attn_config": {
+            "full_attn_layers": [4], "kda_layers": [1, 2, 3], "head_dim": 8, "num_heads": 4,
+            "short_conv_kernel_size": 4,
+        },
+    },
     "lfm2": {**SHORT_CONVOLUTIONS, "block_auto_adjust_ff_dim": False},
     "lfm2_moe": {**SHORT_CONVOLUTIONS, **EXPERTS, "num_dense_layers": 1},
+    "lfm3": {},
     "llama4_text": {
         "layer_types": ["chunked_attention", "full_attention"] * 2, "attention_chunk_size": 7, "num_local_experts": 4,
         "intermediate_size_mlp": 48, "interleave_moe_layer_step": 2,

@@ -21,8 +21,8 @@ from dflash_testing.paths import ROOT
 
 KINDS = [kind if kind in OWN_CACHE_DEFAULT else pytest.param(kind, marks=pytest.mark.slow) for kind in OWN_CACHE]
 
-ONE_BY_ONE = ("jamba", "mamba", "minimax")
-WITHOUT_EMBEDDING = ("mamba", "mamba2")
+ONE_BY_ONE = ("falcon_mamba", "jamba", "mamba", "minimax")
+WITHOUT_EMBEDDING = ("falcon_mamba", "mamba", "mamba2")
 """Families whose first hidden state is that after the first layer."""
 
 CROPPED = ("deepseek_v2", "deepseek_v3", "diffllama")
