@@ -129,6 +129,7 @@ OWN_CACHE: Mapping[str, Json] = {
     "gemma4_text": {
         **MIXED, "global_head_dim": 16, "vocab_size_per_layer_input": 97, "hidden_size_per_layer_input": 8,
     },
+    "glm4_moe_lite": {**LATENT, "head_dim": 8, "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]},
     "glm_moe_dsa": INDEXED,
     "gpt_oss": {**MIXED, **DEFAULT_ROPE, "num_local_experts": 4, "num_experts_per_tok": 2},
     "granitemoehybrid": {

@@ -25,7 +25,7 @@ ONE_BY_ONE = ("falcon_mamba", "jamba", "mamba", "minimax")
 WITHOUT_EMBEDDING = ("falcon_mamba", "mamba", "mamba2")
 """Families whose first hidden state is that after the first layer."""
 
-CROPPED = ("deepseek_v2", "deepseek_v3", "diffllama")
+CROPPED = ("deepseek_v2", "deepseek_v3", "diffllama", "glm4_moe_lite")
 
 
 @pytest.mark.parametrize("kind", KINDS)
