@@ -54,6 +54,9 @@ ADAPTER = "adapter_config.json"
 SINKS = "sinks"
 """How tensors of attention sinks end."""
 
+LOGIT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+"""What configs call the bound of the logits."""
+
 REACH = 2**20
 """Tokens back to which the mask of the trial is compared with a window."""
 
@@ -320,7 +323,8 @@ def read_head(config: TargetConfig, model: "PreTrainedModel", placement: Placeme
     multiplier = 1 / float(getattr(text, "logits_scaling", None) or 1.0)
     for name in ("logit_scale", "lm_head_multiplier"):
         multiplier *= float(getattr(text, name, None) or 1.0)
-    cap = getattr(text, "final_logit_softcapping", None)
+    caps = (getattr(text, name, None) for name in LOGIT_CAPS)
+    cap = next((value for value in caps if value), None)
     return ScaledHead(head.weight, head.bias, placement.kernels, multiplier, cap)
 
 

@@ -31,7 +31,7 @@ from dflash_runtime.models.placement import Placement
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-CACHE_NAMES = ("past_key_values", "cache_params")
+CACHE_NAMES = ("past_key_values", "cache_params", "state")
 """What decoders call their cache, as an argument and in what they return."""
 
 MOST_ROWS = 512

@@ -160,6 +160,7 @@ OWN_CACHE: Mapping[str, Json] = {
     "olmo_hybrid": LINEAR,
     "qwen3_5_moe_text": {**LINEAR, **EXPERTS, "shared_expert_intermediate_size": 16},
     "qwen3_next": {**LINEAR, **EXPERTS, "shared_expert_intermediate_size": 16},
+    "rwkv": {"attention_hidden_size": 32},
     "zamba2": {
         "mamba_d_state": 8, "n_mamba_heads": 8, "mamba_headdim": 8, "mamba_ngroups": 2, "chunk_size": 8,
         "layers_block_type": ["mamba", "hybrid"] * 2,

@@ -22,7 +22,7 @@ from dflash_testing.paths import ROOT
 KINDS = [kind if kind in OWN_CACHE_DEFAULT else pytest.param(kind, marks=pytest.mark.slow) for kind in OWN_CACHE]
 
 ONE_BY_ONE = ("falcon_mamba", "jamba", "mamba", "minimax")
-WITHOUT_EMBEDDING = ("falcon_mamba", "mamba", "mamba2")
+WITHOUT_EMBEDDING = ("falcon_mamba", "mamba", "mamba2", "rwkv")
 """Families whose first hidden state is that after the first layer."""
 
 CROPPED = ("deepseek_v2", "deepseek_v3", "diffllama", "glm4_moe_lite")
@@ -78,6 +78,11 @@ class TestTrial:
         with pytest.raises(
             UnsupportedError, match="deepseek_v3 targets: a cache that gives other hidden states than no"
         ):
+            host_own_cache(tmp_path)
+
+    def test_a_state_that_is_kept_elsewhere_is_refused(self, tmp_path: Path) -> None:
+        make_model(tmp_path, "recurrent_gemma", lru_width=32, attention_window_size=8)
+        with pytest.raises(UnsupportedError, match="recurrent_gemma targets: a cache that gives other hidden states"):
             host_own_cache(tmp_path)
 
     def test_code_that_fails_is_named(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
