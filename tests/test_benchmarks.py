@@ -19,6 +19,7 @@ from dflash_testing.paths import ROOT
 sys.path.append(str(ROOT / "examples" / "benchmarks"))
 
 import experts
+import hosted
 import load
 import step_time
 from timing import accounting, engine_arms, forced, plan, report
@@ -43,6 +44,17 @@ def test_experts_are_timed_in_each_way(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert [line.split()[1] for line in lines[1:4]] == ["one_by_one", "grouped", "captured"]
     assert [line.split()[:3] for line in lines[-4:]] == [
         [arm, "1", captured] for captured in ("False", "True") for arm in ("plain", "dflash")
+    ]
+
+
+def test_a_hosted_target_is_timed_and_its_text_judged(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["hosted.py", *SMALL, "--batches", "1"])
+    assert hosted.main() == 0
+    cells = [line.split() for line in capsys.readouterr().out.splitlines()[-2:]]
+    assert [(row[0], row[3], row[-2:]) for row in cells] == [
+        ("transformers-cache", arm, ["0", "0"]) for arm in ("plain", "dflash")
     ]
 
 

@@ -113,10 +113,7 @@ DEFAULT_ROPE: Json = {"rope_parameters": {"rope_type": "default", "rope_theta": 
 
 OWN_CACHE: Mapping[str, Json] = {
     "qwen3_5_text": LINEAR,
-    "jamba": {
-        "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1,
-        "num_experts": 4, "use_mamba_kernels": False, "mamba_d_state": 8, "mamba_dt_rank": 4,
-    },
+    "mamba": {"state_size": 8},
     "deepseek_v3": LATENT,
     "bailing_hybrid": {**LATENT, "head_dim": 8, "layer_types": ["linear_attention", "full_attention"] * 2},
     "bamba": {**MAMBA2, "attn_layer_indices": [1]},
@@ -136,6 +133,10 @@ OWN_CACHE: Mapping[str, Json] = {
         **MAMBA2, "layer_types": ["mamba", "attention"] * 2, "num_local_experts": 4, "num_experts_per_tok": 2,
         "shared_intermediate_size": 16,
     },
+    "jamba": {
+        "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1,
+        "num_experts": 4, "use_mamba_kernels": False, "mamba_d_state": 8, "mamba_dt_rank": 4,
+    },
     "kimi_linear": {
         **LATENT, "head_dim": 8, "num_experts": 8, "num_experts_per_token": 2,
         "linear_attn_config": {
@@ -150,7 +151,6 @@ OWN_CACHE: Mapping[str, Json] = {
         "layer_types": ["chunked_attention", "full_attention"] * 2, "attention_chunk_size": 7, "num_local_experts": 4,
         "intermediate_size_mlp": 48, "interleave_moe_layer_step": 2,
     },
-    "mamba": {"state_size": 8},
     "mamba2": {"state_size": 8, "num_heads": 8, "n_groups": 2, "chunk_size": 8},
     "minimax": {"layer_types": ["linear_attention", "full_attention"] * 2, "num_local_experts": 4, "block_size": 8},
     "nemotron_h": {
