@@ -34,16 +34,19 @@ if TYPE_CHECKING:
 CACHE_NAMES = ("past_key_values", "cache_params", "state")
 """What decoders call their cache, as an argument and in what they return."""
 
-MOST_ROWS = 512
-"""Rows of one forward after a cache: transformers' attention writes its scores, rows times text."""
+SCORE_BYTES = 256 * 2**20
+"""What the scores of one layer may take, which transformers' attention writes: heads times rows times text, twice."""
+
+LEAST_ROWS = 64
+"""Rows of one forward whatever the scores take, so that a block is never parted."""
 
 MOST_PENDING = 32
 """Kept tokens that are read again before each block until there are so many; then they go into the cache."""
 
-TRIAL_STARTS = (1, 66)
+TRIAL_START = 66
 TRIAL_KEPT = (1, 3, 2, 4)
 TRIAL_BLOCK = 4
-"""The trial: after prompts of so many tokens, blocks of four of which so many are kept."""
+"""The trial: after a prompt of one token and one of many, blocks of four of which so many are kept."""
 
 LEAST_TOLERANCE = 1e-3
 """How far a cache may be from no cache by rounding, relative to the hidden states; sqrt(eps) of the dtype if more."""
@@ -131,7 +134,10 @@ class OwnCacheTarget:
 
     def _run(self, cache: Any, token_ids: Tensor, start: int, taps: Sequence[int]) -> tuple[Tensor, Tensor | None, Any]:
         """Tokens after a cache, in as few forwards as are right -> hidden states, features, and the cache with them."""
-        size = MOST_ROWS if self.reads_at_once else len(token_ids) if cache is None else 1
+        if self.reads_at_once:
+            size = _num_rows(self.config, start + len(token_ids))
+        else:
+            size = len(token_ids) if cache is None else 1
         rows, tapped = [], []
         for piece in token_ids.split(size):
             hidden, features, cache = self._forward(piece, start, taps, cache=cache)
@@ -177,6 +183,21 @@ def load_own_cache(source: TargetSource, config: TargetConfig, placement: Placem
     return target
 
 
+def score_bytes(config: TargetConfig, num_rows: int) -> int:
+    """Bytes of the scores of one layer at most, if prompts are read in chunks of so many rows."""
+    return max(SCORE_BYTES, _score_bytes(config, num_rows) * num_rows)
+
+
+def _score_bytes(config: TargetConfig, num_tokens: int) -> int:
+    """Bytes of the scores of a row in a text of so many tokens, in float32 and as they were."""
+    return 2 * torch.float32.itemsize * config.num_heads * num_tokens
+
+
+def _num_rows(config: TargetConfig, num_tokens: int) -> int:
+    """Rows of a text of so many tokens in one forward."""
+    return max(LEAST_ROWS, SCORE_BYTES // _score_bytes(config, num_tokens))
+
+
 def copy_cache(cache: Any) -> Any:
     """A cache that can be run on without changing this one."""
     shared = {id(item): item for layer in _grown_layers(cache) for item in (layer.keys, layer.values)}
@@ -209,7 +230,7 @@ def _try_out(target: OwnCacheTarget, model: "PreTrainedModel", device: torch.dev
         UnsupportedError: no way is right.
     """
     config = target.config
-    num_tokens = max(TRIAL_STARTS) + sum(TRIAL_KEPT)
+    num_tokens = min(TRIAL_START + sum(TRIAL_KEPT), config.max_position_embeddings)
     generator = torch.Generator().manual_seed(0)
     token_ids = torch.randint(0, config.vocab_size, (num_tokens,), generator=generator).to(device)
     said = model(input_ids=token_ids[None], use_cache=False).logits[0]
@@ -242,7 +263,7 @@ def _is_within(target: OwnCacheTarget, token_ids: Tensor, wanted: Tensor, allowe
 def _distance(target: OwnCacheTarget, token_ids: Tensor, wanted: Tensor) -> float:
     """How far the hidden states of a text, of whose blocks parts are rejected, are from those of one forward."""
     parts, counted = [], []
-    for start in TRIAL_STARTS:
+    for start in (1, len(token_ids) - sum(TRIAL_KEPT)):
         text = TextCache()
         parts.append(target.read(text, token_ids[:start], 0, (), is_final=True)[0])
         counted.append(wanted[:start])

@@ -6,6 +6,7 @@ of the checkpoint's config.
 Axis letters: T flat rows, F feature width (taps x hidden), V vocabulary.
 """
 
+import gc
 import logging
 from collections.abc import Sequence
 from functools import cache
@@ -128,6 +129,7 @@ def load_target(source: TargetSource, placement: Placement, runtime: str = "nati
             return load_hosted(source, config, placement)
         except UnsupportedError as error:
             logger.info("not over pages: %s", error.message)
+        gc.collect()  # the model that was refused, of which memory may not hold two
         config = read_own_cache_config(source)
     if found != "native":
         return load_own_cache(source, config, placement)

@@ -110,6 +110,20 @@ class TestTrial:
         torch.testing.assert_close(hidden, wanted[13:], rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("kind", OWN_CACHE_DEFAULT)
+def test_a_long_text_is_read_in_pieces(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_model(tmp_path, kind)
+    target = host_own_cache(tmp_path)
+    monkeypatch.setattr(own_cache, "SCORE_BYTES", 1)
+    monkeypatch.setattr(own_cache, "LEAST_ROWS", 4)
+    ids = torch.randint(0, BODY["vocab_size"], (40,), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        hidden, features = target.read(TextCache(), ids, 0, (1,), is_final=True)
+        wanted, tapped = target(ids, torch.arange(40), lambda *_: ids, (1,))  # type: ignore[arg-type]
+    torch.testing.assert_close(hidden, wanted, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(features, tapped, rtol=1e-3, atol=1e-3)
+
+
 class TestSizes:
     def test_latent_attention_keeps_what_it_computes_with(self, tmp_path: Path) -> None:
         """One vector of 16 and a rotated key of 8 numbers for all heads, in 4 layers."""
