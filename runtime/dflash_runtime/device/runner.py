@@ -161,7 +161,11 @@ class Runner:
         # so it becomes 0 here.
         ids = torch.cat((step.block_ids[:, :1], proposal.token_ids.clamp(min=0)), dim=1).flatten()
         positions = step.positions[:, :width]
-        hidden, features = self._verify(step, rows, ids, page_table)
+        if self.texts is None:
+            hidden, features = self.target(ids, positions.flatten(), self._attend_target(step, page_table), self._taps)
+        else:
+            blocks = ids.view(len(rows), -1)
+            hidden, features = self.texts.verify(rows.tolist(), step.context_lens.tolist(), blocks, self._taps)
         chosen, max_accepted, is_finite = self._choose(hidden, positions, sampling, proposal, step.max_accepted)
         packed, slots = self.kernels.close_step(state, rows, step, proposal.token_ids, chosen, max_accepted, is_finite)
         # Context KV of committed rows only, in the step that commits them and also where nothing was drafted: a later
@@ -246,20 +250,13 @@ class Runner:
             )  # fmt: skip
         return chosen, max_accepted, is_finite.view_as(positions)
 
-    def _verify(
-        self, step: StepRows, rows: Tensor, token_ids: Tensor, page_table: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
-        """The verified rows of batch rows [R] through the target, which stores their KV."""
-        if self.texts is not None:
-            blocks = token_ids.view(len(rows), -1)
-            return self.texts.verify(rows.tolist(), step.context_lens.tolist(), blocks, self._taps)
+    def _attend_target(self, step: StepRows, page_table: Tensor) -> PagedAttention:
+        """The target's attention over the rows' pages, where it stores the KV of verified rows."""
         config = self.target.config
         causal = (True,) * config.num_layers
-        attend = PagedAttention(
+        return PagedAttention(
             self.kernels, self.target_kv, page_table, step.context_lens, causal, config.windows, step.slots
         )
-        positions = step.positions[:, : step.slots.shape[1]].flatten()
-        return self.target(token_ids, positions, attend, self._taps)
 
     def _write_context(self, features: Tensor | None, positions: Tensor, slots: Tensor) -> None:
         """Context KV of rows [R, N]; those with PAD are dropped."""
