@@ -184,6 +184,23 @@ def test_the_last_positions_of_the_model(stateful: Any) -> None:
     assert list(output.token_ids) == plain_text(model, prompt, 12)
 
 
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_a_text_ends_where_the_rope_would_change(kind: str, tmp_path: Path) -> None:
+    rope: dict[str, Any] = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0}
+    if kind == "longrope":
+        factors = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+        rope |= {**factors, "original_max_position_embeddings": 64}
+    model = make_model(
+        tmp_path, "llama", rope_parameters=rope, max_position_embeddings=64 if kind == "dynamic" else 256
+    )
+    target = host_own_cache(tmp_path)
+    (prompt,) = random_prompts((40,), target.config.vocab_size)
+    text = plain_text(model, prompt, 24)
+    draft = draft_of(target, [Known([*prompt, *text], 5)])
+    (output,) = random_llm(target, draft, NUM_DRAFTS).generate([prompt], replace(PARAMS, max_new_tokens=100))
+    assert list(output.token_ids) == text
+
+
 class TestWithoutRestoring:
     """What happens to a text where rejected tokens stay, as they do in z-lab's own loop."""
 
