@@ -94,11 +94,12 @@ ThreadsOption = Annotated[
     ),
 ]
 TargetRuntimeOption = Annotated[
-    Literal["auto", "native", "transformers"],
+    Literal["auto", "native", "transformers", "transformers-cache"],
     typer.Option(
         "--target-runtime",
-        help="Whose code runs the target: this runtime's (native), or transformers' over the same KV pages, which is "
-        "slow. auto is native where it serves the target's model type, transformers otherwise.",
+        help="Whose code runs the target: this runtime's (native), or transformers', which is slow: over the same KV "
+        "pages where these do, otherwise, or always (transformers-cache), with its own cache, one request after "
+        "another. auto is native where it serves the target's model type, transformers otherwise.",
         rich_help_panel=ENGINE,
     ),
 ]

@@ -25,7 +25,7 @@ from dflash_runtime.checkpoint.canonical_names import find_quantization, refuse_
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.errors import CheckpointError, UnsupportedError
 from dflash_runtime.models.target import find_target_runtime, target_families
-from dflash_testing.hosted_models import BODY, SERVED
+from dflash_testing.hosted_models import BODY, OWN_CACHE, SERVED
 from dflash_testing.published_pairs import TARGETS, read_table, write_headers
 
 
@@ -41,6 +41,9 @@ class Tried:
 TRIED = {
     "native": Tried("natively", "test_families.py", target_families()),
     "transformers": Tried("slowly, by transformers over our pages", "test_hosted_targets.py", SERVED),
+    "transformers-cache": Tried(
+        "very slowly, by transformers with its own cache", "test_own_cache_targets.py", OWN_CACHE
+    ),
 }
 """Whose code runs a target -> how it is tried."""
 

@@ -19,6 +19,7 @@ from dflash_testing.paths import ROOT
 sys.path.append(str(ROOT / "examples" / "benchmarks"))
 
 import experts
+import hosted
 import load
 import step_time
 from timing import accounting, engine_arms, forced, plan, report
@@ -52,6 +53,17 @@ def test_a_block_touches_most_experts() -> None:
     shape = experts.SHAPES["qwen3-30b-a3b"]
     touched = [(experts.read_bytes(shape, weights, rows) - 4) / 4 for rows in (1, 16, 512)]
     assert [round(count) for count in touched] == [8, 82, 128]
+
+
+def test_a_hosted_target_is_timed_and_its_text_judged(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["hosted.py", *SMALL, "--batches", "1"])
+    assert hosted.main() == 0
+    cells = [line.split() for line in capsys.readouterr().out.splitlines()[-2:]]
+    assert [(row[0], row[3], row[-2:]) for row in cells] == [
+        ("transformers-cache", arm, ["0", "0"]) for arm in ("plain", "dflash")
+    ]
 
 
 def test_step_times_are_written_as_json_lines(

@@ -216,11 +216,20 @@ class ExpertsConfig:
             raise InvalidConfig("num_experts_per_tok", self.num_chosen, f"at most num_experts {self.num_experts}")
 
 
+@dataclass(frozen=True, slots=True)
+class OwnCache:
+    """Bytes of a cache that a target keeps by itself: of each token, and of each text besides."""
+
+    token_bytes: int = 0
+    text_bytes: int = 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetConfig(TargetFacts):
-    """A decoder target of full and sliding layers, known well enough to be run.
+    """A decoder target, known well enough to be run: of full and sliding layers, unless it keeps its own cache.
 
     `other_kv_shapes` has KV heads and their size of the layers in which they are others than those of the config.
+    With `own_cache` none of its KV is in our pages, and heads and windows are nobody's to read but its own code's.
     """
 
     intermediate_size: int
@@ -236,6 +245,7 @@ class TargetConfig(TargetFacts):
     mlp_bias: bool = False
     experts: ExpertsConfig | None = None
     other_kv_shapes: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    own_cache: OwnCache | None = None
 
     def __post_init__(self) -> None:
         TargetFacts.__post_init__(self)
@@ -262,7 +272,8 @@ class EngineConfig:
     another number each time. With `graphs`, decode steps on a GPU are captured as CUDA graphs. With `adaptive_width`
     steps verify as many rows of a block as promise the most tokens a second on this GPU, or decode plainly: the text is
     the same, and the acceptance that is counted is capped. `target_runtime` says whose code runs the target: a native
-    family, transformers, or with "auto" transformers where no native family serves it.
+    family, transformers, or with "auto" transformers where no native family serves it. transformers' code keeps its own
+    cache where our pages do not do, and with "transformers-cache" in any case.
     """
 
     device: str = "auto"
@@ -309,7 +320,7 @@ CHOICES = {
     "kernels": ("auto", "triton", "reference"),
     "draft_sampling": ("greedy", "probabilistic"),
     "scheduling": ("async", "sync"),
-    "target_runtime": ("auto", "native", "transformers"),
+    "target_runtime": ("auto", "native", "transformers", "transformers-cache"),
 }
 """What each engine setting that is a word may be."""
 

@@ -66,7 +66,7 @@ class LLM:
         draft_config = pair.draft.config if pair.draft is not None else None
         num_pages = fit_num_pages(pair.config, pair.target.config, draft_config, pair.limits, pair.placement)
         pages = PagePool(num_pages, pair.config.page_size)
-        cache = PrefixCache(pages, is_enabled=pair.config.prefix_cache)
+        cache = PrefixCache(pages, is_enabled=pair.has_prefix_cache)
         max_in_flight = pair.config.max_in_flight if pair.config.is_async else 0
         runner = Runner(pair, num_pages)
         scheduler = Scheduler(pair.limits, pages, cache, find_width_policy(pair, runner))

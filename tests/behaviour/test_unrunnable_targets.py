@@ -104,7 +104,7 @@ def test_running_it_is_refused(name: str, draft: Path, tmp_path: Path) -> None:
 
 def test_the_run_level_is_refused_too(draft: Path, tmp_path: Path) -> None:
     target = make(tmp_path / "target", "qwen3_next")
-    outcome = support.invoke("validate", draft, "--target", target, "--level", "run")
+    outcome = support.invoke("validate", draft, "--target", target, "--level", "run", "--target-runtime", "native")
     assert outcome.code == 5, outcome.err
 
 

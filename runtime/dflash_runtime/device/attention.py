@@ -69,13 +69,15 @@ def check_capability(
             able = [name for name, other in backends.items() if other.can(need)]
             hint = f"--kernels {able[0]}" if able else None
             raise UnsupportedError(f"{need.where} needs {need}, which the {backend} backend cannot do", hint=hint)
-    widest = max(size for config in (target, draft) if config is not None for _, size in config.kv_shapes)
+    paged = (None if target.own_cache is not None else target, draft)
+    widest = max((size for config in paged if config is not None for _, size in config.kv_shapes), default=0)
     if capability.max_head_dim is not None and widest > capability.max_head_dim:
         raise UnsupportedError(f"head_dim {widest}, the {backend} backend serves up to {capability.max_head_dim}")
 
 
 def _needs(target: TargetConfig, draft: DraftConfig | None) -> list[Need]:
-    needs = [Need(f"target layer {layer}", True, window) for layer, window in enumerate(target.windows)]
+    own = target.own_cache is not None
+    needs = [] if own else [Need(f"target layer {layer}", True, window) for layer, window in enumerate(target.windows)]
     if draft is not None:
         needs += [
             Need(f"draft layer {layer}", is_causal, window)

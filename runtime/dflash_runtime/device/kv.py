@@ -46,7 +46,10 @@ def _shaped(rows: Tensor, num_heads: int, head_dim: int) -> Tensor:
 
 
 def bytes_per_token(config: TargetConfig | DraftConfig, dtype: torch.dtype) -> int:
-    """KV bytes one token takes over all layers."""
+    """KV bytes one token takes over all layers, in pages or in the target's own cache."""
+    own_cache = getattr(config, "own_cache", None)
+    if own_cache is not None:
+        return int(own_cache.token_bytes)
     return 2 * config.num_layers * _width(config) * dtype.itemsize
 
 

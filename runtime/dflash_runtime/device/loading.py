@@ -50,6 +50,11 @@ class LoadedPair:
         is_safe = all(getattr(model, "follows_from_shapes", False) for model in models)
         return is_safe and can_capture(self.config, self.placement.device, self.placement.kernels)
 
+    @property
+    def has_prefix_cache(self) -> bool:
+        """Whether prompts that begin alike share pages: not where a target keeps its own cache, since pages lack it."""
+        return self.config.prefix_cache and self.target.config.own_cache is None
+
     def with_draft(self, config: DraftConfig) -> "LoadedPair":
         """The same pair with its draft's weights read by another config."""
         assert self.draft_weights is not None, "a pair that was loaded with a draft"
@@ -87,13 +92,16 @@ def load_pair(target: TargetSource, draft: DraftLike | None, config: EngineConfi
     placement = Placement(device, dtype, kernels, limits.max_model_len + limits.num_lookahead_tokens)
     check_capability(kernels.name, target_config, draft.config if draft is not None else None, placement.dtype_name)
     config, warnings = apply_exclusions(config, placement, limits.num_draft_tokens)
-    if runtime == "transformers":
-        warnings = (*warnings, slow_warning(target_config))
+    started = time.perf_counter()
+    loaded = load_target(target, placement, runtime)
+    if loaded.config.own_cache is not None:
+        runtime = "transformers-cache"
+    if runtime != "native":
+        warnings = (*warnings, slow_warning(loaded.config))
     for text in warnings:
         logger.warning(text)
-    started = time.perf_counter()
     pair = LoadedPair(
-        target=load_target(target, placement, runtime),
+        target=loaded,
         draft=None,
         placement=placement,
         limits=limits,
@@ -101,6 +109,7 @@ def load_pair(target: TargetSource, draft: DraftLike | None, config: EngineConfi
         warnings=warnings,
         target_runtime=runtime,
     )
+    pair = replace(pair, config=replace(config, prefix_cache=pair.has_prefix_cache))
     if draft is not None:
         pair = replace(pair, draft_weights=load_draft_weights(draft, placement)).with_draft(draft.config)
     if device.type == "cuda":
@@ -111,6 +120,11 @@ def load_pair(target: TargetSource, draft: DraftLike | None, config: EngineConfi
 
 def slow_warning(target: TargetConfig) -> str:
     """What is said of every target that no native family runs."""
+    if target.own_cache is not None:
+        return (
+            f"the {target.model_type} target runs very slowly: transformers' own code with its own cache, one request "
+            "after another, without prefix cache and CUDA graphs; its times say nothing of the pair's speed"
+        )
     return (
         f"the {target.model_type} target runs slowly: transformers' own code over our pages, without CUDA graphs; "
         "its times say nothing of the pair's speed"

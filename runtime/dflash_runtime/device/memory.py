@@ -12,6 +12,7 @@ import torch
 from dflash_runtime.config import DraftConfig, EngineConfig, TargetConfig
 from dflash_runtime.device.kv import bytes_per_token
 from dflash_runtime.errors import CapacityError
+from dflash_runtime.models.own_cache import score_bytes
 from dflash_runtime.models.placement import Placement
 from dflash_runtime.scheduling.limits import Limits
 from dflash_runtime.scheduling.width import widths_for
@@ -47,11 +48,11 @@ def fit_num_pages(
         return config.num_pages
     configs = [item for item in (target, draft) if item is not None]
     token_bytes = sum(bytes_per_token(item, placement.dtype) for item in configs)
-    page_bytes = config.page_size * token_bytes
+    page_bytes = max(1, config.page_size * token_bytes)
     wanted = limits.max_num_requests * -(-limits.max_model_len // config.page_size) + 1
     budget = config.kv_memory_bytes
     if budget is None:
-        withheld = scratch_bytes(config, target, draft, limits, placement)
+        withheld = scratch_bytes(config, target, draft, limits, placement) + own_cache_bytes(target, limits)
         budget = _free_bytes(placement.device, config.gpu_memory_utilization) - withheld
         logger.info("%s are kept free for steps", _gib(withheld))
     affordable = max(0, budget) // page_bytes
@@ -122,6 +123,14 @@ def _decode_bytes(
     logits = (num_drafted + num_verified) * limits.vocab_size
     distributions = 2 * num_verified * limits.vocab_size if has_distributions else 0
     return num_verified * widest + logits * dtype.itemsize + distributions * torch.float64.itemsize
+
+
+def own_cache_bytes(target: TargetConfig, limits: Limits) -> int:
+    """What a target that keeps its own cache has of each text however long it is, and the scores of its attention."""
+    if target.own_cache is None:
+        return 0
+    scores = score_bytes(target, min(limits.max_batched_tokens, limits.max_model_len))
+    return limits.max_num_requests * target.own_cache.text_bytes + scores
 
 
 def _table_bytes(config: EngineConfig, limits: Limits) -> int:

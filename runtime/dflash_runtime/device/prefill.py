@@ -23,6 +23,7 @@ from dflash_kernels.suite import Kernels
 from dflash_runtime.device.kv import KVCache
 from dflash_runtime.device.results import StepResults
 from dflash_runtime.device.state import DeviceState, Uploader
+from dflash_runtime.device.texts import Texts
 from dflash_runtime.models.target import Target
 from dflash_runtime.scheduling.batch import Chunk
 from dflash_runtime.scheduling.request import Request
@@ -76,6 +77,7 @@ class Prefill:
     target: Target
     kernels: Kernels
     cache: KVCache
+    texts: Texts | None
     state: DeviceState
     upload: Uploader
     taps: tuple[int, ...]
@@ -109,10 +111,13 @@ class Prefill:
         is_done, packed = torch.zeros_like(rows, dtype=torch.bool), None
         if filled:
             positions, slots = self._locate(len(token_ids), ends, shifts, table_rows)
-            windows = self.target.config.windows
-            cut = {shape: (item, ints) for (shape, item), ints in zip(plans.items(), placed, strict=True)}
-            attend = RaggedAttention(self.kernels, self.cache, self.state.page_table, cut, windows, slots)
-            hidden, features = self.target(token_ids, positions, attend, self.taps)
+            if self.texts is not None:
+                hidden, features = self.texts.fill(filled, token_ids, self.taps)
+            else:
+                windows = self.target.config.windows
+                cut = {shape: (item, ints) for (shape, item), ints in zip(plans.items(), placed, strict=True)}
+                attend = RaggedAttention(self.kernels, self.cache, self.state.page_table, cut, windows, slots)
+                hidden, features = self.target(token_ids, positions, attend, self.taps)
             self.write_context(features, positions, slots)
         if fresh:
             results = self._first_tokens(fresh, rows, hidden[last_rows], positions[last_rows], remaining)

@@ -29,6 +29,8 @@ from dflash_runtime.device.loading import LoadedPair
 from dflash_runtime.device.prefill import Prefill
 from dflash_runtime.device.results import PendingForward
 from dflash_runtime.device.state import DeviceState, Uploader
+from dflash_runtime.device.texts import Texts
+from dflash_runtime.models.own_cache import OwnCacheTarget
 from dflash_runtime.models.placement import as_current
 from dflash_runtime.scheduling.batch import Batch
 from dflash_runtime.scheduling.request import Request
@@ -73,7 +75,9 @@ class Runner:
         self.device = pair.placement.device
         self.page_size = page_size = pair.config.page_size
         self.samples_drafts = pair.config.draft_sampling == "probabilistic"
-        self.target_kv = KVCache(self.target.config, num_pages, page_size, pair.placement)
+        self.texts = Texts(self.target) if isinstance(self.target, OwnCacheTarget) else None
+        num_target_pages = num_pages if self.texts is None else 0
+        self.target_kv = KVCache(self.target.config, num_target_pages, page_size, pair.placement)
         self.draft_kv = KVCache(self.draft.config, num_pages, page_size, pair.placement) if self.draft else None
         # A block may begin on the last position, so the table is a block wider than the model is long.
         max_pages = -(-(self.limits.max_model_len + self.limits.num_lookahead_tokens) // page_size)
@@ -98,6 +102,8 @@ class Runner:
         """
         with self._on_device():
             num_rows = self.limits.num_lookahead_tokens
+            if self.texts is not None:
+                self.texts.drop_ended()
             self.state.admit(batch.admitted, batch.additions, num_rows, self.page_size, self._upload)
             pending = []
             if batch.decode:
@@ -155,7 +161,11 @@ class Runner:
         # so it becomes 0 here.
         ids = torch.cat((step.block_ids[:, :1], proposal.token_ids.clamp(min=0)), dim=1).flatten()
         positions = step.positions[:, :width]
-        hidden, features = self.target(ids, positions.flatten(), self._attend_target(step, page_table), self._taps)
+        if self.texts is None:
+            hidden, features = self.target(ids, positions.flatten(), self._attend_target(step, page_table), self._taps)
+        else:
+            blocks = ids.view(len(rows), -1)
+            hidden, features = self.texts.verify(rows.tolist(), step.context_lens.tolist(), blocks, self._taps)
         chosen, max_accepted, is_finite = self._choose(hidden, positions, sampling, proposal, step.max_accepted)
         packed, slots = self.kernels.close_step(state, rows, step, proposal.token_ids, chosen, max_accepted, is_finite)
         # Context KV of committed rows only, in the step that commits them and also where nothing was drafted: a later
@@ -169,6 +179,7 @@ class Runner:
             target=self.target,
             kernels=self.kernels,
             cache=self.target_kv,
+            texts=self.texts,
             state=self.state,
             upload=self._upload,
             taps=self._taps,

@@ -55,6 +55,9 @@ WORDS = {"position_bias": "a bias on attention"}
 ADAPTER = "adapter_config.json"
 """Where there is one, transformers loads the model that it names."""
 
+LOGIT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+"""What configs call the bound of the logits."""
+
 REACH = 2**20
 """Tokens back to which the mask of the trial is compared with a window."""
 
@@ -165,9 +168,9 @@ class HostedTarget:
         self.config = config
         embedding: Any = model.get_input_embeddings()
         self.embedding: Tensor = embedding.weight
-        self.head: Linear = _read_head(config, model, placement)
+        self.head: Linear = read_head(config, model, placement)
         self._decoder = model.get_decoder()
-        self._layers = _find_layers(config, self._decoder)
+        self._layers = find_layers(config, self._decoder)
 
     def __call__(
         self, token_ids: Tensor, positions: Tensor, attend: Attend, taps: Sequence[int]
@@ -180,7 +183,7 @@ class HostedTarget:
     ) -> tuple[Tensor, Tensor | None]:
         """One forward with whatever attention."""
         outputs: dict[int, Tensor] = {}
-        hooks = [self._layers[tap].register_forward_hook(partial(_keep, outputs, tap)) for tap in set(taps)]
+        hooks = [self._layers[tap].register_forward_hook(partial(keep_output, outputs, tap)) for tap in set(taps)]
         try:
             with calling(attention):
                 rows = self._decoder(input_ids=token_ids[None], position_ids=positions[None], use_cache=False)
@@ -197,7 +200,7 @@ def load_hosted(source: TargetSource, config: TargetConfig, placement: Placement
         UnsupportedError: packed weights, or a model that asks for what our attention does not do.
         CheckpointError: tensors are missing or misshapen, or transformers does not load them.
     """
-    model = _load_model(source, config, placement)
+    model = load_model(source, config, placement)
     target = HostedTarget(config, model, placement)
     try:
         with torch.inference_mode():
@@ -205,16 +208,12 @@ def load_hosted(source: TargetSource, config: TargetConfig, placement: Placement
     except (DFlashError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # a model may fail in any way, and not for a fault of this program
-        raise _unsupported(config, f"its own code fails on four tokens: {_first_line(error)}") from error
+        raise _unsupported(config, f"its own code fails on four tokens: {first_line(error)}") from error
     return target
 
 
-def check_hosted_headers(source: TargetSource, config: TargetConfig) -> None:
-    """Refuse by files and headers alone what would be refused after loading, and what transformers would load instead.
-
-    Raises:
-        UnsupportedError: packed weights, or an adapter, which names a model of its own.
-    """
+def check_hosted_files(source: TargetSource, config: TargetConfig) -> None:
+    """As far as it is the same with a cache of transformers' own."""
     if (source.checkpoint.path / ADAPTER).exists():
         raise _unsupported(config, f"an adapter ({ADAPTER}) beside the weights")
     refuse_packed(source.checkpoint.path, find_quantization(source.checkpoint))
@@ -270,7 +269,10 @@ def _reach(config: TargetConfig) -> int:
     return max(2, min(config.max_position_embeddings, REACH))
 
 
-def _load_model(source: TargetSource, config: TargetConfig, placement: Placement) -> "PreTrainedModel":
+def load_model(
+    source: TargetSource, config: TargetConfig, placement: Placement, *, attention: str = TRIAL
+) -> "PreTrainedModel":
+    """The model of a directory on the device, every tensor applied."""
     from transformers import AutoModelForCausalLM
 
     register_attention()
@@ -278,13 +280,13 @@ def _load_model(source: TargetSource, config: TargetConfig, placement: Placement
     try:
         with _quietly():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
-                path, dtype=placement.dtype, attn_implementation=TRIAL, trust_remote_code=False, use_safetensors=True,
-                local_files_only=True, output_loading_info=True, ignore_mismatched_sizes=True,
+                path, dtype=placement.dtype, attn_implementation=attention, trust_remote_code=False,
+                use_safetensors=True, local_files_only=True, output_loading_info=True, ignore_mismatched_sizes=True,
             )  # fmt: skip
     except torch.OutOfMemoryError:
         raise
     except (ValueError, KeyError, TypeError, RuntimeError, OSError, ImportError) as error:
-        raise CheckpointError(f"transformers does not load this target: {_first_line(error)}", path=path) from error
+        raise CheckpointError(f"transformers does not load this target: {first_line(error)}", path=path) from error
     model, info = loaded
     wrong = {name: (str(list(found)), str(list(wanted))) for name, found, wanted in info["mismatched_keys"]}
     if info["missing_keys"] or wrong:
@@ -312,18 +314,21 @@ def _quietly() -> Iterator[None]:
             their_logging.enable_progress_bar()
 
 
-def _read_head(config: TargetConfig, model: "PreTrainedModel", placement: Placement) -> ScaledHead:
+def read_head(config: TargetConfig, model: "PreTrainedModel", placement: Placement) -> ScaledHead:
     """The output embedding with what the families do to its logits; the trial shows whether that is all."""
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear):
         raise _unsupported(config, "a head that is no product with one matrix")
     text = model.config.get_text_config(decoder=True)
-    multiplier = float(getattr(text, "logit_scale", None) or 1.0) / float(getattr(text, "logits_scaling", None) or 1.0)
-    cap = getattr(text, "final_logit_softcapping", None)
+    multiplier = 1 / float(getattr(text, "logits_scaling", None) or 1.0)
+    for name in ("logit_scale", "lm_head_multiplier"):
+        multiplier *= float(getattr(text, name, None) or 1.0)
+    caps = (getattr(text, name, None) for name in LOGIT_CAPS)
+    cap = next((value for value in caps if value), None)
     return ScaledHead(head.weight, head.bias, placement.kernels, multiplier, cap)
 
 
-def _find_layers(config: TargetConfig, decoder: nn.Module) -> nn.ModuleList:
+def find_layers(config: TargetConfig, decoder: nn.Module) -> nn.ModuleList:
     """The decoder layers, whose outputs are tapped."""
     found = [item for item in decoder.children() if isinstance(item, nn.ModuleList) and len(item) == config.num_layers]
     if len(found) != 1:
@@ -331,7 +336,7 @@ def _find_layers(config: TargetConfig, decoder: nn.Module) -> nn.ModuleList:
     return found[0]
 
 
-def _keep(outputs: dict[int, Tensor], layer: int, module: nn.Module, inputs: object, output: Any) -> None:
+def keep_output(outputs: dict[int, Tensor], layer: int, module: nn.Module, inputs: object, output: Any) -> None:
     """A forward hook that keeps the residual stream after a layer."""
     rows = output if isinstance(output, Tensor) else output[0]
     outputs[layer] = rows[0]
@@ -359,12 +364,12 @@ def _try_out(target: HostedTarget, model: "PreTrainedModel", device: torch.devic
     hidden, features = target.run(token_ids, torch.arange(4, device=device), in_order, (0,))
     if features is None or features.shape != hidden.shape:
         raise _unsupported(config, "layers whose output is not the residual stream")
-    if not _is_close(target.head(hidden), said.logits[0]):
+    if not is_close(target.head(hidden), said.logits[0]):
         raise _unsupported(config, "a head that does more to its logits than scale and cap them")
     positions = torch.tensor([config.max_position_embeddings - 1, 0, 7, 3], device=device)
     rows, _ = target.run(token_ids, positions, in_order)
     swapped, _ = target.run(token_ids.flip(0), positions.flip(0), in_order)
-    if not _is_close(swapped.flip(0), rows):
+    if not is_close(swapped.flip(0), rows):
         raise _unsupported(
             config, "rows that depend on others than by attention, as a state or a cache would make them"
         )
@@ -376,13 +381,13 @@ def _own_values(layer: int, query: Tensor, keys: Tensor, values: Tensor, softmax
     return values.repeat_interleave(num_groups, dim=1) + 0.1 * (query + keys.repeat_interleave(num_groups, dim=1))
 
 
-def _is_close(one: Tensor, other: Tensor) -> bool:
+def is_close(one: Tensor, other: Tensor) -> bool:
     """Whether rows are the same but for rounding, which a factor or a term that is left out is not."""
     tolerance = max(8 * torch.finfo(one.dtype).eps, 1e-4)
     return bool((one - other).abs().max() <= tolerance * other.abs().max().clamp(min=1e-6))
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no reason given'}"
 
 

@@ -6,11 +6,12 @@ itself to it, once it is loaded.
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from dflash_runtime.checkpoint.hf_config import FULL, SLIDING, not_run, read_token_ids
 from dflash_runtime.checkpoint.pair import TargetSource
-from dflash_runtime.config import RopeConfig, TargetConfig
+from dflash_runtime.config import OwnCache, RopeConfig, TargetConfig
 from dflash_runtime.errors import CheckpointError, naming_file
 from dflash_runtime.json_values import is_int, is_number
 
@@ -36,6 +37,13 @@ MAY_DIFFER = frozenset({"head_dim", "num_key_value_heads"})
 
 ONLY_IMAGES = "vision"
 """Of `use_bidirectional_attention`: tokens of images alone see later ones."""
+
+NOT_A_CACHE = {"an encoder": "is_encoder_decoder", "attention to later tokens": "use_bidirectional_attention"}
+"""What no cache of earlier tokens can do -> the attribute of configs that says a model needs it."""
+
+POSITIONS_UNSTATED = 2**17
+"""Positions of a target whose config knows no end of a text."""
+
 A_FAMILY = "a native family (a file in dflash_runtime/models, see docs/architecture.md)"
 """What would run a target that nothing here runs."""
 
@@ -64,23 +72,51 @@ def read_hosted_config(source: TargetSource) -> TargetConfig:
         return _to_target_config(source, whole, text)
 
 
+def read_own_cache_config(source: TargetSource) -> TargetConfig:
+    """The same of a target that keeps its own cache: nothing is asked of its attention, if it has any.
+
+    Raises:
+        UnsupportedError: transformers does not know it, it has an encoder, or rows see later ones.
+        CheckpointError: transformers does not take the config.
+    """
+    path = source.checkpoint.config_path
+    whole = _open_config(source)
+    text = whole.get_text_config(decoder=True)
+    reasons = [f"{words} ({key})" for words, key in NOT_A_CACHE.items() if getattr(text, key, None) in (True, "all")]
+    if reasons:
+        raise not_run(text.model_type, tuple(reasons), path)
+    with naming_file(path):
+        config = _to_target_config(source, whole, text)
+    facts = source.facts  # of a depth that transformers counts by attentions, of which a layer may have two
+    windows = (None,) * facts.num_layers
+    return replace(
+        config,
+        own_cache=OwnCache(),
+        num_layers=facts.num_layers,
+        windows=windows,
+        layer_kinds=facts.layer_kinds,
+        other_kv_shapes={},
+    )
+
+
 def _to_target_config(source: TargetSource, whole: "PretrainedConfig", text: "PretrainedConfig") -> TargetConfig:
-    (num_kv_heads, head_dim), *others = _kv_shapes(text)
+    heads = _count(text, "num_attention_heads", 1)
+    (num_kv_heads, head_dim), *others = _kv_shapes(text, heads)
     epsilons = (getattr(text, name, None) for name in NORM_KEYS)
     windows = _windows(text)
     stops = (getattr(config, "eos_token_id", None) for config in (whole, text))
     return TargetConfig(
         model_type=text.model_type,
-        hidden_size=text.hidden_size,
-        num_layers=text.num_hidden_layers,
+        hidden_size=_count(text, "hidden_size", source.facts.hidden_size),
+        num_layers=_count(text, "num_hidden_layers", source.facts.num_layers),
         vocab_size=text.vocab_size,
-        max_position_embeddings=text.max_position_embeddings,
+        max_position_embeddings=_num_positions(text),
         rope=_rope(text),
         tie_word_embeddings=bool(getattr(whole, "tie_word_embeddings", False)),
         eos_token_ids=read_token_ids(next((stop for stop in stops if stop is not None), None)),
         dtype=source.facts.dtype,
         intermediate_size=_widest(text),
-        num_heads=text.num_attention_heads,
+        num_heads=heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         other_kv_shapes={layer: shape for layer, shape in enumerate(others, 1) if shape != (num_kv_heads, head_dim)},
@@ -90,16 +126,13 @@ def _to_target_config(source: TargetSource, whole: "PretrainedConfig", text: "Pr
     )
 
 
-def _kv_shapes(text: "PretrainedConfig") -> list[tuple[int, int]]:
+def _kv_shapes(text: "PretrainedConfig", heads: int) -> list[tuple[int, int]]:
     """KV heads and their size, of each layer."""
-    is_mixed, count = getattr(text, "is_heterogeneous", False), text.num_hidden_layers
+    is_mixed, count = getattr(text, "is_heterogeneous", False), _count(text, "num_hidden_layers", 1)
     layers: Any = text.per_layer_config if is_mixed else (text,) * count
-    heads = text.num_attention_heads
-    return [
-        (getattr(layer, "num_key_value_heads", None) or heads,
-         getattr(layer, "head_dim", None) or text.hidden_size // heads)
-        for layer in layers
-    ]  # fmt: skip
+    usual = max(1, _count(text, "hidden_size", 1) // heads)
+    shapes = [(_count(layer, "num_key_value_heads", heads), _count(layer, "head_dim", usual)) for layer in layers]
+    return [(kv_heads if heads % kv_heads == 0 else heads, size) for kv_heads, size in shapes]
 
 
 def _open_config(source: TargetSource) -> "PretrainedConfig":
@@ -172,6 +205,25 @@ def _odd_values(text: "PretrainedConfig") -> Iterator[str]:
         yield "values of another size than keys (v_head_dim)"
 
 
+def _count(text: "PretrainedConfig", name: str, otherwise: int) -> int:
+    """A number that is the same for all layers."""
+    try:
+        value: Any = getattr(text, name, None)
+    except RuntimeError:  # transformers refuses to name one where layers differ
+        return otherwise
+    return value if is_int(value) and value > 0 else otherwise
+
+
+def _num_positions(text: "PretrainedConfig") -> int:
+    """Positions a text may have; those of a rope whose frequencies change with its length end before they do."""
+    stated = _count(text, "max_position_embeddings", POSITIONS_UNSTATED)
+    for rope in _ropes(text):
+        if rope.get("rope_type") in WITHOUT_ONE_FREQUENCY:
+            first = rope.get("original_max_position_embeddings") or getattr(text, "original_max_position_embeddings", 0)
+            stated = min(stated, first or stated)
+    return stated
+
+
 def _is_stated(value: Any) -> bool:
     return value is not None and value is not False and value not in (0, ONLY_IMAGES)
 
@@ -204,6 +256,5 @@ def _widest(text: "PretrainedConfig") -> int:
     """Inner numbers of one row where a layer holds most: the dense width, or those of the experts it is sent to."""
     counts = (getattr(text, key, None) for key in ("num_experts_per_tok", "moe_top_k", "moe_k"))
     experts = next((count for count in counts if is_int(count)), 1)
-    widths = (getattr(text, "intermediate_size", None), getattr(text, "moe_intermediate_size", None))
-    known = [width for width in widths if is_int(width)]
-    return max((width * experts for width in known), default=4 * text.hidden_size)
+    widths = (_count(text, name, 0) for name in ("intermediate_size", "moe_intermediate_size"))
+    return experts * max(widths) or 4 * _count(text, "hidden_size", 1)

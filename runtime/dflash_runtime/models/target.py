@@ -6,6 +6,8 @@ of the checkpoint's config.
 Axis letters: T flat rows, F feature width (taps x hidden), V vocabulary.
 """
 
+import gc
+import logging
 from collections.abc import Sequence
 from functools import cache
 from typing import Literal, Protocol
@@ -18,9 +20,10 @@ from dflash_runtime.checkpoint.layout import TARGET_LEFTOVERS, Shapes, compare_t
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.config import TargetConfig
 from dflash_runtime.errors import TensorMismatch, UnsupportedError
-from dflash_runtime.models.hosted import check_hosted_headers, load_hosted
-from dflash_runtime.models.hosted_config import A_FAMILY, read_hosted_config
+from dflash_runtime.models.hosted import check_hosted_files, load_hosted
+from dflash_runtime.models.hosted_config import A_FAMILY, read_hosted_config, read_own_cache_config
 from dflash_runtime.models.layers import Attend, Linear
+from dflash_runtime.models.own_cache import load_own_cache
 from dflash_runtime.models.placement import Placement
 from dflash_runtime.models.weights import Weights, load_weights
 from dflash_runtime.registry import Registry
@@ -57,6 +60,8 @@ class TargetFamily(Protocol):
     def __call__(self, config: TargetConfig, weights: Weights, placement: Placement) -> Target: ...
 
 
+logger = logging.getLogger(__name__)
+
 NUM_NAMED = 5
 """Tensors that a message names before it counts the rest."""
 
@@ -70,18 +75,20 @@ def target_families() -> Registry[TargetFamily]:
     return TARGETS
 
 
-TargetRuntime = Literal["native", "transformers"]
-"""Whose code runs a target: a family of this package, or transformers, over the same pages."""
+TargetRuntime = Literal["native", "transformers", "transformers-cache"]
+"""Whose code runs a target: a family of this package; transformers, over the same pages, or with its own cache."""
 
 
 def find_target_runtime(source: TargetSource, wanted: str) -> tuple[TargetRuntime, TargetConfig]:
     """Whose code runs a target, and its config, read as that code does. `auto` is native wherever a family serves it.
 
+    `transformers` runs over our pages wherever they do; what only the loaded model shows comes with `load_target`.
+
     Raises:
         UnsupportedError: its model type, or what its layers are; with `auto`, why transformers' code does not run it.
         CheckpointError: it is served, and its config is malformed.
     """
-    if wanted != "transformers":
+    if wanted in ("auto", "native"):
         try:
             return "native", _native_config(source)
         except UnsupportedError as error:
@@ -89,9 +96,16 @@ def find_target_runtime(source: TargetSource, wanted: str) -> tuple[TargetRuntim
                 raise UnsupportedError(
                     error.message, hint=f"--target-runtime auto may run it, slowly, or {A_FAMILY}; {error.hint}"
                 ) from error
-    config = read_hosted_config(source)
-    check_hosted_headers(source, config)
-    return "transformers", config
+    if wanted != "transformers-cache":
+        try:
+            config = read_hosted_config(source)
+            check_hosted_files(source, config)
+            return "transformers", config
+        except UnsupportedError as error:
+            logger.info("not over pages: %s", error.message)
+    config = read_own_cache_config(source)
+    check_hosted_files(source, config)
+    return "transformers-cache", config
 
 
 def _native_config(source: TargetSource) -> TargetConfig:
@@ -105,10 +119,20 @@ def _native_config(source: TargetSource) -> TargetConfig:
 
 
 def load_target(source: TargetSource, placement: Placement, runtime: str = "native") -> Target:
-    """Load a target's weights onto a device; see `target_shapes` and `load_hosted` for what is refused."""
+    """Load a target's weights onto a device; see `target_shapes` and `load_own_cache` for what is refused.
+
+    Where the trial of `load_hosted` shows that our pages do not do, the target keeps its own cache.
+    """
     found, config = find_target_runtime(source, runtime)
     if found == "transformers":
-        return load_hosted(source, config, placement)
+        try:
+            return load_hosted(source, config, placement)
+        except UnsupportedError as error:
+            logger.info("not over pages: %s", error.message)
+        gc.collect()  # the model that was refused, of which memory may not hold two
+        config = read_own_cache_config(source)
+    if found != "native":
+        return load_own_cache(source, config, placement)
     expected = target_shapes(source)
     family = target_families()[source.config.model_type]
     return family(source.config, load_weights(source.checkpoint, expected, placement), placement)

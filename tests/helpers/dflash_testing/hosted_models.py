@@ -15,9 +15,10 @@ from torch.nn.functional import one_hot
 from dflash_cli.checkpoints.opening import open_target
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.drafts.draft import Draft
-from dflash_runtime.models.hosted import HostedTarget
+from dflash_runtime.models.hosted import HostedTarget, load_hosted
 from dflash_runtime.models.layers import Attend
-from dflash_runtime.models.target import load_target
+from dflash_runtime.models.own_cache import OwnCacheTarget
+from dflash_runtime.models.target import find_target_runtime, load_target
 from dflash_testing.pairs import ScriptedDraft, placement
 
 Json = dict[str, Any]
@@ -96,13 +97,102 @@ SERVED: Mapping[str, Json] = {
 
 DEFAULT = tuple(SERVED)[:3]
 
+LINEAR: Json = {
+    "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+MAMBA2: Json = {
+    "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_d_state": 8, "mamba_chunk_size": 8,
+}  # fmt: skip
+LATENT: Json = {
+    "head_dim": None,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+INDEXED: Json = {**LATENT, "head_dim": 8, "index_topk": 8, "index_n_heads": 16, "index_head_dim": 16}
+SHORT_CONVOLUTIONS: Json = {"layer_types": ["conv", "conv", "full_attention", "conv"]}
+DEFAULT_ROPE: Json = {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}}
+
+OWN_CACHE: Mapping[str, Json] = {
+    "qwen3_5_text": LINEAR,
+    "mamba": {"state_size": 8},
+    "deepseek_v3": LATENT,
+    "bailing_hybrid": {**LATENT, "head_dim": 8, "layer_types": ["linear_attention", "full_attention"] * 2},
+    "bamba": {**MAMBA2, "attn_layer_indices": [1]},
+    "deepseek_v2": {**LATENT, "q_lora_rank": None},
+    "deepseek_v32": INDEXED,
+    "diffllama": {},
+    "falcon_h1": {**MAMBA2, "mamba_d_ssm": 64, "mamba_expand": 2},
+    "falcon_mamba": {"state_size": 8},
+    "gemma2": {"sliding_window": 5, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 3.0},
+    "gemma4_text": {
+        **MIXED, "global_head_dim": 16, "vocab_size_per_layer_input": 97, "hidden_size_per_layer_input": 8,
+    },
+    "glm4_moe_lite": {**LATENT, "head_dim": 8, "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]},
+    "glm_moe_dsa": INDEXED,
+    "gpt_oss": {**MIXED, **DEFAULT_ROPE, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "granitemoehybrid": {
+        **MAMBA2, "layer_types": ["mamba", "attention"] * 2, "num_local_experts": 4, "num_experts_per_tok": 2,
+        "shared_intermediate_size": 16,
+    },
+    "jamba": {
+        "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1,
+        "num_experts": 4, "use_mamba_kernels": False, "mamba_d_state": 8, "mamba_dt_rank": 4,
+    },
+    "kimi_linear": {
+        **LATENT, "head_dim": 8, "num_experts": 8, "num_experts_per_token": 2,
+        "linear_attn_config": {
+            "full_attn_layers": [4], "kda_layers": [1, 2, 3], "head_dim": 8, "num_heads": 4,
+            "short_conv_kernel_size": 4,
+        },
+    },
+    "lfm2": {**SHORT_CONVOLUTIONS, "block_auto_adjust_ff_dim": False},
+    "lfm2_moe": {**SHORT_CONVOLUTIONS, **EXPERTS, "num_dense_layers": 1},
+    "lfm3": {},
+    "llama4_text": {
+        "layer_types": ["chunked_attention", "full_attention"] * 2, "attention_chunk_size": 7, "num_local_experts": 4,
+        "intermediate_size_mlp": 48, "interleave_moe_layer_step": 2,
+    },
+    "mamba2": {"state_size": 8, "num_heads": 8, "n_groups": 2, "chunk_size": 8},
+    "mimo_v2_flash": {**MIXED, "head_dim": 8, "v_head_dim": 4},
+    "minimax": {"layer_types": ["linear_attention", "full_attention"] * 2, "num_local_experts": 4, "block_size": 8},
+    "nemotron_h": {
+        "layers_block_type": ["mamba", "attention", "mlp", "mamba"], "mamba_num_heads": 8, "mamba_head_dim": 8,
+        "n_groups": 2, "ssm_state_size": 8, "chunk_size": 8,
+    },
+    "olmo_hybrid": LINEAR,
+    "qwen3_5_moe_text": {**LINEAR, **EXPERTS, "shared_expert_intermediate_size": 16},
+    "qwen3_next": {**LINEAR, **EXPERTS, "shared_expert_intermediate_size": 16},
+    "rwkv": {"attention_hidden_size": 32},
+    "zamba2": {
+        "mamba_d_state": 8, "n_mamba_heads": 8, "mamba_headdim": 8, "mamba_ngroups": 2, "chunk_size": 8,
+        "layers_block_type": ["mamba", "hybrid"] * 2,
+    },
+}  # fmt: skip
+"""The same of those that keep their own cache, the first three by default: a state, one token at a time, no state."""
+
+OWN_CACHE_DEFAULT = tuple(OWN_CACHE)[:3]
+
 
 def make_model(path: Path, kind: str, **changes: Any) -> Any:
     """A random model of transformers, saved in a directory as safetensors."""
     from transformers import AutoConfig, AutoModelForCausalLM, logging
 
     logging.disable_progress_bar()
-    config = AutoConfig.for_model(kind, **{**BODY, **SERVED.get(kind, {}), **changes})
+    config = AutoConfig.for_model(kind, **{**BODY, **SERVED.get(kind, {}), **OWN_CACHE.get(kind, {}), **changes})
     torch.manual_seed(5)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
@@ -118,9 +208,17 @@ def source_of(path: Path) -> TargetSource:
 
 
 def host(path: Path) -> HostedTarget:
-    """The model of a directory, run by transformers' code."""
-    target = load_target(open_target(path), placement(), "transformers")
-    assert isinstance(target, HostedTarget)
+    """The model of a directory, run by transformers' code over our pages."""
+    source = open_target(path)
+    found, config = find_target_runtime(source, "transformers")
+    assert found == "transformers"
+    return load_hosted(source, config, placement())
+
+
+def host_own_cache(path: Path) -> OwnCacheTarget:
+    """The same with transformers' own cache."""
+    target = load_target(open_target(path), placement(), "transformers-cache")
+    assert isinstance(target, OwnCacheTarget)
     return target
 
 

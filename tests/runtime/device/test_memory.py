@@ -11,12 +11,14 @@ import pytest
 import torch
 
 from dflash_kernels.suite import REFERENCE
-from dflash_runtime.config import DraftConfig, EngineConfig, ExpertsConfig, RopeConfig, TargetConfig
+from dflash_runtime.config import DraftConfig, EngineConfig, ExpertsConfig, OwnCache, RopeConfig, TargetConfig
 from dflash_runtime.device.memory import (
     GRAPH_BYTES,
     NUM_GRAPHS,
     WORKSPACE_BYTES,
+    fit_num_pages,
     is_out_of_memory,
+    own_cache_bytes,
     row_bytes,
     scratch_bytes,
 )
@@ -76,6 +78,18 @@ def test_only_references_write_distributions_of_sampled_drafts() -> None:
     greedy, sampled = (scratch(placement=on_cpu, draft_sampling=kind) for kind in ("greedy", "probabilistic"))
     assert sampled - greedy > 2 * rows * 8 - 2048 * 2 * 100_000  # where a prefill took more than greedy steps
     assert scratch(draft_sampling="probabilistic") == scratch()
+
+
+def test_a_cache_of_the_targets_own_takes_what_was_measured_of_it() -> None:
+    """A state of 1 MiB a text, and 32 heads' scores of 2048 rows; pages stand for the tokens beside them."""
+    own = replace(TARGET, own_cache=OwnCache(token_bytes=1000, text_bytes=2**20))
+    assert own_cache_bytes(own, replace(LIMITS, max_batched_tokens=2048)) == 16 * 2**20 + 2 * 4 * 32 * 2048**2
+    assert own_cache_bytes(own, replace(LIMITS, max_batched_tokens=16)) == 16 * 2**20 + 256 * 2**20
+    assert own_cache_bytes(TARGET, LIMITS) == 0
+    limits = replace(LIMITS, num_draft_tokens=0)
+    assert fit_num_pages(EngineConfig(kv_memory_bytes=16 * 1000 * 100), own, None, limits, GPU) == 100
+    weightless = replace(TARGET, own_cache=OwnCache(text_bytes=2**20))
+    assert fit_num_pages(EngineConfig(kv_memory_bytes=2**30), weightless, None, limits, GPU) == 16 * 40_960 // 16 + 1
 
 
 def test_every_width_has_graphs_of_its_own() -> None:

@@ -163,8 +163,8 @@ def test_context_adds_what_reading_its_kv_takes(runner: Runner, monkeypatch: pyt
     num_bytes = other.target_kv.keys.numel() * keys.itemsize
     assert times.context_ms == pytest.approx(2 * 4 * 2 * 8 * 4 / num_bytes)  # four layers, the draft has two
     assert times.draft_context_ms == pytest.approx(times.context_ms / 2)
-    windowed = SimpleNamespace(**{name: getattr(other.target.config, name) for name in ("num_layers", "num_kv_heads")})
-    windowed.head_dim, windowed.windows = 8, (None, 16, 16, 16)
+    windowed = SimpleNamespace(**{name: getattr(other.target.config, name) for name in ("num_layers", "kv_shapes")})
+    windowed.windows = (None, 16, 16, 16)
     whole = step_times._context_bytes(other.target.config, other)
     assert step_times._context_bytes(windowed, other) == whole / 4  # type: ignore[arg-type]
 

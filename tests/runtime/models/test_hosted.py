@@ -76,7 +76,7 @@ def test_taps_are_the_hidden_states(kind: str, tmp_path: Path) -> None:
     assert not any(module._forward_hooks for module in target._layers)
 
 
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+NOT_OVER_PAGES: dict[str, tuple[dict[str, Any], str]] = {
     "qwen3_next": ({}, "layer_types linear_attention, whose state would keep rejected tokens"),
     "qwen3_5_text": ({}, "linear attention, whose state would keep rejected tokens (linear_num_value_heads)"),
     "lfm2": ({}, "convolutions, whose state would keep rejected tokens (conv_L_cache)"),
@@ -85,16 +85,29 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "deepseek_v3": ({"head_dim": None}, "latent attention, whose KV are one vector for all heads (kv_lora_rank)"),
     "llama4_text": ({}, "layer_types chunked_attention, chunked attention (attention_chunk_size)"),
     "mimo_v2_flash": ({}, "values of another size than keys (v_head_dim)"),
-    "gemma3_text": ({"use_bidirectional_attention": True}, "attention to later tokens (use_bidirectional_attention)"),
     "olmo2": (
         {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
         "rope type dynamic, whose frequencies change with the length of the text",
     ),
+}
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "gemma3_text": ({"use_bidirectional_attention": True}, "attention to later tokens (use_bidirectional_attention)"),
     "bart": ({}, "an encoder"),
     "never_published": ({}, "a release of transformers that does would be needed, or a native family (a file in "),
     "new_remote": ({"auto_map": {"AutoConfig": "code.Config"}}, "trust_remote_code would let it do anything"),
     "clip": ({}, "transformers has no causal language model of this type"),
 }
+
+
+@pytest.mark.parametrize("kind", NOT_OVER_PAGES)
+def test_what_our_pages_do_not_do_is_named(kind: str, tmp_path: Path) -> None:
+    """So that the target keeps its own cache."""
+    changes, reason = NOT_OVER_PAGES[kind]
+    source = open_target(support.write_checkpoint(tmp_path, {**BODY, "model_type": kind, **changes}, {}))
+    with pytest.raises(UnsupportedError) as refused:
+        hosted_config.read_hosted_config(source)
+    assert reason in refused.value.message
+    assert find_target_runtime(source, "auto")[0] == "transformers-cache"
 
 
 @pytest.mark.parametrize("kind", REFUSED)
@@ -164,8 +177,10 @@ def test_another_scaling_is_put_on_the_query() -> None:
 def test_layers_that_differ_in_more_than_kv_heads_are_refused(tmp_path: Path) -> None:
     layers = {"per_layer_config": {"0": {"intermediate_size": 24}}}
     target = support.write_checkpoint(tmp_path, {**BODY, "model_type": "llama", **layers}, {})
+    source = open_target(target)
     with pytest.raises(UnsupportedError, match="layers that differ in intermediate_size"):
-        find_target_runtime(open_target(target), "transformers")
+        hosted_config.read_hosted_config(source)
+    assert find_target_runtime(source, "transformers")[0] == "transformers-cache"
 
 
 def test_images_alone_may_see_later_tokens(tmp_path: Path) -> None:
@@ -206,7 +221,7 @@ class TestTrial:
     def test_a_head_that_does_more(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         make_model(tmp_path, "cohere")
         monkeypatch.setattr(
-            hosted, "_read_head", lambda config, model, placed: ScaledHead(model.get_output_embeddings().weight)
+            hosted, "read_head", lambda config, model, placed: ScaledHead(model.get_output_embeddings().weight)
         )
         with pytest.raises(UnsupportedError, match="a head that does more to its logits"):
             host(tmp_path)
@@ -214,7 +229,7 @@ class TestTrial:
     def test_rows_that_depend_on_others(self, tmp_path: Path) -> None:
         make_model(tmp_path, "llama")
         target = host(tmp_path)
-        model = hosted._load_model(open_target(tmp_path), target.config, placement())
+        model = hosted.load_model(open_target(tmp_path), target.config, placement())
         model.get_decoder().layers[1].register_forward_hook(lambda module, given, out: out + 0.01 * out.roll(1, 1))
         with torch.inference_mode(), pytest.raises(UnsupportedError, match="rows that depend on others"):
             hosted._try_out(HostedTarget(target.config, model, placement()), model, torch.device("cpu"))
@@ -279,7 +294,7 @@ class TestChoice:
 
 def test_the_document_names_every_family_that_was_tried() -> None:
     text = (ROOT / "docs" / "hosted-targets.md").read_text()
-    assert not [kind for kind in (*SERVED, *REFUSED) if f"`{kind}`" not in text]
+    assert not [kind for kind in (*SERVED, *NOT_OVER_PAGES, *REFUSED) if f"`{kind}`" not in text]
 
 
 @pytest.mark.parametrize("module", [hosted, hosted_config], ids=["hosted", "hosted_config"])

@@ -1,0 +1,84 @@
+"""The texts of batch rows, for a target that keeps its own cache: one request after another within a step.
+
+A row's cache begins with its first chunk and is dropped when its request ends, is preempted or begins again. Which
+tokens of a block have come to stay is read off the lengths in the state, so a step waits for the one before it.
+
+Axis letters: R requests, W verified rows of a block, T flat rows, F features.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from dflash_runtime.models.own_cache import OwnCacheTarget, TextCache
+from dflash_runtime.scheduling.batch import Chunk
+from dflash_runtime.scheduling.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class RowText:
+    """What the target has of the text of one batch row."""
+
+    request: Request
+    generation: int
+    cache: TextCache = field(default_factory=TextCache)
+
+    def is_of(self, row: int) -> bool:
+        """Whether the request still holds the row."""
+        return self.request.row == row and self.request.generation == self.generation
+
+
+class Texts:
+    """Runs rows of a step through a target that keeps its own cache."""
+
+    def __init__(self, target: OwnCacheTarget) -> None:
+        self._target = target
+        self._rows: dict[int, RowText] = {}
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def drop_ended(self) -> None:
+        """Forget the texts whose requests have left their rows."""
+        self._rows = {row: text for row, text in self._rows.items() if text.is_of(row)}
+
+    def fill(self, chunks: Sequence[Chunk], token_ids: Tensor, taps: Sequence[int]) -> tuple[Tensor, Tensor | None]:
+        """Run chunks [T], one after the other -> hidden states [T, hidden], features [T, F]."""
+        parts = token_ids.split([chunk.end - chunk.start for chunk in chunks])
+        return _join([self._fill(chunk, part, taps) for chunk, part in zip(chunks, parts, strict=True)])
+
+    def verify(
+        self, rows: Sequence[int], context_lens: Sequence[int], token_ids: Tensor, taps: Sequence[int]
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run blocks [R, W] after contexts of so many tokens -> hidden states [R * W, hidden], features [R * W, F].
+
+        Rows of a request that is done, whose context is 0, and rows past the last position are zeros.
+        """
+        blocks = zip(rows, context_lens, token_ids, strict=True)
+        return _join([self._verify(row, context_len, block, taps) for row, context_len, block in blocks])
+
+    def _fill(self, chunk: Chunk, token_ids: Tensor, taps: Sequence[int]) -> tuple[Tensor, Tensor | None]:
+        row = chunk.request.row
+        assert row is not None
+        if chunk.start == 0:
+            self._rows[row] = RowText(chunk.request, chunk.generation)
+        return self._target.read(self._rows[row].cache, token_ids, chunk.start, taps, is_final=True)
+
+    def _verify(self, row: int, context_len: int, block: Tensor, taps: Sequence[int]) -> tuple[Tensor, Tensor | None]:
+        size, head = self._target.config.hidden_size, self._target.embedding
+        hidden = head.new_zeros(len(block), size)
+        features = head.new_zeros(len(block), size * len(taps)) if taps else None
+        if context_len:
+            block = block[: self._target.config.max_position_embeddings - context_len]
+            text = self._rows[row].cache
+            hidden[: len(block)], tapped = self._target.read(text, block, context_len, taps, is_final=False)
+            if features is not None and tapped is not None:
+                features[: len(block)] = tapped
+        return hidden, features
+
+
+def _join(parts: Sequence[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor | None]:
+    tapped = [features for _, features in parts if features is not None]
+    return torch.cat([hidden for hidden, _ in parts]), torch.cat(tapped) if tapped else None

@@ -1,0 +1,259 @@
+"""Targets that keep transformers' own cache say what transformers says, however much of a block is rejected."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dflash_cli.checkpoints.opening import open_target
+from dflash_cli.checkpoints.references import tiny_directory
+from dflash_runtime.config import RopeConfig
+from dflash_runtime.drafts.draft import Draft, load_draft
+from dflash_runtime.errors import UnsupportedError
+from dflash_runtime.models import own_cache
+from dflash_runtime.models.own_cache import OwnCacheTarget
+from dflash_runtime.models.target import load_target
+from dflash_runtime.scheduling.request import SamplingParams
+from dflash_testing import checkpoints as support
+from dflash_testing.hosted_models import (
+    OWN_CACHE,
+    OWN_CACHE_DEFAULT,
+    KnowingDraft,
+    Known,
+    host_own_cache,
+    make_model,
+    plain_text,
+)
+from dflash_testing.pairs import (
+    bundled_draft,
+    bundled_draft_model,
+    bundled_llm,
+    bundled_prompts,
+    placement,
+    random_draft,
+    random_llm,
+    random_prompts,
+)
+
+KINDS = [kind if kind in OWN_CACHE_DEFAULT else pytest.param(kind, marks=pytest.mark.slow) for kind in OWN_CACHE]
+NUM_DRAFTS = 7
+NUM_TOKENS = 20
+PARAMS = SamplingParams(max_new_tokens=NUM_TOKENS, ignore_eos=True)
+LENGTHS = (1, 2, 17, 33, 65)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A model, and the same as a target of ours."""
+    path = tmp_path_factory.mktemp("own_cache")
+    return make_model(path, request.param), host_own_cache(path)
+
+
+@pytest.fixture(scope="module")
+def stateful(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The same of one family, with a state."""
+    path = tmp_path_factory.mktemp("stateful")
+    return make_model(path, OWN_CACHE_DEFAULT[0]), host_own_cache(path)
+
+
+def draft_of(target: OwnCacheTarget, known: list[Known] | None = None) -> Draft:
+    draft = random_draft(target, rope=RopeConfig(theta=10_000.0))
+    return draft if known is None else KnowingDraft(draft, known)
+
+
+def steps_of(models: Any, num_right: int) -> tuple[list[int], list[int], set[int]]:
+    """A text with a draft that is right for so many tokens of each block, transformers' own text, what is accepted."""
+    model, target = models
+    (prompt,) = random_prompts((17,), target.config.vocab_size)
+    text = plain_text(model, prompt, NUM_TOKENS + NUM_DRAFTS + 1)
+    draft = draft_of(target, [Known([*prompt, *text], num_right)])
+    (output,) = random_llm(target, draft, NUM_DRAFTS).generate([prompt], PARAMS)
+    return list(output.token_ids), text[:NUM_TOKENS], set(output.acceptance_lengths)
+
+
+@pytest.mark.parametrize("num_right", range(NUM_DRAFTS + 1))
+def test_a_draft_that_is_right_for_some_tokens(models: Any, num_right: int) -> None:
+    said, wanted, accepted = steps_of(models, num_right)
+    assert said == wanted
+    assert accepted == {num_right + 1}
+
+
+@pytest.mark.parametrize(
+    ("scheduling", "is_random"),
+    [
+        ("sync", True),
+        ("async", False),
+        pytest.param("sync", False, marks=pytest.mark.slow),
+        pytest.param("async", True, marks=pytest.mark.slow),
+    ],
+)
+def test_many_prompts_at_once(models: Any, scheduling: str, *, is_random: bool) -> None:
+    """Four at a time, read in chunks of at most 24 rows, with other rows between the chunks."""
+    model, target = models
+    given = random_prompts(LENGTHS, target.config.vocab_size)
+    texts = [plain_text(model, prompt, NUM_TOKENS) for prompt in given]
+    known = [Known([*prompt, *text], index) for index, (prompt, text) in enumerate(zip(given, texts, strict=True))]
+    draft = draft_of(target, None if is_random else known)
+    llm = random_llm(target, draft, NUM_DRAFTS, scheduling=scheduling, max_num_requests=4, max_batched_tokens=24)
+    outputs = llm.generate(given, PARAMS)
+    assert [list(output.token_ids) for output in outputs] == texts
+    assert is_random or max(length for output in outputs for length in output.acceptance_lengths) > 4
+
+
+@pytest.mark.slow
+def test_prompts_of_every_length(models: Any) -> None:
+    model, target = models
+    given, params = random_prompts(range(1, 66), target.config.vocab_size, seed=3), replace(PARAMS, max_new_tokens=6)
+    llm = random_llm(target, draft_of(target), NUM_DRAFTS, max_num_requests=4, scheduling="async")
+    outputs = llm.generate(given, params)
+    assert [list(output.token_ids) for output in outputs] == [plain_text(model, item, 6) for item in given]
+
+
+def test_sampled_text_is_that_of_plain_decoding(models: Any) -> None:
+    _, target = models
+    given = random_prompts((3, 17, 40), target.config.vocab_size)
+    params = [replace(PARAMS, temperature=0.8, seed=seed) for seed in (1, 2, 3)]
+    plain = [output.token_ids for output in random_llm(target, None, 0).generate(given, params)]
+    known = [Known([*prompt, *text], 3) for prompt, text in zip(given, plain, strict=True)]
+    llm = random_llm(target, draft_of(target, known), NUM_DRAFTS, max_num_requests=4, scheduling="async")
+    outputs = llm.generate(given, params)
+    assert [output.token_ids for output in outputs] == plain
+    assert any(length == 4 for output in outputs for length in output.acceptance_lengths)
+
+
+def test_a_prompt_whose_beginning_was_read_before_is_read_whole(stateful: Any) -> None:
+    """Pages of it are no state, so that none is found."""
+    model, target = stateful
+    (prompt,) = random_prompts((48,), target.config.vocab_size)
+    llm = random_llm(target, draft_of(target), NUM_DRAFTS, prefix_cache=True)
+    outputs = [llm.generate([prompt], PARAMS)[0] for _ in range(2)]
+    assert [list(output.token_ids) for output in outputs] == [plain_text(model, prompt, NUM_TOKENS)] * 2
+    assert not any(output.num_cached for output in outputs)
+
+
+@pytest.mark.parametrize("scheduling", ["sync", "async"])
+def test_preempted_requests_begin_again(stateful: Any, scheduling: str) -> None:
+    model, target = stateful
+    given = random_prompts((20, 21, 22, 23), target.config.vocab_size)
+    llm = random_llm(
+        target, draft_of(target), NUM_DRAFTS, max_num_requests=4, page_size=4, num_pages=35, scheduling=scheduling
+    )
+    outputs = llm.generate(given, PARAMS)
+    assert [list(output.token_ids) for output in outputs] == [plain_text(model, item, NUM_TOKENS) for item in given]
+    assert any(output.num_preemptions for output in outputs)
+
+
+def test_a_step_that_fails_is_run_again(stateful: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, target = stateful
+    given, calls, forward = random_prompts((20, 21), target.config.vocab_size), [0], target._forward
+
+    def fail_once(*args: Any, **settings: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == 12:
+            raise RuntimeError("once")
+        return forward(*args, **settings)
+
+    monkeypatch.setattr(target, "_forward", fail_once)
+    outputs = random_llm(target, draft_of(target), NUM_DRAFTS, max_num_requests=4).generate(given, PARAMS)
+    assert calls[0] > 12
+    assert [list(output.token_ids) for output in outputs] == [plain_text(model, item, NUM_TOKENS) for item in given]
+
+
+def test_what_has_ended_is_dropped(stateful: Any) -> None:
+    _, target = stateful
+    llm = random_llm(target, draft_of(target), NUM_DRAFTS, max_num_requests=4)
+    stream = llm.stream(random_prompts((5, 6, 7), target.config.vocab_size), PARAMS)
+    next(stream)
+    texts = llm.engine.runner.texts
+    assert texts is not None
+    assert len(texts) == 3
+    stream.close()
+    llm.generate(random_prompts((3,), target.config.vocab_size), PARAMS)
+    assert len(texts) == 1
+
+
+def test_the_last_positions_of_the_model(stateful: Any) -> None:
+    """A block that does not fit any more decodes plainly, and its rows past the end are not run."""
+    model, target = stateful
+    length = target.config.max_position_embeddings
+    (prompt,) = random_prompts((length - 12,), target.config.vocab_size)
+    params = SamplingParams(max_new_tokens=100, ignore_eos=True)
+    (output,) = random_llm(target, draft_of(target), NUM_DRAFTS).generate([prompt], params)
+    assert list(output.token_ids) == plain_text(model, prompt, 12)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_a_text_ends_where_the_rope_would_change(kind: str, tmp_path: Path) -> None:
+    rope: dict[str, Any] = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0}
+    if kind == "longrope":
+        factors = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+        rope |= {**factors, "original_max_position_embeddings": 64}
+    model = make_model(
+        tmp_path, "llama", rope_parameters=rope, max_position_embeddings=64 if kind == "dynamic" else 256
+    )
+    target = host_own_cache(tmp_path)
+    (prompt,) = random_prompts((40,), target.config.vocab_size)
+    text = plain_text(model, prompt, 24)
+    draft = draft_of(target, [Known([*prompt, *text], 5)])
+    (output,) = random_llm(target, draft, NUM_DRAFTS).generate([prompt], replace(PARAMS, max_new_tokens=100))
+    assert list(output.token_ids) == text
+
+
+class TestWithoutRestoring:
+    """What happens to a text where rejected tokens stay, as they do in z-lab's own loop."""
+
+    def test_the_text_is_another(self, stateful: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(own_cache, "copy_cache", lambda cache: cache)
+        said, wanted, _ = steps_of(stateful, 0)
+        assert said != wanted
+
+    def test_the_trial_sees_it(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        make_model(tmp_path, OWN_CACHE_DEFAULT[0])
+        monkeypatch.setattr(own_cache, "copy_cache", lambda cache: cache)
+        with pytest.raises(UnsupportedError, match="a cache that gives other hidden states than no cache"):
+            host_own_cache(tmp_path)
+
+
+def test_the_bundled_pair_gives_the_traces_of_the_native_target() -> None:
+    target = load_target(open_target(tiny_directory() / "target"), placement(), "transformers-cache")
+    draft = load_draft(bundled_draft().source, target, placement())
+    given = [prompt[:40] for prompt in bundled_prompts()[:6]]
+    params = SamplingParams(max_new_tokens=32)
+    settings: dict[str, Any] = {"max_num_requests": 4, "scheduling": "async", "prefix_cache": False}
+    ours = random_llm(target, draft, NUM_DRAFTS, **settings)
+    native = bundled_llm(bundled_draft_model(), NUM_DRAFTS, **settings)
+    outputs = ours.generate(given, params)
+    assert outputs == native.generate(given, params)
+    assert ours.check_lossless(outputs).is_lossless
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[object, ...]:
+    """Options that name a pair whose target has a state, with prompts."""
+    folder, shape = tmp_path_factory.mktemp("labels"), support.SMALL
+    sizes = {"hidden_size": shape.hidden, "vocab_size": shape.vocab, "num_hidden_layers": shape.target_layers}
+    make_model(folder / "target", "lfm2", layer_types=["conv", "full_attention"] * (shape.target_layers // 2), **sizes)
+    draft = support.make_native(folder / "draft")
+    prompts = folder / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt_token_ids": [7, index]}) + "\n" for index in range(8)))
+    return draft, "--target", folder / "target", "--prompts", prompts, "--device", "cpu"
+
+
+class TestLabels:
+    """That transformers' cache was used is said where something ran."""
+
+    def test_generate(self, pair: tuple[object, ...]) -> None:
+        outcome = support.invoke("generate", "--draft", *pair, "-n", 4, "--check-lossless", "--json")
+        assert outcome.code == 0, outcome.err
+        measured = json.loads(outcome.out)["measured"]
+        assert measured["target_runtime"] == "transformers-cache"
+        assert measured["prefix_cache"] is False
+        assert outcome.err.count("the lfm2 target runs very slowly: transformers' own code with its own cache") == 1
+
+    def test_validate(self, pair: tuple[object, ...]) -> None:
+        draft, *rest = pair
+        outcome = support.invoke("validate", draft, *rest, "--level", "run", "-n", 8, "--json")
+        assert outcome.code == 3, outcome.err
+        assert json.loads(outcome.out)["search"]["target_runtime"] == "transformers-cache"

@@ -1,0 +1,220 @@
+"""How a target that keeps its own cache is found to be run, what it takes, and what is refused of one."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dflash_cli.checkpoints.opening import open_target
+from dflash_runtime.config import EngineConfig, OwnCache
+from dflash_runtime.device.loading import load_pair
+from dflash_runtime.errors import TensorMismatch, UnsupportedError
+from dflash_runtime.models import own_cache
+from dflash_runtime.models.own_cache import OwnCacheTarget, TextCache
+from dflash_runtime.models.target import find_target_runtime, load_target
+from dflash_testing import checkpoints as support
+from dflash_testing.hosted_models import BODY, OWN_CACHE, OWN_CACHE_DEFAULT, host_own_cache, make_model
+from dflash_testing.pairs import placement
+from dflash_testing.paths import ROOT
+
+KINDS = [kind if kind in OWN_CACHE_DEFAULT else pytest.param(kind, marks=pytest.mark.slow) for kind in OWN_CACHE]
+
+ONE_BY_ONE = ("falcon_mamba", "jamba", "mamba", "minimax")
+WITHOUT_EMBEDDING = ("falcon_mamba", "mamba", "mamba2", "rwkv")
+"""Families whose first hidden state is that after the first layer."""
+
+CROPPED = ("deepseek_v2", "deepseek_v3", "diffllama", "glm4_moe_lite")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_taps_are_the_hidden_states(kind: str, tmp_path: Path) -> None:
+    """In the order they are asked for, the last layer's before the final norm, of one text and of blocks after it."""
+    model, target = make_model(tmp_path, kind), host_own_cache(tmp_path)
+    last: list[Tensor] = []
+    decoder = own_cache._find_decoder(model)
+    layers = next(item for item in decoder.children() if isinstance(item, nn.ModuleList) and len(item) == 4)
+    ids = torch.randint(0, BODY["vocab_size"], (23,), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        hook = layers[3].register_forward_hook(
+            lambda module, given, out: last.append(out if isinstance(out, Tensor) else out[0])
+        )
+        wanted = model(ids[None], output_hidden_states=True, use_cache=False)
+        hook.remove()
+        hidden, features = target(ids, torch.arange(23), lambda *_: ids, (3, 0, 2))  # type: ignore[arg-type]
+        text, parts = TextCache(), []
+        for begin, end in ((0, 9), (9, 17), (17, 23)):
+            parts.append(target.read(text, ids[begin:end], begin, (3, 0, 2), is_final=begin == 0))
+        logits = target.head(hidden)
+    first = 0 if kind in WITHOUT_EMBEDDING else 1
+    states = torch.cat([last[0][0], wanted.hidden_states[first][0], wanted.hidden_states[first + 2][0]], dim=-1)
+    assert features is not None
+    torch.testing.assert_close(features, states, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(
+        torch.cat([part[1] for part in parts if part[1] is not None]), states, rtol=1e-3, atol=2e-3
+    )
+    torch.testing.assert_close(logits, wanted.logits[0], rtol=1e-4, atol=1e-4 * float(wanted.logits.abs().max()))
+    assert not any(module._forward_hooks for module in target._layers)
+
+
+class TestTrial:
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_what_a_family_is_found_to_need(self, kind: str, tmp_path: Path) -> None:
+        make_model(tmp_path, kind)
+        target = host_own_cache(tmp_path)
+        assert target.reads_at_once == (kind not in ONE_BY_ONE)
+        assert target.can_crop == (kind in CROPPED)
+
+    def test_a_cache_that_is_wrong_is_refused(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A model that takes every cache for one token shorter than it is."""
+        make_model(tmp_path, "deepseek_v3")
+        forward = OwnCacheTarget._forward
+
+        def behind(self: Any, token_ids: Tensor, start: int, taps: Any, **settings: Any) -> Any:
+            return forward(self, token_ids, max(0, start - 1), taps, **settings)
+
+        monkeypatch.setattr(OwnCacheTarget, "_forward", behind)
+        with pytest.raises(
+            UnsupportedError, match="deepseek_v3 targets: a cache that gives other hidden states than no"
+        ):
+            host_own_cache(tmp_path)
+
+    def test_a_state_that_is_kept_elsewhere_is_refused(self, tmp_path: Path) -> None:
+        make_model(tmp_path, "recurrent_gemma", lru_width=32, attention_window_size=8)
+        with pytest.raises(UnsupportedError, match="recurrent_gemma targets: a cache that gives other hidden states"):
+            host_own_cache(tmp_path)
+
+    def test_code_that_fails_is_named(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        make_model(tmp_path, "deepseek_v3")
+        monkeypatch.setattr(own_cache, "_measure", lambda *_: 1 // 0)
+        with pytest.raises(UnsupportedError, match="its own code fails on a few tokens: ZeroDivisionError"):
+            host_own_cache(tmp_path)
+
+    def test_many_kept_tokens_go_into_the_cache(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Until there are so many they are read again with each block."""
+        monkeypatch.setattr(own_cache, "MOST_PENDING", 3)
+        make_model(tmp_path, OWN_CACHE_DEFAULT[0])
+        target = host_own_cache(tmp_path)
+        ids = torch.randint(0, BODY["vocab_size"], (40,), generator=torch.Generator().manual_seed(1))
+        text, lens = TextCache(), []
+        with torch.inference_mode():
+            target.read(text, ids[:5], 0, (), is_final=True)
+            for start in (5, 7, 9, 11):
+                block = torch.cat((ids[start : start + 2], ids[:3]))
+                target.read(text, block, start, (), is_final=False)
+                lens.append(text.cached_len)
+            hidden, _ = target.read(text, ids[13:], 13, (), is_final=False)
+            wanted, _ = target(ids, torch.arange(40), lambda *_: ids, ())  # type: ignore[arg-type]
+        assert lens == [5, 5, 9, 9]
+        torch.testing.assert_close(hidden, wanted[13:], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", OWN_CACHE_DEFAULT)
+def test_a_long_text_is_read_in_pieces(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_model(tmp_path, kind)
+    target = host_own_cache(tmp_path)
+    monkeypatch.setattr(own_cache, "SCORE_BYTES", 1)
+    monkeypatch.setattr(own_cache, "LEAST_ROWS", 4)
+    ids = torch.randint(0, BODY["vocab_size"], (40,), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        hidden, features = target.read(TextCache(), ids, 0, (1,), is_final=True)
+        wanted, tapped = target(ids, torch.arange(40), lambda *_: ids, (1,))  # type: ignore[arg-type]
+    torch.testing.assert_close(hidden, wanted, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(features, tapped, rtol=1e-3, atol=1e-3)
+
+
+class TestSizes:
+    def test_latent_attention_keeps_what_it_computes_with(self, tmp_path: Path) -> None:
+        """One vector of 16 and a rotated key of 8 numbers for all heads, in 4 layers."""
+        make_model(tmp_path, "deepseek_v3")
+        assert host_own_cache(tmp_path).config.own_cache == OwnCache(4 * (16 + 8) * 4, 0)
+
+    def test_pages_are_as_many_as_fit_beside_the_states(self, tmp_path: Path) -> None:
+        """A state takes memory of every text; pages stand for tokens, of which both caches of a text hold one."""
+        make_model(tmp_path, OWN_CACHE_DEFAULT[0])
+        sizes = host_own_cache(tmp_path).config.own_cache
+        assert sizes is not None
+        assert sizes.token_bytes == 2 * 2 * 2 * 8 * 4  # two copies, keys and values, heads of 8 in one layer
+        assert sizes.text_bytes > 2 * 3 * 4 * 8 * 8 * 4  # at least two copies of the states of three layers
+
+
+class TestChoice:
+    @pytest.mark.parametrize("kind", ["qwen3_next", "lfm2", "nemotron_h", "deepseek_v3"])
+    def test_auto_takes_it_where_pages_do_not_do(self, kind: str, tmp_path: Path) -> None:
+        make_model(tmp_path, kind)
+        assert isinstance(load_target(open_target(tmp_path), placement(), "auto"), OwnCacheTarget)
+
+    def test_what_only_the_trial_over_pages_shows(self, tmp_path: Path) -> None:
+        make_model(tmp_path, "diffllama")
+        source = open_target(tmp_path)
+        assert find_target_runtime(source, "auto")[0] == "transformers"
+        pair = load_pair(source, None, EngineConfig(device="cpu", max_model_len=64))
+        assert pair.target_runtime == "transformers-cache"
+
+    def test_it_is_said_to_be_slow(self, tmp_path: Path) -> None:
+        make_model(tmp_path, "lfm2")
+        pair = load_pair(open_target(tmp_path), None, EngineConfig(device="cpu", max_model_len=64))
+        assert pair.target_runtime == "transformers-cache"
+        assert not pair.has_graphs
+        assert not pair.config.prefix_cache
+        (warning,) = pair.warnings
+        assert "the lfm2 target runs very slowly: transformers' own code with its own cache" in warning
+
+    def test_it_may_be_asked_for(self, tmp_path: Path) -> None:
+        source = open_target(support.make_target(tmp_path))
+        assert find_target_runtime(source, "transformers-cache")[0] == "transformers-cache"
+
+
+class TestRefused:
+    def test_attention_to_later_tokens(self, tmp_path: Path) -> None:
+        make_model(tmp_path, "gemma3_text", use_bidirectional_attention=True)
+        with pytest.raises(UnsupportedError, match="attention to later tokens"):
+            find_target_runtime(open_target(tmp_path), "auto")
+
+    def test_packed_weights(self, tmp_path: Path) -> None:
+        make_model(tmp_path, "lfm2", quantization_config={"quant_method": "fp8"})
+        with pytest.raises(UnsupportedError, match="quantised weights"):
+            host_own_cache(tmp_path)
+
+    def test_tensors_of_another_shape(self, tmp_path: Path) -> None:
+        make_model(tmp_path / "other", "deepseek_v3", kv_lora_rank=24)
+        make_model(tmp_path / "one", "deepseek_v3")
+        (tmp_path / "other" / "model.safetensors").rename(tmp_path / "one" / "model.safetensors")
+        with pytest.raises(TensorMismatch):
+            host_own_cache(tmp_path / "one")
+
+
+@pytest.mark.parametrize(
+    ("changes", "length"),
+    [
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, 256),
+        (
+            {
+                "rope_parameters": {
+                    "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4,
+                    "original_max_position_embeddings": 64,
+                },
+            },
+            64,
+        ),
+    ],
+    ids=["dynamic", "longrope"],
+)  # fmt: skip
+def test_a_rope_that_changes_with_the_length_is_run_until_it_would(
+    changes: dict[str, Any], length: int, tmp_path: Path
+) -> None:
+    make_model(tmp_path, "llama", **changes)
+    found, config = find_target_runtime(open_target(tmp_path), "transformers")
+    assert (found, config.max_position_embeddings) == ("transformers-cache", length)
+
+
+def test_a_target_without_heads_or_positions(tmp_path: Path) -> None:
+    make_model(tmp_path, "mamba")
+    config = find_target_runtime(open_target(tmp_path), "auto")[1]
+    assert (config.num_heads, config.windows) == (4, (None,) * 4)
+
+
+def test_the_document_names_every_family_that_was_tried() -> None:
+    text = (ROOT / "docs" / "hosted-targets.md").read_text()
+    assert not [kind for kind in OWN_CACHE if f"`{kind}`" not in text]
