@@ -9,7 +9,6 @@ attention; and the head gives the model's own logits.
 Axis letters: T flat rows, H heads, KV heads of keys and values, D head dim, F feature width, V vocabulary.
 """
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -20,11 +19,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from dflash_runtime.checkpoint.canonical_names import find_quantization, refuse_packed
-from dflash_runtime.checkpoint.layout import TARGET_LEFTOVERS
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.config import TargetConfig
-from dflash_runtime.errors import CheckpointError, DFlashError, TensorMismatch, UnsupportedError
+from dflash_runtime.errors import DFlashError
+from dflash_runtime.models.hosted_loading import first_line, load_model, unsupported
 from dflash_runtime.models.layers import Attend, Linear
 from dflash_runtime.models.placement import Placement
 
@@ -47,12 +45,6 @@ HARMLESS = frozenset(
 
 WORDS = {"s_aux": "attention sinks", "softcap": "soft-capped attention", "position_bias": "a bias on attention"}
 """What transformers calls things that our attention does not do."""
-
-ADAPTER = "adapter_config.json"
-"""Where there is one, transformers loads the model that it names."""
-
-SINKS = "sinks"
-"""How tensors of attention sinks end."""
 
 REACH = 2**20
 """Tokens back to which the mask of the trial is compared with a window."""
@@ -101,7 +93,7 @@ class HostedAttention:
         """
         layer = getattr(module, "layer_idx", None)
         if not isinstance(layer, int) or not 0 <= layer < self.config.num_layers:
-            raise _unsupported(self.config, f"an attention layer numbered {layer}")
+            raise unsupported(self.config, f"an attention layer numbered {layer}")
         self.layers.append(layer)
         self._check_shapes(layer, query, keys, values)
         self._check_settings(module, layer, settings)
@@ -119,29 +111,29 @@ class HostedAttention:
         for heads, count in zip((query, keys, values), wanted, strict=True):
             if (heads.shape[0], heads.shape[1], heads.shape[3]) != (1, count, config.head_dim):
                 found = f"{heads.shape[1]} heads of {heads.shape[3]}, expected {count} of {config.head_dim}"
-                raise _unsupported(config, f"layer {layer} has {found}, as the config says of all layers")
+                raise unsupported(config, f"layer {layer} has {found}, as the config says of all layers")
 
     def _check_settings(self, module: nn.Module, layer: int, settings: dict[str, Any]) -> None:
         if settings.get("is_causal", getattr(module, "is_causal", True)) is False:
-            raise _unsupported(self.config, f"attention to later tokens in layer {layer}")
+            raise unsupported(self.config, f"attention to later tokens in layer {layer}")
         window = settings.get("sliding_window")
         if "sliding_window" in settings and window != self.config.windows[layer]:
-            raise _unsupported(self.config, f"a window of {window} in layer {layer}, unlike its config")
+            raise unsupported(self.config, f"a window of {window} in layer {layer}, unlike its config")
         for name, value in settings.items():
             is_known = name in HARMLESS or name in ("scaling", "sliding_window", "is_causal")
             if not is_known and value is not None and value is not False and not (name == "dropout" and value == 0):
-                raise _unsupported(self.config, f"{WORDS.get(name, 'an attention setting')} ({name}) in layer {layer}")
+                raise unsupported(self.config, f"{WORDS.get(name, 'an attention setting')} ({name}) in layer {layer}")
 
     def _check_mask(self, layer: int, mask: object) -> None:
         if not self.is_trial:
             if mask is not None:
-                raise _unsupported(self.config, f"a mask of its own making in layer {layer}")
+                raise unsupported(self.config, f"a mask of its own making in layer {layer}")
             return
         if not isinstance(mask, WantedMask):
-            raise _unsupported(self.config, f"a mask of its own making, or none, in layer {layer}")
+            raise unsupported(self.config, f"a mask of its own making, or none, in layer {layer}")
         window = self.config.windows[layer]
         if mask.window != (window if window is not None and window < _reach(self.config) else None):
-            raise _unsupported(self.config, f"a mask over {mask.window} tokens in layer {layer}, expected {window}")
+            raise unsupported(self.config, f"a mask over {mask.window} tokens in layer {layer}, expected {window}")
 
 
 class HostedTarget:
@@ -185,7 +177,8 @@ def load_hosted(source: TargetSource, config: TargetConfig, placement: Placement
         UnsupportedError: packed weights, or a model that asks for what our attention does not do.
         CheckpointError: tensors are missing or misshapen, or transformers does not load them.
     """
-    model = _load_model(source, config, placement)
+    register_attention()
+    model = load_model(source, config, placement, TRIAL)
     target = HostedTarget(config, model, placement)
     try:
         with torch.inference_mode():
@@ -193,22 +186,8 @@ def load_hosted(source: TargetSource, config: TargetConfig, placement: Placement
     except (DFlashError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # a model may fail in any way, and not for a fault of this program
-        raise _unsupported(config, f"its own code fails on four tokens: {_first_line(error)}") from error
+        raise unsupported(config, f"its own code fails on four tokens: {first_line(error)}") from error
     return target
-
-
-def check_hosted_headers(source: TargetSource, config: TargetConfig) -> None:
-    """Refuse by files and headers alone what would be refused after loading, and what transformers would load instead.
-
-    Raises:
-        UnsupportedError: packed weights, attention sinks, or an adapter, which names a model of its own.
-    """
-    if (source.checkpoint.path / ADAPTER).exists():
-        raise _unsupported(config, f"an adapter ({ADAPTER}) beside the weights")
-    refuse_packed(source.checkpoint.path, find_quantization(source.checkpoint))
-    sinks = next((name for name in source.checkpoint.tensors if name.endswith(SINKS)), None)
-    if sinks is not None:
-        raise _unsupported(config, f"attention sinks ({sinks})")
 
 
 @contextmanager
@@ -243,7 +222,7 @@ def _find_mask(*, mask_function: Callable[..., Tensor], **_: Any) -> WantedMask:
     config = _CALL.get().config
     windows = {_seen(mask_function, row) for row in (_reach(config) - 2, _reach(config) - 1)}
     if len(windows) != 1 or min(window or 0 for window in windows) < 0:
-        raise _unsupported(config, "a mask that is no window of earlier tokens")
+        raise unsupported(config, "a mask that is no window of earlier tokens")
     return WantedMask(windows.pop())
 
 
@@ -261,53 +240,11 @@ def _reach(config: TargetConfig) -> int:
     return max(2, min(config.max_position_embeddings, REACH))
 
 
-def _load_model(source: TargetSource, config: TargetConfig, placement: Placement) -> "PreTrainedModel":
-    from transformers import AutoModelForCausalLM
-
-    register_attention()
-    path = source.checkpoint.path
-    try:
-        with _quietly():
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                path, dtype=placement.dtype, attn_implementation=TRIAL, trust_remote_code=False, use_safetensors=True,
-                local_files_only=True, output_loading_info=True, ignore_mismatched_sizes=True,
-            )  # fmt: skip
-    except torch.OutOfMemoryError:
-        raise
-    except (ValueError, KeyError, TypeError, RuntimeError, OSError, ImportError) as error:
-        raise CheckpointError(f"transformers does not load this target: {_first_line(error)}", path=path) from error
-    model, info = loaded
-    wrong = {name: (str(list(found)), str(list(wanted))) for name, found, wanted in info["mismatched_keys"]}
-    if info["missing_keys"] or wrong:
-        raise TensorMismatch(missing=sorted(info["missing_keys"]), wrong=wrong, path=path)
-    surplus = sorted(name for name in info["unexpected_keys"] if not TARGET_LEFTOVERS.match(name))
-    if surplus:
-        raise _unsupported(config, f"transformers does not apply {', '.join(surplus[:5])}, {len(surplus)} in all")
-    placed: PreTrainedModel = model.to(placement.device).eval()
-    return placed
-
-
-@contextmanager
-def _quietly() -> Iterator[None]:
-    """Only our console writes to the terminal."""
-    from transformers.utils import logging as their_logging
-
-    verbosity, has_bar = their_logging.get_verbosity(), their_logging.is_progress_bar_enabled()
-    their_logging.set_verbosity(logging.CRITICAL)
-    their_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        their_logging.set_verbosity(verbosity)
-        if has_bar:
-            their_logging.enable_progress_bar()
-
-
 def _read_head(config: TargetConfig, model: "PreTrainedModel", placement: Placement) -> ScaledHead:
     """The output embedding with what the families do to its logits; the trial shows whether that is all."""
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear):
-        raise _unsupported(config, "a head that is no product with one matrix")
+        raise unsupported(config, "a head that is no product with one matrix")
     text = model.config.get_text_config(decoder=True)
     multiplier = float(getattr(text, "logit_scale", None) or 1.0) / float(getattr(text, "logits_scaling", None) or 1.0)
     cap = getattr(text, "final_logit_softcapping", None)
@@ -318,7 +255,7 @@ def _find_layers(config: TargetConfig, decoder: nn.Module) -> nn.ModuleList:
     """The decoder layers, whose outputs are tapped."""
     found = [item for item in decoder.children() if isinstance(item, nn.ModuleList) and len(item) == config.num_layers]
     if len(found) != 1:
-        raise _unsupported(config, f"no one list of {config.num_layers} decoder layers is found in its code")
+        raise unsupported(config, f"no one list of {config.num_layers} decoder layers is found in its code")
     return found[0]
 
 
@@ -341,7 +278,7 @@ def _try_out(target: HostedTarget, model: "PreTrainedModel", device: torch.devic
         said = model(input_ids=token_ids[None], position_ids=torch.arange(4, device=device)[None], use_cache=False)
     if sorted(attention.layers) != list(range(config.num_layers)):
         silent = sorted(set(range(config.num_layers)) - set(attention.layers))
-        raise _unsupported(
+        raise unsupported(
             config, f"layers {silent} do not ask for attention once through transformers' AttentionInterface, so that "
             "they have a state or an attention of their own",
         )  # fmt: skip
@@ -349,16 +286,14 @@ def _try_out(target: HostedTarget, model: "PreTrainedModel", device: torch.devic
     in_order = HostedAttention(config, _own_values)
     hidden, features = target.run(token_ids, torch.arange(4, device=device), in_order, (0,))
     if features is None or features.shape != hidden.shape:
-        raise _unsupported(config, "layers whose output is not the residual stream")
+        raise unsupported(config, "layers whose output is not the residual stream")
     if not _is_close(target.head(hidden), said.logits[0]):
-        raise _unsupported(config, "a head that does more to its logits than scale and cap them")
+        raise unsupported(config, "a head that does more to its logits than scale and cap them")
     positions = torch.tensor([config.max_position_embeddings - 1, 0, 7, 3], device=device)
     rows, _ = target.run(token_ids, positions, in_order)
     swapped, _ = target.run(token_ids.flip(0), positions.flip(0), in_order)
     if not _is_close(swapped.flip(0), rows):
-        raise _unsupported(
-            config, "rows that depend on others than by attention, as a state or a cache would make them"
-        )
+        raise unsupported(config, "rows that depend on others than by attention, as a state or a cache would make them")
 
 
 def _own_values(layer: int, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -371,14 +306,3 @@ def _is_close(one: Tensor, other: Tensor) -> bool:
     """Whether rows are the same but for rounding, which a factor or a term that is left out is not."""
     tolerance = max(8 * torch.finfo(one.dtype).eps, 1e-4)
     return bool((one - other).abs().max() <= tolerance * other.abs().max().clamp(min=1e-6))
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no reason given'}"
-
-
-def _unsupported(config: TargetConfig, what: str) -> UnsupportedError:
-    return UnsupportedError(
-        f"this runtime does not run {config.model_type or 'unnamed'} targets: {what}",
-        hint="dflash validate and dflash serve-command work for it; measure acceptance in the engine that serves it",
-    )

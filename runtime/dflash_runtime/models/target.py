@@ -18,8 +18,9 @@ from dflash_runtime.checkpoint.layout import TARGET_LEFTOVERS, Shapes, compare_t
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.config import TargetConfig
 from dflash_runtime.errors import TensorMismatch, UnsupportedError
-from dflash_runtime.models.hosted import check_hosted_headers, load_hosted
+from dflash_runtime.models.hosted import load_hosted
 from dflash_runtime.models.hosted_config import read_hosted_config
+from dflash_runtime.models.hosted_loading import check_hosted_headers
 from dflash_runtime.models.layers import Attend, Linear
 from dflash_runtime.models.placement import Placement
 from dflash_runtime.models.weights import Weights, load_weights

@@ -16,7 +16,7 @@ from dflash_cli.checkpoints.opening import open_target
 from dflash_runtime.config import EngineConfig
 from dflash_runtime.device.loading import load_pair
 from dflash_runtime.errors import TensorMismatch, UnsupportedError, UsageError
-from dflash_runtime.models import hosted, hosted_config
+from dflash_runtime.models import hosted, hosted_config, hosted_loading
 from dflash_runtime.models.hosted import HostedAttention, HostedTarget, ScaledHead
 from dflash_runtime.models.target import find_target_runtime, load_target
 from dflash_testing import checkpoints as support
@@ -203,7 +203,7 @@ class TestTrial:
     def test_rows_that_depend_on_others(self, tmp_path: Path) -> None:
         make_model(tmp_path, "llama")
         target = host(tmp_path)
-        model = hosted._load_model(open_target(tmp_path), target.config, placement())
+        model = hosted_loading.load_model(open_target(tmp_path), target.config, placement(), hosted.TRIAL)
         model.get_decoder().layers[1].register_forward_hook(lambda module, given, out: out + 0.01 * out.roll(1, 1))
         with torch.inference_mode(), pytest.raises(UnsupportedError, match="rows that depend on others"):
             hosted._try_out(HostedTarget(target.config, model, placement()), model, torch.device("cpu"))
@@ -271,7 +271,7 @@ def test_the_document_names_every_family_that_was_tried() -> None:
     assert not [kind for kind in (*SERVED, *REFUSED) if f"`{kind}`" not in text]
 
 
-@pytest.mark.parametrize("module", [hosted, hosted_config], ids=["hosted", "hosted_config"])
+@pytest.mark.parametrize("module", [hosted, hosted_config, hosted_loading], ids=["hosted", "config", "loading"])
 def test_its_modelling_code_is_not_imported_at_start(module: ModuleType) -> None:
     """A start takes no longer for it."""
     assert module.__file__ is not None
