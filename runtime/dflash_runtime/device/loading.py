@@ -10,6 +10,7 @@ from dflash_runtime.checkpoint.canonical_names import find_quantization, refuse_
 from dflash_runtime.checkpoint.pair import DraftLike, TargetSource, check_pair
 from dflash_runtime.config import DraftConfig, EngineConfig, TargetConfig
 from dflash_runtime.device.attention import check_capability
+from dflash_runtime.device.memory import WeightBytes, check_fit
 from dflash_runtime.device.settings import (
     apply_exclusions,
     can_capture,
@@ -20,8 +21,8 @@ from dflash_runtime.device.settings import (
 )
 from dflash_runtime.drafts.draft import Draft, build_draft, load_draft_weights, owned_tensors
 from dflash_runtime.models.placement import Placement
-from dflash_runtime.models.target import Target, TargetRuntime, find_target_runtime, load_target
-from dflash_runtime.models.weights import Weights
+from dflash_runtime.models.target import Target, TargetRuntime, find_target_runtime, load_target, target_bytes
+from dflash_runtime.models.weights import Weights, loaded_bytes
 from dflash_runtime.scheduling.limits import Limits
 
 logger = logging.getLogger(__name__)
@@ -70,6 +71,7 @@ def load_pair(target: TargetSource, draft: DraftLike | None, config: EngineConfi
         PairMismatch: the draft was not made for the target.
         UsageError: more tokens to draft than the draft was trained for, or a device that does not exist.
         UnsupportedError, TensorMismatch: see `load_target` and `owned_tensors`.
+        CapacityError: memory does not hold the pair, as far as headers tell.
     """
     config = config or EngineConfig()
     runtime, target_config = find_target_runtime(target, config.target_runtime)
@@ -81,13 +83,15 @@ def load_pair(target: TargetSource, draft: DraftLike | None, config: EngineConfi
     limits = resolve_limits(config, target_config, draft.config if draft is not None else None)
     if limits.num_draft_tokens == 0:
         draft = None
-    if draft is not None:
-        owned_tensors(draft)  # what is refused by headers is refused before a target is loaded
     kernels = resolve_kernels(config.kernels, device, dtype)
     # A block may begin on the model's last position, so rope tables reach a block past it.
     placement = Placement(device, dtype, kernels, limits.max_model_len + limits.num_lookahead_tokens)
     check_capability(kernels.name, target_config, draft.config if draft is not None else None, placement.dtype_name)
     config, warnings = apply_exclusions(config, placement, limits.num_draft_tokens)
+    check_fit(
+        _weight_bytes(target, draft, dtype, runtime), config, target_config,
+        draft.config if draft is not None else None, limits, placement,
+    )  # fmt: skip
     if runtime == "transformers":
         warnings = (*warnings, slow_warning(target_config))
     for text in warnings:
@@ -108,6 +112,18 @@ def load_pair(target: TargetSource, draft: DraftLike | None, config: EngineConfi
         torch.cuda.synchronize(device)
     logger.info("loaded weights onto %s in %.1f s", device, time.perf_counter() - started)
     return pair
+
+
+def _weight_bytes(
+    target: TargetSource, draft: DraftLike | None, dtype: torch.dtype, runtime: TargetRuntime
+) -> WeightBytes:
+    """What will be loaded, from the headers; what they refuse is refused here, before a target is loaded.
+
+    transformers reads a target into the memory of the host and moves it to a GPU from there.
+    """
+    size = target_bytes(target, dtype, runtime)
+    owned = [draft.checkpoint.tensors[name] for name in owned_tensors(draft)] if draft is not None else []
+    return WeightBytes(size, loaded_bytes(owned, dtype), passing=size if runtime == "transformers" else 0)
 
 
 def slow_warning(target: TargetConfig) -> str:

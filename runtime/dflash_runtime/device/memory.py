@@ -1,15 +1,16 @@
 """What memory is for: weights first, then what a step takes besides, and pages of KV for all that is left.
 
-What a step takes is derived from the shapes of the pair, before anything has run. `log_use` says after the warm-up what
-it really took.
+Whether weights fit is known from the headers, before any is read. What a step takes is derived from the shapes of the
+pair, before anything has run. `log_use` says after the warm-up what it really took.
 """
 
 import logging
-import os
+from dataclasses import dataclass
 
 import torch
 
 from dflash_runtime.config import DraftConfig, EngineConfig, TargetConfig
+from dflash_runtime.device.host_memory import available_bytes
 from dflash_runtime.device.kv import bytes_per_token
 from dflash_runtime.errors import CapacityError
 from dflash_runtime.models.placement import Placement
@@ -31,6 +32,47 @@ NUM_GRAPHS = 64
 """Graphs that are counted for each width: buckets times kinds of sampling of an ordinary run."""
 
 
+@dataclass(frozen=True, slots=True)
+class WeightBytes:
+    """What the weights of a pair take once they are loaded; `passing` is what the host holds of them meanwhile."""
+
+    target: int
+    draft: int
+    passing: int = 0
+
+
+def check_fit(
+    weights: WeightBytes,
+    config: EngineConfig,
+    target: TargetConfig,
+    draft: DraftConfig | None,
+    limits: Limits,
+    placement: Placement,
+) -> None:
+    """Refuse a pair that memory does not hold with one request at its shortest, before any weight is read.
+
+    Who sets the size of the KV cache has taken over what is left to steps.
+
+    Raises:
+        CapacityError: with the arithmetic.
+    """
+    page_bytes = config.page_size * _token_bytes(target, draft, placement)
+    parts = {
+        f"weights of the target in {placement.dtype_name}": weights.target,
+        "weights of the draft": weights.draft,
+        "KV of one request": _least_pages(config, limits) * page_bytes,
+    }
+    if config.num_pages is None and config.kv_memory_bytes is None:
+        parts["what steps take"] = scratch_bytes(config, target, draft, limits, placement)
+    where = str(placement.device) if placement.device.type == "cuda" else "the host"
+    free = _free_bytes(placement.device, config.gpu_memory_utilization)
+    if sum(parts.values()) > free:
+        raise _too_large(parts, free, where, _savings(config, placement))
+    if placement.device.type == "cuda" and weights.passing > (host := available_bytes()):
+        what = {"weights of the target on their way to the GPU": weights.passing}
+        raise _too_large(what, host, "the host", "--device-map auto loads them where they will lie")
+
+
 def fit_num_pages(
     config: EngineConfig,
     target: TargetConfig,
@@ -45,17 +87,17 @@ def fit_num_pages(
     """
     if config.num_pages is not None:
         return config.num_pages
-    configs = [item for item in (target, draft) if item is not None]
-    token_bytes = sum(bytes_per_token(item, placement.dtype) for item in configs)
+    token_bytes = _token_bytes(target, draft, placement)
     page_bytes = config.page_size * token_bytes
     wanted = limits.max_num_requests * -(-limits.max_model_len // config.page_size) + 1
     budget = config.kv_memory_bytes
     if budget is None:
         withheld = scratch_bytes(config, target, draft, limits, placement)
-        budget = _free_bytes(placement.device, config.gpu_memory_utilization) - withheld
+        share = 1.0 if placement.device.type == "cuda" else HOST_SHARE
+        budget = int(_free_bytes(placement.device, config.gpu_memory_utilization) * share) - withheld
         logger.info("%s are kept free for steps", _gib(withheld))
     affordable = max(0, budget) // page_bytes
-    needed = 1 + -(-(1 + limits.num_lookahead_tokens) // config.page_size)
+    needed = _least_pages(config, limits)
     if affordable < needed:
         raise CapacityError(
             f"KV cache: one request needs {needed} pages of {config.page_size} tokens, {needed * page_bytes} bytes at "
@@ -138,12 +180,42 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     return isinstance(error, RuntimeError) and ("out of memory" in str(error) or "can't allocate memory" in str(error))
 
 
+def _token_bytes(target: TargetConfig, draft: DraftConfig | None, placement: Placement) -> int:
+    """KV bytes of one token in both models."""
+    return sum(bytes_per_token(item, placement.dtype) for item in (target, draft) if item is not None)
+
+
+def _least_pages(config: EngineConfig, limits: Limits) -> int:
+    """Pages of one request at its shortest, and the one that is never used."""
+    return 1 + -(-(1 + limits.num_lookahead_tokens) // config.page_size)
+
+
 def _free_bytes(device: torch.device, utilization: float) -> int:
+    """What a pair may take of a device."""
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what an LLM before this one had is not in use, but torch's
         free, total = torch.cuda.mem_get_info(device)
         return free - int(total * (1 - utilization))
-    return int(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * HOST_SHARE)
+    return available_bytes()
+
+
+def _too_large(parts: dict[str, int], free: int, where: str, hint: str) -> CapacityError:
+    """Parts with their bytes, and what is free of so much."""
+    listed = " + ".join(f"{_gib(size)} {name}" for name, size in parts.items() if size)
+    total = f" = {_gib(sum(parts.values()))}" if len(parts) > 1 else ""
+    return CapacityError(f"too large for {where}: {listed}{total}, {_gib(free)} are free", hint=hint)
+
+
+def _savings(config: EngineConfig, placement: Placement) -> str:
+    """What makes a pair smaller."""
+    options = []
+    if placement.device.type == "cuda":
+        options.append("--device-map auto spreads the target over GPUs and host memory")
+    if placement.dtype.itemsize > 2:
+        options.append("--dtype bfloat16 makes weights smaller")
+    if config.max_num_requests > 1:
+        options.append("a smaller --max-num-requests or --max-batched-tokens makes steps smaller")
+    return "; ".join(options) or "a smaller target, or a machine with more memory"
 
 
 def _gib(num_bytes: int) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Literal, Protocol
 
+import torch
 from torch import Tensor
 
 from dflash_runtime.checkpoint.canonical_names import find_quantization, refuse_packed
@@ -23,7 +24,7 @@ from dflash_runtime.models.hosted_config import read_hosted_config
 from dflash_runtime.models.hosted_loading import check_hosted_headers
 from dflash_runtime.models.layers import Attend, Linear
 from dflash_runtime.models.placement import Placement
-from dflash_runtime.models.weights import Weights, load_weights
+from dflash_runtime.models.weights import Weights, load_weights, loaded_bytes
 from dflash_runtime.registry import Registry
 
 
@@ -113,6 +114,13 @@ def load_target(source: TargetSource, placement: Placement, runtime: str = "nati
     expected = target_shapes(source)
     family = target_families()[source.config.model_type]
     return family(source.config, load_weights(source.checkpoint, expected, placement), placement)
+
+
+def target_bytes(source: TargetSource, dtype: torch.dtype, runtime: TargetRuntime) -> int:
+    """Bytes of a target's weights once they are loaded, from the headers."""
+    tensors = source.checkpoint.tensors
+    names = target_shapes(source) if runtime == "native" else tensors
+    return loaded_bytes((tensors[name] for name in names), dtype)
 
 
 def target_shapes(source: TargetSource) -> Shapes:
