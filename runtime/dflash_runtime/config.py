@@ -242,7 +242,8 @@ class EngineConfig:
     another number each time. With `graphs`, decode steps on a GPU are captured as CUDA graphs. With `adaptive_width`
     steps verify as many rows of a block as promise the most tokens a second on this GPU, or decode plainly: the text is
     the same, and the acceptance that is counted is capped. `target_runtime` says whose code runs the target: a native
-    family, transformers, or with "auto" transformers where no native family serves it.
+    family, transformers, or with "auto" transformers where no native family serves it. `device_map` spreads the target
+    over devices, which only transformers' code does: "auto", a device, or a JSON file of modules and devices.
     """
 
     device: str = "auto"
@@ -263,6 +264,7 @@ class EngineConfig:
     graphs: bool = True
     adaptive_width: bool = False
     target_runtime: str = "auto"
+    device_map: str | None = None
     seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -278,6 +280,13 @@ class EngineConfig:
                 raise UsageError(f"{name} must be positive, got {value}")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise UsageError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}")
+        if self.device_map is not None and self.target_runtime == "native":
+            raise UsageError("a device map is for targets that transformers runs, not for --target-runtime native")
+
+    @property
+    def wanted_runtime(self) -> str:
+        """Whose code is to run the target, or `auto`."""
+        return "transformers" if self.device_map is not None else self.target_runtime
 
     @property
     def is_async(self) -> bool:

@@ -10,7 +10,7 @@ from dflash_runtime.checkpoint.canonical_names import find_quantization, refuse_
 from dflash_runtime.checkpoint.pair import DraftLike, TargetSource, check_pair
 from dflash_runtime.config import DraftConfig, EngineConfig, TargetConfig
 from dflash_runtime.device.attention import check_capability
-from dflash_runtime.device.memory import WeightBytes, check_fit
+from dflash_runtime.device.memory import Fit, WeightBytes
 from dflash_runtime.device.settings import (
     apply_exclusions,
     can_capture,
@@ -19,6 +19,7 @@ from dflash_runtime.device.settings import (
     resolve_kernels,
     resolve_limits,
 )
+from dflash_runtime.device.spreading import resolve_spread
 from dflash_runtime.drafts.draft import Draft, build_draft, load_draft_weights, owned_tensors
 from dflash_runtime.models.placement import Placement
 from dflash_runtime.models.target import Target, TargetRuntime, find_target_runtime, load_target, target_bytes
@@ -74,7 +75,7 @@ def load_pair(target: TargetSource, draft: DraftLike | None, config: EngineConfi
         CapacityError: memory does not hold the pair, as far as headers tell.
     """
     config = config or EngineConfig()
-    runtime, target_config = find_target_runtime(target, config.target_runtime)
+    runtime, target_config = find_target_runtime(target, config.wanted_runtime)
     if draft is not None:
         refuse_packed(draft.checkpoint.path, find_quantization(draft.checkpoint))
         check_pair(draft, target)
@@ -85,13 +86,12 @@ def load_pair(target: TargetSource, draft: DraftLike | None, config: EngineConfi
         draft = None
     kernels = resolve_kernels(config.kernels, device, dtype)
     # A block may begin on the model's last position, so rope tables reach a block past it.
-    placement = Placement(device, dtype, kernels, limits.max_model_len + limits.num_lookahead_tokens)
+    num_positions = limits.max_model_len + limits.num_lookahead_tokens
+    placement = Placement(device, dtype, kernels, num_positions, resolve_spread(config.device_map))
     check_capability(kernels.name, target_config, draft.config if draft is not None else None, placement.dtype_name)
     config, warnings = apply_exclusions(config, placement, limits.num_draft_tokens)
-    check_fit(
-        _weight_bytes(target, draft, dtype, runtime), config, target_config,
-        draft.config if draft is not None else None, limits, placement,
-    )  # fmt: skip
+    fit = Fit(config, target_config, draft.config if draft is not None else None, limits, placement)
+    placement = fit.check(_weight_bytes(target, draft, dtype, runtime))
     if runtime == "transformers":
         warnings = (*warnings, slow_warning(target_config))
     for text in warnings:

@@ -5,15 +5,16 @@ pair, before anything has run. `log_use` says after the warm-up what it really t
 """
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from dflash_runtime.config import DraftConfig, EngineConfig, TargetConfig
 from dflash_runtime.device.host_memory import available_bytes
 from dflash_runtime.device.kv import bytes_per_token
+from dflash_runtime.device.spreading import share_out
 from dflash_runtime.errors import CapacityError
-from dflash_runtime.models.placement import Placement
+from dflash_runtime.models.placement import Placement, Spread
 from dflash_runtime.scheduling.limits import Limits
 from dflash_runtime.scheduling.width import widths_for
 
@@ -41,36 +42,68 @@ class WeightBytes:
     passing: int = 0
 
 
-def check_fit(
-    weights: WeightBytes,
-    config: EngineConfig,
-    target: TargetConfig,
-    draft: DraftConfig | None,
-    limits: Limits,
-    placement: Placement,
-) -> None:
-    """Refuse a pair that memory does not hold with one request at its shortest, before any weight is read.
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """Whether memory holds a pair with one request at its shortest, which is known before any weight is read.
 
     Who sets the size of the KV cache has taken over what is left to steps.
-
-    Raises:
-        CapacityError: with the arithmetic.
     """
-    page_bytes = config.page_size * _token_bytes(target, draft, placement)
-    parts = {
-        f"weights of the target in {placement.dtype_name}": weights.target,
-        "weights of the draft": weights.draft,
-        "KV of one request": _least_pages(config, limits) * page_bytes,
-    }
-    if config.num_pages is None and config.kv_memory_bytes is None:
-        parts["what steps take"] = scratch_bytes(config, target, draft, limits, placement)
-    where = str(placement.device) if placement.device.type == "cuda" else "the host"
-    free = _free_bytes(placement.device, config.gpu_memory_utilization)
-    if sum(parts.values()) > free:
-        raise _too_large(parts, free, where, _savings(config, placement))
-    if placement.device.type == "cuda" and weights.passing > (host := available_bytes()):
-        what = {"weights of the target on their way to the GPU": weights.passing}
-        raise _too_large(what, host, "the host", "--device-map auto loads them where they will lie")
+
+    config: EngineConfig
+    target: TargetConfig
+    draft: DraftConfig | None
+    limits: Limits
+    placement: Placement
+
+    def check(self, weights: WeightBytes) -> Placement:
+        """The placement, in which a target that is spread by itself knows what each device may take.
+
+        Raises:
+            CapacityError: the pair does not fit, with the arithmetic.
+        """
+        placement = self.placement
+        device, spread, name = placement.device, placement.spread, f"weights of the target in {placement.dtype_name}"
+        if spread is not None:
+            left = self._left({"embedding and head of the target": self._borrowed_bytes(), **self._parts(weights)})
+            if spread.modules is not None:
+                return placement
+            budgets = share_out(device, left, self._step_bytes(), self.config.gpu_memory_utilization)
+            if weights.target > sum(budgets.values()):
+                shares = ", ".join(f"{_gib(size)} of {_name(key)}" for key, size in budgets.items())
+                raise CapacityError(f"too large to be spread: {_gib(weights.target)} {name}, which may take {shares}")
+            return replace(placement, spread=Spread(max_bytes=budgets))
+        self._left({name: weights.target, **self._parts(weights)})
+        if device.type == "cuda" and weights.passing > (free := available_bytes()):
+            what = {"weights of the target on their way to the GPU": weights.passing}
+            raise _too_large(what, free, "the host", "--device-map auto loads them where they will lie")
+        return placement
+
+    def _parts(self, weights: WeightBytes) -> dict[str, int]:
+        """What takes memory beside a target."""
+        page_bytes = self.config.page_size * _token_bytes(self.target, self.draft, self.placement)
+        return {
+            "weights of the draft": weights.draft,
+            "KV of one request": _least_pages(self.config, self.limits) * page_bytes,
+            "what steps take": self._step_bytes(),
+        }
+
+    def _step_bytes(self) -> int:
+        if self.config.num_pages is not None or self.config.kv_memory_bytes is not None:
+            return 0
+        return scratch_bytes(self.config, self.target, self.draft, self.limits, self.placement)
+
+    def _borrowed_bytes(self) -> int:
+        """What the draft and the choice of tokens read of a spread target, and is therefore on the device too."""
+        rows = self.target.vocab_size * (1 if self.target.tie_word_embeddings else 2)
+        return rows * self.target.hidden_size * self.placement.dtype.itemsize
+
+    def _left(self, parts: dict[str, int]) -> int:
+        """What is free beside these parts."""
+        device = self.placement.device
+        free = _free_bytes(device, self.config.gpu_memory_utilization)
+        if sum(parts.values()) > free:
+            raise _too_large(parts, free, _name(device), _savings(self.config, self.placement))
+        return free - sum(parts.values())
 
 
 def fit_num_pages(
@@ -209,13 +242,19 @@ def _too_large(parts: dict[str, int], free: int, where: str, hint: str) -> Capac
 def _savings(config: EngineConfig, placement: Placement) -> str:
     """What makes a pair smaller."""
     options = []
-    if placement.device.type == "cuda":
+    if placement.device.type == "cuda" and placement.spread is None:
         options.append("--device-map auto spreads the target over GPUs and host memory")
     if placement.dtype.itemsize > 2:
         options.append("--dtype bfloat16 makes weights smaller")
     if config.max_num_requests > 1:
         options.append("a smaller --max-num-requests or --max-batched-tokens makes steps smaller")
     return "; ".join(options) or "a smaller target, or a machine with more memory"
+
+
+def _name(device: torch.device | int | str) -> str:
+    """As users read it."""
+    text = f"cuda:{device}" if isinstance(device, int) else str(device)
+    return "the host" if text == "cpu" else text
 
 
 def _gib(num_bytes: int) -> str:

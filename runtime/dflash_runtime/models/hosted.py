@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.config import TargetConfig
 from dflash_runtime.errors import DFlashError
-from dflash_runtime.models.hosted_loading import first_line, load_model, unsupported
+from dflash_runtime.models.hosted_loading import first_line, load_model, parameter_of, unsupported
 from dflash_runtime.models.layers import Attend, Linear
 from dflash_runtime.models.placement import Placement
 
@@ -143,17 +143,21 @@ class HostedTarget:
 
     def __init__(self, config: TargetConfig, model: "PreTrainedModel", placement: Placement) -> None:
         self.config = config
-        embedding: Any = model.get_input_embeddings()
-        self.embedding: Tensor = embedding.weight
+        self._device = placement.device
+        self.embedding: Tensor = parameter_of(model.get_input_embeddings(), "weight", placement.device)
         self.head: Linear = _read_head(config, model, placement)
         self._decoder = model.get_decoder()
+        self._is_spread = placement.spread is not None
+        first = next(model.get_input_embeddings().parameters()).device
+        self.entry = placement.device if first.type == "meta" else first  # where rows enter the model
         self._layers = _find_layers(config, self._decoder)
 
     def __call__(
         self, token_ids: Tensor, positions: Tensor, attend: Attend, taps: Sequence[int]
     ) -> tuple[Tensor, Tensor | None]:
         """See `models.target.Target`. A tap on the last layer gives the residual before the final norm."""
-        return self.run(token_ids, positions, HostedAttention(self.config, attend), taps)
+        attended = _attend_on(self._device, attend) if self._is_spread else attend
+        return self.run(token_ids, positions, HostedAttention(self.config, attended), taps)
 
     def run(
         self, token_ids: Tensor, positions: Tensor, attention: HostedAttention, taps: Sequence[int] = ()
@@ -163,11 +167,25 @@ class HostedTarget:
         hooks = [self._layers[tap].register_forward_hook(partial(_keep, outputs, tap)) for tap in set(taps)]
         try:
             with calling(attention):
-                rows = self._decoder(input_ids=token_ids[None], position_ids=positions[None], use_cache=False)
+                rows = self._decoder(
+                    input_ids=token_ids[None].to(self.entry),
+                    position_ids=positions[None].to(self.entry),
+                    use_cache=False,
+                )
         finally:
             for hook in hooks:
                 hook.remove()
-        return rows.last_hidden_state[0], torch.cat([outputs[tap] for tap in taps], dim=-1) if taps else None
+        features = torch.cat([outputs[tap].to(self._device) for tap in taps], dim=-1) if taps else None
+        return rows.last_hidden_state[0].to(self._device), features
+
+
+def _attend_on(device: torch.device, attend: Attend) -> Callable[[int, Tensor, Tensor, Tensor], Tensor]:
+    """Attention on the device that has the pages, for layers that may lie on any."""
+
+    def attended(layer: int, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        return attend(layer, query.to(device), keys.to(device), values.to(device)).to(query.device)
+
+    return attended
 
 
 def load_hosted(source: TargetSource, config: TargetConfig, placement: Placement) -> HostedTarget:
@@ -248,7 +266,9 @@ def _read_head(config: TargetConfig, model: "PreTrainedModel", placement: Placem
     text = model.config.get_text_config(decoder=True)
     multiplier = float(getattr(text, "logit_scale", None) or 1.0) / float(getattr(text, "logits_scaling", None) or 1.0)
     cap = getattr(text, "final_logit_softcapping", None)
-    return ScaledHead(head.weight, head.bias, placement.kernels, multiplier, cap)
+    weight = parameter_of(head, "weight", placement.device)
+    bias = None if head.bias is None else parameter_of(head, "bias", placement.device)
+    return ScaledHead(weight, bias, placement.kernels, multiplier, cap)
 
 
 def _find_layers(config: TargetConfig, decoder: nn.Module) -> nn.ModuleList:
@@ -275,7 +295,10 @@ def _try_out(target: HostedTarget, model: "PreTrainedModel", device: torch.devic
     token_ids = torch.arange(4, device=device) % config.vocab_size
     attention = HostedAttention(config, _own_values, is_trial=True)
     with calling(attention):
-        said = model(input_ids=token_ids[None], position_ids=torch.arange(4, device=device)[None], use_cache=False)
+        said = model(
+            input_ids=token_ids[None].to(target.entry), position_ids=torch.arange(4, device=target.entry)[None],
+            use_cache=False,
+        )  # fmt: skip
     if sorted(attention.layers) != list(range(config.num_layers)):
         silent = sorted(set(range(config.num_layers)) - set(attention.layers))
         raise unsupported(
@@ -287,7 +310,7 @@ def _try_out(target: HostedTarget, model: "PreTrainedModel", device: torch.devic
     hidden, features = target.run(token_ids, torch.arange(4, device=device), in_order, (0,))
     if features is None or features.shape != hidden.shape:
         raise unsupported(config, "layers whose output is not the residual stream")
-    if not _is_close(target.head(hidden), said.logits[0]):
+    if not _is_close(target.head(hidden), said.logits[0].to(device)):
         raise unsupported(config, "a head that does more to its logits than scale and cap them")
     positions = torch.tensor([config.max_position_embeddings - 1, 0, 7, 3], device=device)
     rows, _ = target.run(token_ids, positions, in_order)

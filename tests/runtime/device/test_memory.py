@@ -21,6 +21,7 @@ from dflash_runtime.device.memory import (
     GRAPH_BYTES,
     NUM_GRAPHS,
     WORKSPACE_BYTES,
+    Fit,
     WeightBytes,
     is_out_of_memory,
     scratch_bytes,
@@ -103,7 +104,7 @@ class TestFit:
         monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
         monkeypatch.setattr(memory, "available_bytes", lambda: host)
         config = EngineConfig(gpu_memory_utilization=1.0, **engine)
-        memory.check_fit(WeightBytes(16 * GIB, 2 * GIB, 16 * GIB), config, TARGET, DRAFT, LIMITS, GPU)
+        Fit(config, TARGET, DRAFT, LIMITS, GPU).check(WeightBytes(16 * GIB, 2 * GIB, 16 * GIB))
 
     def test_the_arithmetic_is_told(self, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(CapacityError) as refused:
