@@ -103,6 +103,11 @@ class ReadingRunner:
         return self._pair.target_runtime
 
     @property
+    def target_quantization(self) -> str | None:
+        """How the target's weights are packed, and whether they were unpacked."""
+        return self._pair.target_quantization
+
+    @property
     def warnings(self) -> tuple[str, ...]:
         """Those of the pair."""
         return self._pair.warnings

@@ -21,6 +21,7 @@ from dflash_runtime.device.settings import (
 )
 from dflash_runtime.device.spreading import resolve_spread
 from dflash_runtime.drafts.draft import Draft, build_draft, load_draft_weights, owned_tensors
+from dflash_runtime.models.hosted_quantization import Quantization, read_quantization
 from dflash_runtime.models.placement import Placement
 from dflash_runtime.models.target import Target, TargetRuntime, find_target_runtime, load_target, target_bytes
 from dflash_runtime.models.weights import Weights, loaded_bytes
@@ -45,6 +46,7 @@ class LoadedPair:
     warnings: tuple[str, ...] = ()
     draft_weights: Weights | None = None
     target_runtime: TargetRuntime = "native"
+    target_quantization: str | None = None
 
     @property
     def has_graphs(self) -> bool:
@@ -92,8 +94,11 @@ def load_pair(target: TargetSource, draft: DraftLike | None, config: EngineConfi
     config, warnings = apply_exclusions(config, placement, limits.num_draft_tokens)
     fit = Fit(config, target_config, draft.config if draft is not None else None, limits, placement)
     placement = fit.check(_weight_bytes(target, draft, dtype, runtime))
+    quantization = read_quantization(target) if runtime == "transformers" else None
     if runtime == "transformers":
         warnings = (*warnings, slow_warning(target_config))
+    if quantization is not None:
+        warnings = (*warnings, quantised_warning(quantization, placement.dtype_name))
     for text in warnings:
         logger.warning(text)
     started = time.perf_counter()
@@ -105,6 +110,7 @@ def load_pair(target: TargetSource, draft: DraftLike | None, config: EngineConfi
         config=config,
         warnings=warnings,
         target_runtime=runtime,
+        target_quantization=quantization.label if quantization is not None else None,
     )
     if draft is not None:
         pair = replace(pair, draft_weights=load_draft_weights(draft, placement)).with_draft(draft.config)
@@ -131,4 +137,14 @@ def slow_warning(target: TargetConfig) -> str:
     return (
         f"the {target.model_type} target runs slowly: transformers' own code over our pages, without CUDA graphs; "
         "its times say nothing of the pair's speed"
+    )
+
+
+def quantised_warning(quantization: Quantization, dtype: str) -> str:
+    """What is said of every target whose weights are packed."""
+    if not quantization.is_unpacked:
+        return f"the target's weights are packed ({quantization.method}) and computed with by the code of its package"
+    return (
+        f"the target's weights are dequantised to {dtype} while they are loaded ({quantization.method}); activations "
+        "are not quantised, as they may be in an engine"
     )

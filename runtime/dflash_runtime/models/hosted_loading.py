@@ -8,12 +8,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from dflash_runtime.checkpoint.canonical_names import find_quantization, refuse_packed
 from dflash_runtime.checkpoint.layout import TARGET_LEFTOVERS
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.config import TargetConfig
 from dflash_runtime.errors import CheckpointError, TensorMismatch, UnsupportedError, UsageError
-from dflash_runtime.models.placement import Placement, Spread
+from dflash_runtime.models.hosted_quantization import (
+    CONFIG_KEY,
+    Quantization,
+    compare_weights,
+    dequantised,
+    read_quantization,
+)
+from dflash_runtime.models.placement import Placement
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -29,11 +35,11 @@ def check_hosted_headers(source: TargetSource, config: TargetConfig) -> None:
     """Refuse by files and headers alone what would be refused after loading, and what transformers would load instead.
 
     Raises:
-        UnsupportedError: packed weights, attention sinks, or an adapter, which names a model of its own.
+        UnsupportedError: weights packed in a way that is not run, attention sinks, or an adapter, which names a model.
     """
     if (source.checkpoint.path / ADAPTER).exists():
         raise unsupported(config, f"an adapter ({ADAPTER}) beside the weights")
-    refuse_packed(source.checkpoint.path, find_quantization(source.checkpoint))
+    read_quantization(source)
     sinks = next((name for name in source.checkpoint.tensors if name.endswith(SINKS)), None)
     if sinks is not None:
         raise unsupported(config, f"attention sinks ({sinks})")
@@ -47,15 +53,20 @@ def load_model(source: TargetSource, config: TargetConfig, placement: Placement,
         UnsupportedError: tensors that transformers would leave out.
         CheckpointError: tensors are missing or misshapen, or transformers does not load them.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.integrations import hub_kernels
 
-    path = source.checkpoint.path
+    hub_kernels._kernels_enabled = False  # with the package kernels installed, modelling code would fetch others' code
+    path, quantization = source.checkpoint.path, read_quantization(source)
     try:
         with _quietly():
+            settings = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+            if quantization is not None and quantization.is_unpacked:
+                _ask_to_unpack(settings)
             loaded: Any = AutoModelForCausalLM.from_pretrained(
-                path, dtype=placement.dtype, attn_implementation=attention, trust_remote_code=False,
+                path, config=settings, dtype=placement.dtype, attn_implementation=attention, trust_remote_code=False,
                 use_safetensors=True, local_files_only=True, output_loading_info=True, ignore_mismatched_sizes=True,
-                **_spread_arguments(placement.spread),
+                **_device_arguments(placement, quantization),
             )  # fmt: skip
     except torch.OutOfMemoryError:
         raise
@@ -72,8 +83,21 @@ def load_model(source: TargetSource, config: TargetConfig, placement: Placement,
     surplus = sorted(name for name in info["unexpected_keys"] if not TARGET_LEFTOVERS.match(name))
     if surplus:
         raise unsupported(config, f"transformers does not apply {', '.join(surplus[:5])}, {len(surplus)} in all")
-    placed: PreTrainedModel = (model if placement.spread is not None else model.to(placement.device)).eval()
+    if quantization is not None and quantization.method == "fp8":
+        compare_weights(model, source.checkpoint)
+    if model.dtype != placement.dtype:
+        raise unsupported(config, f"transformers loads its weights as {model.dtype}, not as {placement.dtype}")
+    is_placed = placement.spread is not None or (quantization is not None and not quantization.is_unpacked)
+    placed: PreTrainedModel = (model if is_placed else model.to(placement.device)).eval()
     return placed
+
+
+def _ask_to_unpack(settings: Any) -> None:
+    """Weights are to be unpacked while they are loaded, wherever the config says how they are packed."""
+    for part in (settings, settings.get_text_config(decoder=True)):
+        stated = getattr(part, CONFIG_KEY, None)
+        if isinstance(stated, dict):
+            setattr(part, CONFIG_KEY, dequantised(stated))
 
 
 def parameter_of(module: nn.Module, name: str, device: torch.device) -> Tensor:
@@ -87,10 +111,11 @@ def parameter_of(module: nn.Module, name: str, device: torch.device) -> Tensor:
         return module.get_parameter(name).detach().clone()
 
 
-def _spread_arguments(spread: Spread | None) -> dict[str, Any]:
-    """A spread in transformers' words."""
+def _device_arguments(placement: Placement, quantization: Quantization | None) -> dict[str, Any]:
+    """A spread in transformers' words; what stays packed is loaded where it will be, since it may not be moved."""
+    spread = placement.spread
     if spread is None:
-        return {}
+        return {"device_map": {"": placement.device}} if quantization and not quantization.is_unpacked else {}
     if spread.modules is not None:
         return {"device_map": dict(spread.modules)}
     return {"device_map": "auto", "max_memory": dict(spread.max_bytes or {})}

@@ -22,6 +22,7 @@ from dflash_runtime.errors import TensorMismatch, UnsupportedError
 from dflash_runtime.models.hosted import load_hosted
 from dflash_runtime.models.hosted_config import read_hosted_config
 from dflash_runtime.models.hosted_loading import check_hosted_headers
+from dflash_runtime.models.hosted_quantization import read_quantization
 from dflash_runtime.models.layers import Attend, Linear
 from dflash_runtime.models.placement import Placement
 from dflash_runtime.models.weights import Weights, load_weights, loaded_bytes
@@ -97,13 +98,15 @@ def find_target_runtime(source: TargetSource, wanted: str) -> tuple[TargetRuntim
 
 
 def _native_config(source: TargetSource) -> TargetConfig:
-    """The config of a target that a family of this package serves."""
+    """The config of a target that a family of this package serves, and whose weights are plain."""
     kind, known = source.facts.model_type, target_families()
     if kind not in known:
         not_known = f"; not known to it: {', '.join(source.facts.not_known)}" if source.facts.not_known else ""
         reason = f"it runs {', '.join(sorted(known))}{not_known}"
         raise not_run(kind, (reason,), source.checkpoint.config_path)
-    return source.config
+    config = source.config
+    refuse_packed(source.checkpoint.path, find_quantization(source.checkpoint))
+    return config
 
 
 def load_target(source: TargetSource, placement: Placement, runtime: str = "native") -> Target:
@@ -119,8 +122,12 @@ def load_target(source: TargetSource, placement: Placement, runtime: str = "nati
 def target_bytes(source: TargetSource, dtype: torch.dtype, runtime: TargetRuntime) -> int:
     """Bytes of a target's weights once they are loaded, from the headers."""
     tensors = source.checkpoint.tensors
-    names = target_shapes(source) if runtime == "native" else tensors
-    return loaded_bytes((tensors[name] for name in names), dtype)
+    if runtime == "transformers":
+        quantization = read_quantization(source)
+        return (
+            loaded_bytes(tensors.values(), dtype) if quantization is None else quantization.loaded_bytes(tensors, dtype)
+        )
+    return loaded_bytes((tensors[name] for name in target_shapes(source)), dtype)
 
 
 def target_shapes(source: TargetSource) -> Shapes:
@@ -130,10 +137,8 @@ def target_shapes(source: TargetSource) -> Shapes:
         UnsupportedError: a model type that no family runs, packed weights, or tensors its family does not apply.
         TensorMismatch: tensors that are missing or misshapen, all at once.
     """
-    _native_config(source)
-    path = source.checkpoint.path
-    refuse_packed(path, find_quantization(source.checkpoint))
-    expected = target_families()[source.config.model_type].expected_shapes(source.config)
+    config, path = _native_config(source), source.checkpoint.path
+    expected = target_families()[config.model_type].expected_shapes(config)
     found = {name: info.shape for name, info in source.checkpoint.tensors.items()}
     missing, _, wrong = compare_tensors(expected, found)
     if missing or wrong:
