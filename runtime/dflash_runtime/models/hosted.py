@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.config import TargetConfig
 from dflash_runtime.errors import DFlashError
-from dflash_runtime.models.hosted_loading import first_line, load_model, parameter_of, unsupported
+from dflash_runtime.models.hosted_loading import first_line, load_model, parameter_of, quietly, unsupported
 from dflash_runtime.models.layers import Attend, Linear
 from dflash_runtime.models.placement import Placement
 
@@ -305,7 +305,8 @@ def _try_out(target: HostedTarget, model: "PreTrainedModel", device: torch.devic
             config, f"layers {silent} do not ask for attention once through transformers' AttentionInterface, so that "
             "they have a state or an attention of their own",
         )  # fmt: skip
-    model.set_attn_implementation(PAGES)
+    with quietly():
+        model.set_attn_implementation(PAGES)
     in_order = HostedAttention(config, _own_values)
     hidden, features = target.run(token_ids, torch.arange(4, device=device), in_order, (0,))
     if features is None or features.shape != hidden.shape:

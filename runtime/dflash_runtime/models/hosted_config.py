@@ -63,6 +63,7 @@ def _to_target_config(source: TargetSource, whole: "PretrainedConfig", text: "Pr
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
     epsilons = (getattr(text, name, None) for name in NORM_KEYS)
     windows = _windows(text)
+    stops = getattr(whole, "eos_token_id", None)
     return TargetConfig(
         model_type=text.model_type,
         hidden_size=text.hidden_size,
@@ -71,7 +72,7 @@ def _to_target_config(source: TargetSource, whole: "PretrainedConfig", text: "Pr
         max_position_embeddings=text.max_position_embeddings,
         rope=_rope(text),
         tie_word_embeddings=bool(getattr(whole, "tie_word_embeddings", False)),
-        eos_token_ids=read_token_ids(whole.eos_token_id if whole.eos_token_id is not None else text.eos_token_id),
+        eos_token_ids=read_token_ids(stops if stops is not None else getattr(text, "eos_token_id", None)),
         dtype=source.facts.dtype,
         intermediate_size=_widest(text),
         num_heads=heads,
@@ -87,13 +88,16 @@ def _open_config(source: TargetSource) -> "PretrainedConfig":
     """The config as transformers reads it, without any code of the checkpoint."""
     from transformers import AutoConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    )
 
     stated, path = source.checkpoint.config, source.checkpoint.config_path
     kind = str(stated.get("model_type", ""))
     if kind not in CONFIG_MAPPING:
         raise not_run(kind or source.facts.model_type, (_why_unknown(stated),), path)
-    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and kind not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
         raise not_run(kind, ("transformers has no causal language model of this type",), path)
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(

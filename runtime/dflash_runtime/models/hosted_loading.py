@@ -20,6 +20,7 @@ from dflash_runtime.models.hosted_quantization import (
     read_quantization,
 )
 from dflash_runtime.models.placement import Placement
+from dflash_runtime.models.text_part import is_taken_out, model_class
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -59,11 +60,11 @@ def load_model(source: TargetSource, config: TargetConfig, placement: Placement,
     hub_kernels._kernels_enabled = False  # with the package kernels installed, modelling code would fetch others' code
     path, quantization = source.checkpoint.path, read_quantization(source)
     try:
-        with _quietly():
+        with quietly():
             settings = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
             if quantization is not None and quantization.is_unpacked:
                 _ask_to_unpack(settings)
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = (model_class(settings) or AutoModelForCausalLM).from_pretrained(
                 path, config=settings, dtype=placement.dtype, attn_implementation=attention, trust_remote_code=False,
                 use_safetensors=True, local_files_only=True, output_loading_info=True, ignore_mismatched_sizes=True,
                 **_device_arguments(placement, quantization),
@@ -80,7 +81,8 @@ def load_model(source: TargetSource, config: TargetConfig, placement: Placement,
     wrong = {name: (str(list(found)), str(list(wanted))) for name, found, wanted in info["mismatched_keys"]}
     if info["missing_keys"] or wrong:
         raise TensorMismatch(missing=sorted(info["missing_keys"]), wrong=wrong, path=path)
-    surplus = sorted(name for name in info["unexpected_keys"] if not TARGET_LEFTOVERS.match(name))
+    unread = (name for name in info["unexpected_keys"] if not is_taken_out(model, name))
+    surplus = sorted(name for name in unread if not TARGET_LEFTOVERS.match(name))
     if surplus:
         raise unsupported(config, f"transformers does not apply {', '.join(surplus[:5])}, {len(surplus)} in all")
     if quantization is not None and quantization.method == "fp8":
@@ -122,7 +124,7 @@ def _device_arguments(placement: Placement, quantization: Quantization | None) -
 
 
 @contextmanager
-def _quietly() -> Iterator[None]:
+def quietly() -> Iterator[None]:
     """Only our console writes to the terminal."""
     from transformers.utils import logging as their_logging
 

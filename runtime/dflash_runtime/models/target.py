@@ -25,6 +25,7 @@ from dflash_runtime.models.hosted_loading import check_hosted_headers
 from dflash_runtime.models.hosted_quantization import read_quantization
 from dflash_runtime.models.layers import Attend, Linear
 from dflash_runtime.models.placement import Placement
+from dflash_runtime.models.text_part import text_tensors
 from dflash_runtime.models.weights import Weights, load_weights, loaded_bytes
 from dflash_runtime.registry import Registry
 
@@ -123,7 +124,7 @@ def target_bytes(source: TargetSource, dtype: torch.dtype, runtime: TargetRuntim
     """Bytes of a target's weights once they are loaded, from the headers."""
     tensors = source.checkpoint.tensors
     if runtime == "transformers":
-        quantization = read_quantization(source)
+        quantization, tensors = read_quantization(source), text_tensors(tensors.values())
         return (
             loaded_bytes(tensors.values(), dtype) if quantization is None else quantization.loaded_bytes(tensors, dtype)
         )

@@ -20,32 +20,11 @@ from dflash_runtime.models import hosted, hosted_config, hosted_loading
 from dflash_runtime.models.hosted import HostedAttention, HostedTarget, ScaledHead
 from dflash_runtime.models.target import find_target_runtime, load_target
 from dflash_testing import checkpoints as support
-from dflash_testing.hosted_models import BODY, DEFAULT, MIXED, SERVED, host, make_model
+from dflash_testing.hosted_models import BODY, DEFAULT, MIXED, SERVED, WindowedAttention, host, make_model
 from dflash_testing.pairs import placement, random_target
 from dflash_testing.paths import ROOT
 
 KINDS = [kind if kind in DEFAULT else pytest.param(kind, marks=pytest.mark.slow) for kind in SERVED]
-
-
-class WindowedAttention:
-    """An `Attend` over the rows alone, written out, with each layer's window."""
-
-    def __init__(self, windows: tuple[int | None, ...]) -> None:
-        self._windows = windows
-
-    def __call__(self, layer: int, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        num_groups = query.shape[1] // keys.shape[1]
-        keys, values = (item.repeat_interleave(num_groups, dim=1) for item in (keys, values))
-        back = torch.arange(len(query))[:, None] - torch.arange(len(query))
-        window = self._windows[layer]
-        is_seen = (back >= 0) & (back < (window or len(query)))
-        scores = torch.einsum("qhd,khd->hqk", query, keys) * query.shape[-1] ** -0.5
-        return torch.einsum("hqk,khd->qhd", scores.masked_fill(~is_seen, -torch.inf).softmax(-1), values)
-
-    read = __call__
-
-    def place(self, layer: int) -> None:
-        return None
 
 
 @pytest.mark.parametrize("kind", KINDS)
