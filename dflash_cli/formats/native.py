@@ -112,6 +112,7 @@ class Native(Format):
             target_hidden_size=config.get("target_hidden_size"),
             model_type=str(config.get("model_type", "qwen3")),
             **read_scales(source),
+            has_target_scale=source.stated("input_embedding_scale") in (MISSING, None),
         )
         is_doubtful = is_contradictory(stated_causality(config, source.nested))
         return ParsedConfig(

@@ -209,10 +209,11 @@ def tell_notes(draft: DraftCheckpoint, target: TargetFacts) -> None:
     for text in draft.parsed.notes:
         console.note(text)
     if lacks_embedding_scale(draft.checkpoint.config, target):
+        scale = target.embedding_scale if draft.config.has_target_scale else 1.0
+        fed = f"the embedding times {scale:.4g}, as the target is" if scale != 1.0 else "the raw embedding"
         console.warn(
-            "the target scales its embedding and the draft states no input_embedding_scale: it is fed the raw "
-            "embedding, and accepts little if it was trained on the scaled one (Gemma's factor is the root of "
-            "hidden_size)"
+            f"the target scales its embedding and the draft states no input_embedding_scale: it is fed {fed}, and "
+            "accepts little if it was trained on another (a scale of 1 is the raw one)"
         )
 
 

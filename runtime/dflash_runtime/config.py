@@ -43,7 +43,11 @@ class Verifier:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftConfig:
-    """A DFlash draft, whatever dialect it was read from. `family` names the file in `drafts/` that runs it."""
+    """A DFlash draft, whatever dialect it was read from. `family` names the file in `drafts/` that runs it.
+
+    With `has_target_scale` rows of the target's embedding are also multiplied as the target does it: the native dialect
+    where it states no scale. No key says so, and it is no part of what drafts are compared by.
+    """
 
     hidden_size: int
     intermediate_size: int
@@ -67,6 +71,7 @@ class DraftConfig:
     num_target_layers: int | None = None
     verifier: Verifier | None = None
     input_embedding_scale: float = 1.0
+    has_target_scale: bool = field(default=False, compare=False)
     output_multiplier: float = 1.0
     final_logit_softcapping: float | None = None
     sample_from_anchor: bool = False
@@ -180,6 +185,11 @@ class TargetFacts:
     eos_token_ids: tuple[int, ...] = ()
     dtype: str | None = None
     not_known: tuple[str, ...] = ()
+
+    @property
+    def embedding_scale(self) -> float:
+        """What the target multiplies rows of its embedding with as it looks them up. Source: transformers' Gemma."""
+        return float(self.hidden_size**0.5) if self.model_type.lower().startswith("gemma") else 1.0
 
     def __post_init__(self) -> None:
         for name in ("hidden_size", "num_layers", "vocab_size"):

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 OTHER_PARTS = re.compile(
     r"(.*\.)?(visual|vision_tower|vision_model|vision_encoder|vision_embedder|embed_vision|audio_tower|embed_audio"
-    r"|multi_modal_projector|mm_projector|mlp1|patch_merge_mlp)\."
+    r"|multi_modal_projector|connector|mm_projector|mlp1|patch_merge_mlp)\."
 )
 """How tensors begin that are no text's, for counting them; which are read follows from the model itself."""
 

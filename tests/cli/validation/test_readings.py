@@ -205,6 +205,22 @@ def test_a_mask_is_found_among_rarely_used_ids() -> None:
     assert [item.config.mask_token_id for item in guesses] == [7, 11]
 
 
+def test_a_scaled_embedding_is_tried_both_ways() -> None:
+    """As the target multiplies it and raw, whatever the draft states; and a rule reports what explains it."""
+    gemma, config = replace(open_target(TARGET).config, model_type="gemma3_text"), bundled_draft().config
+    factor = "times 13.86"
+    for changes, names in (
+        ({"has_target_scale": True}, ["raw embeddings"]),
+        ({"has_target_scale": False}, [f"embeddings {factor}"]),
+        ({"has_target_scale": False, "input_embedding_scale": 2.0}, ["raw embeddings", f"embeddings {factor}"]),
+    ):
+        space = ReadingSpace(config=replace(config, **changes), target=gemma)
+        readings = [item for item in alternative_readings(space) if item.factor == "embedding"]
+        assert [item.name for item in readings] == names
+    search = ReadingSearch(16, 1000, 1.1, (ReadingResult(readings[0], 2.8, 1.7, Interval(1.2, 2.1, 0.95)),), 60)
+    assert [rule.id for rule in all_rules() if rule.level == "run" and found(rule.id, search)] == ["R10"]
+
+
 def test_an_untrained_draft_has_no_cause(tmp_path: Path) -> None:
     """Noise reads as noise whatever is changed, so no reading is named."""
     generator = torch.Generator().manual_seed(0)

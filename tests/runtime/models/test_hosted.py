@@ -48,6 +48,14 @@ def test_taps_are_the_hidden_states(kind: str, tmp_path: Path) -> None:
     assert not any(module._forward_hooks for module in target._layers)
 
 
+def test_a_scaled_embedding_is_the_raw_one_times_its_scale(tmp_path: Path) -> None:
+    model, target = make_model(tmp_path, "gemma3_text"), host(tmp_path)
+    ids = torch.arange(9)
+    looked_up = model.get_input_embeddings()(ids)
+    torch.testing.assert_close(target.embedding[ids] * target.config.embedding_scale, looked_up)
+    assert target.config.embedding_scale == 32**0.5
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "qwen3_next": ({}, "layer_types linear_attention, whose state would keep rejected tokens"),
     "qwen3_5_text": ({}, "linear attention, whose state would keep rejected tokens (linear_num_value_heads)"),
