@@ -33,7 +33,7 @@ from dflash_runtime.errors import UsageError
 from dflash_runtime.llm import LLM
 from dflash_runtime.scheduling.request import SamplingParams
 
-PACKAGES = ("dflash-cli", "torch", "transformers", "safetensors", "tokenizers", "triton", "numpy")
+PACKAGES = ("dflash-cli", "torch", "transformers", "safetensors", "tokenizers", "triton", "accelerate", "numpy")
 
 logger = logging.getLogger(__name__)
 

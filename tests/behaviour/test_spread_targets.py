@@ -136,12 +136,15 @@ def test_each_device_takes_what_is_free_beside_steps_and_pages(monkeypatch: pyte
 
 @pytest.mark.gpu
 @needs_accelerate
-@pytest.mark.parametrize("devices", ["cpu", "layers on the host", "auto"])
+@pytest.mark.parametrize("devices", ["cpu", "layers on the host", "layers on two GPUs", "auto"])
 def test_a_gpu_has_the_pages_of_layers_on_the_host(devices: str, tmp_path: Path) -> None:
     model = make_model(tmp_path, "llama")
-    if devices == "layers on the host":
-        on_gpu: dict[str, Any] = {name: 0 for name in MODULES if "layers" not in name}
-        devices = write_map(tmp_path, **on_gpu)
+    if devices == "layers on two GPUs" and torch.cuda.device_count() < 2:
+        pytest.skip("one GPU")
+    if devices.startswith("layers"):
+        elsewhere: Any = "cpu" if devices.endswith("host") else 1
+        modules: dict[str, Any] = {name: elsewhere if "layers" in name else 0 for name in MODULES}
+        devices = write_map(tmp_path, **modules)
     config = EngineConfig(device="cuda", dtype="float32", device_map=devices, max_model_len=64)
     pair = load_pair(open_target(tmp_path), None, config)
     (prompt,) = random_prompts((9,), pair.target.config.vocab_size)

@@ -1,8 +1,9 @@
 """Load the model of a hosted target with transformers, whatever runs it then: from safetensors, nothing made up."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -71,13 +72,29 @@ def load_model(source: TargetSource, config: TargetConfig, placement: Placement,
             )  # fmt: skip
     except torch.OutOfMemoryError:
         raise
-    except (ValueError, KeyError, TypeError, RuntimeError, OSError, ImportError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OSError, ImportError) as error:
         if placement.spread is not None and "device_map" in str(error):
             raise UsageError(
                 f"--device-map: {first_line(error)}", hint="--device-map auto chooses by itself"
             ) from error
         raise CheckpointError(f"transformers does not load this target: {first_line(error)}", path=path) from error
     model, info = loaded
+    _check_tensors(model, info, config, path)
+    if quantization is not None and quantization.method == "fp8":
+        compare_weights(model, source.checkpoint)
+    _check_dtype(model, config, placement.dtype)
+    is_placed = placement.spread is not None or (quantization is not None and not quantization.is_unpacked)
+    placed: PreTrainedModel = (model if is_placed else model.to(placement.device)).eval()
+    return placed
+
+
+def _check_tensors(model: nn.Module, info: Mapping[str, Any], config: TargetConfig, path: Path) -> None:
+    """Hold what transformers says of loading to: every tensor found, every tensor applied.
+
+    Raises:
+        TensorMismatch: tensors are missing or misshapen; transformers would make them up.
+        UnsupportedError: tensors that it would leave out.
+    """
     wrong = {name: (str(list(found)), str(list(wanted))) for name, found, wanted in info["mismatched_keys"]}
     if info["missing_keys"] or wrong:
         raise TensorMismatch(missing=sorted(info["missing_keys"]), wrong=wrong, path=path)
@@ -85,13 +102,20 @@ def load_model(source: TargetSource, config: TargetConfig, placement: Placement,
     surplus = sorted(name for name in unread if not TARGET_LEFTOVERS.match(name))
     if surplus:
         raise unsupported(config, f"transformers does not apply {', '.join(surplus[:5])}, {len(surplus)} in all")
-    if quantization is not None and quantization.method == "fp8":
-        compare_weights(model, source.checkpoint)
-    if model.dtype != placement.dtype:
-        raise unsupported(config, f"transformers loads its weights as {model.dtype}, not as {placement.dtype}")
-    is_placed = placement.spread is not None or (quantization is not None and not quantization.is_unpacked)
-    placed: PreTrainedModel = (model if is_placed else model.to(placement.device)).eval()
-    return placed
+
+
+def _check_dtype(model: Any, config: TargetConfig, dtype: torch.dtype) -> None:
+    """Some quantizers choose a dtype of their own; models may keep some weights wider than the rest.
+
+    Raises:
+        UnsupportedError: weights that are narrower than the run.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and parameter.dtype.itemsize < dtype.itemsize:
+            raise unsupported(config, f"this release of transformers loads {name} as {parameter.dtype}, not as {dtype}")
+    embedding = model.get_input_embeddings().weight.dtype
+    if embedding != dtype:
+        raise unsupported(config, f"transformers loads its embedding as {embedding}, not as {dtype}")
 
 
 def _ask_to_unpack(settings: Any) -> None:

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from safetensors.torch import load_file, save_file
 
 from dflash_cli.checkpoints.opening import open_target
@@ -35,6 +37,8 @@ KINDS = {
 @pytest.mark.parametrize(("pack", "config", "label"), KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
 def test_it_says_what_scale_times_weight_says(kind: str, pack: Any, config: Any, label: str, tmp_path: Path) -> None:
+    if kind == "qwen3_moe" and config is COMPRESSED and Version(transformers.__version__) < Version("5.23"):
+        pytest.skip("earlier releases unpack experts to bfloat16, and are refused")
     model = quantise(tmp_path, kind, pack, config)
     source = open_target(tmp_path)
     pair = load_pair(source, None, EngineConfig(device="cpu", max_model_len=64))
