@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from dflash_cli.checkpoints.opening import open_target
 from dflash_runtime.errors import TensorMismatch
+from dflash_runtime.models.hosted_loading import load_model
 from dflash_runtime.models.target import find_target_runtime, target_bytes
 from dflash_runtime.models.text_part import OTHER_PARTS
 from dflash_runtime.scheduling.request import SamplingParams
@@ -21,7 +22,7 @@ from dflash_testing.hosted_models import (
     make_wrapper,
     plain_text,
 )
-from dflash_testing.pairs import random_draft, random_llm, random_prompts
+from dflash_testing.pairs import placement, random_draft, random_llm, random_prompts
 from dflash_testing.paths import ROOT
 
 KINDS = [kind if index < 2 else pytest.param(kind, marks=pytest.mark.slow) for index, kind in enumerate(WRAPPERS)]
@@ -74,7 +75,10 @@ def test_other_parts_are_neither_made_nor_counted(models: Any) -> None:
     assert counted <= text
     assert counted < whole
     assert any(OTHER_PARTS.match(name) for name in load_file(path / "model.safetensors"))
-    assert find_target_runtime(open_target(path), "auto")[0] == "transformers"
+    runtime, config = find_target_runtime(open_target(path), "auto")
+    assert runtime == "transformers"
+    loaded = load_model(open_target(path), config, placement(), "eager")
+    assert not [name for name, _ in loaded.named_parameters() if OTHER_PARTS.match(name)]
 
 
 def test_a_missing_tensor_of_the_text_part_is_named(tmp_path: Path) -> None:

@@ -213,7 +213,7 @@ def test_the_native_runtime_reads_no_packed_weights(tmp_path: Path) -> None:
 
 
 def test_no_kernel_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the package kernels, transformers would fetch some for convolutions, states and 8-bit products."""
+    """With the package kernels, transformers would fetch some for 8-bit products and for experts."""
     from transformers.integrations import hub_kernels
 
     fetched: list[object] = []
@@ -222,5 +222,5 @@ def test_no_kernel_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(hub_kernels, "get_kernel", lambda *given, **options: fetched.append(given))
     make_model(tmp_path, "llama")
     host(tmp_path)
-    hub_kernels.lazy_load_kernel("causal-conv1d", {})
+    hub_kernels.lazy_load_kernel("deep-gemm", {})
     assert not fetched
