@@ -8,7 +8,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dflash_cli.checkpoints.opening import open_target
+from dflash_runtime.config import EngineConfig
+from dflash_runtime.device.loading import load_pair
 from dflash_runtime.errors import TensorMismatch
+from dflash_runtime.llm import LLM
 from dflash_runtime.models.hosted_loading import load_model
 from dflash_runtime.models.target import find_target_runtime, target_bytes
 from dflash_runtime.models.text_part import OTHER_PARTS
@@ -79,6 +82,15 @@ def test_other_parts_are_neither_made_nor_counted(models: Any) -> None:
     assert runtime == "transformers"
     loaded = load_model(open_target(path), config, placement(), "eager")
     assert not [name for name, _ in loaded.named_parameters() if OTHER_PARTS.match(name)]
+
+
+@pytest.mark.gpu
+def test_the_text_part_runs_on_a_gpu(tmp_path: Path) -> None:
+    model = make_wrapper(tmp_path, "qwen3_vl")
+    pair = load_pair(open_target(tmp_path), None, EngineConfig(device="cuda", dtype="float32", max_model_len=64))
+    (prompt,) = random_prompts((17,), pair.target.config.vocab_size)
+    (output,) = LLM(pair).generate([prompt], PARAMS)
+    assert list(output.token_ids) == plain_text(model, prompt, 12)
 
 
 def test_a_missing_tensor_of_the_text_part_is_named(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from dflash_cli.checkpoints.opening import open_target
 from dflash_kernels.suite import REFERENCE
 from dflash_runtime.checkpoint.files import Checkpoint
 from dflash_runtime.config import DraftConfig, EngineConfig, RopeConfig, TargetConfig
-from dflash_runtime.device import loading, memory
+from dflash_runtime.device import loading, memory, spreading
 from dflash_runtime.device.memory import (
     GRAPH_BYTES,
     NUM_GRAPHS,
@@ -28,7 +28,7 @@ from dflash_runtime.device.memory import (
 )
 from dflash_runtime.errors import CapacityError
 from dflash_runtime.llm import LLM
-from dflash_runtime.models.placement import Placement
+from dflash_runtime.models.placement import Placement, Spread
 from dflash_runtime.models.target import target_bytes
 from dflash_runtime.scheduling.limits import Limits
 from dflash_runtime.scheduling.request import Request, SamplingParams
@@ -129,6 +129,39 @@ class TestFit:
             CapacityError, match=r"for the host: 16.00 GiB weights .* on their way .* 8.00 GiB are free"
         ):
             self.check(20 * GIB, monkeypatch, host=8 * GIB)
+
+
+class TestSpread:
+    """Of a target that is spread, a device holds what the draft borrows; the rest may lie anywhere."""
+
+    def check(self, target: int, monkeypatch: pytest.MonkeyPatch, spread: Spread, host: int = 100) -> Placement:
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (40 * GIB, 80 * GIB))
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+        monkeypatch.setattr(spreading, "available_bytes", lambda: host * GIB)
+        config = EngineConfig(gpu_memory_utilization=1.0, device_map="auto")
+        placement = replace(GPU, spread=spread)
+        return Fit(config, TARGET, DRAFT, LIMITS, placement).check(WeightBytes(target * GIB, 2 * GIB, target * GIB))
+
+    def test_devices_share_what_one_does_not_hold(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        spread = self.check(120, monkeypatch, Spread()).spread
+        assert spread is not None
+        assert spread.max_bytes is not None
+        borrowed = 2 * 151_936 * 4096 * 2
+        left = 40 * GIB - 2 * GIB - borrowed - scratch() - 3 * 16 * 2 * (36 + 5) * 8 * 128 * 2
+        assert spread.max_bytes[0] == int(left * (1 - spreading.KV_SHARE))
+        assert spread.max_bytes[1] == 40 * GIB - scratch()
+        assert spread.max_bytes["cpu"] == int(100 * GIB * spreading.HOST_SHARE)
+
+    def test_too_large_for_all_of_them(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        with pytest.raises(
+            CapacityError, match=r"120.00 GiB weights .* may take .* of cuda:0, .* of cuda:1, 9.00 GiB of"
+        ):
+            self.check(120, monkeypatch, Spread(), host=10)
+
+    def test_who_says_where_modules_lie_is_believed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        spread = Spread({"": "cpu"})
+        assert self.check(10_000, monkeypatch, spread).spread == spread
 
 
 @pytest.mark.parametrize("runtime", ["native", "transformers"])

@@ -53,6 +53,22 @@ def test_it_says_what_scale_times_weight_says(kind: str, pack: Any, config: Any,
     assert target_bytes(source, torch.float32, "transformers") >= 4 * sum(item.numel() for item in model.parameters())
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(("pack", "config", "label"), KINDS.values(), ids=KINDS)
+def test_weights_on_a_gpu_are_scale_times_weight(pack: Any, config: Any, label: str, tmp_path: Path) -> None:
+    """transformers has kernels for packed weights there, and would fetch them."""
+    model = quantise(tmp_path, "llama", pack, config)
+    engine = EngineConfig(device="cuda", dtype="float32", max_model_len=64)
+    pair = load_pair(open_target(tmp_path), None, engine)
+    loaded = dict(pair.target._decoder.named_parameters())  # type: ignore[attr-defined]
+    for name, wanted in model.get_decoder().named_parameters():
+        assert torch.equal(loaded[name].cpu(), wanted), name
+    (prompt,) = random_prompts((17,), pair.target.config.vocab_size)
+    (output,) = LLM(pair).generate([prompt], PARAMS)
+    assert list(output.token_ids) == plain_text(model, prompt, 16)
+    assert pair.target_quantization == label
+
+
 @needs_accelerate
 def test_scales_that_transformers_drops_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize
