@@ -60,6 +60,20 @@ def pack_rows(matrix: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     return packed.float() * scales, {"weight": packed, "weight_scale": scales}
 
 
+def pack_groups(matrix: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Four bits, eight to an integer, and a scale for each 16 of a row, as compressed-tensors has them."""
+    groups = matrix.view(len(matrix), -1, BLOCK)
+    scales = groups.abs().amax(dim=2) / 7
+    numbers = (groups / scales[..., None]).round()
+    nibbles = (numbers + 8).to(torch.int64).view(len(matrix), -1, 8)
+    packed = (nibbles << torch.arange(0, 32, 4)).sum(dim=2)
+    packed = torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)
+    shape = torch.tensor(matrix.shape)
+    return (numbers * scales[..., None]).view_as(matrix), {
+        "weight_packed": packed, "weight_scale": scales, "weight_shape": shape,
+    }  # fmt: skip
+
+
 COMPRESSED = {
     "quant_method": "compressed-tensors",
     "format": "float-quantized",
@@ -72,6 +86,20 @@ COMPRESSED = {
         }
     },
 }
+
+GROUPED = {
+    **COMPRESSED,
+    "format": "pack-quantized",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {
+                "num_bits": 4, "type": "int", "strategy": "group", "group_size": BLOCK, "symmetric": True,
+                "dynamic": False,
+            },
+        }
+    },
+}  # fmt: skip
 
 
 def _matrices(stored: dict[str, Tensor]) -> Iterable[str]:
