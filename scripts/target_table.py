@@ -52,8 +52,8 @@ another or not, and else at the top.
 
 ## Families
 
-`run here` is what `generate`, `eval-acceptance` and `bench` do with a target of that config; quantised weights are
-refused by name.
+`run here` is whether a native family runs a target of that config, from plain weights; what transformers' code runs,
+packed weights and multimodal models among it, is in [hosted targets](hosted-targets.md).
 
 | config | model_type | layers | experts | quantised | run here |
 |---|---|---|---|---|---|
