@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 DISTRIBUTION = "dflash-cli"
-PACKAGES = ("torch", "transformers", "safetensors", "huggingface-hub", "triton", "typer", "rich")
+PACKAGES = ("torch", "transformers", "safetensors", "huggingface-hub", "triton", "accelerate", "typer", "rich")
 SECRETS = ("TOKEN", "PASSWORD", "SECRET", "KEY")
 NAMES = ("dflash", "dflash_cli", "dflash_runtime", "dflash_kernels")
 

@@ -103,6 +103,16 @@ TargetRuntimeOption = Annotated[
         rich_help_panel=ENGINE,
     ),
 ]
+DeviceMapOption = Annotated[
+    str | None,
+    typer.Option(
+        "--device-map",
+        metavar="MAP",
+        help="Spread a target that is too large for one GPU: auto (over all GPUs and the host's memory), one device, "
+        "or a JSON file of modules and devices. It runs through transformers then, and needs accelerate (extra: big).",
+        rich_help_panel=ENGINE,
+    ),
+]
 ForceOption = Annotated[bool, typer.Option("--force", help="Replace files that already exist.", rich_help_panel=OUTPUT)]
 
 
@@ -230,6 +240,7 @@ class EngineOptions:
         ),
     ] = "auto"
     target_runtime: TargetRuntimeOption = "auto"
+    device_map: DeviceMapOption = None
     max_num_requests: Annotated[
         int,
         typer.Option(
@@ -315,6 +326,7 @@ class EngineOptions:
             dtype=self.dtype,
             kernels=self.kernels,
             target_runtime=self.target_runtime,
+            device_map=self.device_map,
             num_draft_tokens=self.num_speculative_tokens,
             draft_sampling=self.draft_sampling,
             max_model_len=self.max_model_len,

@@ -25,6 +25,7 @@ RUN_TESTS = {
     "R07": "test_a_falsified_config_is_caught[window]",
     "R08": "test_every_factor_has_a_rule",
     "R09": "test_rewritten_tensors_are_named",
+    "R10": "test_a_scaled_embedding_is_tried_both_ways",
 }
 """The run level has no cases: each of its rules takes a draft that is run."""
 

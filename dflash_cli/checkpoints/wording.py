@@ -103,6 +103,7 @@ def _draft_rows(config: DraftConfig) -> list[tuple[str, str]]:
 
 def _target_rows(config: TargetFacts) -> list[tuple[str, str]]:
     tied = ", head tied to the embedding" if config.tie_word_embeddings else ""
+    scaled = f", embedding times {config.embedding_scale:.4g}" if config.embedding_scale != 1 else ""
     nested = f", in {config.nested_in} of a multimodal model" if config.nested_in else ""
     rows = [
         ("model", f"{config.model_type}{nested}"),
@@ -110,7 +111,7 @@ def _target_rows(config: TargetFacts) -> list[tuple[str, str]]:
         ("rope", f"{'; '.join(ropes_in_words(config)) or 'not stated'}, {_reach(config)}"),
         ("experts", experts_in_words(config)),
         ("sizes", _sizes(config)),
-        ("vocabulary", f"{config.vocab_size} ids{tied}"),
+        ("vocabulary", f"{config.vocab_size} ids{tied}{scaled}"),
         ("quantised", config.quantization or ""),
     ]
     return [(label, text) for label, text in rows if text]

@@ -6,7 +6,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dflash_cli import console
-from dflash_cli.options import DraftArg, JsonOption, PromptsOption, TargetOption, TargetRuntimeOption, ThreadsOption
+from dflash_cli.options import (
+    DeviceMapOption,
+    DraftArg,
+    JsonOption,
+    PromptsOption,
+    TargetOption,
+    TargetRuntimeOption,
+    ThreadsOption,
+)
 from dflash_cli.parameters import ENGINE
 from dflash_runtime.errors import CheckpointError, UnknownFormat, UnsupportedError
 
@@ -43,6 +51,7 @@ def diagnose(
     max_new_tokens: MaxNewTokensOption = 96,
     device: DeviceOption = "auto",
     target_runtime: TargetRuntimeOption = "auto",
+    device_map: DeviceMapOption = None,
     threads: ThreadsOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -81,6 +90,7 @@ def diagnose(
             device=device,
             observe=progress,
             target_runtime=target_runtime,
+            device_map=device_map,
         )
         report = validate_draft(
             ValidationRequest(

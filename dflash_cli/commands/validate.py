@@ -16,6 +16,7 @@ from dflash_cli.checkpoints.pair_references import PairReferences, complete_pair
 from dflash_cli.checkpoints.references import Location, find_checkpoint, open_checkpoint
 from dflash_cli.engines.serving_engine import known_engines, parse_engines
 from dflash_cli.options import (
+    DeviceMapOption,
     DraftArg,
     ForceOption,
     JsonOption,
@@ -106,6 +107,7 @@ def validate(
     max_new_tokens: MaxNewOption = 96,
     device: DeviceOption = "auto",
     target_runtime: TargetRuntimeOption = "auto",
+    device_map: DeviceMapOption = None,
     threads: ThreadsOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -135,7 +137,7 @@ def validate(
         num_speculative_tokens=num_speculative_tokens,
     )
     if level == "run":
-        report = _run(request, prompts, (num_prompts, max_new_tokens), (device, target_runtime), threads)
+        report = _run(request, prompts, (num_prompts, max_new_tokens), (device, target_runtime, device_map), threads)
     else:
         report = validate_draft(request)
     _tell_traffic(location, target_location)
@@ -162,11 +164,11 @@ def _run(
     request: ValidationRequest,
     prompts: str | None,
     sizes: tuple[int | None, int],
-    engine: tuple[str, str],
+    engine: tuple[str, str, str | None],
     threads: int | None,
 ) -> Report:
     """The report of the run level, with progress; `sizes` are prompts to make and tokens to generate for each,
-    `engine` the device and the target's runtime.
+    `engine` the device, the target's runtime and its device map.
     """
     from dflash_cli.generation.announcements import announce_loading
     from dflash_cli.generation.threads import use_threads
@@ -185,6 +187,7 @@ def _run(
             device=engine[0],
             observe=progress,
             target_runtime=engine[1],
+            device_map=engine[2],
         )
         return validate_draft(replace(request, run=run))
 

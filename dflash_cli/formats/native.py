@@ -121,6 +121,7 @@ class Native(Format):
             model_type=str(config.get("model_type", "qwen3")),
             has_sinks=read_flag(source.nested, SINK_KEY),
             **read_scales(source),
+            has_target_scale=source.stated("input_embedding_scale") in (MISSING, None),
         )
         is_doubtful = is_contradictory(stated_causality(config, source.nested))
         return ParsedConfig(

@@ -33,7 +33,7 @@ from dflash_runtime.errors import UsageError
 from dflash_runtime.llm import LLM
 from dflash_runtime.scheduling.request import SamplingParams
 
-PACKAGES = ("dflash-cli", "torch", "transformers", "safetensors", "tokenizers", "triton", "numpy")
+PACKAGES = ("dflash-cli", "torch", "transformers", "safetensors", "tokenizers", "triton", "accelerate", "numpy")
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +67,8 @@ class PairSession:
             "device": self.llm.device.type,
             "kernels": pair.placement.kernels.name,
             "target_runtime": pair.target_runtime,
+            "device_map": pair.config.device_map,
+            "target_quantization": pair.target_quantization,
             "causality": self.causality,
             "chat": chat,
             "chat_template_kwargs": self.template_options,
@@ -88,6 +90,8 @@ class PairSession:
             "max_num_requests": config.max_num_requests,
             "scheduling": config.scheduling,
             "target_runtime": self.llm.pair.target_runtime,
+            "device_map": config.device_map,
+            "target_quantization": self.llm.pair.target_quantization,
             "prefix_cache": config.prefix_cache,
             "adaptive_width": config.adaptive_width,
             "argv": [Path(sys.argv[0]).name, *sys.argv[1:]],
@@ -205,10 +209,11 @@ def tell_notes(draft: DraftCheckpoint, target: TargetFacts) -> None:
     for text in draft.parsed.notes:
         console.note(text)
     if lacks_embedding_scale(draft.checkpoint.config, target):
+        scale = target.embedding_scale if draft.config.has_target_scale else 1.0
+        fed = f"the embedding times {scale:.4g}, as the target is" if scale != 1.0 else "the raw embedding"
         console.warn(
-            "the target scales its embedding and the draft states no input_embedding_scale: it is fed the raw "
-            "embedding, and accepts little if it was trained on the scaled one (Gemma's factor is the root of "
-            "hidden_size)"
+            f"the target scales its embedding and the draft states no input_embedding_scale: it is fed {fed}, and "
+            "accepts little if it was trained on another (a scale of 1 is the raw one)"
         )
 
 

@@ -197,6 +197,20 @@ def _blocks(space: ReadingSpace) -> Iterator[AlternativeReading]:
             )
 
 
+def _embedding_scales(space: ReadingSpace) -> Iterator[AlternativeReading]:
+    """Rows of the target's embedding with and without the factor that the target multiplies them with."""
+    factor, config = space.target.embedding_scale, space.config
+    if factor == 1.0 or config.has_own_width:
+        return
+    if config.has_target_scale or config.input_embedding_scale != 1.0:
+        raw = replace(config, has_target_scale=False, input_embedding_scale=1.0)
+        yield AlternativeReading("embedding", "raw embeddings", raw, "the draft was trained on raw embeddings")
+    if not config.has_target_scale:
+        scaled = replace(config, has_target_scale=True, input_embedding_scale=1.0)
+        name, cause = f"embeddings times {factor:.4g}", "the draft was trained on embeddings scaled as the target's"
+        yield AlternativeReading("embedding", name, scaled, cause)
+
+
 def _norms(space: ReadingSpace) -> Iterator[AlternativeReading]:
     yield _rewritten(
         space, "norm weights read as 1 + w", rewrites.shift_norms(1.0), "norms hold what is to be added to 1"
@@ -254,6 +268,7 @@ FAMILIES = (
     _masks,
     _windows,
     _blocks,
+    _embedding_scales,
     _norms,
     _projections,
     _rope_layouts,

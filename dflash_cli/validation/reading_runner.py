@@ -67,7 +67,7 @@ class ReadingRunner:
     ) -> None:
         self._effort = effort
         config = replace(config, max_num_requests=min(config.max_num_requests, 32), prefix_cache=False)
-        _, target_config = find_target_runtime(target, config.target_runtime)
+        _, target_config = find_target_runtime(target, config.wanted_runtime)
         limits = resolve_limits(config, target_config, draft.config)
         # Given prompts are continued by a lead too, where new ones are made of them.
         prompt_len = (effort.start_len if longest is None else longest) + effort.lead_len
@@ -101,6 +101,11 @@ class ReadingRunner:
     def target_runtime(self) -> str:
         """Whose code runs the target."""
         return self._pair.target_runtime
+
+    @property
+    def target_quantization(self) -> str | None:
+        """How the target's weights are packed, and whether they were unpacked."""
+        return self._pair.target_quantization
 
     @property
     def warnings(self) -> tuple[str, ...]:

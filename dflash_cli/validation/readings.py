@@ -144,6 +144,7 @@ class ReadingSearch:
     num_readings: int = 0
     left_out: tuple[str, ...] = ()
     target_runtime: str = "native"
+    target_quantization: str | None = None
     warnings: tuple[str, ...] = ()
 
     @property
@@ -159,6 +160,7 @@ class ReadingSearch:
             "num_readings": self.num_readings,
             "left_out": list(self.left_out),
             "target_runtime": self.target_runtime,
+            "target_quantization": self.target_quantization,
             "readings": [item.to_json() for item in self.results],
         }
 
@@ -220,6 +222,7 @@ def search_readings(
         num_readings=len(readings),
         left_out=left_out,
         target_runtime=runner.target_runtime,
+        target_quantization=runner.target_quantization,
         warnings=runner.warnings,
     )
 

@@ -33,6 +33,7 @@ def run_settings(
     device: str,
     observe: "Observe",
     target_runtime: str = "auto",
+    device_map: str | None = None,
 ) -> RunSettings:
     """The settings of a run with the target in a directory, from what a user typed.
 
@@ -42,7 +43,9 @@ def run_settings(
     from dflash_cli.validation.readings import SearchBudget
 
     return RunSettings(
-        EngineConfig(device=device, target_runtime=target_runtime, max_num_requests=MAX_NUM_REQUESTS),
+        EngineConfig(
+            device=device, target_runtime=target_runtime, device_map=device_map, max_num_requests=MAX_NUM_REQUESTS
+        ),
         SearchBudget(num_prompts=num_prompts or NUM_MADE_UP, max_new_tokens=max_new_tokens),
         observe,
         lambda: _read_prompts(prompts, num_prompts, target) if isinstance(prompts, str) else prompts,

@@ -98,7 +98,7 @@ def _refuse_to_run(subject: Subject, request: ValidationRequest) -> None:
         raise UsageError("--level run needs a target", hint="add --target TARGET")
     from dflash_runtime.models.target import find_target_runtime
 
-    find_target_runtime(subject.target_source, request.run.config.target_runtime)
+    find_target_runtime(subject.target_source, request.run.config.wanted_runtime)
 
 
 def _run_levels(subject: Subject, last: Level) -> tuple[list[Finding], int]:

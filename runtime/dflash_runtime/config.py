@@ -46,6 +46,8 @@ class DraftConfig:
     """A DFlash draft, whatever dialect it was read from. `family` names the file in `drafts/` that runs it.
 
     With `has_sinks` every layer has an attention sink for each of its heads.
+    With `has_target_scale` rows of the target's embedding are also multiplied as the target does it: the native dialect
+    where it states no scale. No key says so, and it is no part of what drafts are compared by.
     """
 
     hidden_size: int
@@ -71,6 +73,7 @@ class DraftConfig:
     num_target_layers: int | None = None
     verifier: Verifier | None = None
     input_embedding_scale: float = 1.0
+    has_target_scale: bool = field(default=False, compare=False)
     output_multiplier: float = 1.0
     final_logit_softcapping: float | None = None
     sample_from_anchor: bool = False
@@ -190,6 +193,11 @@ class TargetFacts:
     dtype: str | None = None
     not_known: tuple[str, ...] = ()
 
+    @property
+    def embedding_scale(self) -> float:
+        """What the target multiplies rows of its embedding with as it looks them up. Source: transformers' Gemma."""
+        return float(self.hidden_size**0.5) if self.model_type.lower().startswith("gemma") else 1.0
+
     def __post_init__(self) -> None:
         for name in ("hidden_size", "num_layers", "vocab_size"):
             _require_count(name, getattr(self, name))
@@ -273,7 +281,8 @@ class EngineConfig:
     steps verify as many rows of a block as promise the most tokens a second on this GPU, or decode plainly: the text is
     the same, and the acceptance that is counted is capped. `target_runtime` says whose code runs the target: a native
     family, transformers, or with "auto" transformers where no native family serves it. transformers' code keeps its own
-    cache where our pages do not do, and with "transformers-cache" in any case.
+    cache where our pages do not do, and with "transformers-cache" in any case. `device_map` spreads the target over
+    devices, which only transformers' code does: "auto", a device, or a JSON file of modules and devices.
     """
 
     device: str = "auto"
@@ -294,6 +303,7 @@ class EngineConfig:
     graphs: bool = True
     adaptive_width: bool = False
     target_runtime: str = "auto"
+    device_map: str | None = None
     seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -309,6 +319,14 @@ class EngineConfig:
                 raise UsageError(f"{name} must be positive, got {value}")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise UsageError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}")
+        if self.device_map is not None and self.target_runtime == "native":
+            raise UsageError("a device map is for targets that transformers runs, not for --target-runtime native")
+
+    @property
+    def wanted_runtime(self) -> str:
+        """Whose code is to run the target, or `auto`."""
+        is_hosted = self.device_map is not None and self.target_runtime != "transformers-cache"
+        return "transformers" if is_hosted else self.target_runtime
 
     @property
     def is_async(self) -> bool:

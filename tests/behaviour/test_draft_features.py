@@ -23,6 +23,7 @@ from dflash_runtime.models.weights import stack_projections
 from dflash_runtime.scheduling.request import SamplingParams
 from dflash_testing.pairs import (
     placement,
+    random_draft,
     random_draft_config,
     random_llm,
     random_prompts,
@@ -107,6 +108,23 @@ def test_block_logits(target: Target, name: str) -> None:
         wanted = plain_logits(config, weights, target, features, block)
     assert found.shape == (config.num_draft_tokens, config.draft_vocab_size)
     assert (found - wanted).abs().max() < 1e-5 * wanted.abs().max().clamp(min=1)
+
+
+@pytest.mark.parametrize(("kind", "factor"), [("gemma3_text", 32**0.5), ("qwen3", 1.0)])
+def test_a_scale_that_is_not_stated_is_the_targets(kind: str, factor: float) -> None:
+    target = random_target(num_layers=10, model_type=kind)
+    block, generator = torch.arange(8)[None], torch.Generator().manual_seed(3)
+    found = []
+    for changes in ({"has_target_scale": True}, {"input_embedding_scale": factor}):
+        draft = random_draft(target, **changes)
+        cache = KVCache(draft.config, 1, CONTEXT, placement())
+        draft.write_context(
+            torch.randn(CONTEXT, 64, generator=generator.manual_seed(3)), torch.arange(CONTEXT), cache,
+            torch.arange(CONTEXT),
+        )  # fmt: skip
+        attend = PagedAttention.in_order(REFERENCE, cache, CONTEXT, draft.config.causal, draft.config.windows)
+        found.append(draft.logits(block, block + CONTEXT, attend))
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("name", FEATURES)

@@ -81,7 +81,8 @@ def test_an_embedding_scale_that_is_left_open_is_said(
     item = PublishedDraft(name="gemma", beyond="", nested=nested)
     draft, target = write(item, tmp_path)
     tell_notes(open_draft(draft), replace(open_target(target).facts, model_type=kind))
-    assert ("states no input_embedding_scale" in capsys.readouterr().err.replace("\n", " ")) == is_warned
+    told = capsys.readouterr().err.replace("\n", " ")
+    assert ("states no input_embedding_scale: it is fed the embedding times 4, as the target is" in told) == is_warned
 
 
 def test_the_table_says_what_is_tested() -> None:

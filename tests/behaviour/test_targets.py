@@ -227,7 +227,7 @@ def test_junk_under_any_key_is_read_or_told(name: str) -> None:
             [
                 "layers      26 layers: 22 sliding (window 4096), 4 full, every 6th",
                 "rope        full: default, theta 1000000; sliding: default, theta 10000, up to 131072 positions",
-                "vocabulary  128 ids, head tied to the embedding",
+                "vocabulary  128 ids, head tied to the embedding, embedding times 8",
             ],
         ),
         (

@@ -166,9 +166,9 @@ def taps_exist_in_the_target(subject: Subject) -> Iterator[Problem]:
 @check(
     "P10",
     "warning",
-    effect="the draft is fed the target's raw embedding, which the target itself scales or normalises",
+    effect="engines differ: SGLang feeds it the embedding as the target scales it, vLLM and z-lab's code the raw one",
     fix="write the scale used in training (1 for none), then check it: dflash validate {draft} --target {target}",
-    source="vllm-project/vllm#41703; SGLang 0.5.23 models/dflash.py",
+    source="vllm-project/vllm#41703; SGLang 0.5.23 models/gemma4_causal.py; z-lab/dflash 0.1.0 model.py",
 )
 def embedding_scale_is_known(subject: Subject) -> Iterator[Problem]:
     """A draft for a target that scales its embedding states input_embedding_scale."""

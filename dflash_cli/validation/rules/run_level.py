@@ -197,6 +197,22 @@ def tensors_explain_the_draft(subject: Subject) -> Iterator[Problem]:
     yield from _explained(subject, "weights", WEIGHTS)
 
 
+@check(
+    "R10",
+    level="run",
+    effect="the draft is probably fed embeddings of another size than in training",
+    fix=(
+        "if the numbers convince you, state dflash_config.input_embedding_scale, then repeat the run: dflash validate "
+        "{draft} --target {target} --level run"
+    ),
+    source="vllm-project/vllm#41703; z-lab/dflash 0.1.0 model.py, model_mlx.py",
+    outcome="drops",
+)
+def embedding_scale_explains_the_draft(subject: Subject) -> Iterator[Problem]:
+    """No other scale of the target's embedding explains why the draft accepts little."""
+    yield from _explained(subject, "embedding", subject.location("dflash_config.input_embedding_scale"))
+
+
 def _explained(subject: Subject, factor: str, location: str) -> Iterator[Problem]:
     """The reading that explains the draft, where it changes this factor."""
     search = subject.search

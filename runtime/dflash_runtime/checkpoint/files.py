@@ -61,6 +61,10 @@ class TensorInfo:
     def num_elements(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def is_floating(self) -> bool:
+        return self.dtype.startswith(("F", "BF"))
+
 
 class Checkpoint:
     """A directory with `config.json` and safetensors weights. Reads JSON and headers only, until `load` is called.

@@ -9,6 +9,7 @@ import torch
 from dflash_runtime.checkpoint.pair import DraftLike, TargetSource, check_pair
 from dflash_runtime.config import DraftConfig, EngineConfig, TargetConfig
 from dflash_runtime.device.attention import check_capability
+from dflash_runtime.device.memory import Fit, WeightBytes
 from dflash_runtime.device.settings import (
     apply_exclusions,
     can_capture,
@@ -17,10 +18,12 @@ from dflash_runtime.device.settings import (
     resolve_kernels,
     resolve_limits,
 )
+from dflash_runtime.device.spreading import resolve_spread
 from dflash_runtime.drafts.draft import Draft, build_draft, load_draft_weights, owned_tensors
+from dflash_runtime.models.hosted_quantization import Quantization, read_quantization
 from dflash_runtime.models.placement import Placement
-from dflash_runtime.models.target import Target, TargetRuntime, find_target_runtime, load_target
-from dflash_runtime.models.weights import Weights
+from dflash_runtime.models.target import Target, TargetRuntime, find_target_runtime, load_target, target_bytes
+from dflash_runtime.models.weights import Weights, loaded_bytes
 from dflash_runtime.scheduling.limits import Limits
 
 logger = logging.getLogger(__name__)
@@ -42,6 +45,7 @@ class LoadedPair:
     warnings: tuple[str, ...] = ()
     draft_weights: Weights | None = None
     target_runtime: TargetRuntime = "native"
+    target_quantization: str | None = None
 
     @property
     def has_graphs(self) -> bool:
@@ -74,9 +78,10 @@ def load_pair(target: TargetSource, draft: DraftLike | None, config: EngineConfi
         PairMismatch: the draft was not made for the target.
         UsageError: more tokens to draft than the draft was trained for, or a device that does not exist.
         UnsupportedError, TensorMismatch: see `load_target` and `owned_tensors`.
+        CapacityError: memory does not hold the pair, as far as headers tell.
     """
     config = config or EngineConfig()
-    runtime, target_config = find_target_runtime(target, config.target_runtime)
+    runtime, target_config = find_target_runtime(target, config.wanted_runtime)
     if draft is not None:
         draft.check_runnable()
         check_pair(draft, target)
@@ -86,18 +91,22 @@ def load_pair(target: TargetSource, draft: DraftLike | None, config: EngineConfi
     limits = resolve_limits(config, target_config, draft.config if draft is not None else None, kernels)
     if limits.num_draft_tokens == 0:
         draft = None
-    if draft is not None:
-        owned_tensors(draft)  # what is refused by headers is refused before a target is loaded
     # A block may begin on the model's last position, so rope tables reach a block past it.
-    placement = Placement(device, dtype, kernels, limits.max_model_len + limits.num_lookahead_tokens)
+    num_positions = limits.max_model_len + limits.num_lookahead_tokens
+    placement = Placement(device, dtype, kernels, num_positions, resolve_spread(config.device_map))
     check_capability(kernels.name, target_config, draft.config if draft is not None else None, placement.dtype_name)
     config, warnings = apply_exclusions(config, placement, limits.num_draft_tokens)
+    fit = Fit(config, target_config, draft.config if draft is not None else None, limits, placement)
+    placement = fit.check(_weight_bytes(target, draft, dtype, runtime))
+    quantization = read_quantization(target) if runtime != "native" else None
     started = time.perf_counter()
     loaded = load_target(target, placement, runtime)
     if loaded.config.own_cache is not None:
         runtime = "transformers-cache"
     if runtime != "native":
         warnings = (*warnings, slow_warning(loaded.config))
+    if quantization is not None:
+        warnings = (*warnings, quantised_warning(quantization, placement.dtype_name))
     for text in warnings:
         logger.warning(text)
     pair = LoadedPair(
@@ -108,6 +117,7 @@ def load_pair(target: TargetSource, draft: DraftLike | None, config: EngineConfi
         config=config,
         warnings=warnings,
         target_runtime=runtime,
+        target_quantization=quantization.label if quantization is not None else None,
     )
     pair = replace(pair, config=replace(config, prefix_cache=pair.has_prefix_cache))
     if draft is not None:
@@ -116,6 +126,18 @@ def load_pair(target: TargetSource, draft: DraftLike | None, config: EngineConfi
         torch.cuda.synchronize(device)
     logger.info("loaded weights onto %s in %.1f s", device, time.perf_counter() - started)
     return pair
+
+
+def _weight_bytes(
+    target: TargetSource, draft: DraftLike | None, dtype: torch.dtype, runtime: TargetRuntime
+) -> WeightBytes:
+    """What will be loaded, from the headers; what they refuse is refused here, before a target is loaded.
+
+    transformers reads a target into the memory of the host and moves it to a GPU from there.
+    """
+    size = target_bytes(target, dtype, runtime)
+    owned = [draft.checkpoint.tensors[name] for name in owned_tensors(draft)] if draft is not None else []
+    return WeightBytes(size, loaded_bytes(owned, dtype), passing=size if runtime != "native" else 0)
 
 
 def slow_warning(target: TargetConfig) -> str:
@@ -128,4 +150,14 @@ def slow_warning(target: TargetConfig) -> str:
     return (
         f"the {target.model_type} target runs slowly: transformers' own code over our pages, without CUDA graphs; "
         "its times say nothing of the pair's speed"
+    )
+
+
+def quantised_warning(quantization: Quantization, dtype: str) -> str:
+    """What is said of every target whose weights are packed."""
+    if not quantization.is_unpacked:
+        return f"the target's weights are packed ({quantization.method}) and computed with by the code of its package"
+    return (
+        f"the target's weights are dequantised to {dtype} while they are loaded ({quantization.method}); activations "
+        "are not quantised, as they may be in an engine"
     )

@@ -1,19 +1,21 @@
 """What memory is for: weights first, then what a step takes besides, and pages of KV for all that is left.
 
-What a step takes is derived from the shapes of the pair, before anything has run. `log_use` says after the warm-up what
-it really took.
+Whether weights fit is known from the headers, before any is read. What a step takes is derived from the shapes of the
+pair, before anything has run. `log_use` says after the warm-up what it really took.
 """
 
 import logging
-import os
+from dataclasses import dataclass, replace
 
 import torch
 
 from dflash_runtime.config import DraftConfig, EngineConfig, TargetConfig
+from dflash_runtime.device.host_memory import available_bytes
 from dflash_runtime.device.kv import bytes_per_token
+from dflash_runtime.device.spreading import share_out
 from dflash_runtime.errors import CapacityError
 from dflash_runtime.models.own_cache import score_bytes
-from dflash_runtime.models.placement import Placement
+from dflash_runtime.models.placement import Placement, Spread
 from dflash_runtime.scheduling.limits import Limits
 from dflash_runtime.scheduling.width import widths_for
 
@@ -32,6 +34,80 @@ NUM_GRAPHS = 64
 """Graphs that are counted for each width: buckets times kinds of sampling of an ordinary run."""
 
 
+@dataclass(frozen=True, slots=True)
+class WeightBytes:
+    """What the weights of a pair take once they are loaded; `passing` is what the host holds of them meanwhile."""
+
+    target: int
+    draft: int
+    passing: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """Whether memory holds a pair with one request at its shortest, which is known before any weight is read.
+
+    Who sets the size of the KV cache has taken over what is left to steps.
+    """
+
+    config: EngineConfig
+    target: TargetConfig
+    draft: DraftConfig | None
+    limits: Limits
+    placement: Placement
+
+    def check(self, weights: WeightBytes) -> Placement:
+        """The placement, in which a target that is spread by itself knows what each device may take.
+
+        Raises:
+            CapacityError: the pair does not fit, with the arithmetic.
+        """
+        placement = self.placement
+        device, spread, name = placement.device, placement.spread, f"weights of the target in {placement.dtype_name}"
+        if spread is not None:
+            left = self._left({"embedding and head of the target": self._borrowed_bytes(), **self._parts(weights)})
+            if spread.modules is not None:
+                return placement
+            budgets = share_out(device, left, self._step_bytes(), self.config.gpu_memory_utilization)
+            if weights.target > sum(budgets.values()):
+                shares = ", ".join(f"{_gib(size)} of {_name(key)}" for key, size in budgets.items())
+                raise CapacityError(f"too large to be spread: {_gib(weights.target)} {name}, which may take {shares}")
+            return replace(placement, spread=Spread(max_bytes=budgets))
+        self._left({name: weights.target, **self._parts(weights)})
+        if device.type == "cuda" and weights.passing > (free := available_bytes()):
+            what = {"weights of the target on their way to the GPU": weights.passing}
+            raise _too_large(what, free, "the host", "--device-map auto loads them where they will lie")
+        return placement
+
+    def _parts(self, weights: WeightBytes) -> dict[str, int]:
+        """What takes memory beside a target."""
+        page_bytes = self.config.page_size * _token_bytes(self.target, self.draft, self.placement)
+        return {
+            "weights of the draft": weights.draft,
+            "KV of one request": _least_pages(self.config, self.limits) * page_bytes,
+            "what steps take": self._step_bytes(),
+        }
+
+    def _step_bytes(self) -> int:
+        if self.config.num_pages is not None or self.config.kv_memory_bytes is not None:
+            return 0
+        scratch = scratch_bytes(self.config, self.target, self.draft, self.limits, self.placement)
+        return scratch + own_cache_bytes(self.target, self.limits)
+
+    def _borrowed_bytes(self) -> int:
+        """What the draft and the choice of tokens read of a spread target, and is therefore on the device too."""
+        rows = self.target.vocab_size * (1 if self.target.tie_word_embeddings else 2)
+        return rows * self.target.hidden_size * self.placement.dtype.itemsize
+
+    def _left(self, parts: dict[str, int]) -> int:
+        """What is free beside these parts."""
+        device = self.placement.device
+        free = _free_bytes(device, self.config.gpu_memory_utilization)
+        if sum(parts.values()) > free:
+            raise _too_large(parts, free, _name(device), _savings(self.config, self.placement))
+        return free - sum(parts.values())
+
+
 def fit_num_pages(
     config: EngineConfig,
     target: TargetConfig,
@@ -46,17 +122,17 @@ def fit_num_pages(
     """
     if config.num_pages is not None:
         return config.num_pages
-    configs = [item for item in (target, draft) if item is not None]
-    token_bytes = sum(bytes_per_token(item, placement.dtype) for item in configs)
+    token_bytes = _token_bytes(target, draft, placement)
     page_bytes = max(1, config.page_size * token_bytes)
     wanted = limits.max_num_requests * -(-limits.max_model_len // config.page_size) + 1
     budget = config.kv_memory_bytes
     if budget is None:
         withheld = scratch_bytes(config, target, draft, limits, placement) + own_cache_bytes(target, limits)
-        budget = _free_bytes(placement.device, config.gpu_memory_utilization) - withheld
+        share = 1.0 if placement.device.type == "cuda" else HOST_SHARE
+        budget = int(_free_bytes(placement.device, config.gpu_memory_utilization) * share) - withheld
         logger.info("%s are kept free for steps", _gib(withheld))
     affordable = max(0, budget) // page_bytes
-    needed = 1 + -(-(1 + limits.num_lookahead_tokens) // config.page_size)
+    needed = _least_pages(config, limits)
     if affordable < needed:
         raise CapacityError(
             f"KV cache: one request needs {needed} pages of {config.page_size} tokens, {needed * page_bytes} bytes at "
@@ -158,12 +234,48 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     return isinstance(error, RuntimeError) and ("out of memory" in str(error) or "can't allocate memory" in str(error))
 
 
+def _token_bytes(target: TargetConfig, draft: DraftConfig | None, placement: Placement) -> int:
+    """KV bytes of one token in both models."""
+    return sum(bytes_per_token(item, placement.dtype) for item in (target, draft) if item is not None)
+
+
+def _least_pages(config: EngineConfig, limits: Limits) -> int:
+    """Pages of one request at its shortest, and the one that is never used."""
+    return 1 + -(-(1 + limits.num_lookahead_tokens) // config.page_size)
+
+
 def _free_bytes(device: torch.device, utilization: float) -> int:
+    """What a pair may take of a device."""
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what an LLM before this one had is not in use, but torch's
         free, total = torch.cuda.mem_get_info(device)
         return free - int(total * (1 - utilization))
-    return int(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * HOST_SHARE)
+    return available_bytes()
+
+
+def _too_large(parts: dict[str, int], free: int, where: str, hint: str) -> CapacityError:
+    """Parts with their bytes, and what is free of so much."""
+    listed = " + ".join(f"{_gib(size)} {name}" for name, size in parts.items() if size)
+    total = f" = {_gib(sum(parts.values()))}" if len(parts) > 1 else ""
+    return CapacityError(f"too large for {where}: {listed}{total}, {_gib(free)} are free", hint=hint)
+
+
+def _savings(config: EngineConfig, placement: Placement) -> str:
+    """What makes a pair smaller."""
+    options = []
+    if placement.device.type == "cuda" and placement.spread is None:
+        options.append("--device-map auto spreads the target over GPUs and host memory")
+    if placement.dtype.itemsize > 2:
+        options.append("--dtype bfloat16 makes weights smaller")
+    if config.max_num_requests > 1:
+        options.append("a smaller --max-num-requests or --max-batched-tokens makes steps smaller")
+    return "; ".join(options) or "a smaller target, or a machine with more memory"
+
+
+def _name(device: torch.device | int | str) -> str:
+    """As users read it."""
+    text = f"cuda:{device}" if isinstance(device, int) else str(device)
+    return "the host" if text == "cpu" else text
 
 
 def _gib(num_bytes: int) -> str:

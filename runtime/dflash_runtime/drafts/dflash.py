@@ -39,6 +39,9 @@ class DFlashDraft:
         self.config = config
         self.target_ids = _target_ids(config, weights)
         self._embedding = weights[EMBEDDING] if config.has_own_width else target.embedding
+        self._embedding_scale = config.input_embedding_scale
+        if config.has_target_scale and not config.has_own_width:  # in the dtype of its rows, as the target has it
+            self._embedding_scale *= float(torch.tensor(target.config.embedding_scale, dtype=self._embedding.dtype))
         self._kernels = kernels = placement.kernels
         has_head = config.has_own_width or config.has_reduced_vocab
         self._head = Linear(weights[HEAD], kernels=kernels) if has_head else target.head
@@ -61,7 +64,7 @@ class DFlashDraft:
     def logits(self, block_ids: Tensor, positions: Tensor, attend: Attend, num_drafts: int | None = None) -> Tensor:
         """See `drafts.draft.Draft`."""
         num_drafts = block_ids.shape[1] - 1 if num_drafts is None else num_drafts
-        embedded = _scale(self._embedding[block_ids.flatten()], self.config.input_embedding_scale)
+        embedded = _scale(self._embedding[block_ids.flatten()], self._embedding_scale)
         hidden, _ = self._decoder(embedded, positions.flatten(), attend)
         # As rows of one matrix: a product of a batch of blocks would read the head once for each of them.
         masked = hidden.view(*block_ids.shape, -1)[:, 1 : 1 + num_drafts].flatten(0, 1)

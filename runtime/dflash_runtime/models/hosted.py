@@ -9,11 +9,10 @@ attention; and the head gives the model's own logits.
 Axis letters: T flat rows, H heads, KV heads of keys and values, D head dim, F feature width, V vocabulary.
 """
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -21,11 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from dflash_kernels.block_attention import PLAIN, Softmax
-from dflash_runtime.checkpoint.canonical_names import find_quantization, refuse_packed
-from dflash_runtime.checkpoint.layout import TARGET_LEFTOVERS
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.config import TargetConfig
-from dflash_runtime.errors import CheckpointError, DFlashError, TensorMismatch, UnsupportedError
+from dflash_runtime.errors import DFlashError
+from dflash_runtime.models.hosted_loading import first_line, load_model, parameter_of, quietly, unsupported
 from dflash_runtime.models.layers import Attend, Linear
 from dflash_runtime.models.placement import Placement
 
@@ -51,9 +49,6 @@ COMPUTED = frozenset({"scaling", "sliding_window", "is_causal", "softcap", "s_au
 
 WORDS = {"position_bias": "a bias on attention"}
 """What transformers calls things that our attention does not do."""
-
-ADAPTER = "adapter_config.json"
-"""Where there is one, transformers loads the model that it names."""
 
 LOGIT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 """What configs call the bound of the logits."""
@@ -109,7 +104,7 @@ class HostedAttention:
         """
         layer = getattr(module, "layer_idx", None)
         if not isinstance(layer, int) or not 0 <= layer < self.config.num_layers:
-            raise _unsupported(self.config, f"an attention layer numbered {layer}")
+            raise unsupported(self.config, f"an attention layer numbered {layer}")
         self.layers.append(layer)
         self._check_shapes(layer, query, keys, values)
         self._check_settings(module, layer, settings)
@@ -128,35 +123,35 @@ class HostedAttention:
         for heads, count in zip((query, keys, values), wanted, strict=True):
             if (heads.shape[0], heads.shape[1], heads.shape[3]) != (1, count, size):
                 found = f"{heads.shape[1]} heads of {heads.shape[3]}, expected {count} of {size}"
-                raise _unsupported(config, f"layer {layer} has {found}, as the config says of it")
+                raise unsupported(config, f"layer {layer} has {found}, as the config says of it")
 
     def _check_settings(self, module: nn.Module, layer: int, settings: dict[str, Any]) -> None:
         if settings.get("is_causal", getattr(module, "is_causal", True)) is False:
-            raise _unsupported(self.config, f"attention to later tokens in layer {layer}")
+            raise unsupported(self.config, f"attention to later tokens in layer {layer}")
         window = settings.get("sliding_window")
         if "sliding_window" in settings and window != self.config.windows[layer]:
-            raise _unsupported(self.config, f"a window of {window} in layer {layer}, unlike its config")
+            raise unsupported(self.config, f"a window of {window} in layer {layer}, unlike its config")
         for name, value in settings.items():
             is_known = name in HARMLESS or name in COMPUTED
             if not is_known and value is not None and value is not False and not (name == "dropout" and value == 0):
-                raise _unsupported(self.config, f"{WORDS.get(name, 'an attention setting')} ({name}) in layer {layer}")
+                raise unsupported(self.config, f"{WORDS.get(name, 'an attention setting')} ({name}) in layer {layer}")
 
     def _read_softmax(self, layer: int, settings: dict[str, Any]) -> Softmax:
         cap, sinks = settings.get("softcap"), settings.get("s_aux")
         if sinks is not None and sinks.shape != (self.config.num_heads,):
-            raise _unsupported(self.config, f"attention sinks of shape {list(sinks.shape)} in layer {layer}")
+            raise unsupported(self.config, f"attention sinks of shape {list(sinks.shape)} in layer {layer}")
         return Softmax(cap or None, sinks)
 
     def _check_mask(self, layer: int, mask: object) -> None:
         if not self.is_trial:
             if mask is not None:
-                raise _unsupported(self.config, f"a mask of its own making in layer {layer}")
+                raise unsupported(self.config, f"a mask of its own making in layer {layer}")
             return
         if not isinstance(mask, WantedMask):
-            raise _unsupported(self.config, f"a mask of its own making, or none, in layer {layer}")
+            raise unsupported(self.config, f"a mask of its own making, or none, in layer {layer}")
         window = self.config.windows[layer]
         if mask.window != (window if window is not None and window < _reach(self.config) else None):
-            raise _unsupported(self.config, f"a mask over {mask.window} tokens in layer {layer}, expected {window}")
+            raise unsupported(self.config, f"a mask over {mask.window} tokens in layer {layer}, expected {window}")
 
 
 class HostedTarget:
@@ -166,17 +161,21 @@ class HostedTarget:
 
     def __init__(self, config: TargetConfig, model: "PreTrainedModel", placement: Placement) -> None:
         self.config = config
-        embedding: Any = model.get_input_embeddings()
-        self.embedding: Tensor = embedding.weight
+        self._device = placement.device
+        self.embedding: Tensor = parameter_of(model.get_input_embeddings(), "weight", placement.device)
         self.head: Linear = read_head(config, model, placement)
         self._decoder = model.get_decoder()
+        self._is_spread = placement.spread is not None
+        first = next(model.get_input_embeddings().parameters()).device
+        self.entry = placement.device if first.type == "meta" else first  # where rows enter the model
         self._layers = find_layers(config, self._decoder)
 
     def __call__(
         self, token_ids: Tensor, positions: Tensor, attend: Attend, taps: Sequence[int]
     ) -> tuple[Tensor, Tensor | None]:
         """See `models.target.Target`. A tap on the last layer gives the residual before the final norm."""
-        return self.run(token_ids, positions, HostedAttention(self.config, attend), taps)
+        attended = _attend_on(self._device, attend) if self._is_spread else attend
+        return self.run(token_ids, positions, HostedAttention(self.config, attended), taps)
 
     def run(
         self, token_ids: Tensor, positions: Tensor, attention: HostedAttention, taps: Sequence[int] = ()
@@ -186,11 +185,27 @@ class HostedTarget:
         hooks = [self._layers[tap].register_forward_hook(partial(keep_output, outputs, tap)) for tap in set(taps)]
         try:
             with calling(attention):
-                rows = self._decoder(input_ids=token_ids[None], position_ids=positions[None], use_cache=False)
+                rows = self._decoder(
+                    input_ids=token_ids[None].to(self.entry),
+                    position_ids=positions[None].to(self.entry),
+                    use_cache=False,
+                )
         finally:
             for hook in hooks:
                 hook.remove()
-        return rows.last_hidden_state[0], torch.cat([outputs[tap] for tap in taps], dim=-1) if taps else None
+        features = torch.cat([outputs[tap].to(self._device) for tap in taps], dim=-1) if taps else None
+        return rows.last_hidden_state[0].to(self._device), features
+
+
+def _attend_on(device: torch.device, attend: Attend) -> Callable[[int, Tensor, Tensor, Tensor, Softmax], Tensor]:
+    """Attention on the device that has the pages, for layers that may lie on any."""
+
+    def attended(layer: int, query: Tensor, keys: Tensor, values: Tensor, softmax: Softmax = PLAIN) -> Tensor:
+        sinks = None if softmax.sinks is None else softmax.sinks.to(device)
+        rows = attend(layer, query.to(device), keys.to(device), values.to(device), replace(softmax, sinks=sinks))
+        return rows.to(query.device)
+
+    return attended
 
 
 def load_hosted(source: TargetSource, config: TargetConfig, placement: Placement) -> HostedTarget:
@@ -200,7 +215,8 @@ def load_hosted(source: TargetSource, config: TargetConfig, placement: Placement
         UnsupportedError: packed weights, or a model that asks for what our attention does not do.
         CheckpointError: tensors are missing or misshapen, or transformers does not load them.
     """
-    model = load_model(source, config, placement)
+    register_attention()
+    model = load_model(source, config, placement, TRIAL)
     target = HostedTarget(config, model, placement)
     try:
         with torch.inference_mode():
@@ -208,15 +224,8 @@ def load_hosted(source: TargetSource, config: TargetConfig, placement: Placement
     except (DFlashError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # a model may fail in any way, and not for a fault of this program
-        raise _unsupported(config, f"its own code fails on four tokens: {first_line(error)}") from error
+        raise unsupported(config, f"its own code fails on four tokens: {first_line(error)}") from error
     return target
-
-
-def check_hosted_files(source: TargetSource, config: TargetConfig) -> None:
-    """As far as it is the same with a cache of transformers' own."""
-    if (source.checkpoint.path / ADAPTER).exists():
-        raise _unsupported(config, f"an adapter ({ADAPTER}) beside the weights")
-    refuse_packed(source.checkpoint.path, find_quantization(source.checkpoint))
 
 
 @contextmanager
@@ -251,7 +260,7 @@ def _find_mask(*, mask_function: Callable[..., Tensor], **_: Any) -> WantedMask:
     config = _CALL.get().config
     windows = {_seen(mask_function, row) for row in (_reach(config) - 2, _reach(config) - 1)}
     if len(windows) != 1 or min(window or 0 for window in windows) < 0:
-        raise _unsupported(config, "a mask that is no window of earlier tokens")
+        raise unsupported(config, "a mask that is no window of earlier tokens")
     return WantedMask(windows.pop())
 
 
@@ -269,70 +278,27 @@ def _reach(config: TargetConfig) -> int:
     return max(2, min(config.max_position_embeddings, REACH))
 
 
-def load_model(
-    source: TargetSource, config: TargetConfig, placement: Placement, *, attention: str = TRIAL
-) -> "PreTrainedModel":
-    """The model of a directory on the device, every tensor applied."""
-    from transformers import AutoModelForCausalLM
-
-    register_attention()
-    path = source.checkpoint.path
-    try:
-        with _quietly():
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                path, dtype=placement.dtype, attn_implementation=attention, trust_remote_code=False,
-                use_safetensors=True, local_files_only=True, output_loading_info=True, ignore_mismatched_sizes=True,
-            )  # fmt: skip
-    except torch.OutOfMemoryError:
-        raise
-    except (ValueError, KeyError, TypeError, RuntimeError, OSError, ImportError) as error:
-        raise CheckpointError(f"transformers does not load this target: {first_line(error)}", path=path) from error
-    model, info = loaded
-    wrong = {name: (str(list(found)), str(list(wanted))) for name, found, wanted in info["mismatched_keys"]}
-    if info["missing_keys"] or wrong:
-        raise TensorMismatch(missing=sorted(info["missing_keys"]), wrong=wrong, path=path)
-    surplus = sorted(name for name in info["unexpected_keys"] if not TARGET_LEFTOVERS.match(name))
-    if surplus:
-        raise _unsupported(config, f"transformers does not apply {', '.join(surplus[:5])}, {len(surplus)} in all")
-    placed: PreTrainedModel = model.to(placement.device).eval()
-    return placed
-
-
-@contextmanager
-def _quietly() -> Iterator[None]:
-    """Only our console writes to the terminal."""
-    from transformers.utils import logging as their_logging
-
-    verbosity, has_bar = their_logging.get_verbosity(), their_logging.is_progress_bar_enabled()
-    their_logging.set_verbosity(logging.CRITICAL)
-    their_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        their_logging.set_verbosity(verbosity)
-        if has_bar:
-            their_logging.enable_progress_bar()
-
-
 def read_head(config: TargetConfig, model: "PreTrainedModel", placement: Placement) -> ScaledHead:
     """The output embedding with what the families do to its logits; the trial shows whether that is all."""
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear):
-        raise _unsupported(config, "a head that is no product with one matrix")
+        raise unsupported(config, "a head that is no product with one matrix")
     text = model.config.get_text_config(decoder=True)
     multiplier = 1 / float(getattr(text, "logits_scaling", None) or 1.0)
     for name in ("logit_scale", "lm_head_multiplier"):
         multiplier *= float(getattr(text, name, None) or 1.0)
     caps = (getattr(text, name, None) for name in LOGIT_CAPS)
     cap = next((value for value in caps if value), None)
-    return ScaledHead(head.weight, head.bias, placement.kernels, multiplier, cap)
+    weight = parameter_of(head, "weight", placement.device)
+    bias = None if head.bias is None else parameter_of(head, "bias", placement.device)
+    return ScaledHead(weight, bias, placement.kernels, multiplier, cap)
 
 
 def find_layers(config: TargetConfig, decoder: nn.Module) -> nn.ModuleList:
     """The decoder layers, whose outputs are tapped."""
     found = [item for item in decoder.children() if isinstance(item, nn.ModuleList) and len(item) == config.num_layers]
     if len(found) != 1:
-        raise _unsupported(config, f"no one list of {config.num_layers} decoder layers is found in its code")
+        raise unsupported(config, f"no one list of {config.num_layers} decoder layers is found in its code")
     return found[0]
 
 
@@ -352,27 +318,29 @@ def _try_out(target: HostedTarget, model: "PreTrainedModel", device: torch.devic
     token_ids = torch.arange(4, device=device) % config.vocab_size
     attention = HostedAttention(config, _own_values, is_trial=True)
     with calling(attention):
-        said = model(input_ids=token_ids[None], position_ids=torch.arange(4, device=device)[None], use_cache=False)
+        said = model(
+            input_ids=token_ids[None].to(target.entry), position_ids=torch.arange(4, device=target.entry)[None],
+            use_cache=False,
+        )  # fmt: skip
     if sorted(attention.layers) != list(range(config.num_layers)):
         silent = sorted(set(range(config.num_layers)) - set(attention.layers))
-        raise _unsupported(
+        raise unsupported(
             config, f"layers {silent} do not ask for attention once through transformers' AttentionInterface, so that "
             "they have a state or an attention of their own",
         )  # fmt: skip
-    model.set_attn_implementation(PAGES)
+    with quietly():
+        model.set_attn_implementation(PAGES)
     in_order = HostedAttention(config, _own_values)
     hidden, features = target.run(token_ids, torch.arange(4, device=device), in_order, (0,))
     if features is None or features.shape != hidden.shape:
-        raise _unsupported(config, "layers whose output is not the residual stream")
-    if not is_close(target.head(hidden), said.logits[0]):
-        raise _unsupported(config, "a head that does more to its logits than scale and cap them")
+        raise unsupported(config, "layers whose output is not the residual stream")
+    if not is_close(target.head(hidden), said.logits[0].to(device)):
+        raise unsupported(config, "a head that does more to its logits than scale and cap them")
     positions = torch.tensor([config.max_position_embeddings - 1, 0, 7, 3], device=device)
     rows, _ = target.run(token_ids, positions, in_order)
     swapped, _ = target.run(token_ids.flip(0), positions.flip(0), in_order)
     if not is_close(swapped.flip(0), rows):
-        raise _unsupported(
-            config, "rows that depend on others than by attention, as a state or a cache would make them"
-        )
+        raise unsupported(config, "rows that depend on others than by attention, as a state or a cache would make them")
 
 
 def _own_values(layer: int, query: Tensor, keys: Tensor, values: Tensor, softmax: Softmax = PLAIN) -> Tensor:
@@ -385,14 +353,3 @@ def is_close(one: Tensor, other: Tensor) -> bool:
     """Whether rows are the same but for rounding, which a factor or a term that is left out is not."""
     tolerance = max(8 * torch.finfo(one.dtype).eps, 1e-4)
     return bool((one - other).abs().max() <= tolerance * other.abs().max().clamp(min=1e-6))
-
-
-def first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no reason given'}"
-
-
-def _unsupported(config: TargetConfig, what: str) -> UnsupportedError:
-    return UnsupportedError(
-        f"this runtime does not run {config.model_type or 'unnamed'} targets: {what}",
-        hint="dflash validate and dflash serve-command work for it; measure acceptance in the engine that serves it",
-    )

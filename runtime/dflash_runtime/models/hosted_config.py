@@ -139,13 +139,16 @@ def _open_config(source: TargetSource) -> "PretrainedConfig":
     """The config as transformers reads it, without any code of the checkpoint."""
     from transformers import AutoConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    )
 
     stated, path = source.checkpoint.config, source.checkpoint.config_path
     kind = str(stated.get("model_type", ""))
     if kind not in CONFIG_MAPPING:
         raise not_run(kind or source.facts.model_type, (_why_unknown(stated),), path)
-    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and kind not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
         raise not_run(kind, ("transformers has no causal language model of this type",), path)
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(

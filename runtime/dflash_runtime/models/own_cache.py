@@ -23,8 +23,9 @@ from torch import Tensor, nn
 
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.config import OwnCache, TargetConfig
-from dflash_runtime.errors import DFlashError, UnsupportedError
-from dflash_runtime.models.hosted import find_layers, first_line, is_close, keep_output, load_model, read_head
+from dflash_runtime.errors import DFlashError
+from dflash_runtime.models.hosted import find_layers, is_close, keep_output, read_head
+from dflash_runtime.models.hosted_loading import first_line, load_model, parameter_of, unsupported
 from dflash_runtime.models.layers import Attend, Linear
 from dflash_runtime.models.placement import Placement
 
@@ -80,12 +81,14 @@ class OwnCacheTarget:
 
     def __init__(self, config: TargetConfig, model: "PreTrainedModel", placement: Placement) -> None:
         self.config = config
-        embedding: Any = model.get_input_embeddings()
-        self.embedding: Tensor = embedding.weight
+        self._device = placement.device
+        self.embedding: Tensor = parameter_of(model.get_input_embeddings(), "weight", placement.device)
         self.head: Linear = read_head(config, model, placement)
         self.reads_at_once = False
         self.can_crop = False
         self._decoder = _find_decoder(model)
+        first = next(model.get_input_embeddings().parameters()).device
+        self.entry = placement.device if first.type == "meta" else first  # where rows enter the model
         self._layers = find_layers(config, self._decoder)
         known = inspect.signature(self._decoder.forward).parameters
         self._has_positions = "position_ids" in known
@@ -152,16 +155,16 @@ class OwnCacheTarget:
         """One forward of the decoder."""
         given: dict[str, Any] = {self._cache_name: cache} if cache is not None else {}
         if self._has_positions:
-            given["position_ids"] = torch.arange(start, start + len(token_ids), device=token_ids.device)[None]
+            given["position_ids"] = torch.arange(start, start + len(token_ids), device=self.entry)[None]
         outputs: dict[int, Tensor] = {}
         hooks = [self._layers[tap].register_forward_hook(partial(keep_output, outputs, tap)) for tap in set(taps)]
         try:
-            rows = self._decoder(input_ids=token_ids[None], use_cache=use_cache, **given)
+            rows = self._decoder(input_ids=token_ids[None].to(self.entry), use_cache=use_cache, **given)
         finally:
             for hook in hooks:
                 hook.remove()
-        features = torch.cat([outputs[tap] for tap in taps], dim=-1) if taps else None
-        return rows.last_hidden_state[0], features, getattr(rows, self._cache_name, None)
+        features = torch.cat([outputs[tap].to(self._device) for tap in taps], dim=-1) if taps else None
+        return rows.last_hidden_state[0].to(self._device), features, getattr(rows, self._cache_name, None)
 
 
 def load_own_cache(source: TargetSource, config: TargetConfig, placement: Placement) -> OwnCacheTarget:
@@ -171,7 +174,7 @@ def load_own_cache(source: TargetSource, config: TargetConfig, placement: Placem
         UnsupportedError: packed weights, or a model whose cache does not stand for the tokens before it.
         CheckpointError: tensors are missing or misshapen, or transformers does not load them.
     """
-    model = load_model(source, config, placement, attention="eager")  # the others leave out what they do not do
+    model = load_model(source, config, placement, "eager")  # the others leave out what they do not do
     target = OwnCacheTarget(config, model, placement)
     try:
         with torch.inference_mode():
@@ -179,7 +182,7 @@ def load_own_cache(source: TargetSource, config: TargetConfig, placement: Placem
     except (DFlashError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # a model may fail in any way, and not for a fault of this program
-        raise _unsupported(config, f"its own code fails on a few tokens: {first_line(error)}") from error
+        raise unsupported(config, f"its own code fails on a few tokens: {first_line(error)}") from error
     return target
 
 
@@ -233,15 +236,15 @@ def _try_out(target: OwnCacheTarget, model: "PreTrainedModel", device: torch.dev
     num_tokens = min(TRIAL_START + sum(TRIAL_KEPT), config.max_position_embeddings)
     generator = torch.Generator().manual_seed(0)
     token_ids = torch.randint(0, config.vocab_size, (num_tokens,), generator=generator).to(device)
-    said = model(input_ids=token_ids[None], use_cache=False).logits[0]
+    said = model(input_ids=token_ids[None].to(target.entry), use_cache=False).logits[0].to(device)
     hidden, features, _ = target._forward(token_ids, 0, (0,), use_cache=False)
     if features is None or features.shape != hidden.shape:
-        raise _unsupported(config, "layers whose output is not the residual stream")
+        raise unsupported(config, "layers whose output is not the residual stream")
     if not is_close(target.head(hidden), said):
-        raise _unsupported(config, "a head that does more to its logits than scale and cap them")
+        raise unsupported(config, "a head that does more to its logits than scale and cap them")
     noise = _distance(target, token_ids, hidden)
     if not noise <= max(LEAST_TOLERANCE, torch.finfo(hidden.dtype).eps ** 0.5):
-        raise _unsupported(config, f"a cache that gives other hidden states than no cache, {noise:.2g} off")
+        raise unsupported(config, f"a cache that gives other hidden states than no cache, {noise:.2g} off")
     allowed = max(NOISE_FACTOR * noise, torch.finfo(hidden.dtype).eps)
     for can_crop in (True, False) if _is_croppable(_fill(target, token_ids).cache) else (False,):
         target.reads_at_once, target.can_crop = True, can_crop
@@ -307,10 +310,3 @@ def _tensors(item: Any) -> Iterator[Tensor]:
             yield from _tensors(value)
     elif hasattr(item, "__dict__") and not isinstance(item, type):
         yield from _tensors(vars(item))
-
-
-def _unsupported(config: TargetConfig, what: str) -> UnsupportedError:
-    return UnsupportedError(
-        f"this runtime does not run {config.model_type or 'unnamed'} targets: {what}",
-        hint="dflash validate and dflash serve-command work for it; measure acceptance in the engine that serves it",
-    )

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Literal, Protocol
 
+import torch
 from torch import Tensor
 
 from dflash_runtime.checkpoint.canonical_names import find_quantization, refuse_packed
@@ -20,12 +21,15 @@ from dflash_runtime.checkpoint.layout import TARGET_LEFTOVERS, Shapes, compare_t
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.config import TargetConfig
 from dflash_runtime.errors import TensorMismatch, UnsupportedError
-from dflash_runtime.models.hosted import check_hosted_files, load_hosted
+from dflash_runtime.models.hosted import load_hosted
 from dflash_runtime.models.hosted_config import A_FAMILY, read_hosted_config, read_own_cache_config
+from dflash_runtime.models.hosted_loading import check_hosted_headers
+from dflash_runtime.models.hosted_quantization import read_quantization
 from dflash_runtime.models.layers import Attend, Linear
 from dflash_runtime.models.own_cache import load_own_cache
 from dflash_runtime.models.placement import Placement
-from dflash_runtime.models.weights import Weights, load_weights
+from dflash_runtime.models.text_part import text_tensors
+from dflash_runtime.models.weights import Weights, load_weights, loaded_bytes
 from dflash_runtime.registry import Registry
 
 
@@ -99,23 +103,25 @@ def find_target_runtime(source: TargetSource, wanted: str) -> tuple[TargetRuntim
     if wanted != "transformers-cache":
         try:
             config = read_hosted_config(source)
-            check_hosted_files(source, config)
+            check_hosted_headers(source, config)
             return "transformers", config
         except UnsupportedError as error:
             logger.info("not over pages: %s", error.message)
     config = read_own_cache_config(source)
-    check_hosted_files(source, config)
+    check_hosted_headers(source, config)
     return "transformers-cache", config
 
 
 def _native_config(source: TargetSource) -> TargetConfig:
-    """The config of a target that a family of this package serves."""
+    """The config of a target that a family of this package serves, and whose weights are plain."""
     kind, known = source.facts.model_type, target_families()
     if kind not in known:
         not_known = f"; not known to it: {', '.join(source.facts.not_known)}" if source.facts.not_known else ""
         reason = f"it runs {', '.join(sorted(known))}{not_known}"
         raise not_run(kind, (reason,), source.checkpoint.config_path)
-    return source.config
+    config = source.config
+    refuse_packed(source.checkpoint.path, find_quantization(source.checkpoint))
+    return config
 
 
 def load_target(source: TargetSource, placement: Placement, runtime: str = "native") -> Target:
@@ -138,6 +144,17 @@ def load_target(source: TargetSource, placement: Placement, runtime: str = "nati
     return family(source.config, load_weights(source.checkpoint, expected, placement), placement)
 
 
+def target_bytes(source: TargetSource, dtype: torch.dtype, runtime: TargetRuntime) -> int:
+    """Bytes of a target's weights once they are loaded, from the headers."""
+    tensors = source.checkpoint.tensors
+    if runtime != "native":
+        quantization, tensors = read_quantization(source), text_tensors(tensors.values())
+        return (
+            loaded_bytes(tensors.values(), dtype) if quantization is None else quantization.loaded_bytes(tensors, dtype)
+        )
+    return loaded_bytes((tensors[name] for name in target_shapes(source)), dtype)
+
+
 def target_shapes(source: TargetSource) -> Shapes:
     """Every tensor that is loaded of a target, with its shape; from the headers, so before anything runs.
 
@@ -145,10 +162,8 @@ def target_shapes(source: TargetSource) -> Shapes:
         UnsupportedError: a model type that no family runs, packed weights, or tensors its family does not apply.
         TensorMismatch: tensors that are missing or misshapen, all at once.
     """
-    _native_config(source)
-    path = source.checkpoint.path
-    refuse_packed(path, find_quantization(source.checkpoint))
-    expected = target_families()[source.config.model_type].expected_shapes(source.config)
+    config, path = _native_config(source), source.checkpoint.path
+    expected = target_families()[config.model_type].expected_shapes(config)
     found = {name: info.shape for name, info in source.checkpoint.tensors.items()}
     missing, _, wrong = compare_tensors(expected, found)
     if missing or wrong:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from dflash_runtime.checkpoint.files import Checkpoint
+from dflash_runtime.checkpoint.files import Checkpoint, TensorInfo
 from dflash_runtime.checkpoint.layout import FUSED
 from dflash_runtime.models.placement import Placement
 
@@ -20,6 +20,11 @@ Weights = Mapping[str, Tensor]
 _STACK_OF = {part: stack for stack, parts in FUSED.items() for part in parts}
 
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+
+
+def loaded_bytes(infos: Iterable[TensorInfo], dtype: torch.dtype) -> int:
+    """Bytes that tensors take once they are loaded, floating point ones in the dtype of the run."""
+    return sum(info.num_elements * dtype.itemsize if info.is_floating else info.num_bytes for info in infos)
 
 
 def load_weights(checkpoint: Checkpoint, names: Iterable[str], placement: Placement) -> Weights:

@@ -10,7 +10,7 @@ from dflash_cli.checkpoints.opening import open_target
 from dflash_cli.checkpoints.references import TINY, Role, fetch_directory
 from dflash_cli.evaluation.statistics import Interval, StepCounts, paired_interval
 from dflash_cli.validation import alternatives
-from dflash_cli.validation.alternatives import AlternativeReading, ReadingSpace
+from dflash_cli.validation.alternatives import AlternativeReading, ReadingSpace, alternative_readings
 from dflash_cli.validation.readings import (
     MIN_TEST_PROMPTS,
     ReadingResult,
@@ -35,6 +35,25 @@ def found(rule_id: str, search: ReadingSearch) -> list[tuple[str, str]]:
 def result(own: float, length: float, low: float, factor: str = "rope", **changes: Any) -> ReadingResult:
     reading = AlternativeReading(factor, f"another {factor}", bundled_draft().config, **changes)
     return ReadingResult(reading, length, length - own, Interval(low, low + 1, 0.95))
+
+
+def test_a_scaled_embedding_is_tried_both_ways() -> None:
+    """As the target multiplies it and raw, whatever the draft states; and a rule reports what explains it."""
+    gemma, config = (
+        replace(open_target(fetch_directory(TINY, Role.TARGET)).config, model_type="gemma3_text"),
+        bundled_draft().config,
+    )
+    factor = "times 13.86"
+    for changes, names in (
+        ({"has_target_scale": True}, ["raw embeddings"]),
+        ({"has_target_scale": False}, [f"embeddings {factor}"]),
+        ({"has_target_scale": False, "input_embedding_scale": 2.0}, ["raw embeddings", f"embeddings {factor}"]),
+    ):
+        space = ReadingSpace(config=replace(config, **changes), target=gemma)
+        readings = [item for item in alternative_readings(space) if item.factor == "embedding"]
+        assert [item.name for item in readings] == names
+    search = ReadingSearch(16, 1000, 1.1, (ReadingResult(readings[0], 2.8, 1.7, Interval(1.2, 2.1, 0.95)),), 60)
+    assert [rule.id for rule in all_rules() if rule.level == "run" and found(rule.id, search)] == ["R10"]
 
 
 def test_every_factor_has_a_rule() -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from dflash_cli.checkpoints.opening import open_target
+from dflash_kernels.block_attention import PLAIN, Softmax
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.drafts.draft import Draft
 from dflash_runtime.models.hosted import HostedTarget, load_hosted
@@ -203,6 +204,44 @@ def make_model(path: Path, kind: str, **changes: Any) -> Any:
     return model
 
 
+MROPE: Json = {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [1, 1, 2]}}
+
+WRAPPERS: Mapping[str, Json] = {
+    "gemma3": {**MIXED, "query_pre_attn_scalar": 24},
+    "qwen3_vl": MROPE,
+    "mistral3": {"model_type": "mistral"},
+    "glm4v": MROPE,
+    "idefics3": {"model_type": "llama"},
+    "internvl": {"model_type": "qwen2"},
+    "llava": {"model_type": "llama"},
+    "minimax_m3_vl": {},
+    "qwen2_5_vl": MROPE,
+    "qwen2_vl": MROPE,
+    "qwen3_vl_moe": {**MROPE, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "smolvlm": {"model_type": "llama"},
+}
+"""Model type of a multimodal model -> what its decoder's config has beyond `BODY`. The first two are run by default."""
+
+VISION: Json = {
+    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "depth": 2,
+    "num_heads": 2, "out_hidden_size": 32, "image_size": 28, "patch_size": 14, "deepstack_visual_indexes": [0, 1],
+    "num_position_embeddings": 16,
+}  # fmt: skip
+
+
+def make_wrapper(path: Path, kind: str) -> Any:
+    """A random multimodal model of transformers, saved in a directory as safetensors."""
+    from transformers import AutoConfig, AutoModelForImageTextToText, logging
+
+    logging.disable_progress_bar()
+    config = AutoConfig.for_model(kind, text_config={**BODY, **WRAPPERS[kind]}, vision_config=VISION)
+    config.initializer_range = config.get_text_config(decoder=True).initializer_range = BODY["initializer_range"]
+    torch.manual_seed(5)
+    model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
+    model.save_pretrained(path)
+    return model
+
+
 def source_of(path: Path) -> TargetSource:
     return open_target(path)
 
@@ -231,6 +270,33 @@ def plain_text(model: Any, prompt: Sequence[int], num_tokens: int) -> list[int]:
     ids = torch.tensor([list(prompt)])
     said: list[int] = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)[0].tolist()
     return said[len(prompt) :]
+
+
+class WindowedAttention:
+    """An `Attend` over the rows alone, written out, with each layer's window, cap and sinks."""
+
+    def __init__(self, windows: tuple[int | None, ...]) -> None:
+        self._windows = windows
+
+    def __call__(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, softmax: Softmax = PLAIN) -> Tensor:
+        num_groups = query.shape[1] // keys.shape[1]
+        keys, values = (item.repeat_interleave(num_groups, dim=1) for item in (keys, values))
+        back = torch.arange(len(query))[:, None] - torch.arange(len(query))
+        window = self._windows[layer]
+        is_seen = (back >= 0) & (back < (window or len(query)))
+        scores = torch.einsum("qhd,khd->hqk", query, keys) * query.shape[-1] ** -0.5
+        if softmax.cap is not None:
+            scores = softmax.cap * torch.tanh(scores / softmax.cap)
+        weights = scores.exp() * is_seen
+        sums = weights.sum(-1, keepdim=True)
+        if softmax.sinks is not None:
+            sums = sums + softmax.sinks.exp()[:, None, None]
+        return torch.einsum("hqk,khd->qhd", weights / sums, values)
+
+    read = __call__
+
+    def place(self, layer: int) -> None:
+        return None
 
 
 @dataclass(frozen=True)

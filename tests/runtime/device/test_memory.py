@@ -5,17 +5,24 @@ import itertools
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.numpy import load_file
 
+from dflash_cli.checkpoints.opening import open_target
 from dflash_kernels.suite import REFERENCE
+from dflash_runtime.checkpoint.files import Checkpoint
 from dflash_runtime.config import DraftConfig, EngineConfig, ExpertsConfig, OwnCache, RopeConfig, TargetConfig
+from dflash_runtime.device import loading, memory, spreading
 from dflash_runtime.device.memory import (
     GRAPH_BYTES,
     NUM_GRAPHS,
     WORKSPACE_BYTES,
+    Fit,
+    WeightBytes,
     fit_num_pages,
     is_out_of_memory,
     own_cache_bytes,
@@ -23,10 +30,13 @@ from dflash_runtime.device.memory import (
     scratch_bytes,
 )
 from dflash_runtime.device.settings import prompt_rows
+from dflash_runtime.errors import CapacityError
 from dflash_runtime.llm import LLM
-from dflash_runtime.models.placement import Placement
+from dflash_runtime.models.placement import Placement, Spread
+from dflash_runtime.models.target import target_bytes
 from dflash_runtime.scheduling.limits import Limits
 from dflash_runtime.scheduling.request import Request, SamplingParams
+from dflash_testing import checkpoints as support
 from dflash_testing.graphs import with_stand_ins
 from dflash_testing.pairs import random_draft, random_llm, random_prompts, random_target
 
@@ -114,6 +124,101 @@ def test_out_of_memory_is_known_by_its_class_or_its_words(is_known: bool) -> Non
              RuntimeError("DefaultCPUAllocator: can't allocate memory")]  # fmt: skip
     others = [None, ValueError("out of memory"), RuntimeError("odd")]
     assert all(is_out_of_memory(error) is is_known for error in (known if is_known else others))
+
+
+class TestFit:
+    """A pair that is too large is refused by its headers, with the arithmetic."""
+
+    def check(self, free: int, monkeypatch: pytest.MonkeyPatch, *, host: int = 10**12, **engine: Any) -> None:
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 80 * GIB))
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+        monkeypatch.setattr(memory, "available_bytes", lambda: host)
+        config = EngineConfig(gpu_memory_utilization=1.0, **engine)
+        Fit(config, TARGET, DRAFT, LIMITS, GPU).check(WeightBytes(16 * GIB, 2 * GIB, 16 * GIB))
+
+    def test_the_arithmetic_is_told(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        with pytest.raises(CapacityError) as refused:
+            self.check(18 * GIB, monkeypatch)
+        steps, kv = scratch() / GIB, 3 * 16 * 2 * (36 + 5) * 8 * 128 * 2 / GIB
+        assert refused.value.message == (
+            "too large for cuda:0: 16.00 GiB weights of the target in bfloat16 + 2.00 GiB weights of the draft + "
+            f"{kv:.2f} GiB KV of one request + {steps:.2f} GiB what steps take = {18 + kv + steps:.2f} GiB, "
+            "18.00 GiB are free"
+        )
+        assert "--device-map auto" in (refused.value.hint or "")
+        assert refused.value.exit_code == 6
+
+    def test_what_fits_is_taken(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.check(20 * GIB, monkeypatch)
+
+    def test_what_steps_take_is_not_counted_where_the_cache_has_its_size(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.check(18 * GIB + 2**26, monkeypatch, kv_memory_bytes=2**24)
+
+    def test_the_host_must_hold_what_passes_through_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        with pytest.raises(
+            CapacityError, match=r"for the host: 16.00 GiB weights .* on their way .* 8.00 GiB are free"
+        ):
+            self.check(20 * GIB, monkeypatch, host=8 * GIB)
+
+
+class TestSpread:
+    """Of a target that is spread, a device holds what the draft borrows; the rest may lie anywhere."""
+
+    def check(self, target: int, monkeypatch: pytest.MonkeyPatch, spread: Spread, host: int = 100) -> Placement:
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (40 * GIB, 80 * GIB))
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+        monkeypatch.setattr(spreading, "available_bytes", lambda: host * GIB)
+        config = EngineConfig(gpu_memory_utilization=1.0, device_map="auto")
+        placement = replace(GPU, spread=spread)
+        return Fit(config, TARGET, DRAFT, LIMITS, placement).check(WeightBytes(target * GIB, 2 * GIB, target * GIB))
+
+    def test_devices_share_what_one_does_not_hold(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        spread = self.check(120, monkeypatch, Spread()).spread
+        assert spread is not None
+        assert spread.max_bytes is not None
+        borrowed = 2 * 151_936 * 4096 * 2
+        left = 40 * GIB - 2 * GIB - borrowed - scratch() - 3 * 16 * 2 * (36 + 5) * 8 * 128 * 2
+        assert spread.max_bytes[0] == int(left * (1 - spreading.KV_SHARE))
+        assert spread.max_bytes[1] == 40 * GIB - scratch()
+        assert spread.max_bytes["cpu"] == int(100 * GIB * spreading.HOST_SHARE)
+
+    def test_too_large_for_all_of_them(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        with pytest.raises(
+            CapacityError, match=r"120.00 GiB weights .* may take .* of cuda:0, .* of cuda:1, 9.00 GiB of"
+        ):
+            self.check(120, monkeypatch, Spread(), host=10)
+
+    def test_who_says_where_modules_lie_is_believed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        spread = Spread({"": "cpu"})
+        assert self.check(10_000, monkeypatch, spread).spread == spread
+
+
+@pytest.mark.parametrize("runtime", ["native", "transformers"])
+def test_too_large_a_pair_is_refused_before_a_weight_is_read(
+    runtime: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, draft = support.make_target(tmp_path / "target"), support.make_native(tmp_path / "draft")
+    read: list[object] = []
+    monkeypatch.setattr(Checkpoint, "load_many", lambda *given: read.append(given))
+    monkeypatch.setattr(loading, "load_target", lambda *given: read.append(given))
+    monkeypatch.setattr(memory, "available_bytes", lambda: 2**16)
+    command = ("generate", "x", "-d", draft, "-t", target, "--device", "cpu", "--target-runtime", runtime)
+    outcome = support.invoke(*command)
+    assert outcome.code == 6
+    assert "too large for the host: 0.00 GiB weights of the target in float32 + " in outcome.err
+    assert "--dtype bfloat16" in outcome.err
+    assert not read
+
+
+def test_weights_are_counted_in_the_dtype_that_they_are_loaded_in(tmp_path: Path) -> None:
+    support.make_target(tmp_path)
+    source = open_target(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors").values()
+    for runtime in ("native", "transformers"):
+        numbers = sum(tensor.size for tensor in tensors)
+        assert target_bytes(source, torch.bfloat16, runtime) == 2 * numbers
+        assert target_bytes(source, torch.float64, runtime) == 8 * numbers
 
 
 def step_often(llm: LLM, num_steps: int, arrivals: Iterator[int]) -> None:

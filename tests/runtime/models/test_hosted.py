@@ -13,46 +13,18 @@ from safetensors.numpy import load_file, save_file
 from torch import Tensor, nn
 
 from dflash_cli.checkpoints.opening import open_target
-from dflash_kernels.block_attention import PLAIN, Softmax
 from dflash_runtime.config import EngineConfig
 from dflash_runtime.device.loading import load_pair
 from dflash_runtime.errors import TensorMismatch, UnsupportedError, UsageError
-from dflash_runtime.models import hosted, hosted_config
+from dflash_runtime.models import hosted, hosted_config, hosted_loading
 from dflash_runtime.models.hosted import HostedAttention, HostedTarget, ScaledHead
 from dflash_runtime.models.target import find_target_runtime, load_target
 from dflash_testing import checkpoints as support
-from dflash_testing.hosted_models import BODY, DEFAULT, SERVED, host, make_model
+from dflash_testing.hosted_models import BODY, DEFAULT, SERVED, WindowedAttention, host, make_model
 from dflash_testing.pairs import placement, random_target
 from dflash_testing.paths import ROOT
 
 KINDS = [kind if kind in DEFAULT else pytest.param(kind, marks=pytest.mark.slow) for kind in SERVED]
-
-
-class WindowedAttention:
-    """An `Attend` over the rows alone, written out, with each layer's window, cap and sinks."""
-
-    def __init__(self, windows: tuple[int | None, ...]) -> None:
-        self._windows = windows
-
-    def __call__(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, softmax: Softmax = PLAIN) -> Tensor:
-        num_groups = query.shape[1] // keys.shape[1]
-        keys, values = (item.repeat_interleave(num_groups, dim=1) for item in (keys, values))
-        back = torch.arange(len(query))[:, None] - torch.arange(len(query))
-        window = self._windows[layer]
-        is_seen = (back >= 0) & (back < (window or len(query)))
-        scores = torch.einsum("qhd,khd->hqk", query, keys) * query.shape[-1] ** -0.5
-        if softmax.cap is not None:
-            scores = softmax.cap * torch.tanh(scores / softmax.cap)
-        weights = scores.exp() * is_seen
-        sums = weights.sum(-1, keepdim=True)
-        if softmax.sinks is not None:
-            sums = sums + softmax.sinks.exp()[:, None, None]
-        return torch.einsum("hqk,khd->qhd", weights / sums, values)
-
-    read = __call__
-
-    def place(self, layer: int) -> None:
-        return None
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -74,6 +46,14 @@ def test_taps_are_the_hidden_states(kind: str, tmp_path: Path) -> None:
     torch.testing.assert_close(logits, wanted.logits[0], rtol=1e-4, atol=1e-4 * float(wanted.logits.abs().max()))
     assert nothing is None
     assert not any(module._forward_hooks for module in target._layers)
+
+
+def test_a_scaled_embedding_is_the_raw_one_times_its_scale(tmp_path: Path) -> None:
+    model, target = make_model(tmp_path, "gemma3_text"), host(tmp_path)
+    ids = torch.arange(9)
+    looked_up = model.get_input_embeddings()(ids)
+    torch.testing.assert_close(target.embedding[ids] * target.config.embedding_scale, looked_up)
+    assert target.config.embedding_scale == 32**0.5
 
 
 NOT_OVER_PAGES: dict[str, tuple[dict[str, Any], str]] = {
@@ -229,7 +209,7 @@ class TestTrial:
     def test_rows_that_depend_on_others(self, tmp_path: Path) -> None:
         make_model(tmp_path, "llama")
         target = host(tmp_path)
-        model = hosted.load_model(open_target(tmp_path), target.config, placement())
+        model = hosted_loading.load_model(open_target(tmp_path), target.config, placement(), hosted.TRIAL)
         model.get_decoder().layers[1].register_forward_hook(lambda module, given, out: out + 0.01 * out.roll(1, 1))
         with torch.inference_mode(), pytest.raises(UnsupportedError, match="rows that depend on others"):
             hosted._try_out(HostedTarget(target.config, model, placement()), model, torch.device("cpu"))
@@ -297,7 +277,7 @@ def test_the_document_names_every_family_that_was_tried() -> None:
     assert not [kind for kind in (*SERVED, *NOT_OVER_PAGES, *REFUSED) if f"`{kind}`" not in text]
 
 
-@pytest.mark.parametrize("module", [hosted, hosted_config], ids=["hosted", "hosted_config"])
+@pytest.mark.parametrize("module", [hosted, hosted_config, hosted_loading], ids=["hosted", "config", "loading"])
 def test_its_modelling_code_is_not_imported_at_start(module: ModuleType) -> None:
     """A start takes no longer for it."""
     assert module.__file__ is not None

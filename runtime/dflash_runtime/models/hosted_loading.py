@@ -1,0 +1,174 @@
+"""Load the model of a hosted target with transformers, whatever runs it then: from safetensors, nothing made up."""
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from dflash_runtime.checkpoint.layout import TARGET_LEFTOVERS
+from dflash_runtime.checkpoint.pair import TargetSource
+from dflash_runtime.config import TargetConfig
+from dflash_runtime.errors import CheckpointError, TensorMismatch, UnsupportedError, UsageError
+from dflash_runtime.models.hosted_quantization import (
+    CONFIG_KEY,
+    Quantization,
+    compare_weights,
+    dequantised,
+    read_quantization,
+)
+from dflash_runtime.models.placement import Placement
+from dflash_runtime.models.text_part import is_taken_out, model_class
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+ADAPTER = "adapter_config.json"
+"""Where there is one, transformers loads the model that it names."""
+
+
+def check_hosted_headers(source: TargetSource, config: TargetConfig) -> None:
+    """Refuse by files and headers alone what would be refused after loading, and what transformers would load instead.
+
+    Raises:
+        UnsupportedError: weights packed in a way that is not run, or an adapter, which names a model.
+    """
+    if (source.checkpoint.path / ADAPTER).exists():
+        raise unsupported(config, f"an adapter ({ADAPTER}) beside the weights")
+    read_quantization(source)
+
+
+def load_model(source: TargetSource, config: TargetConfig, placement: Placement, attention: str) -> "PreTrainedModel":
+    """A target's model on its device, or spread over several, with the attention that has this name in transformers.
+
+    Raises:
+        UsageError: a device map that does not say where every module lies.
+        UnsupportedError: tensors that transformers would leave out.
+        CheckpointError: tensors are missing or misshapen, or transformers does not load them.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.integrations import hub_kernels
+
+    hub_kernels._kernels_enabled = False  # with the package kernels installed, modelling code would fetch others' code
+    path, quantization = source.checkpoint.path, read_quantization(source)
+    try:
+        with quietly():
+            settings = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+            if quantization is not None and quantization.is_unpacked:
+                _ask_to_unpack(settings)
+            loaded: Any = (model_class(settings) or AutoModelForCausalLM).from_pretrained(
+                path, config=settings, dtype=placement.dtype, attn_implementation=attention, trust_remote_code=False,
+                use_safetensors=True, local_files_only=True, output_loading_info=True, ignore_mismatched_sizes=True,
+                **_device_arguments(placement, quantization),
+            )  # fmt: skip
+    except torch.OutOfMemoryError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OSError, ImportError) as error:
+        if placement.spread is not None and "device_map" in str(error):
+            raise UsageError(
+                f"--device-map: {first_line(error)}", hint="--device-map auto chooses by itself"
+            ) from error
+        raise CheckpointError(f"transformers does not load this target: {first_line(error)}", path=path) from error
+    model, info = loaded
+    _check_tensors(model, info, config, path)
+    if quantization is not None and quantization.method == "fp8":
+        compare_weights(model, source.checkpoint)
+    _check_dtype(model, config, placement.dtype)
+    is_placed = placement.spread is not None or (quantization is not None and not quantization.is_unpacked)
+    placed: PreTrainedModel = (model if is_placed else model.to(placement.device)).eval()
+    return placed
+
+
+def _check_tensors(model: nn.Module, info: Mapping[str, Any], config: TargetConfig, path: Path) -> None:
+    """Hold what transformers says of loading to: every tensor found, every tensor applied.
+
+    Raises:
+        TensorMismatch: tensors are missing or misshapen; transformers would make them up.
+        UnsupportedError: tensors that it would leave out.
+    """
+    wrong = {name: (str(list(found)), str(list(wanted))) for name, found, wanted in info["mismatched_keys"]}
+    if info["missing_keys"] or wrong:
+        raise TensorMismatch(missing=sorted(info["missing_keys"]), wrong=wrong, path=path)
+    unread = (name for name in info["unexpected_keys"] if not is_taken_out(model, name))
+    surplus = sorted(name for name in unread if not TARGET_LEFTOVERS.match(name))
+    if surplus:
+        raise unsupported(config, f"transformers does not apply {', '.join(surplus[:5])}, {len(surplus)} in all")
+
+
+def _check_dtype(model: Any, config: TargetConfig, dtype: torch.dtype) -> None:
+    """Some quantizers choose a dtype of their own; models may keep some weights wider than the rest.
+
+    Raises:
+        UnsupportedError: weights that are narrower than the run.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and parameter.dtype.itemsize < dtype.itemsize:
+            raise unsupported(config, f"this release of transformers loads {name} as {parameter.dtype}, not as {dtype}")
+    embedding = model.get_input_embeddings().weight.dtype
+    if embedding != dtype:
+        raise unsupported(config, f"transformers loads its embedding as {embedding}, not as {dtype}")
+
+
+def _ask_to_unpack(settings: Any) -> None:
+    """Weights are to be unpacked while they are loaded, wherever the config says how they are packed."""
+    for part in (settings, settings.get_text_config(decoder=True)):
+        stated = getattr(part, CONFIG_KEY, None)
+        if isinstance(stated, dict):
+            setattr(part, CONFIG_KEY, dequantised(stated))
+
+
+def parameter_of(module: nn.Module, name: str, device: torch.device) -> Tensor:
+    """A parameter of a module on a device; a copy, where it lies elsewhere or is only fetched while it is used."""
+    parameter = module.get_parameter(name)
+    if not parameter.is_meta:
+        return parameter.detach().to(device)
+    from accelerate.utils import align_module_device
+
+    with align_module_device(module, device):
+        return module.get_parameter(name).detach().clone()
+
+
+def _device_arguments(placement: Placement, quantization: Quantization | None) -> dict[str, Any]:
+    """A spread in transformers' words; what stays packed is loaded where it will be, since it may not be moved."""
+    spread = placement.spread
+    if spread is None:
+        return {"device_map": {"": placement.device}} if quantization and not quantization.is_unpacked else {}
+    if spread.modules is not None:
+        return {"device_map": dict(spread.modules)}
+    return {"device_map": "auto", "max_memory": dict(spread.max_bytes or {})}
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Only our console writes to the terminal."""
+    from transformers.utils import logging as their_logging
+
+    verbosity, has_bar = their_logging.get_verbosity(), their_logging.is_progress_bar_enabled()
+    spreading = logging.getLogger("accelerate")
+    spreading_level = spreading.level
+    their_logging.set_verbosity(logging.CRITICAL)
+    spreading.setLevel(logging.CRITICAL)
+    their_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        their_logging.set_verbosity(verbosity)
+        spreading.setLevel(spreading_level)
+        if has_bar:
+            their_logging.enable_progress_bar()
+
+
+def first_line(error: Exception) -> str:
+    """What an error of another's code is quoted by."""
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no reason given'}"
+
+
+def unsupported(config: TargetConfig, what: str) -> UnsupportedError:
+    """A target that is refused for what it is."""
+    return UnsupportedError(
+        f"this runtime does not run {config.model_type or 'unnamed'} targets: {what}",
+        hint="dflash validate and dflash serve-command work for it; measure acceptance in the engine that serves it",
+    )

@@ -1,0 +1,107 @@
+"""The text part of a multimodal model says what the whole says of text, and nothing else of it is loaded."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from dflash_cli.checkpoints.opening import open_target
+from dflash_runtime.config import EngineConfig
+from dflash_runtime.device.loading import load_pair
+from dflash_runtime.errors import TensorMismatch
+from dflash_runtime.llm import LLM
+from dflash_runtime.models.hosted_loading import load_model
+from dflash_runtime.models.target import find_target_runtime, target_bytes
+from dflash_runtime.models.text_part import OTHER_PARTS
+from dflash_runtime.scheduling.request import SamplingParams
+from dflash_testing.hosted_models import (
+    WRAPPERS,
+    KnowingDraft,
+    Known,
+    WindowedAttention,
+    host,
+    make_wrapper,
+    plain_text,
+)
+from dflash_testing.pairs import placement, random_draft, random_llm, random_prompts
+from dflash_testing.paths import ROOT
+
+KINDS = [kind if index < 2 else pytest.param(kind, marks=pytest.mark.slow) for index, kind in enumerate(WRAPPERS)]
+PARAMS = SamplingParams(max_new_tokens=12, ignore_eos=True)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A multimodal model, its directory, and its text part as a target of ours."""
+    path = tmp_path_factory.mktemp("wrapper")
+    return make_wrapper(path, request.param), path, host(path)
+
+
+@pytest.mark.parametrize("is_right", [False, True], ids=["random", "right"])
+def test_text_is_that_of_the_whole_model(models: Any, is_right: bool) -> None:
+    """Positions of text are the same on all axes of a rope that has several, so that it is a plain one."""
+    model, _, target = models
+    prompts = random_prompts((1, 17, 33, 9), target.config.vocab_size)
+    texts = [plain_text(model, prompt, 20) for prompt in prompts]
+    known = [Known([*prompt, *text], 7) for prompt, text in zip(prompts, texts, strict=True)]
+    draft = KnowingDraft(random_draft(target), known) if is_right else random_draft(target)
+    outputs = random_llm(target, draft, 7, max_num_requests=4).generate(prompts, PARAMS)
+    assert [list(output.token_ids) for output in outputs] == [text[:12] for text in texts]
+    assert not is_right or max(length for output in outputs for length in output.acceptance_lengths) == 8
+
+
+def test_taps_are_its_hidden_states(models: Any) -> None:
+    model, _, target = models
+    ids = torch.tensor(random_prompts((15,), target.config.vocab_size)[0])
+    tapped: list[torch.Tensor] = []
+
+    def keep(module: object, given: object, out: Any) -> None:
+        tapped.append((out if isinstance(out, torch.Tensor) else out[0])[0])
+
+    hook = model.get_decoder().layers[1].register_forward_hook(keep)
+    with torch.inference_mode():
+        logits = model(input_ids=ids[None], use_cache=False).logits[0]
+        hidden, features = target(ids, torch.arange(15), WindowedAttention(target.config.windows), (1,))
+        torch.testing.assert_close(features, tapped[0], rtol=1e-4, atol=1e-3)
+        torch.testing.assert_close(target.head(hidden), logits, rtol=1e-4, atol=1e-3)
+    hook.remove()
+
+
+def test_other_parts_are_neither_made_nor_counted(models: Any) -> None:
+    model, path, _ = models
+    parts = (model.get_decoder(), model.get_output_embeddings())
+    text = sum(item.numel() for part in parts for item in part.state_dict().values())
+    whole = sum(item.numel() for item in model.parameters())
+    counted = target_bytes(open_target(path), torch.float32, "transformers") // 4
+    assert counted <= text
+    assert counted < whole
+    assert any(OTHER_PARTS.match(name) for name in load_file(path / "model.safetensors"))
+    runtime, config = find_target_runtime(open_target(path), "auto")
+    assert runtime == "transformers"
+    loaded = load_model(open_target(path), config, placement(), "eager")
+    assert not [name for name, _ in loaded.named_parameters() if OTHER_PARTS.match(name)]
+
+
+@pytest.mark.gpu
+def test_the_text_part_runs_on_a_gpu(tmp_path: Path) -> None:
+    model = make_wrapper(tmp_path, "qwen3_vl")
+    pair = load_pair(open_target(tmp_path), None, EngineConfig(device="cuda", dtype="float32", max_model_len=64))
+    (prompt,) = random_prompts((17,), pair.target.config.vocab_size)
+    (output,) = LLM(pair).generate([prompt], PARAMS)
+    assert list(output.token_ids) == plain_text(model, prompt, 12)
+
+
+def test_a_missing_tensor_of_the_text_part_is_named(tmp_path: Path) -> None:
+    make_wrapper(tmp_path, "qwen3_vl")
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.language_model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(TensorMismatch, match=r"missing tensors: model\.language_model\.layers\.1\.mlp\.up_proj"):
+        host(tmp_path)
+
+
+def test_the_document_names_every_wrapper_that_was_tried() -> None:
+    text = (ROOT / "docs" / "hosted-targets.md").read_text()
+    assert not [kind for kind in WRAPPERS if f"`{kind}`" not in text]

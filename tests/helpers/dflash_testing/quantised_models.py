@@ -1,0 +1,108 @@
+"""Small random models with packed weights, written here number by number, and the same models with plain weights."""
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from dflash_testing.hosted_models import make_model
+
+BLOCK = 16
+
+
+def quantise(path: Path, kind: str, pack: Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]], config: Any) -> Any:
+    """Save a random model with the matrices of its layers packed; returns the model that the packed numbers stand for.
+
+    `pack` gives of a matrix what it stands for then, and the tensors that hold it, by the ends of their names.
+    """
+    from transformers import AutoModelForCausalLM
+
+    make_model(path, kind)
+    stored = load_file(path / "model.safetensors")
+    plain = dict(stored)
+    for name in list(_matrices(stored)):
+        plain[name], tensors = pack(stored.pop(name))
+        stored |= {name.removesuffix("weight") + end: tensor for end, tensor in tensors.items()}
+    save_file(plain, path / "model.safetensors", {"format": "pt"})
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    save_file(stored, path / "model.safetensors", {"format": "pt"})
+    settings = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**settings, "quantization_config": config}))
+    return model
+
+
+def pack_blocks(matrix: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Eight bits and a scale for each block, as DeepSeek and Qwen publish them."""
+    rows, columns = (size // BLOCK for size in matrix.shape)
+    blocks = matrix.view(rows, BLOCK, columns, BLOCK)
+    scales = blocks.abs().amax(dim=(1, 3)) / 448
+    packed = (blocks / scales[:, None, :, None]).view_as(matrix).to(torch.float8_e4m3fn)
+    meant = (packed.float().view_as(blocks) * scales[:, None, :, None]).view_as(matrix)
+    return meant, {"weight": packed, "weight_scale_inv": scales}
+
+
+FP8 = {
+    "quant_method": "fp8",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [BLOCK, BLOCK],
+    "modules_to_not_convert": ["lm_head", "mlp.gate"],
+}
+
+
+def pack_rows(matrix: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Eight bits and a scale for each row, as compressed-tensors has them."""
+    scales = matrix.abs().amax(dim=1, keepdim=True) / 448
+    packed = (matrix / scales).to(torch.float8_e4m3fn)
+    return packed.float() * scales, {"weight": packed, "weight_scale": scales}
+
+
+def pack_groups(matrix: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Four bits, eight to an integer, and a scale for each 16 of a row, as compressed-tensors has them."""
+    groups = matrix.view(len(matrix), -1, BLOCK)
+    scales = groups.abs().amax(dim=2) / 7
+    numbers = (groups / scales[..., None]).round()
+    nibbles = (numbers + 8).to(torch.int64).view(len(matrix), -1, 8)
+    packed = (nibbles << torch.arange(0, 32, 4)).sum(dim=2)
+    packed = torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)
+    shape = torch.tensor(matrix.shape)
+    return (numbers * scales[..., None]).view_as(matrix), {
+        "weight_packed": packed, "weight_scale": scales, "weight_shape": shape,
+    }  # fmt: skip
+
+
+COMPRESSED = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "quantization_status": "compressed",
+    "ignore": ["lm_head", "re:.*mlp.gate$"],
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False},
+        }
+    },
+}
+
+GROUPED = {
+    **COMPRESSED,
+    "format": "pack-quantized",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {
+                "num_bits": 4, "type": "int", "strategy": "group", "group_size": BLOCK, "symmetric": True,
+                "dynamic": False,
+            },
+        }
+    },
+}  # fmt: skip
+
+
+def _matrices(stored: dict[str, Tensor]) -> Iterable[str]:
+    """Those that exporters pack: not the router of experts."""
+    layers = (name for name, tensor in stored.items() if ".layers." in name and tensor.dim() == 2)
+    return (name for name in layers if not name.endswith("mlp.gate.weight"))

@@ -1,0 +1,243 @@
+"""Quantised targets run with their scales, or are refused by name; never as if they were plain."""
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from packaging.version import Version
+from safetensors.torch import load_file, save_file
+
+from dflash_cli.checkpoints.opening import open_target
+from dflash_runtime.config import EngineConfig
+from dflash_runtime.device.loading import load_pair
+from dflash_runtime.errors import CheckpointError, UnsupportedError
+from dflash_runtime.llm import LLM
+from dflash_runtime.models import hosted_quantization
+from dflash_runtime.models.hosted_loading import load_model
+from dflash_runtime.models.target import find_target_runtime, load_target, target_bytes
+from dflash_runtime.scheduling.request import SamplingParams
+from dflash_testing import checkpoints as support
+from dflash_testing.hosted_models import MIXED, host, make_model, plain_text
+from dflash_testing.pairs import placement, random_prompts, random_target
+from dflash_testing.quantised_models import COMPRESSED, FP8, GROUPED, pack_blocks, pack_groups, pack_rows, quantise
+
+PARAMS = SamplingParams(max_new_tokens=16, ignore_eos=True)
+needs_accelerate = pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate is not installed")
+needs_compressed = pytest.mark.skipif(find_spec("compressed_tensors") is None, reason="not installed")
+KINDS = {
+    "fp8": pytest.param(pack_blocks, FP8, "fp8, dequantised", marks=needs_accelerate),
+    "compressed": pytest.param(pack_rows, COMPRESSED, "compressed-tensors, dequantised", marks=needs_compressed),
+    "four bits": pytest.param(pack_groups, GROUPED, "compressed-tensors, dequantised", marks=needs_compressed),
+}
+
+
+@pytest.mark.parametrize(("pack", "config", "label"), KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+def test_it_says_what_scale_times_weight_says(kind: str, pack: Any, config: Any, label: str, tmp_path: Path) -> None:
+    if kind == "qwen3_moe" and config is not FP8 and Version(transformers.__version__) < Version("5.23"):
+        pytest.skip("earlier releases unpack experts to bfloat16, and are refused")
+    model = quantise(tmp_path, kind, pack, config)
+    source = open_target(tmp_path)
+    pair = load_pair(source, None, EngineConfig(device="cpu", max_model_len=64))
+    loaded = dict(pair.target._decoder.named_parameters())  # type: ignore[attr-defined]
+    for name, wanted in model.get_decoder().named_parameters():
+        assert torch.equal(loaded[name], wanted), name
+    prompts = random_prompts((3, 17), pair.target.config.vocab_size)
+    outputs = LLM(pair).generate(prompts, PARAMS)
+    assert [list(output.token_ids) for output in outputs] == [plain_text(model, prompt, 16) for prompt in prompts]
+    assert pair.target_quantization == label
+    assert any(label.partition(",")[0] in text for text in pair.warnings)
+    assert target_bytes(source, torch.float32, "transformers") >= 4 * sum(item.numel() for item in model.parameters())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("pack", "config", "label"), KINDS.values(), ids=KINDS)
+def test_weights_on_a_gpu_are_scale_times_weight(pack: Any, config: Any, label: str, tmp_path: Path) -> None:
+    """transformers has kernels for packed weights there, and would fetch them."""
+    model = quantise(tmp_path, "llama", pack, config)
+    engine = EngineConfig(device="cuda", dtype="float32", max_model_len=64)
+    pair = load_pair(open_target(tmp_path), None, engine)
+    loaded = dict(pair.target._decoder.named_parameters())  # type: ignore[attr-defined]
+    for name, wanted in model.get_decoder().named_parameters():
+        assert torch.equal(loaded[name].cpu(), wanted), name
+    (prompt,) = random_prompts((17,), pair.target.config.vocab_size)
+    (output,) = LLM(pair).generate([prompt], PARAMS)
+    assert list(output.token_ids) == plain_text(model, prompt, 16)
+    assert pair.target_quantization == label
+
+
+@needs_accelerate
+def test_scales_that_transformers_drops_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    quantise(tmp_path, "llama", pack_blocks, FP8)
+    monkeypatch.setattr(
+        Fp8Dequantize, "_dequantize_one", lambda self, packed, scales, output_dtype=None: packed.to(output_dtype)
+    )
+    with pytest.raises(
+        CheckpointError, match=r"_proj.weight: transformers loads it as another weight than .*_scale_inv"
+    ):
+        host(tmp_path)
+
+
+def test_experts_of_four_bits_are_unpacked(tmp_path: Path) -> None:
+    """As gpt-oss is published: two numbers a byte, and an exponent for each 32 of them."""
+    make_model(tmp_path, "gpt_oss", **MIXED, num_local_experts=2, num_experts_per_tok=1, intermediate_size=64)
+    generator = torch.Generator().manual_seed(1)
+    packed: dict[str, torch.Tensor | None] = {}
+    meant: dict[str, torch.Tensor] = {}
+    for name, rows in (("gate_up_proj", 128), ("down_proj", 32)):
+        groups = 32 // 32 if name == "gate_up_proj" else 64 // 32
+        blocks = torch.randint(0, 256, (2, rows, groups, 16), generator=generator).to(torch.uint8)
+        scales = torch.randint(120, 130, (2, rows, groups), generator=generator).to(torch.uint8)
+        numbers = torch.stack([FP4[(blocks & 15).long()], FP4[(blocks >> 4).long()]], dim=-1).flatten(-2)
+        meant[name] = (numbers * (scales.float() - 127).exp2()[..., None]).flatten(-2).transpose(1, 2)
+        owner = f"model.layers.1.mlp.experts.{name}"
+        packed |= {owner: None, f"{owner}_blocks": blocks, f"{owner}_scales": scales}
+    edit(tmp_path, **packed)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    settings["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": []}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    source = open_target(tmp_path)
+    model = load_model(source, random_target().config, placement(), "eager")
+    for name, wanted in meant.items():
+        assert torch.equal(model.get_parameter(f"model.layers.1.mlp.experts.{name}"), wanted)
+    assert target_bytes(source, torch.float32, "transformers") >= 4 * sum(item.numel() for item in model.parameters())
+
+
+FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+@needs_accelerate
+def test_results_say_that_weights_were_dequantised(tmp_path: Path) -> None:
+    quantise(tmp_path, "llama", pack_blocks, FP8)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt_token_ids": [7, 8]}\n')
+    command = ("generate", "-t", tmp_path, "-k", 0, "-p", prompts, "-n", 4, "--device", "cpu", "--json")
+    outcome = support.invoke(*command)
+    assert outcome.code == 0, outcome.err
+    assert json.loads(outcome.out)["measured"]["target_quantization"] == "fp8, dequantised"
+    assert outcome.err.count("weights are dequantised to float32 while they are loaded (fp8)") == 1
+
+
+def edit(path: Path, **changes: Any) -> None:
+    """Put tensors into a checkpoint, or take those out that are None."""
+    tensors = load_file(path / "model.safetensors") | changes
+    kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    save_file(kept, path / "model.safetensors", {"format": "pt"})
+
+
+LAYER = "model.layers.1.mlp.up_proj"
+
+
+@needs_accelerate
+class TestScales:
+    """Weights of eight bits without the scales that transformers expects are refused before anything is loaded."""
+
+    @pytest.fixture
+    def folder(self, tmp_path: Path) -> Path:
+        quantise(tmp_path, "llama", pack_blocks, FP8)
+        return tmp_path
+
+    def test_a_missing_one(self, folder: Path) -> None:
+        edit(folder, **{f"{LAYER}.weight_scale_inv": None})
+        with pytest.raises(UnsupportedError, match=f"no scale is found for {LAYER}.weight"):
+            find_target_runtime(open_target(folder), "auto")
+
+    def test_blocks_that_are_cut_short(self, folder: Path) -> None:
+        """48 rows in blocks of 32 have two scales, which transformers would take for blocks of 24."""
+        settings = json.loads((folder / "config.json").read_text())
+        settings["quantization_config"]["weight_block_size"] = [32, 16]
+        (folder / "config.json").write_text(json.dumps(settings))
+        with pytest.raises(UnsupportedError, match=r"is not one scale a block of \[32, 16\] of"):
+            find_target_runtime(open_target(folder), "auto")
+
+    @pytest.mark.parametrize(
+        ("shape", "grid", "block", "is_right"),
+        [
+            ((48, 32), (3, 2), [16, 16], True),
+            ((48, 32), (2, 2), [32, 16], False),
+            ((48, 32), (1, 2), [64, 16], True),
+            ((48, 32), (), [16, 16], True),
+            ((48, 32), (1,), None, True),
+            ((48, 32), (1, 1), None, True),
+            ((48, 32), (1, 1), [16, 16], False),
+            ((48, 32), (48, 1), None, False),
+            ((48, 32), (3, 2), "all", False),
+        ],
+    )
+    def test_blocks(self, shape: Any, grid: Any, block: Any, is_right: bool) -> None:
+        assert hosted_quantization._divides(shape, grid, block) is is_right
+
+
+REFUSED = {
+    "bitnet": "it is none of fp8, mxfp4",
+    "nvfp4": "transformers would fetch kernels for them from the hub",
+    "fbgemm_fp8": "transformers would fetch kernels for them from the hub",
+    "bitsandbytes": "they need bitsandbytes, which is not installed",
+    "gptq": "they need optimum, which is not installed",
+    "awq": "they need gptqmodel, which is not installed",
+    "compressed-tensors": "they need compressed-tensors, which is not installed",
+    "fp8": "they need accelerate, which is not installed",
+}
+
+
+@pytest.mark.parametrize("method", REFUSED)
+def test_a_method_that_is_not_run_is_named(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hosted_quantization, "find_spec", lambda name: None)
+    make_model(tmp_path, "llama", quantization_config={"quant_method": method})
+    with pytest.raises(UnsupportedError) as refused:
+        find_target_runtime(open_target(tmp_path), "auto")
+    assert f"quantised weights ({method}), which this runtime does not run: {REFUSED[method]}" in refused.value.message
+    assert refused.value.exit_code == 5
+
+
+def test_packages_that_fetch_code_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hosted_quantization, "find_spec", lambda name: name)
+    make_model(tmp_path, "llama", quantization_config={"quant_method": "gptq"})
+    with pytest.raises(
+        UnsupportedError, match="gptqmodel would fetch code with the package kernels, which is installed"
+    ):
+        find_target_runtime(open_target(tmp_path), "auto")
+
+
+def test_ways_of_packing_that_differ_between_layers_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hosted_quantization, "find_spec", lambda name: name)
+    groups = {str(bits): {"weights": {"num_bits": bits}} for bits in (4, 8)}
+    make_model(tmp_path, "llama", quantization_config={**COMPRESSED, "config_groups": groups})
+    with pytest.raises(UnsupportedError, match="its config_groups pack weights in several ways"):
+        find_target_runtime(open_target(tmp_path), "auto")
+
+
+def test_packed_tensors_of_which_the_config_says_nothing_are_refused(tmp_path: Path) -> None:
+    make_model(tmp_path, "llama")
+    packed = load_file(tmp_path / "model.safetensors")[f"{LAYER}.weight"].to(torch.float8_e4m3fn)
+    edit(tmp_path, **{f"{LAYER}.weight": packed})
+    with pytest.raises(UnsupportedError, match=r"quantised weights \(.*up_proj.weight is F8_E4M3\)"):
+        find_target_runtime(open_target(tmp_path), "transformers")
+
+
+def test_the_native_runtime_reads_no_packed_weights(tmp_path: Path) -> None:
+    quantise(tmp_path, "llama", pack_blocks, FP8)
+    with pytest.raises(UnsupportedError, match="quantised weights"):
+        load_target(open_target(tmp_path), placement(), "native")
+
+
+def test_no_kernel_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the package kernels, transformers would fetch some for 8-bit products and for experts."""
+    from transformers.integrations import hub_kernels
+
+    fetched: list[object] = []
+    monkeypatch.setattr(hub_kernels, "_kernels_enabled", True)
+    monkeypatch.setattr(hub_kernels, "is_kernels_available", lambda: True)
+    monkeypatch.setattr(hub_kernels, "get_kernel", lambda *given, **options: fetched.append(given))
+    make_model(tmp_path, "llama")
+    host(tmp_path)
+    hub_kernels.lazy_load_kernel("deep-gemm", {})
+    assert not fetched
