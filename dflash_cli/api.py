@@ -63,6 +63,7 @@ def validate_draft(
     max_new_tokens: int = 96,
     device: str = "auto",
     target_runtime: str = "auto",
+    device_map: str | None = None,
 ) -> "Report":
     """Check a draft, alone or against a target, as `dflash validate` does.
 
@@ -104,6 +105,7 @@ def validate_draft(
             device=device,
             observe=_say_nothing,
             target_runtime=target_runtime,
+            device_map=device_map,
         )
         request = replace(request, run=run)
     return validate(request)

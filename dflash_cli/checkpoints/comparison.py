@@ -1,12 +1,13 @@
 """What differs between two checkpoints, field by field and byte by byte."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from dflash_cli.checkpoints.byte_comparison import same_bytes
 from dflash_cli.checkpoints.description import Description
 from dflash_runtime.checkpoint.files import TensorInfo
+from dflash_runtime.config import DraftConfig, TargetFacts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +67,7 @@ def compare(first: Description, second: Description, *, with_values: bool = True
     return Difference(
         first=first,
         second=second,
-        fields=_pairs(asdict(first.config), asdict(second.config)),
+        fields=_pairs(_compared_fields(first.config), _compared_fields(second.config)),
         carried=_pairs(first.carried, second.carried),
         only_first=tuple(name for name in ours if name not in theirs),
         only_second=tuple(name for name in theirs if name not in ours),
@@ -75,6 +76,12 @@ def compare(first: Description, second: Description, *, with_values: bool = True
         num_equal=len(compared) - len(rewritten),
         num_not_compared=len(same_shape) - len(compared),
     )
+
+
+def _compared_fields(config: DraftConfig | TargetFacts) -> dict[str, Any]:
+    """All but what two equal configs may have otherwise."""
+    values = asdict(config)
+    return {item.name: values[item.name] for item in fields(config) if item.compare}
 
 
 def _pairs(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

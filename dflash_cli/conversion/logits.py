@@ -114,10 +114,16 @@ def _features(config: DraftConfig) -> "Tensor":
 
 @dataclass(frozen=True, slots=True)
 class _Borrowed:
-    """What a draft takes from its target."""
+    """What a draft takes from its target. Rows of the embedding are not scaled: that is the affair of what runs it."""
 
     embedding: Any
     head: Any
+    embedding_scale: float = 1.0
+
+    @property
+    def config(self) -> "_Borrowed":
+        """Where a target's scale is."""
+        return self
 
 
 def _borrow(config: DraftConfig, target: TargetSource | None) -> _Borrowed:

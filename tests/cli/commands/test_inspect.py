@@ -35,21 +35,21 @@ def test_a_reduced_speculators_draft(tmp_path: Path) -> None:
 
 def test_a_draft_that_is_not_served_is_described(tmp_path: Path) -> None:
     """It is refused by what would run or convert it; its sizes, taps and block are what its config says."""
-    nested = {**support.native_config()["dflash_config"], "attention_sink_bias": True, "attention_value_scale": 0.612}
+    nested = {**support.native_config()["dflash_config"], "attention_value_scale": 0.612}
     draft = support.write_checkpoint(
         tmp_path / "draft",
-        support.native_config(dflash_config=nested),
+        support.native_config(dflash_config=nested, add_swa_attention_sink_bias=True),
         {**support.body_arrays(), "layers.0.self_attn.attention_sink_bias": np.zeros(4, dtype=np.float32)},
     )
     outcome = support.invoke("inspect", draft)
     assert outcome.code == 0, outcome.err
     assert outcome.out.splitlines()[1] == (
-        "not served  attention_sink_bias true: attention sinks, a learned term in each head's softmax; "
-        "attention_value_scale 0.612: attention values are scaled"
+        "not served  attention_value_scale 0.612: attention values are scaled; "
+        "add_swa_attention_sink_bias true: attention sinks, a learned term in each head's softmax"
     )
     assert "block       4 tokens: the last committed one and 3 drafted ones" in outcome.out
     document = json.loads(support.invoke("inspect", draft, "--json").out)
-    assert list(document["unserved"]) == ["attention_sink_bias", "attention_value_scale"]
+    assert list(document["unserved"]) == ["attention_value_scale", "add_swa_attention_sink_bias"]
     assert support.invoke("convert", draft, tmp_path / "out", "--to", "native").code == 5
     assert support.invoke("generate", "x", "-d", draft, "-t", support.make_target(tmp_path / "t"), "-n", 2).code == 5
 
