@@ -56,6 +56,16 @@ COMMANDS = {
         docs="docs/vocabulary.md",
         draft="draft",
     ),
+    "compare": Entry(
+        function="dflash_cli.commands.compare:compare",
+        section=RUN,
+        summary="Compare measured acceptance lengths, paired by prompt.",
+        examples=(
+            "dflash compare old.json new.json",
+            "dflash compare old.json new.json --tolerance 0.1 --gate no-regression",
+        ),
+        docs="docs/comparing.md",
+    ),
     "bench": Entry(
         function="dflash_cli.commands.bench:bench",
         section=RUN,

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dflash_cli.evaluation.conversation_counts import ConversationCounts
 from dflash_cli.evaluation.statistics import DEFINITIONS, MIN_CONVERSATIONS, Summary
 
 Table = tuple[Sequence[str], Sequence[Sequence[str]]]
@@ -60,6 +61,7 @@ class Evaluation:
     settings: Mapping[str, Any]
     measured: Mapping[str, Any]
     source: PromptSource
+    conversations: tuple[ConversationCounts, ...] = ()
     failures: tuple[Failure, ...] = ()
     seconds: float
 
@@ -74,6 +76,7 @@ class Evaluation:
             "num_failed": len(self.failures),
             "failed": [failure.to_json() for failure in self.failures],
             "categories": {name: summary.to_json() for name, summary in self.categories.items()},
+            "conversations": [item.to_json() for item in self.conversations],
             "settings": dict(self.settings),
             "prompts": self.source.to_json(),
             "measured": dict(self.measured),

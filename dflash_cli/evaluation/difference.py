@@ -18,10 +18,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dflash_cli.evaluation.statistics import MIN_CONVERSATIONS, Interval, StepCounts
+from dflash_cli.evaluation.statistics import MIN_CONVERSATIONS, Interval
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+
+TokenCounts = Sequence[tuple[float, int]]
+"""For each conversation: tokens that its steps gave, and how many steps there were."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +60,13 @@ class Difference:
         return self.value - student_quantile(self.confidence, self.freedom) * self.error
 
 
-def paired_difference(base: StepCounts, other: StepCounts, confidence: float) -> Difference | None:
+def tokens_per_step(counts: TokenCounts) -> float | None:
+    """The acceptance length over these conversations; None without steps."""
+    num_steps = sum(steps for _, steps in counts)
+    return sum(tokens for tokens, _ in counts) / num_steps if num_steps else None
+
+
+def paired_difference(base: TokenCounts, other: TokenCounts, confidence: float) -> Difference | None:
     """How far `other` is above `base`, on the same conversations; None for too few of them.
 
     Conversations without steps on either side say nothing, and are left out.
@@ -71,7 +81,7 @@ def paired_difference(base: StepCounts, other: StepCounts, confidence: float) ->
     return Difference(value=float(value), error=float(error), freedom=len(pairs) - 1, confidence=confidence)
 
 
-def unpaired_difference(base: StepCounts, other: StepCounts, confidence: float) -> Difference | None:
+def unpaired_difference(base: TokenCounts, other: TokenCounts, confidence: float) -> Difference | None:
     """How far `other` is above `base`, on conversations of its own; None for too few on either side."""
     sides = [[item for item in side if item[1]] for side in (base, other)]
     if min(len(side) for side in sides) < MIN_CONVERSATIONS:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from dflash_cli.evaluation.acceptance_progress import AcceptanceProgress
 from dflash_cli.evaluation.acceptance_report import Evaluation, Failure, PromptSource
+from dflash_cli.evaluation.conversation_counts import count_conversations
 from dflash_cli.evaluation.journal import Journal
 from dflash_cli.evaluation.statistics import MIN_CONVERSATIONS, Summary, summarise
 from dflash_cli.generation.answers import Answer, Tally, answer_rows, plural
@@ -70,6 +71,7 @@ def measure(
         settings={**session.references, **settings},
         source=request.source,
         measured=session.describe() | {"num_prompts": len(request.rows), "prompts_digest": digest_rows(request.rows)},
+        conversations=count_conversations(journal.answers),
         failures=tuple(failures),
         seconds=time.perf_counter() - started,
     )

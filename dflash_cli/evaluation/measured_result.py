@@ -1,0 +1,120 @@
+"""An acceptance that was measured, here or elsewhere, as `dflash compare` takes it.
+
+Who wrote a file is found by its content: each format of `importers/` says whether a file is of its kind, and reads it.
+"""
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
+
+from dflash_cli.evaluation.conversation_counts import ConversationCounts
+from dflash_cli.generation.atomic_file import naming_output
+from dflash_runtime.errors import CheckpointNotFound, UsageError
+from dflash_runtime.metrics import AcceptanceCounts
+from dflash_runtime.registry import Registry
+
+PACKAGE = "dflash_cli.evaluation.importers"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredResult:
+    """One result: its acceptance length, what each conversation gave, and facts about what was measured.
+
+    A file with totals only has no conversations, and `why_no_rows` says so. `counts` are there where the file has
+    counts by position. The length follows vLLM's definition, unless `facts` names another.
+    """
+
+    name: str
+    source: str
+    acceptance_len: float
+    conversations: tuple[ConversationCounts, ...] = ()
+    why_no_rows: str | None = None
+    counts: AcceptanceCounts | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+class ResultFile:
+    """A file that was named on the command line: its text, and what that is as JSON or as JSON Lines."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        if not path.is_file():
+            raise CheckpointNotFound(f"{path}: no such file")
+        with naming_output(path):
+            try:
+                self.text = path.read_text(encoding="utf-8")
+            except UnicodeDecodeError as error:
+                raise UsageError(f"{path}: not UTF-8 at byte {error.start}") from error
+
+    @cached_property
+    def document(self) -> Any:
+        """The JSON document that the file is, or None."""
+        try:
+            return json.loads(self.text)
+        except ValueError:
+            return None
+
+    @cached_property
+    def rows(self) -> list[dict[str, Any]]:
+        """The objects of its lines; lines that are none are left out, as is the last one where it was cut off."""
+        found = []
+        for line in self.text.splitlines():
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue
+            found += [row] if isinstance(row, dict) else []
+        return found
+
+    def refuse(self, what: str, hint: str | None = None) -> UsageError:
+        """An error about this file, to be raised."""
+        return UsageError(f"{self.path}: {what}", hint=hint)
+
+
+class ResultFormat(ABC):
+    """A kind of file that acceptance is read from; `title` is what people call it."""
+
+    title: ClassVar[str]
+
+    @abstractmethod
+    def recognises(self, file: ResultFile) -> bool:
+        """Whether the file is of this kind, by its content."""
+
+    @abstractmethod
+    def read(self, file: ResultFile) -> MeasuredResult:
+        """The result that the file holds.
+
+        Raises:
+            UsageError: it lacks what a result needs.
+        """
+
+
+RESULT_FORMATS: Registry[type[ResultFormat]] = Registry("result format")
+
+
+def read_result(path: Path) -> MeasuredResult:
+    """Read a result of any known format.
+
+    Raises:
+        CheckpointNotFound: there is no such file.
+        UsageError: no format knows it, or it lacks what a result needs.
+    """
+    RESULT_FORMATS.discover(PACKAGE)
+    file = ResultFile(path)
+    formats = [kind() for kind in RESULT_FORMATS.values()]
+    for item in formats:
+        if item.recognises(file):
+            return _read(item, file)
+    known = ", ".join(item.title for item in formats)
+    raise file.refuse("holds no acceptance that can be compared", f"files that are read: {known}")
+
+
+def _read(kind: ResultFormat, file: ResultFile) -> MeasuredResult:
+    try:
+        return kind.read(file)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise file.refuse(f"is no {kind.title} as expected: {error!r}") from error
