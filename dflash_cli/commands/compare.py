@@ -11,7 +11,7 @@ from dflash_cli.parameters import ESSENTIALS, MEASURING
 from dflash_runtime.errors import UsageError
 
 if TYPE_CHECKING:
-    from dflash_cli.evaluation.comparison import Comparison
+    from dflash_cli.evaluation.result_comparison import Comparison
 
 ResultsArg = Annotated[
     list[Path],
@@ -69,9 +69,9 @@ def compare(
         raise UsageError(f"--confidence {confidence:g}, expected a number between 0.5 and 1")
     if tolerance is not None and tolerance <= 0:
         raise UsageError(f"--tolerance {tolerance:g}, expected a number above 0")
-    from dflash_cli.evaluation.comparison import check_no_regression, compare_results
     from dflash_cli.evaluation.comparison_report import to_json, warning
     from dflash_cli.evaluation.measured_result import read_result
+    from dflash_cli.evaluation.result_comparison import check_no_regression, compare_results
 
     comparisons = compare_results(
         [read_result(path) for path in results], confidence=confidence, tolerance=tolerance, paired=not unpaired

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from string import ascii_uppercase
 from typing import Any
 
-from dflash_cli.evaluation.comparison import Comparison, Contrast
 from dflash_cli.evaluation.measured_result import MeasuredResult
+from dflash_cli.evaluation.result_comparison import Comparison, Contrast
 
 CATEGORY_WIDTH = 14
 

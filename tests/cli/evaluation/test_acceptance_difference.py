@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from dflash_cli.evaluation.difference import (
-    Difference,
+from dflash_cli.evaluation.acceptance_difference import (
+    AcceptanceDifference,
     holm,
     paired_difference,
     paired_moments,
@@ -58,7 +58,9 @@ def p_values(value: Floats, error: Floats, freedom: Floats | int) -> list[float]
     shares = []
     for number, spread, free in zip(value, error, np.broadcast_to(freedom, value.shape), strict=True):
         key = float(number / spread), int(free)
-        known[key] = Difference(value=float(number), error=float(spread), freedom=int(free), confidence=0.95).p_value
+        known[key] = AcceptanceDifference(
+            value=float(number), error=float(spread), freedom=int(free), confidence=0.95
+        ).p_value
         shares.append(known[key])
     return shares
 
@@ -100,7 +102,7 @@ def test_what_differs_by_the_tolerance_is_rarely_called_equivalent(count: int) -
     value, error = paired_moments(*worlds(count, gain=0.03, seed=3))
     edge = true_gain(0.03)
     shares = [
-        Difference(value=float(number), error=float(spread), freedom=count - 1, confidence=0.95)
+        AcceptanceDifference(value=float(number), error=float(spread), freedom=count - 1, confidence=0.95)
         .equivalence_p_value(edge) for number, spread in zip(value, error, strict=True)
     ]  # fmt: skip
     assert np.mean(np.array(shares) < 0.05) <= 0.07
@@ -109,7 +111,9 @@ def test_what_differs_by_the_tolerance_is_rarely_called_equivalent(count: int) -
 def test_what_does_not_differ_is_called_equivalent_given_enough_prompts() -> None:
     value, error = paired_moments(*worlds(128))
     shares = [
-        Difference(value=float(number), error=float(spread), freedom=127, confidence=0.95).equivalence_p_value(0.5)
+        AcceptanceDifference(
+            value=float(number), error=float(spread), freedom=127, confidence=0.95
+        ).equivalence_p_value(0.5)
         for number, spread in zip(value, error, strict=True)
     ]
     assert np.mean(np.array(shares) < 0.05) > 0.9

@@ -6,8 +6,14 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, Literal
 
+from dflash_cli.evaluation.acceptance_difference import (
+    AcceptanceDifference,
+    holm,
+    paired_difference,
+    tokens_per_step,
+    unpaired_difference,
+)
 from dflash_cli.evaluation.conversation_counts import ConversationCounts
-from dflash_cli.evaluation.difference import Difference, holm, paired_difference, tokens_per_step, unpaired_difference
 from dflash_cli.evaluation.measured_result import MeasuredResult
 from dflash_cli.evaluation.statistics import MIN_CONVERSATIONS
 from dflash_runtime.errors import GateFailed, UsageError
@@ -38,7 +44,7 @@ class Contrast:
     base_len: float | None
     other_len: float | None
     num_conversations: int
-    difference: Difference | None
+    difference: AcceptanceDifference | None
     reason: str | None = None
     p_value: float | None = None
     equivalence_p_value: float | None = None

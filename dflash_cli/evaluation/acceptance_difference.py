@@ -29,7 +29,7 @@ TokenCounts = Sequence[tuple[float, int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
+class AcceptanceDifference:
     """By how much one acceptance length is above another, with its standard error and degrees of freedom."""
 
     value: float
@@ -66,7 +66,7 @@ def tokens_per_step(counts: TokenCounts) -> float | None:
     return sum(tokens for tokens, _ in counts) / num_steps if num_steps else None
 
 
-def paired_difference(base: TokenCounts, other: TokenCounts, confidence: float) -> Difference | None:
+def paired_difference(base: TokenCounts, other: TokenCounts, confidence: float) -> AcceptanceDifference | None:
     """How far `other` is above `base`, on the same conversations; None for too few of them.
 
     Conversations without steps on either side say nothing, and are left out.
@@ -78,10 +78,10 @@ def paired_difference(base: TokenCounts, other: TokenCounts, confidence: float) 
     import numpy as np
 
     value, error = paired_moments(*(np.array(side, dtype=float) for side in sides))
-    return Difference(value=float(value), error=float(error), freedom=len(pairs) - 1, confidence=confidence)
+    return AcceptanceDifference(value=float(value), error=float(error), freedom=len(pairs) - 1, confidence=confidence)
 
 
-def unpaired_difference(base: TokenCounts, other: TokenCounts, confidence: float) -> Difference | None:
+def unpaired_difference(base: TokenCounts, other: TokenCounts, confidence: float) -> AcceptanceDifference | None:
     """How far `other` is above `base`, on conversations of its own; None for too few on either side."""
     sides = [[item for item in side if item[1]] for side in (base, other)]
     if min(len(side) for side in sides) < MIN_CONVERSATIONS:
@@ -89,7 +89,7 @@ def unpaired_difference(base: TokenCounts, other: TokenCounts, confidence: float
     import numpy as np
 
     value, error, freedom = unpaired_moments(*(np.array(side, dtype=float) for side in sides))
-    return Difference(value=float(value), error=float(error), freedom=int(freedom), confidence=confidence)
+    return AcceptanceDifference(value=float(value), error=float(error), freedom=int(freedom), confidence=confidence)
 
 
 def paired_moments(base: "NDArray[Any]", other: "NDArray[Any]") -> "tuple[NDArray[Any], NDArray[Any]]":
