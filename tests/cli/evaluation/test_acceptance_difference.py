@@ -53,16 +53,16 @@ def worlds(
     return base, other
 
 
+def differences(value: Floats, error: Floats, freedom: Floats | int) -> list[AcceptanceDifference]:
+    """What was found in each world."""
+    return [
+        AcceptanceDifference(value=float(number), error=float(spread), freedom=int(free), confidence=0.95)
+        for number, spread, free in zip(value, error, np.broadcast_to(freedom, value.shape), strict=True)
+    ]
+
+
 def p_values(value: Floats, error: Floats, freedom: Floats | int) -> list[float]:
-    known: dict[tuple[float, int], float] = {}
-    shares = []
-    for number, spread, free in zip(value, error, np.broadcast_to(freedom, value.shape), strict=True):
-        key = float(number / spread), int(free)
-        known[key] = AcceptanceDifference(
-            value=float(number), error=float(spread), freedom=int(free), confidence=0.95
-        ).p_value
-        shares.append(known[key])
-    return shares
+    return [item.p_value for item in differences(value, error, freedom)]
 
 
 @pytest.mark.parametrize("count", [16, 32, 128])
@@ -101,21 +101,13 @@ def test_what_differs_by_the_tolerance_is_rarely_called_equivalent(count: int) -
     """At the edge an equivalence verdict is wrong, and given in 5% of worlds at most, with 2% for their chance."""
     value, error = paired_moments(*worlds(count, gain=0.03, seed=3))
     edge = true_gain(0.03)
-    shares = [
-        AcceptanceDifference(value=float(number), error=float(spread), freedom=count - 1, confidence=0.95)
-        .equivalence_p_value(edge) for number, spread in zip(value, error, strict=True)
-    ]  # fmt: skip
+    shares = [item.equivalence_p_value(edge) for item in differences(value, error, count - 1)]
     assert np.mean(np.array(shares) < 0.05) <= 0.07
 
 
 def test_what_does_not_differ_is_called_equivalent_given_enough_prompts() -> None:
     value, error = paired_moments(*worlds(128))
-    shares = [
-        AcceptanceDifference(
-            value=float(number), error=float(spread), freedom=127, confidence=0.95
-        ).equivalence_p_value(0.5)
-        for number, spread in zip(value, error, strict=True)
-    ]
+    shares = [item.equivalence_p_value(0.5) for item in differences(value, error, 127)]
     assert np.mean(np.array(shares) < 0.05) > 0.9
 
 
