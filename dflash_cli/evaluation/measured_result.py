@@ -25,7 +25,7 @@ class MeasuredResult:
     """One result: its acceptance length, what each conversation gave, and facts about what was measured.
 
     A file with totals only has no conversations, and `why_no_rows` says so. `counts` are there where the file has
-    counts by position. The length follows vLLM's definition, unless `facts` names another.
+    counts by position. `definition` is a key of `statistics.DEFINITIONS`, or says what else the length is.
     """
 
     name: str
@@ -33,6 +33,7 @@ class MeasuredResult:
     acceptance_len: float
     conversations: tuple[ConversationCounts, ...] = ()
     why_no_rows: str | None = None
+    definition: str = "vllm"
     counts: AcceptanceCounts | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
 
@@ -116,5 +117,5 @@ def read_result(path: Path) -> MeasuredResult:
 def _read(kind: ResultFormat, file: ResultFile) -> MeasuredResult:
     try:
         return kind.read(file)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, AssertionError) as error:
         raise file.refuse(f"is no {kind.title} as expected: {error!r}") from error

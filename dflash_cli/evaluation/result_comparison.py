@@ -147,7 +147,7 @@ def _compare(base: MeasuredResult, other: MeasuredResult, confidence: float, *, 
         is_paired=is_paired,
         total=total,
         categories=tuple(lines) if no_rows is None else (),
-        unlike=unlike_facts(base.facts, other.facts),
+        unlike=unlike_facts(*({"definition": item.definition, **item.facts} for item in (base, other))),
     )
 
 
