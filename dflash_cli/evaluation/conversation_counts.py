@@ -1,17 +1,22 @@
 """Tokens and steps of each conversation of a result: what two results are compared by."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from dflash_cli.generation.answers import Answer
+
+FAR = 256
+"""Tokens by which a context has to be longer than at a conversation's first step, and twice as long, to be far."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversationCounts:
     """Tokens that the steps of one conversation gave, and how many steps there were, over all its turns.
 
-    `digest` is the same for the same prompt in another result; `name` is what people call it.
+    Those of its far steps, whose context is much longer than at the first, are counted by themselves too. `digest` is
+    the same for the same prompt in another result; `name` is what people call it.
     """
 
     digest: str
@@ -19,9 +24,26 @@ class ConversationCounts:
     category: str | None = None
     num_tokens: float
     num_steps: int
+    num_far_tokens: float = 0
+    num_far_steps: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("num_tokens", "num_steps", "num_far_tokens", "num_far_steps"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+                raise ValueError(f"{name} of {self.name}: found {value!r}, expected a number, 0 or more")
 
     def to_json(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
+
+
+@dataclass(frozen=True, slots=True)
+class TurnSteps:
+    """The steps of one turn: tokens of its prompt, and of each step those that it gave and those that were kept."""
+
+    prompt_len: int
+    acceptance_lengths: Sequence[int]
+    committed_lengths: Sequence[int]
 
 
 def count_conversations(answers: Sequence[Answer]) -> tuple[ConversationCounts, ...]:
@@ -33,24 +55,25 @@ def count_conversations(answers: Sequence[Answer]) -> tuple[ConversationCounts, 
 
 
 def _count(answers: Sequence[Answer]) -> ConversationCounts:
-    row = answers[0].row
-    lengths = [length for answer in answers for length in answer.output.acceptance_lengths]
-    return ConversationCounts(
-        digest=row.digest,
-        name=str(row.id) if row.id is not None else f"prompt {row.index + 1}",
-        category=row.category,
-        num_tokens=sum(lengths),
-        num_steps=len(lengths),
-    )
+    row, outputs = answers[0].row, [answer.output for answer in answers]
+    turns = [
+        TurnSteps(len(output.prompt_token_ids), output.acceptance_lengths, output.committed_lengths)
+        for output in outputs
+    ]
+    name = str(row.id) if row.id is not None else f"prompt {row.index + 1}"
+    return ConversationCounts(digest=row.digest, name=name, category=row.category, **count_turns(turns))
 
 
-def pool_rows(rows: Iterable[Mapping[str, Any]]) -> tuple[ConversationCounts, ...]:
-    """Conversations from rows of turns, which have `key` and the fields of `ConversationCounts`; first one first."""
-    pooled: dict[Any, dict[str, Any]] = {}
-    for row in rows:
-        kept = pooled.setdefault(row["key"], {**row, "num_tokens": 0, "num_steps": 0})
-        kept["num_tokens"] += row["num_tokens"]
-        kept["num_steps"] += row["num_steps"]
-    return tuple(
-        ConversationCounts(**{name: value for name, value in kept.items() if name != "key"}) for kept in pooled.values()
-    )
+def count_turns(turns: Sequence[TurnSteps]) -> dict[str, int]:
+    """Tokens and steps of a conversation's turns, as `ConversationCounts` names them."""
+    counts = dict.fromkeys(("num_tokens", "num_steps", "num_far_tokens", "num_far_steps"), 0)
+    far = max(2 * turns[0].prompt_len, turns[0].prompt_len + FAR)
+    for turn in turns:
+        context = turn.prompt_len
+        for length, kept in zip(turn.acceptance_lengths, turn.committed_lengths, strict=True):
+            counts["num_tokens"] += length
+            counts["num_steps"] += 1
+            counts["num_far_tokens"] += length if context >= far else 0
+            counts["num_far_steps"] += context >= far
+            context += kept
+    return counts

@@ -4,6 +4,7 @@ Who wrote a file is found by its content: each format of `importers/` says wheth
 """
 
 import json
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -36,6 +37,10 @@ class MeasuredResult:
     definition: str = "vllm"
     counts: AcceptanceCounts | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.acceptance_len, bool) or not 1 <= self.acceptance_len < math.inf:
+            raise ValueError(f"acceptance length: found {self.acceptance_len!r}, expected a number, 1 or more")
 
 
 class ResultFile:

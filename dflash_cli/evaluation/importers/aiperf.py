@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from dflash_cli.evaluation.conversation_counts import pool_rows
+from dflash_cli.evaluation.conversation_counts import ConversationCounts
 from dflash_cli.evaluation.measured_result import RESULT_FORMATS, MeasuredResult, ResultFile, ResultFormat
 from dflash_runtime.metrics import AcceptanceCounts
 
@@ -38,7 +38,7 @@ class AiperfRecords(ResultFormat):
             name=str(file.path),
             source=self.title,
             acceptance_len=counts.acceptance_len,
-            conversations=pool_rows(_turn(row) for row in rows),
+            conversations=_conversations(rows),
             counts=counts,
             facts={"num_speculative_tokens": counts.num_speculative_tokens, "serving_engine": records[0]["engine"]},
         )
@@ -82,13 +82,24 @@ def _counts(histograms: Sequence[Mapping[str, int]], num_drafted: int | None) ->
     )
 
 
-def _turn(row: Mapping[str, Any]) -> dict[str, Any]:
-    record, name = row[RECORD], str(row["metadata"]["conversation_id"])
-    size = row["metrics"].get("input_sequence_length", {}).get("value") if row["metadata"]["turn_index"] == 0 else None
-    return {
-        "key": name,
-        "digest": f"{name} {size}",
-        "name": name,
-        "num_tokens": record["num_accepted_draft_tokens"] + record["num_spec_steps"],
-        "num_steps": record["num_spec_steps"],
+def _conversations(rows: Sequence[Mapping[str, Any]]) -> tuple[ConversationCounts, ...]:
+    """Requests by conversation, in the order in which these begin."""
+    requests: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        requests.setdefault(str(row["metadata"]["conversation_id"]), []).append(row)
+    return tuple(_conversation(name, turns) for name, turns in requests.items())
+
+
+def _conversation(name: str, rows: Sequence[Mapping[str, Any]]) -> ConversationCounts:
+    sizes = {
+        row["metrics"]["input_sequence_length"]["value"]
+        for row in rows
+        if row["metadata"]["turn_index"] == 0 and "input_sequence_length" in row["metrics"]
     }
+    num_steps = sum(row[RECORD]["num_spec_steps"] for row in rows)
+    return ConversationCounts(
+        digest=f"{name} {sorted(sizes)}",
+        name=name,
+        num_tokens=num_steps + sum(row[RECORD]["num_accepted_draft_tokens"] for row in rows),
+        num_steps=num_steps,
+    )

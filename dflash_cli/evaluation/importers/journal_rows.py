@@ -1,8 +1,9 @@
 """The file of `dflash eval-acceptance --rows`: settings, then a line for each answer."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from dflash_cli.evaluation.conversation_counts import pool_rows
+from dflash_cli.evaluation.conversation_counts import ConversationCounts, TurnSteps, count_turns
 from dflash_cli.evaluation.measured_result import RESULT_FORMATS, MeasuredResult, ResultFile, ResultFormat
 from dflash_runtime.metrics import AcceptanceCounts
 
@@ -18,8 +19,11 @@ class JournalRows(ResultFormat):
 
     def read(self, file: ResultFile) -> MeasuredResult:
         settings = file.rows[0]["settings"]
-        turns = {(row["index"], row["turn"]): row for row in file.rows[1:] if "error" not in row}
-        rows = [turns[key] for key in sorted(turns)]
+        answers = {(row["index"], row["turn"]): row for row in file.rows[1:] if "error" not in row}
+        rows = [answers[key] for key in sorted(answers)]
+        conversations: dict[int, list[dict[str, Any]]] = {}
+        for row in rows:
+            conversations.setdefault(row["index"], []).append(row)
         counts = AcceptanceCounts(settings["num_speculative_tokens"])
         for row in rows:
             for length, width in zip(row["acceptance_lengths"], row["verify_widths"], strict=True):
@@ -30,18 +34,19 @@ class JournalRows(ResultFormat):
             name=str(file.path),
             source=self.title,
             acceptance_len=counts.acceptance_len,
-            conversations=pool_rows(_turn(row) for row in rows),
+            conversations=tuple(_conversation(turns) for turns in conversations.values()),
             counts=counts,
             facts=settings,
         )
 
 
-def _turn(row: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "key": row["index"],
-        "digest": row["digest"],
-        "name": str(row.get("id", f"prompt {row['index'] + 1}")),
-        "category": row["category"],
-        "num_tokens": sum(row["acceptance_lengths"]),
-        "num_steps": len(row["acceptance_lengths"]),
-    }
+def _conversation(rows: Sequence[Mapping[str, Any]]) -> ConversationCounts:
+    turns = [
+        TurnSteps(len(row["prompt_token_ids"]), row["acceptance_lengths"], row["committed_lengths"]) for row in rows
+    ]
+    return ConversationCounts(
+        digest=rows[0]["digest"],
+        name=str(rows[0].get("id", f"prompt {rows[0]['index'] + 1}")),
+        category=rows[0]["category"],
+        **count_turns(turns),
+    )
