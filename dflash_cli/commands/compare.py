@@ -87,7 +87,7 @@ def compare(
 
 
 def _print(comparisons: "tuple[Comparison, ...]", tolerance: float | None) -> None:
-    from dflash_cli.evaluation.comparison_report import headline, how, legend, table
+    from dflash_cli.evaluation.comparison_report import headline, how, legend, shape_lines, table
 
     results = [comparisons[0].base, *(item.other for item in comparisons)]
     for line in legend(results):
@@ -99,3 +99,6 @@ def _print(comparisons: "tuple[Comparison, ...]", tolerance: float | None) -> No
             console.result(line)
         if item.categories:
             console.table(*table(item, place))
+    shapes = shape_lines(results)
+    if shapes:
+        console.result("\n" + "\n".join(shapes))

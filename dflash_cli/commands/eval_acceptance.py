@@ -272,6 +272,8 @@ def _print(evaluation: "Evaluation", *, show_all: bool) -> None:
     for title, (columns, rows) in tables(evaluation, with_definitions=show_all).items():
         console.result("")
         console.table(columns, rows, title=title)
+    for shape in evaluation.shapes:
+        console.result("\n" + "\n".join(shape.lines))
 
 
 def _write_report(evaluation: "Evaluation", path: Path) -> None:

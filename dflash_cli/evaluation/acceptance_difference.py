@@ -18,12 +18,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dflash_cli.evaluation.statistics import MIN_CONVERSATIONS, Interval
+from dflash_cli.evaluation.statistics import Interval
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
+MIN_COMPARED = 12
+"""With fewer conversations a kind of prompt that is one in four is missing too often, and nothing drawn shows it."""
 TokenCounts = Sequence[tuple[float, int]]
 """For each conversation: tokens that its steps gave, and how many steps there were."""
 
@@ -73,7 +75,7 @@ def paired_difference(base: TokenCounts, other: TokenCounts, confidence: float) 
     """
     pairs = [pair for pair in zip(base, other, strict=True) if pair[0][1] or pair[1][1]]
     sides = [[pair[side] for pair in pairs] for side in (0, 1)]
-    if len(pairs) < MIN_CONVERSATIONS or any(sum(steps > 0 for _, steps in side) < 2 for side in sides):
+    if len(pairs) < MIN_COMPARED or any(sum(steps > 0 for _, steps in side) < 2 for side in sides):
         return None
     import numpy as np
 
@@ -84,7 +86,7 @@ def paired_difference(base: TokenCounts, other: TokenCounts, confidence: float) 
 def unpaired_difference(base: TokenCounts, other: TokenCounts, confidence: float) -> AcceptanceDifference | None:
     """How far `other` is above `base`, on conversations of its own; None for too few on either side."""
     sides = [[item for item in side if item[1]] for side in (base, other)]
-    if min(len(side) for side in sides) < MIN_CONVERSATIONS:
+    if min(len(side) for side in sides) < MIN_COMPARED:
         return None
     import numpy as np
 

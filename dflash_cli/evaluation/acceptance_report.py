@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dflash_cli.evaluation.conversation_counts import ConversationCounts
+from dflash_cli.evaluation.curve_shape import CurveShape, find_shapes
 from dflash_cli.evaluation.statistics import DEFINITIONS, MIN_CONVERSATIONS, Summary
 
 Table = tuple[Sequence[str], Sequence[Sequence[str]]]
@@ -70,9 +71,15 @@ class Evaluation:
         """Prompts that were asked for, measured or not."""
         return self.total.num_conversations + len(self.failures)
 
+    @property
+    def shapes(self) -> list[CurveShape]:
+        """What the curve by position tells of a fault; nothing where it tells of none."""
+        return find_shapes(self.total.counts, self.conversations, self.settings)
+
     def to_json(self) -> dict[str, Any]:
         return {
             **self.total.to_json(),
+            "shapes": [shape.to_json() for shape in self.shapes],
             "num_failed": len(self.failures),
             "failed": [failure.to_json() for failure in self.failures],
             "categories": {name: summary.to_json() for name, summary in self.categories.items()},
@@ -139,6 +146,7 @@ def to_markdown(evaluation: Evaluation) -> str:
     lines = ["# Acceptance", "", f"**{headline(evaluation)}**", "", legend(evaluation), ""]
     if evaluation.source.warning is not None:
         lines += [f"Note: {evaluation.source.warning}.", ""]
+    lines += [line for shape in evaluation.shapes for line in (*shape.lines, "")]
     facts = {**evaluation.settings, "prompts": evaluation.source.name, **_flat(evaluation.measured)}
     lines += [f"- {name}: `{value}`" for name, value in facts.items() if value is not None]
     if evaluation.failures:

@@ -24,6 +24,16 @@ def legend(results: Sequence[MeasuredResult]) -> list[str]:
     ]
 
 
+def shape_lines(results: Sequence[MeasuredResult]) -> list[str]:
+    """What the curves by position tell of faults, of each result that has such a shape."""
+    return [
+        f"{letter(place)} {line}" if line.startswith("shape") else f"  {line}"
+        for place, item in enumerate(results)
+        for shape in item.shapes
+        for line in shape.lines
+    ]
+
+
 def headline(comparison: Comparison, place: int) -> str:
     """`B against A: +0.123 [+0.045, +0.201], p = 0.0023, higher`."""
     total = comparison.total
@@ -108,6 +118,7 @@ def _result_json(result: MeasuredResult) -> dict[str, Any]:
         "acceptance_len": result.acceptance_len,
         "num_conversations": len(result.conversations),
         "why_no_rows": result.why_no_rows,
+        "shapes": [shape.to_json() for shape in result.shapes],
     }
 
 

@@ -7,6 +7,7 @@ accepted nearly as often as those before them, and slowly less.
 
 import math
 import shlex
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from dflash_cli.evaluation.acceptance_difference import paired_difference, token
 from dflash_cli.evaluation.conversation_counts import ConversationCounts
 from dflash_runtime.metrics import AcceptanceCounts
 
+WIDTH = 76
 STEPS_PER_UNIT = 4
 """Steps that tell as much as one would if they did not resemble each other."""
 Z = 2.576
@@ -42,9 +44,11 @@ class CurveShape:
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
     @property
-    def lines(self) -> tuple[str, str, str]:
-        """What people are shown."""
-        return f"shape: {self.name} ({self.evidence})", f"  likely: {self.causes}", f"  test: {self.test}"
+    def lines(self) -> list[str]:
+        """What people are shown, in lines of at most 76 columns but for the command."""
+        first = textwrap.wrap(f"shape: {self.name} ({self.evidence})", WIDTH, subsequent_indent="  ")
+        likely = textwrap.wrap(f"likely: {self.causes}", WIDTH, initial_indent="  ", subsequent_indent="    ")
+        return [*first, *likely, f"  test: {self.test}"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +138,7 @@ def _cliff(rates: Sequence[_Rate], pair: str) -> CurveShape | None:
         return None
     return CurveShape(
         name="cliff after position 1",
-        evidence=f"{_percent(rates[0].value)} accept the first position, and of those {_percent(rates[1].value)} the next",
+        evidence=f"{_percent(rates[0].value)} accept the first position, of those {_percent(rates[1].value)} the next",
         causes="a causal draft run without causality or the reverse, or a block of another width than in training",
         test=f"dflash validate {pair} --level run",
     )

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from dflash_cli.evaluation.conversation_counts import ConversationCounts
+from dflash_cli.evaluation.curve_shape import CurveShape, find_shapes
 from dflash_cli.generation.atomic_file import naming_output
 from dflash_runtime.errors import CheckpointNotFound, UsageError
 from dflash_runtime.metrics import AcceptanceCounts
@@ -41,6 +42,11 @@ class MeasuredResult:
     def __post_init__(self) -> None:
         if isinstance(self.acceptance_len, bool) or not 1 <= self.acceptance_len < math.inf:
             raise ValueError(f"acceptance length: found {self.acceptance_len!r}, expected a number, 1 or more")
+
+    @property
+    def shapes(self) -> list[CurveShape]:
+        """What its curve by position tells of a fault."""
+        return find_shapes(self.counts, self.conversations, self.facts)
 
 
 class ResultFile:

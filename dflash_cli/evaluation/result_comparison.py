@@ -7,6 +7,7 @@ from itertools import chain
 from typing import Any, Literal
 
 from dflash_cli.evaluation.acceptance_difference import (
+    MIN_COMPARED,
     AcceptanceDifference,
     holm,
     paired_difference,
@@ -15,7 +16,6 @@ from dflash_cli.evaluation.acceptance_difference import (
 )
 from dflash_cli.evaluation.conversation_counts import ConversationCounts
 from dflash_cli.evaluation.measured_result import MeasuredResult
-from dflash_cli.evaluation.statistics import MIN_CONVERSATIONS
 from dflash_runtime.errors import GateFailed, UsageError
 
 Verdict = Literal["higher", "lower", "equivalent", "same", "undecided", "-"]
@@ -147,7 +147,7 @@ def _compare(base: MeasuredResult, other: MeasuredResult, confidence: float, *, 
         is_paired=is_paired,
         total=total,
         categories=tuple(lines) if no_rows is None else (),
-        unlike=unlike_facts(*({"definition": item.definition, **item.facts} for item in (base, other))),
+        unlike=_unlike(base, other, is_paired=is_paired),
     )
 
 
@@ -164,7 +164,7 @@ def _contrast(category: str | None, pairs: Sequence[Pair], confidence: float, *,
         other_len=tokens_per_step(other),
         num_conversations=min(len(base), len(other)),
         difference=difference,
-        reason=None if difference else f"an interval takes {MIN_CONVERSATIONS} prompts or more",
+        reason=None if difference else f"an interval takes {MIN_COMPARED} prompts or more",
     )
 
 
@@ -224,10 +224,12 @@ def _set_side_by_side(base: MeasuredResult, other: MeasuredResult) -> list[Pair]
     return [*((item, None) for item in base.conversations), *((None, item) for item in other.conversations)]
 
 
-def unlike_facts(base: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+def _unlike(base: MeasuredResult, other: MeasuredResult, *, is_paired: bool) -> dict[str, tuple[Any, Any]]:
     """Facts that both results state and that differ, but for those that say nothing about what was measured."""
-    shared = base.keys() & other.keys()
+    was, is_now = ({"definition": item.definition, **item.facts} for item in (base, other))
+    shared = was.keys() & is_now.keys()
     told = {name for name, digest in SAME_BY_DIGEST.items() if digest in shared}
+    told |= set() if is_paired else {"rendered_prompts_digest"}
     return {
-        name: (base[name], other[name]) for name in sorted(shared - NOT_MEASURED - told) if base[name] != other[name]
+        name: (was[name], is_now[name]) for name in sorted(shared - NOT_MEASURED - told) if was[name] != is_now[name]
     }

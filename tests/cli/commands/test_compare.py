@@ -34,8 +34,8 @@ def document(name: str, *, gain: float = 0.0, count: int = 36, **settings: Any) 
         "acceptance_len": tokens / steps,
         "num_drafts": steps,
         "num_accepted_tokens": tokens - steps,
-        "per_pos_accepted": [tokens - steps, 0],
-        "per_pos_verified": [steps, steps],
+        "per_pos_accepted": [(tokens - steps) // 4] * 4,
+        "per_pos_verified": [steps] * 4,
         "conversations": rows,
         "settings": {
             "draft": name,
@@ -138,6 +138,28 @@ def test_what_was_measured_otherwise_is_named(files: Path) -> None:
     assert "target_digest d1 -> d2" in support.run_main("compare", "one.json", "three.json").err
 
 
+def test_a_shape_of_either_curve_is_named(files: Path) -> None:
+    """Also of a result without rows, whose counts by position are known."""
+    low = document("low")
+    counts = {
+        "num_drafts": 1000,
+        "num_accepted_tokens": 50,
+        "per_pos_accepted": [50, 0],
+        "per_pos_verified": [1000] * 2,
+    }
+    del low["conversations"]
+    write(files, "low.json", low | counts | {"acceptance_len": 1.05})
+    outcome = support.run_main("compare", "old.json", "low.json")
+    assert outcome.out.endswith(
+        "\nB shape: flat and low (5% of steps accept the first position)\n"
+        "    likely: other tapped layers, mask token, rope base or target than in\n"
+        "      training; in an engine, also its dtype\n"
+        "    test: dflash diagnose low --target org/target\n"
+    )
+    (_, found) = json.loads(support.run_main("compare", "old.json", "low.json", "--json").out)["results"]
+    assert [shape["name"] for shape in found["shapes"]] == ["flat and low"]
+
+
 def test_the_gate_fails_what_is_shown_to_be_lower(files: Path) -> None:
     assert support.run_main("compare", "old.json", "new.json", "--gate", "no-regression").code == 0
     outcome = support.run_main("compare", "new.json", "old.json", "--gate", "no-regression")
@@ -168,10 +190,10 @@ def test_with_a_tolerance_the_gate_asks_for_a_proof(files: Path) -> None:
 
 def test_too_few_prompts_are_no_verdict_and_no_passed_gate(files: Path) -> None:
     for name in ("a", "b"):
-        write(files, f"{name}.json", document(name, count=7))
+        write(files, f"{name}.json", document(name, count=11))
     outcome = support.run_main("compare", "a.json", "b.json", "--gate", "no-regression")
     assert outcome.code == 3
-    assert "no interval: an interval takes 8 prompts or more" in outcome.out
+    assert "no interval: an interval takes 12 prompts or more" in outcome.out
     assert "b.json: cannot be judged" in outcome.err
 
 
@@ -208,11 +230,11 @@ def test_bad_input_is_one_line(files: Path, arguments: tuple[str, ...], code: in
 def test_a_measured_result_and_its_rows_say_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     done = support.run_main(
-        "eval-acceptance", "tiny", "--num-prompts", "8", "-n", "16", "--rows", "rows.jsonl", "--json"
+        "eval-acceptance", "tiny", "--num-prompts", "12", "-n", "16", "--rows", "rows.jsonl", "--json"
     )  # fmt: skip
     (tmp_path / "result.json").write_text(done.out)
     counted = json.loads(done.out)["conversations"]
-    assert len(counted) == 8
+    assert len(counted) == 12
     assert sum(row["num_steps"] for row in counted) == json.loads(done.out)["num_drafts"]
     outcome = support.run_main("compare", "result.json", "rows.jsonl", "--json")
     document = json.loads(outcome.out)

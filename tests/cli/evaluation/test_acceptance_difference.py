@@ -12,6 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from dflash_cli.evaluation.acceptance_difference import (
+    MIN_COMPARED,
     AcceptanceDifference,
     holm,
     paired_difference,
@@ -21,7 +22,6 @@ from dflash_cli.evaluation.acceptance_difference import (
     unpaired_difference,
     unpaired_moments,
 )
-from dflash_cli.evaluation.statistics import MIN_CONVERSATIONS
 
 NUM_WORLDS = 2000
 NUM_DRAFTED = 7
@@ -65,7 +65,7 @@ def p_values(value: Floats, error: Floats, freedom: Floats | int) -> list[float]
     return [item.p_value for item in differences(value, error, freedom)]
 
 
-@pytest.mark.parametrize("count", [16, 32, 128])
+@pytest.mark.parametrize("count", [MIN_COMPARED, 16, 32, 128])
 def test_pairs_that_do_not_differ_are_found_to_in_one_of_twenty(count: int) -> None:
     value, error = paired_moments(*worlds(count))
     wrong = np.mean(np.array(p_values(value, error, count - 1)) < 0.05)
@@ -144,7 +144,7 @@ def test_the_same_counts_do_not_differ() -> None:
 
 def test_few_conversations_are_not_compared() -> None:
     """Those without steps on either side do not count."""
-    counts = [(3, 1)] * (MIN_CONVERSATIONS - 1) + [(0, 0)]
+    counts = [(3, 1)] * (MIN_COMPARED - 1) + [(0, 0)]
     assert paired_difference(counts, counts, 0.95) is None
     assert unpaired_difference(counts, [(3, 1)] * 99, 0.95) is None
     assert paired_difference([(0, 0)] * 20, [(3, 1)] * 20, 0.95) is None

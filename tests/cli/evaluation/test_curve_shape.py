@@ -49,9 +49,9 @@ def test_a_shape_is_named(rates: list[float], name: str) -> None:
 )
 @pytest.mark.parametrize("num_conversations", [4, 16, 64])
 def test_a_sound_curve_has_no_shape(rates: list[float], num_conversations: int) -> None:
-    """In 400 drawings of each, of few prompts and of many, 1 in 100 may be named; a weak draft is no faulty one."""
-    found = [names(curve(rates, num_conversations=num_conversations, seed=seed)) for seed in range(400)]
-    assert sum(map(bool, found)) <= 4, [item for item in found if item]
+    """In 200 drawings of each, of few prompts and of many, 1 in 100 may be named; a weak draft is no faulty one."""
+    found = [names(curve(rates, num_conversations=num_conversations, seed=seed)) for seed in range(200)]
+    assert sum(map(bool, found)) <= 2, [item for item in found if item]
 
 
 @pytest.mark.parametrize("rates", [[0.03, 0, 0], [0.75, 0.2, 0.2], [0.75, 0.7, 0.0]])
@@ -78,7 +78,8 @@ def conversation(index: int, near: float, far: float, generator: np.random.Gener
     for _ in range(100):
         chance = np.clip((near if 60 + sum(lengths) < 316 else far) + ease, 0.05, 0.95)
         lengths.append(min(8, int(generator.geometric(1 - chance))))
-    return ConversationCounts(digest=str(index), name=str(index), **count_turns([TurnSteps(60, lengths, lengths)]))
+    turns = [TurnSteps(60, lengths, lengths)]
+    return ConversationCounts(digest=str(index), name=str(index), category=None, **count_turns(turns))
 
 
 def test_decay_with_context_is_named_where_it_is() -> None:
@@ -101,10 +102,10 @@ def test_short_texts_say_nothing_of_context() -> None:
 
 def test_the_test_of_a_shape_names_the_pair() -> None:
     (shape,) = find_shapes(curve([0.1] * 7), references={"draft": "my draft", "target": "org/model"})
-    assert shape.lines == (
-        f"shape: flat and low ({shape.evidence})",
-        f"  likely: {shape.causes}",
-        "  test: dflash diagnose 'my draft' --target org/model",
-    )
+    first, *likely, test = shape.lines
+    assert first == f"shape: flat and low ({shape.evidence})"
+    assert " ".join(map(str.strip, likely)) == f"likely: {shape.causes}"
+    assert test == "  test: dflash diagnose 'my draft' --target org/model"
+    assert max(map(len, shape.lines)) <= 76
     (shape,) = find_shapes(curve([0.75, 0.2, 0.2]))
     assert shape.test == "dflash validate DRAFT --target TARGET --level run"
