@@ -3,9 +3,10 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from dflash_cli.generation.answers import Answer
+if TYPE_CHECKING:
+    from dflash_cli.generation.answers import Answer
 
 FAR = 256
 """Tokens by which a context has to be longer than at a conversation's first step, and twice as long, to be far."""
@@ -46,7 +47,7 @@ class TurnSteps:
     committed_lengths: Sequence[int]
 
 
-def count_conversations(answers: Sequence[Answer]) -> tuple[ConversationCounts, ...]:
+def count_conversations(answers: "Sequence[Answer]") -> tuple[ConversationCounts, ...]:
     """The conversations of answers, in input order."""
     turns: dict[int, list[Answer]] = {}
     for answer in answers:
@@ -54,7 +55,7 @@ def count_conversations(answers: Sequence[Answer]) -> tuple[ConversationCounts, 
     return tuple(_count(turns[index]) for index in sorted(turns))
 
 
-def _count(answers: Sequence[Answer]) -> ConversationCounts:
+def _count(answers: "Sequence[Answer]") -> ConversationCounts:
     row, outputs = answers[0].row, [answer.output for answer in answers]
     turns = [
         TurnSteps(len(output.prompt_token_ids), output.acceptance_lengths, output.committed_lengths)

@@ -345,3 +345,18 @@ def test_a_trial_reading_changes_acceptance_and_not_the_text() -> None:
     assert causal["settings"]["causality"] == "causal"
     assert causal["acceptance_len"] < as_trained["acceptance_len"] - 0.05
     assert causal["num_tokens"] == as_trained["num_tokens"]
+
+
+def test_a_curve_that_tells_of_a_fault_is_named(tmp_path: Path) -> None:
+    """Another mask token than in training: hardly a first token is accepted. A sound draft has no such shape."""
+    draft, report = tmp_path / "draft", tmp_path / "report.md"
+    shutil.copytree(tiny_directory() / "draft", draft)
+    config = json.loads((draft / "config.json").read_text())
+    config["dflash_config"]["mask_token_id"] = 5
+    (draft / "config.json").write_text(json.dumps(config))
+    result = run(str(draft), "--target", "tiny", "--num-prompts", "4", "-n", "48", "--report", str(report))
+    assert "shape: flat and low (" in result.stdout
+    assert f"  test: dflash diagnose {draft} --target tiny\n" in result.stdout
+    assert "shape: flat and low (" in report.read_text()
+    document = json.loads(run("--num-prompts", "4", "-n", "48", "--json").stdout)
+    assert document["shapes"] == []
