@@ -39,9 +39,7 @@ def headline(comparison: Comparison, place: int) -> str:
     total = comparison.total
     start = f"{letter(place)} against A: "
     if total.difference is None:
-        assert total.base_len is not None
-        assert total.other_len is not None
-        return f"{start}{total.other_len - total.base_len:+.3f}, no interval"
+        return f"{start}{total.change:+.3f}, no interval" if total.change is not None else f"{start}not known"
     interval = total.difference.interval
     return (
         f"{start}{total.difference.value:+.3f} [{interval.low:+.3f}, {interval.high:+.3f}], "
@@ -123,11 +121,10 @@ def _result_json(result: MeasuredResult) -> dict[str, Any]:
 
 
 def _contrast_json(line: Contrast) -> Mapping[str, Any]:
-    known = line.base_len is not None and line.other_len is not None
     return {
         "acceptance_lens": [line.base_len, line.other_len],
         "num_conversations": line.num_conversations,
-        "difference": line.other_len - line.base_len if known and line.other_len and line.base_len else None,
+        "difference": line.change,
         "interval": line.difference.interval.to_json() if line.difference else None,
         "p_value": line.p_value,
         "equivalence_p_value": line.equivalence_p_value,
@@ -144,9 +141,7 @@ def _difference(line: Contrast) -> str:
     if line.difference is not None:
         interval = line.difference.interval
         return f"{line.difference.value:+.2f} [{interval.low:+.2f}, {interval.high:+.2f}]"
-    if line.base_len is None or line.other_len is None:
-        return "-"
-    return f"{line.other_len - line.base_len:+.2f}"
+    return "-" if line.change is None else f"{line.change:+.2f}"
 
 
 def _p_value(value: float | None, equals: str = "") -> str:

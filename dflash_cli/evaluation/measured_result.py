@@ -72,19 +72,31 @@ class ResultFile:
 
     @cached_property
     def rows(self) -> list[dict[str, Any]]:
-        """The objects of its lines; lines that are none are left out, as is the last one where it was cut off."""
-        found = []
-        for line in self.text.splitlines():
-            try:
-                row = json.loads(line)
-            except ValueError:
-                continue
-            found += [row] if isinstance(row, dict) else []
-        return found
+        """The objects of its lines, empty where the first is none; a last line that was cut off is left out.
+
+        Raises:
+            UsageError: another line is no object.
+        """
+        lines = self.text.splitlines()
+        parsed = [_parse_object(line) for line in lines]
+        if not parsed or parsed[0] is None:
+            return []
+        for number, (line, row) in enumerate(zip(lines, parsed, strict=True), start=1):
+            if row is None and line.strip() and number < len(lines):
+                raise UsageError(f"{self.path}:{number}: found {line[:20]!r}, expected a JSON object")
+        return [row for row in parsed if row is not None]
 
     def refuse(self, what: str, hint: str | None = None) -> UsageError:
         """An error about this file, to be raised."""
         return UsageError(f"{self.path}: {what}", hint=hint)
+
+
+def _parse_object(line: str) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) else None
 
 
 class ResultFormat(ABC):

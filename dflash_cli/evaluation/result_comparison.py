@@ -50,6 +50,11 @@ class Contrast:
     equivalence_p_value: float | None = None
 
     @property
+    def change(self) -> float | None:
+        """By how much the other length is above the first; None where one of them is not known."""
+        return None if self.base_len is None or self.other_len is None else self.other_len - self.base_len
+
+    @property
     def verdict(self) -> Verdict:
         if self.difference is None or self.p_value is None:
             return "-"

@@ -26,7 +26,9 @@ class JournalRows(ResultFormat):
             conversations.setdefault(row["index"], []).append(row)
         counts = AcceptanceCounts(settings["num_speculative_tokens"])
         for row in rows:
-            for length, width in zip(row["acceptance_lengths"], row["verify_widths"], strict=True):
+            lengths = row["acceptance_lengths"]
+            widths = row.get("verify_widths") or [counts.num_speculative_tokens + 1] * len(lengths)
+            for length, width in zip(lengths, widths, strict=True):
                 counts.add(length - 1, width - 1)
         if counts.acceptance_len is None:
             raise file.refuse("has no steps, so there is no acceptance to compare")

@@ -161,6 +161,7 @@ def test_speculators_is_totals_of_all_subsets(tmp_path: Path) -> None:
     (SPECULATORS.splitlines()[0] + "\n", "is no speculators' acceptance.csv as expected"),
     (AIPERF | {"total_spec_decode_steps": {"avg": 0.0}}, "is no AIPerf profile_export_aiperf.json as expected"),
     ("", "holds no acceptance that can be compared"),
+    (lines({"settings": {}}) + "{broken\n" + lines({"index": 0}), "result:2: found '{broken', expected a JSON object"),
     ([], "holds no acceptance that can be compared"),
     ("1\n2\n", "holds no acceptance that can be compared"),
 ])  # fmt: skip
@@ -168,6 +169,20 @@ def test_what_lacks_acceptance_is_refused_in_a_line(tmp_path: Path, content: Any
     with pytest.raises(UsageError, match=message) as caught:
         read(tmp_path, content)
     assert "\n" not in caught.value.message
+
+
+def test_rows_of_an_interrupted_run_are_read_up_to_the_line_that_was_cut_off(tmp_path: Path) -> None:
+    """Also rows of a release that kept no widths; a later line about a turn overrules an earlier one."""
+    row = {"index": 0, "turn": 0, "digest": "d", "category": None, "prompt_token_ids": [1, 2]}
+    first, second, again = (
+        row | {"turn": turn, "acceptance_lengths": lengths, "committed_lengths": lengths}
+        for turn, lengths in ((0, [1, 1]), (1, [4]), (0, [3, 2]))
+    )
+    text = lines({"settings": {"num_speculative_tokens": 3}}, first, second, again) + '{"index": 1, "tu'
+    result = read(tmp_path, text)
+    assert [(item.name, item.num_tokens, item.num_steps) for item in result.conversations] == [("prompt 1", 9, 3)]
+    assert result.counts is not None
+    assert (result.counts.per_pos_accepted, result.acceptance_len) == ([3, 2, 1], 3.0)
 
 
 def test_each_sample_is_known_by_one_format_only(tmp_path: Path) -> None:
