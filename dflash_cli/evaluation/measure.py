@@ -8,7 +8,8 @@ from pathlib import Path
 from dflash_cli.evaluation.acceptance_progress import AcceptanceProgress
 from dflash_cli.evaluation.acceptance_report import Evaluation, Failure, PromptSource
 from dflash_cli.evaluation.journal import Journal
-from dflash_cli.evaluation.statistics import MIN_CONVERSATIONS, Summary, summarise
+from dflash_cli.evaluation.resampling import MIN_UNITS
+from dflash_cli.evaluation.statistics import Summary, summarise
 from dflash_cli.generation.answers import Answer, Tally, answer_rows, plural
 from dflash_cli.generation.loaded_pair import PairSession
 from dflash_cli.generation.outputs import Sink
@@ -93,9 +94,9 @@ def check_gate(evaluation: Evaluation, minimum: float, *, use_lower_bound: bool)
     name = "lower confidence bound" if use_lower_bound else "acceptance length"
     lower = total.interval.low if total.interval is not None else None
     value = lower if use_lower_bound else total.counts.acceptance_len
-    if value is None and 0 < total.num_conversations < MIN_CONVERSATIONS and use_lower_bound:
+    if value is None and 0 < total.num_conversations < MIN_UNITS and use_lower_bound:
         raise GateFailed(
-            f"{name}: {plural(total.num_conversations, 'prompt')} measured, expected {MIN_CONVERSATIONS} or more",
+            f"{name}: {plural(total.num_conversations, 'prompt')} measured, expected {MIN_UNITS} or more",
             hint="measure more prompts, or use --gate point",
         )
     if value is None:

@@ -19,7 +19,7 @@ from dflash_testing import checkpoints as support
 from dflash_testing.pairs import bundled_draft_model, bundled_llm, bundled_prompts
 
 SMALL = ["--num-prompts", "4", "-n", "12", "--bootstrap", "200"]
-ENOUGH = ["--num-prompts", "8", "-n", "12", "--bootstrap", "200"]
+ENOUGH = ["--num-prompts", "12", "-n", "12", "--bootstrap", "200"]
 """As few prompts as an interval takes."""
 
 
@@ -37,7 +37,7 @@ def bundled_rows() -> list[PromptRow]:
 def test_the_figures_are_the_runtimes() -> None:
     document = json.loads(run(*ENOUGH, "--json").stdout)
     params = SamplingParams(max_new_tokens=12, stop_token_ids=tuple(document["settings"]["stop_token_ids"]))
-    rows = sample_rows(bundled_rows(), 8, seed=0)
+    rows = sample_rows(bundled_rows(), 12, seed=0)
     prompts = [bundled_prompts()[row.index] for row in rows]
     outputs = bundled_llm(bundled_draft_model(), 7).generate(prompts, params)
     steps = [length for item in outputs for length in item.acceptance_lengths]
@@ -63,7 +63,7 @@ def test_one_definition_leads_and_says_what_it_counts() -> None:
     text = run("tiny", *ENOUGH).stdout
     assert "(vLLM's definition)\nat most 8: 7 drafted tokens and the target's own" in text
     assert "; in brackets, the 95% interval over prompts\n" in text
-    assert "\n8 of 64 prompts, drawn from each category in proportion (seed 0)\n" in text
+    assert "\n12 of 64 prompts, drawn from each category in proportion (seed 0)\n" in text
     assert "zlab" not in text
 
 
@@ -77,7 +77,7 @@ def test_a_gate_that_is_missed_exits_3_after_the_result() -> None:
     assert done.code == 3
     assert json.loads(done.out)["acceptance_len"] < 7.9
     assert "expected at least 7.9" in done.err
-    with pytest.raises(GateFailed, match="1 prompt measured, expected 8 or more"):
+    with pytest.raises(GateFailed, match="1 prompt measured, expected 12 or more"):
         run("--num-prompts", "1", "-n", "8", "--min-acceptance", "1", "--gate", "lower")
 
 
@@ -246,7 +246,7 @@ def test_a_smaller_resumed_run_deletes_no_answer(tmp_path: Path) -> None:
     before = rows.read_bytes()
     smaller = json.loads(run(*SMALL, "--rows", str(rows), "--resume", "--json").stdout)
     assert rows.read_bytes() == before
-    assert (smaller["num_conversations"], whole["num_conversations"]) == (4, 8)
+    assert (smaller["num_conversations"], whole["num_conversations"]) == (4, 12)
 
 
 def test_a_result_says_what_was_measured(tmp_path: Path) -> None:
