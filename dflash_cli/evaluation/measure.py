@@ -1,5 +1,6 @@
 """Measure a pair's acceptance on prompts. Knows no terminal."""
 
+import hashlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -70,10 +71,23 @@ def measure(
         categories={name: _pool(answers, session, request) for name, answers in _by_category(journal.answers).items()},
         settings={**session.references, **settings},
         source=request.source,
-        measured=session.describe() | {"num_prompts": len(request.rows), "prompts_digest": digest_rows(request.rows)},
+        measured=session.describe()
+        | {
+            "num_prompts": len(request.rows),
+            "prompts_digest": digest_rows(request.rows),
+            "rendered_prompts_digest": _digest_rendered(journal.answers),
+        },
         failures=tuple(failures),
         seconds=time.perf_counter() - started,
     )
+
+
+def _digest_rendered(answers: Sequence[Answer]) -> str:
+    """A hash of the token ids that were asked, as template and tokenizer made them."""
+    hashed = hashlib.sha256()
+    for answer in answers:
+        hashed.update(f"{answer.row.index} {answer.turn} {list(answer.output.prompt_token_ids)}\n".encode())
+    return hashed.hexdigest()[:16]
 
 
 def _failure(answer: Answer, known: Sequence[Failure]) -> list[Failure]:

@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from dflash_cli.checkpoints.references import tiny_directory
+from dflash_cli.generation.loaded_pair import PairSession
 from dflash_cli.generation.prompts import PromptRow, gather_rows, sample_rows
 from dflash_cli.main import app
 from dflash_runtime.errors import GateFailed, UsageError
@@ -240,6 +241,28 @@ def test_whatever_decides_a_result_is_compared(options: list[str], name: str, tm
         run(*SMALL, "--rows", str(rows), "--resume", *options)
 
 
+def test_another_device_and_template_option_are_another_experiment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    run(*SMALL, "--rows", str(rows))
+    options = ["--chat-template-kwargs", '{"enable_thinking": false}']
+    with pytest.raises(UsageError, match=r"made with chat_template_kwargs None, but this run has '\{\"enable_thinking"):
+        run(*SMALL, "--rows", str(rows), "--resume", *options)
+    monkeypatch.setattr(PairSession, "device_name", "NVIDIA H200")
+    with pytest.raises(UsageError, match=r"made with device_name 'cpu .*', but this run has 'NVIDIA H200'"):
+        run(*SMALL, "--rows", str(rows), "--resume")
+
+
+def test_what_was_rendered_is_told_from_what_was_given(tmp_path: Path) -> None:
+    """The same prompts, as they are and as conversations."""
+    prompts = write_prompts(tmp_path / "p.jsonl", [{"prompt": "def f("}])
+    options = ["--prompts", str(prompts), "-n", "8", "--json"]
+    plain, chat = (json.loads(run(*options, *more).stdout)["measured"] for more in ([], ["--chat"]))
+    assert plain["prompts_digest"] == chat["prompts_digest"]
+    assert plain["rendered_prompts_digest"] != chat["rendered_prompts_digest"]
+
+
 def test_a_smaller_resumed_run_deletes_no_answer(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     whole = json.loads(run(*ENOUGH, "--rows", str(rows), "--json").stdout)
@@ -263,6 +286,9 @@ def test_a_result_says_what_was_measured(tmp_path: Path) -> None:
     assert (measured["max_num_requests"], measured["num_prompts"]) == (16, 4)
     assert measured["device_name"].startswith("cpu")
     assert measured["argv"][1:] == sys.argv[1:]
+    assert (measured["engine"]["page_size"], measured["engine"]["graphs"]) == (16, True)
+    assert re.fullmatch("[0-9a-f]{16}", measured["template_digest"])
+    assert re.fullmatch("[0-9a-f]{16}", measured["rendered_prompts_digest"])
     assert str(tiny_directory()) not in json.dumps(document)
     for name in ("draft.digest", "argv", "kernels", "prompts_digest", "date", "device_name"):
         assert f"- {name}: `" in report.read_text()
