@@ -112,6 +112,16 @@ COMMANDS = {
         draft="source",
     ),
     "serve-command": SERVE_COMMAND,
+    "lock": Entry(
+        function="dflash_cli.commands.lock:lock",
+        section=DEPLOY,
+        summary="Write down which draft and target are meant, by revision and hash.",
+        examples=(
+            "dflash lock org/draft --target org/model",
+            "dflash eval-acceptance org/draft --lock dflash.lock",
+        ),
+        draft="draft",
+    ),
     "launch": replace(SERVE_COMMAND, is_hidden=True),
     "env": Entry(
         function="dflash_cli.commands.env:env",
