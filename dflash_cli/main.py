@@ -123,6 +123,12 @@ COMMANDS = {
         draft="draft",
     ),
     "launch": replace(SERVE_COMMAND, is_hidden=True),
+    "schema": Entry(
+        function="dflash_cli.commands.schema:schema",
+        section=ABOUT,
+        summary="Print the JSON Schema of what --json prints.",
+        examples=("dflash schema eval-acceptance",),
+    ),
     "env": Entry(
         function="dflash_cli.commands.env:env",
         section=ABOUT,

@@ -83,7 +83,9 @@ def read_lock(path: Path) -> Lock:
         document = parse_json(data, path)
         if document.get("kind") != "lock":
             raise UsageError(f"{path}: kind: found {document.get('kind')!r}, expected 'lock'")
-        roles = {role: _read_entry(document[role]) for role in ("draft", "target") if role in document}
+        roles: dict[str, LockedCheckpoint] = {
+            role: _read_entry(document[role]) for role in ("draft", "target") if role in document
+        }
     except (CheckpointError, TypeError) as error:
         raise UsageError(f"{path}: is no lock file of this version: {error}") from error
     return Lock(path=path, sha256=hashlib.sha256(data).hexdigest(), checkpoints=roles)
