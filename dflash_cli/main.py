@@ -122,7 +122,23 @@ COMMANDS = {
         draft="source",
     ),
     "serve-command": SERVE_COMMAND,
+    "lock": Entry(
+        function="dflash_cli.commands.lock:lock",
+        section=DEPLOY,
+        summary="Write down which draft and target are meant, by revision and hash.",
+        examples=(
+            "dflash lock org/draft --target org/model",
+            "dflash eval-acceptance org/draft --lock dflash.lock",
+        ),
+        draft="draft",
+    ),
     "launch": replace(SERVE_COMMAND, is_hidden=True),
+    "schema": Entry(
+        function="dflash_cli.commands.schema:schema",
+        section=ABOUT,
+        summary="Print the JSON Schema of what --json prints.",
+        examples=("dflash schema eval-acceptance",),
+    ),
     "env": Entry(
         function="dflash_cli.commands.env:env",
         section=ABOUT,

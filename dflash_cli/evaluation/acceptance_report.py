@@ -8,7 +8,8 @@ from typing import Any
 
 from dflash_cli.evaluation.conversation_counts import ConversationCounts
 from dflash_cli.evaluation.curve_shape import CurveShape, find_shapes
-from dflash_cli.evaluation.statistics import DEFINITIONS, MIN_CONVERSATIONS, Summary
+from dflash_cli.evaluation.resampling import MIN_UNITS
+from dflash_cli.evaluation.statistics import DEFINITIONS, Interval, Summary
 
 Table = tuple[Sequence[str], Sequence[Sequence[str]]]
 
@@ -120,8 +121,8 @@ def legend(evaluation: Evaluation) -> str:
     ]
     if interval is not None:
         lines[1] += f"; in brackets, the {100 * interval.confidence:g}% interval over prompts"
-    elif evaluation.total.num_conversations < MIN_CONVERSATIONS:
-        lines[1] += f"; no interval, which takes {MIN_CONVERSATIONS} prompts or more"
+    else:
+        lines[1] += f"; no interval: {evaluation.total.no_interval}"
     source, num_prompts = evaluation.source, evaluation.num_prompts
     if source.sample_seed is not None:
         lines.append(
@@ -171,7 +172,13 @@ def _flat(measured: Mapping[str, Any]) -> dict[str, Any]:
 def _position_table(total: Summary) -> Table:
     counts = total.counts
     rows = [
-        (str(place + 1), f"{accepted}", _rate(rate), _rate(conditional), _bar(rate))
+        (
+            str(place + 1),
+            f"{accepted}",
+            _rate(rate) + _span(total.per_pos_intervals[place]),
+            _rate(conditional),
+            _bar(rate),
+        )
         for place, (accepted, rate, conditional) in enumerate(
             zip(counts.per_pos_accepted, counts.per_pos_acceptance_rates, total.conditional_rates, strict=False)
         )
@@ -190,7 +197,7 @@ def _definition_table(total: Summary) -> Table:
 
 def _category_table(evaluation: Evaluation) -> Table:
     rows = [
-        (name, str(summary.num_conversations), str(summary.counts.num_drafts), _length(summary))
+        (name, str(summary.num_conversations), str(summary.counts.num_drafts), _length(summary) + _lack(summary))
         for name, summary in evaluation.categories.items()
     ]
     total = evaluation.total
@@ -201,8 +208,16 @@ def _category_table(evaluation: Evaluation) -> Table:
 def _length(summary: Summary) -> str:
     if summary.counts.acceptance_len is None:
         return "-"
-    text = f"{summary.counts.acceptance_len:.3f}"
-    return text + (f" [{summary.interval.low:.3f}, {summary.interval.high:.3f}]" if summary.interval else "")
+    return f"{summary.counts.acceptance_len:.3f}{_span(summary.interval)}"
+
+
+def _span(interval: Interval | None) -> str:
+    return f" [{interval.low:.3f}, {interval.high:.3f}]" if interval is not None else ""
+
+
+def _lack(summary: Summary) -> str:
+    """Why a category has no interval, where that is for its size."""
+    return " (too few prompts for an interval)" if 0 < summary.num_conversations < MIN_UNITS else ""
 
 
 def _rate(rate: float | None) -> str:
