@@ -9,7 +9,7 @@ from typing import Any
 from dflash_cli.evaluation.conversation_counts import ConversationCounts
 from dflash_cli.evaluation.curve_shape import CurveShape, find_shapes
 from dflash_cli.evaluation.resampling import MIN_UNITS
-from dflash_cli.evaluation.statistics import DEFINITIONS, Interval, Summary
+from dflash_cli.evaluation.statistics import DEFINITIONS, MIN_FOR_POSITIONS, Interval, Summary
 
 Table = tuple[Sequence[str], Sequence[Sequence[str]]]
 
@@ -121,6 +121,8 @@ def legend(evaluation: Evaluation) -> str:
     ]
     if interval is not None:
         lines[1] += f"; in brackets, the {100 * interval.confidence:g}% interval over prompts"
+        if evaluation.total.num_conversations < MIN_FOR_POSITIONS:
+            lines.append(f"positions have an interval from {MIN_FOR_POSITIONS} prompts on")
     else:
         lines[1] += f"; no interval: {evaluation.total.no_interval}"
     source, num_prompts = evaluation.source, evaluation.num_prompts

@@ -7,6 +7,7 @@ an interval is taken is in `resampling.py`.
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from statistics import fmean
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
 
 StepCounts = Sequence[tuple[int, int]]
 """For each request: tokens its verify steps committed, and how many steps there were."""
+
+MIN_FOR_POSITIONS = 32
+"""With fewer conversations the share of a position, which few of them may decide, has no interval that covers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +109,7 @@ def summarise(
     reason = _why_none(len(lengths), num_resamples)
     intervals: list[Interval | None] = [None] * (num_speculative_tokens + 1)
     if reason is None:
-        units = _acceptance_units(lengths)
+        units = _acceptance_units(lengths)[: None if len(lengths) >= MIN_FOR_POSITIONS else 1]
         intervals = _intervals(units, confidence=confidence, num_resamples=num_resamples, seed=seed)
     return Summary(
         counts=counts,
@@ -116,7 +120,7 @@ def summarise(
         no_interval=reason,
         per_pos_intervals=tuple(
             interval if verified and interval is not None and interval.low < interval.high else None
-            for interval, verified in zip(intervals[1:], counts.per_pos_verified, strict=True)
+            for interval, verified in zip_longest(intervals[1:], counts.per_pos_verified)
         ),
         histogram=tuple(map(sum, zip(*lengths, strict=True))) or (0,) * (num_speculative_tokens + 1),
         definitions=_definitions(outputs, counts),
@@ -165,7 +169,7 @@ def _why_none(num_units: int, num_resamples: int = 1) -> str | None:
     if not num_units:
         return "no verify steps"
     if num_units < MIN_UNITS:
-        return f"{num_units} prompts, and an interval takes {MIN_UNITS} or more"
+        return f"{num_units} prompt{'s' if num_units > 1 else ''}, and an interval takes {MIN_UNITS} or more"
     return None if num_resamples else "no bootstrap was asked for"
 
 

@@ -1,6 +1,6 @@
 """How often intervals of the acceptance length cover the truth, by method, in worlds whose truth is known.
 
-    python examples/benchmarks/coverage.py                     # the tables of docs/statistics.md, in three minutes
+    python examples/benchmarks/coverage.py                     # the tables of docs/statistics.md, in five minutes
     python examples/benchmarks/coverage.py --worlds heavy --prompts 20 --methods widened,BCa
 
 In each of 2,000 replications prompts are drawn from a world, each with its own chance that a draft is accepted and its
@@ -98,6 +98,14 @@ def _shares(chance: Floats) -> Floats:
 def as_units(counts: Floats) -> Floats:
     """Tokens and steps `[replications, 1, conversations, 2]`."""
     return np.stack([counts @ LENGTHS, counts.sum(axis=-1)], axis=-1)[:, None].astype(np.float64)
+
+
+def as_position_units(counts: Floats) -> Floats:
+    """Steps that accepted each position, and all steps: `[replications * K, 1, conversations, 2]`."""
+    steps = counts.sum(axis=-1, keepdims=True)
+    accepted = steps - counts.cumsum(axis=-1)[..., :-1]
+    pairs = np.stack([accepted, np.broadcast_to(steps, accepted.shape)], axis=-1).astype(np.float64)
+    return pairs.transpose(0, 2, 1, 3).reshape(-1, 1, counts.shape[1], 2)
 
 
 def true_ratio(world: World, num_turns: int, position: int = 0) -> float:
@@ -203,6 +211,15 @@ def measure(options: argparse.Namespace, name: str, num_turns: int, count: int) 
     return [coverage(METHODS[method](units, options.bootstrap), truth) for method in options.methods]
 
 
+def measure_positions(options: argparse.Namespace, name: str, count: int) -> list[float]:
+    """Coverage of the method in use for the share of each position, in conversations of one turn."""
+    rng = np.random.default_rng(count + 1)
+    units = as_position_units(draw_counts(WORLDS[name], rng, (options.replications, count), 1))
+    bounds = widened(units, options.bootstrap // 2).reshape(-1, K, 2)
+    truths = (true_ratio(WORLDS[name], 1, position) for position in range(1, K + 1))
+    return [coverage(bounds[:, place], truth) for place, truth in enumerate(truths)]
+
+
 def print_row(cells: Iterable[object]) -> None:
     print("| " + " | ".join(map(str, cells)) + " |", flush=True)
 
@@ -232,6 +249,11 @@ def main() -> int:
     for place, method in enumerate(options.methods):
         columns = [[value[place] for key, value in found.items() if key[2] == count] for count in counts]
         print_row([method, *(f"{min(column):.1f} to {max(column):.1f}" for column in columns)])
+    print()
+    print_head(["lowest to highest, by position", *(f"{count} prompts" for count in counts)])
+    for name in options.worlds:
+        columns = [measure_positions(options, name, count) for count in counts]
+        print_row([name, *(f"{min(column):.1f} to {max(column):.1f}" for column in columns)])
     return 0
 
 

@@ -1,5 +1,6 @@
 """How often intervals cover the truth, in the worlds of examples/benchmarks/coverage.py, and Student's t."""
 
+import argparse
 import sys
 from dataclasses import replace
 from functools import partial
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from dflash_cli.evaluation.resampling import MIN_UNITS, linear_bounds, resampled_bounds, student_quantile
+from dflash_cli.evaluation.statistics import MIN_FOR_POSITIONS
 from dflash_testing.paths import ROOT
 
 sys.path.append(str(ROOT / "examples" / "benchmarks"))
@@ -41,14 +43,21 @@ def test_the_interval_covers_as_often_as_it_says_everywhere(name: str, num_turns
     check_coverage(name, num_turns)
 
 
+@pytest.mark.parametrize("name", ["bimodal", "categories"])
+def test_the_interval_of_a_position_covers_as_often_as_it_says(name: str) -> None:
+    options = argparse.Namespace(replications=2000, bootstrap=1000)
+    for covered in coverage.measure_positions(options, name, MIN_FOR_POSITIONS):
+        assert 93 <= covered <= 97
+
+
 def test_the_script_prints_both_tables(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--worlds", "even", "--prompts", "8", "--replications", "20", "--bootstrap", "50"]
-    monkeypatch.setattr(coverage, "true_ratio", lambda world, num_turns: 2.8)
+    monkeypatch.setattr(coverage, "true_ratio", lambda *_: 2.8)
     monkeypatch.setattr(sys, "argv", ["coverage.py", *arguments])
     assert coverage.main() == 0
     rows = [line.split("|")[1].strip() for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
     assert rows[0] == "widened, by world"
-    assert rows[-len(coverage.METHODS) :] == list(coverage.METHODS)
+    assert rows[-len(coverage.METHODS) - 2 :] == [*coverage.METHODS, "lowest to highest, by position", "even"]
 
 
 def test_fewer_conversations_would_not_be_covered() -> None:

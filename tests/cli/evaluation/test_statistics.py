@@ -127,7 +127,16 @@ def test_an_interval_needs_enough_conversations_and_is_repeatable() -> None:
     assert enough.interval is not None
     assert summarise(outputs, 7, num_resamples=0).no_interval == "no bootstrap was asked for"
     assert summarise([], 7).no_interval == "no verify steps"
+    assert summarise(outputs[:1], 7).no_interval == "1 prompt, and an interval takes 12 or more"
     assert paired_interval(sample(0, 0.5, 11), sample(1, 0.5, 11), confidence=0.9, num_resamples=9, seed=0) is None
+
+
+def test_positions_of_few_prompts_have_no_interval() -> None:
+    outputs = [output([1, 2, index % 3 + 1]) for index in range(32)]
+    few, enough = (summarise(outputs[:count], 7, num_resamples=50) for count in (31, 32))
+    assert few.interval is not None
+    assert few.per_pos_intervals == (None,) * 7
+    assert enough.per_pos_intervals[0] is not None
 
 
 def test_positions_have_the_interval_of_their_share_of_steps() -> None:
