@@ -52,8 +52,13 @@ def result_json(document: dict[str, Any]) -> None:
 
     The kind is the command's name unless the document has one of its own.
     """
+    result(json_document(document))
+
+
+def json_document(document: dict[str, Any], indent: int | None = None) -> str:
+    """The text of a document, with its schema version and its kind first."""
     head = {"schema_version": SCHEMA_VERSION, "kind": _kind}
-    result(json.dumps(head | document, ensure_ascii=False, allow_nan=False))
+    return json.dumps(head | document, ensure_ascii=False, allow_nan=False, indent=indent)
 
 
 def note(text: str) -> None:

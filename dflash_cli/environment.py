@@ -2,9 +2,11 @@
 
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -13,6 +15,10 @@ from typing import Any
 DISTRIBUTION = "dflash-cli"
 PACKAGES = ("torch", "transformers", "safetensors", "huggingface-hub", "triton", "accelerate", "typer", "rich")
 SECRETS = ("TOKEN", "PASSWORD", "SECRET", "KEY")
+REDACTED = "***"
+SECRET_OPTION = re.compile(r"--?(?:[\w-]*[-_])?(?:token|password|secret|key)", re.IGNORECASE)
+SECRET_TEXT = re.compile(r"\b(?:hf|sk|ghp|gho|nvapi)[_-][\w-]{16,}|(?<=://)[^/@\s]+(?=@)")
+"""Tokens as hubs and APIs make them, and what stands before the host of an address."""
 NAMES = ("dflash", "dflash_cli", "dflash_runtime", "dflash_kernels")
 
 
@@ -49,6 +55,20 @@ def describe_environment(version: str) -> Environment:
         script=shutil.which("dflash"),
         warnings=find_conflicts(),
     )
+
+
+def redacted(argv: Sequence[str]) -> list[str]:
+    """The arguments of a command without the secrets in them, to be written into a result."""
+    found: list[str] = []
+    for argument in argv:
+        option, equals, value = argument.partition("=")
+        if found and SECRET_OPTION.fullmatch(found[-1]):
+            found.append(REDACTED)
+        elif equals and value and SECRET_OPTION.fullmatch(option):
+            found.append(f"{option}={REDACTED}")
+        else:
+            found.append(SECRET_TEXT.sub(REDACTED, argument))
+    return found
 
 
 def find_conflicts() -> list[str]:

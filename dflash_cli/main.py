@@ -56,6 +56,16 @@ COMMANDS = {
         docs="docs/vocabulary.md",
         draft="draft",
     ),
+    "compare": Entry(
+        function="dflash_cli.commands.compare:compare",
+        section=RUN,
+        summary="Compare measured acceptance lengths, paired by prompt.",
+        examples=(
+            "dflash compare old.json new.json",
+            "dflash compare old.json new.json --tolerance 0.1 --gate no-regression",
+        ),
+        docs="docs/comparing.md",
+    ),
     "bench": Entry(
         function="dflash_cli.commands.bench:bench",
         section=RUN,
@@ -112,7 +122,23 @@ COMMANDS = {
         draft="source",
     ),
     "serve-command": SERVE_COMMAND,
+    "lock": Entry(
+        function="dflash_cli.commands.lock:lock",
+        section=DEPLOY,
+        summary="Write down which draft and target are meant, by revision and hash.",
+        examples=(
+            "dflash lock org/draft --target org/model",
+            "dflash eval-acceptance org/draft --lock dflash.lock",
+        ),
+        draft="draft",
+    ),
     "launch": replace(SERVE_COMMAND, is_hidden=True),
+    "schema": Entry(
+        function="dflash_cli.commands.schema:schema",
+        section=ABOUT,
+        summary="Print the JSON Schema of what --json prints.",
+        examples=("dflash schema eval-acceptance",),
+    ),
     "env": Entry(
         function="dflash_cli.commands.env:env",
         section=ABOUT,

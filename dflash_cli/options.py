@@ -4,11 +4,12 @@ A command takes a group as one parameter; `parameters` shows the group's fields 
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from dflash_cli.parameters import DRAFTING, ENGINE, ESSENTIALS, OUTPUT, SAMPLING
+from dflash_cli.parameters import DRAFTING, ENGINE, ESSENTIALS, MEASURING, OUTPUT, SAMPLING
 from dflash_runtime.config import EngineConfig
 from dflash_runtime.errors import UsageError
 from dflash_runtime.scheduling.request import SamplingParams
@@ -111,6 +112,15 @@ DeviceMapOption = Annotated[
         help="Spread a target that is too large for one GPU: auto (over all GPUs and the host's memory), one device, "
         "or a JSON file of modules and devices. It runs through transformers then, and needs accelerate (extra: big).",
         rich_help_panel=ENGINE,
+    ),
+]
+LockOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--lock",
+        metavar="FILE",
+        help="Exit with 3 unless draft and target are those that dflash lock wrote to FILE; reads every byte of them.",
+        rich_help_panel=MEASURING,
     ),
 ]
 ForceOption = Annotated[bool, typer.Option("--force", help="Replace files that already exist.", rich_help_panel=OUTPUT)]

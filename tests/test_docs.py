@@ -112,7 +112,7 @@ def with_fewer_prompts(shown: Shown) -> str:
     words = shlex.split(shown.line, comments=True)
     if "eval-acceptance" in words:
         gate = " --min-acceptance 1" if "--min-acceptance" in words and shown.code == 0 else ""
-        return f"{shown.line.partition(' #')[0]} --num-prompts 8 -n 48{gate}"
+        return f"{shown.line.partition(' #')[0]} --num-prompts 12 -n 32{gate}"
     if "bench" in words:
         return shown.line.replace("-n 32", "-n 12")
     if "diagnose" in words:

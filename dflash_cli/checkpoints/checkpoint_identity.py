@@ -41,21 +41,33 @@ class Identity:
 
 def identify(checkpoint: Checkpoint, reference: str) -> Identity:
     """The identity of a checkpoint in a directory, as `reference` names it."""
-    path = checkpoint.path.resolve()
-    snapshot = SNAPSHOT.search(str(path))
+    name, commit = name_and_commit(checkpoint.path, reference)
     weights = checkpoint.weight_files
     is_whole = sum(file.stat().st_size for file in weights) <= WHOLE_BYTES
     hashed = hashlib.sha256()
-    for label, part in _parts(checkpoint, path, is_whole=is_whole):
+    for label, part in _parts(checkpoint, is_whole=is_whole):
         hashed.update(f"{label}\0{len(part)}\0".encode())
         hashed.update(part)
-    name = reference if is_bundled(reference) else path.name
     return Identity(
-        name=snapshot["repo"].replace("--", "/", 1) if snapshot else name,
-        commit=snapshot["commit"] if snapshot else None,
+        name=name,
+        commit=commit,
         digest=hashed.hexdigest()[:16],
-        modified_ns=None if is_whole or snapshot else max(file.stat().st_mtime_ns for file in weights),
+        modified_ns=None if is_whole or commit else max(file.stat().st_mtime_ns for file in weights),
     )
+
+
+def name_and_commit(directory: Path, reference: str) -> tuple[str, str | None]:
+    """What a checkpoint is called without a path of this machine, and its commit where the hub's cache holds it."""
+    path = directory.resolve()
+    snapshot = SNAPSHOT.search(str(path))
+    if snapshot is not None:
+        return snapshot["repo"].replace("--", "/", 1), snapshot["commit"]
+    return reference if is_bundled(reference) else path.name, None
+
+
+def deciding_files(checkpoint: Checkpoint) -> list[Path]:
+    """The files that decide a result: config, tokenizer, template and weights."""
+    return [*_text_files(checkpoint.path), *checkpoint.weight_files]
 
 
 def is_tiny(identity: Identity) -> bool:
@@ -63,10 +75,17 @@ def is_tiny(identity: Identity) -> bool:
     return identity.name.partition(":")[0] == TINY
 
 
-def _parts(checkpoint: Checkpoint, path: Path, *, is_whole: bool) -> Iterator[tuple[str, bytes]]:
-    for file in sorted(path.iterdir()):
-        if file.suffix in TEXT_SUFFIXES and file.name not in NOT_DECIDING and file.is_file():
-            yield file.name, file.read_bytes()
+def _text_files(path: Path) -> list[Path]:
+    return [
+        file
+        for file in sorted(path.iterdir())
+        if file.suffix in TEXT_SUFFIXES and file.name not in NOT_DECIDING and file.is_file()
+    ]
+
+
+def _parts(checkpoint: Checkpoint, *, is_whole: bool) -> Iterator[tuple[str, bytes]]:
+    for file in _text_files(checkpoint.path.resolve()):
+        yield file.name, file.read_bytes()
     for file in checkpoint.weight_files:
         yield file.name, str(file.stat().st_size).encode()
         with file.open("rb") as stream:

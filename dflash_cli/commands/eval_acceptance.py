@@ -1,5 +1,6 @@
 """`dflash eval-acceptance`: how many tokens a pair commits per step, with a confidence interval."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -13,6 +14,7 @@ from dflash_cli.options import (
     EngineOptions,
     ForceOption,
     JsonOption,
+    LockOption,
     MaxNewTokensOption,
     OptionalDraftArg,
     PromptsOption,
@@ -126,6 +128,7 @@ def eval_acceptance(
     bootstrap: BootstrapOption = 10_000,
     report: ReportOption = None,
     allow_failed: AllowFailedOption = False,
+    lock: LockOption = None,
     chat_template_kwargs: TemplateOption = None,
     causality: CausalityOption = None,
     threads: ThreadsOption = None,
@@ -167,9 +170,11 @@ def eval_acceptance(
         draft, target, config, causality=causality, template_options=chat_template_kwargs, threads=threads
     )
     session.check_chat(rows, chat=chat)
+    locked = _check_lock(lock, session)
     if source.warning is not None:
         console.warn(source.warning)
     evaluation, tally = _measure(session, request)
+    evaluation = replace(evaluation, measured={**evaluation.measured, "lock_sha256": locked})
     if report is not None:
         _write_report(evaluation, report)
     if as_json:
@@ -195,6 +200,21 @@ def _check_outputs(rows_file: Path | None, report: Path | None, *, resume: bool,
     if rows_file is not None:
         hint = "pass --resume to go on from it, or --force to replace it"
         check_output(rows_file, force=force or resume, hint=hint)
+
+
+def _check_lock(lock: Path | None, session: "PairSession") -> str | None:
+    """Require that a loaded pair is the locked one; the hash of the lock file."""
+    if lock is None:
+        return None
+    from dflash_cli.checkpoints.lock import read_lock
+
+    found = read_lock(lock)
+    places = {"target": session.target.checkpoint.path}
+    if session.draft is not None:
+        places["draft"] = session.draft.checkpoint.path
+    with console.working("hashing"):
+        found.check(places)
+    return found.sha256
 
 
 def _choose_prompts(
@@ -272,6 +292,8 @@ def _print(evaluation: "Evaluation", *, show_all: bool) -> None:
     for title, (columns, rows) in tables(evaluation, with_definitions=show_all).items():
         console.result("")
         console.table(columns, rows, title=title)
+    for shape in evaluation.shapes:
+        console.result("\n" + "\n".join(shape.lines))
 
 
 def _write_report(evaluation: "Evaluation", path: Path) -> None:

@@ -20,6 +20,7 @@ from dflash_cli.options import (
     DraftArg,
     ForceOption,
     JsonOption,
+    LockOption,
     PromptsOption,
     TargetOption,
     TargetRuntimeOption,
@@ -109,6 +110,7 @@ def validate(
     target_runtime: TargetRuntimeOption = "auto",
     device_map: DeviceMapOption = None,
     threads: ThreadsOption = None,
+    lock: LockOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Check a draft, alone or with its target; exits with 3 if it finds an error, 5 if it is no DFlash draft."""
@@ -126,6 +128,7 @@ def validate(
         target_location, note = (pair.find_target(find) if pair.target is not None else None), pair.note
     if note is not None:
         console.note(note)
+    _check_lock(lock, location, target_location)
     request = ValidationRequest(
         draft=location,
         draft_reference=draft,
@@ -190,6 +193,17 @@ def _run(
             device_map=engine[2],
         )
         return validate_draft(replace(request, run=run))
+
+
+def _check_lock(lock: Path | None, draft: Location, target: "Location | None") -> None:
+    """Require the locked pair, or the locked draft where no target is looked at."""
+    if lock is None:
+        return
+    from dflash_cli.checkpoints.lock import read_lock
+
+    found = read_lock(lock)
+    with console.working("hashing"):
+        found.check({"draft": draft} | ({"target": target} if target is not None else {}))
 
 
 def _find_named_target(pair: PairReferences[Location]) -> "tuple[Location | None, str | None]":

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from dflash_cli import console
 from dflash_cli.checkpoints.opening import open_draft
 from dflash_cli.conversion.byte_progress import Progress, silent
 from dflash_cli.conversion.destination import protect_inputs
@@ -52,7 +53,7 @@ def convert_draft(
         with _timed(seconds, "hash_s"):
             hashes = _hash(plan, stage, progress)
         manifest = {**plan.to_json(), "verified": verification, **logits, **hashes, "timings": seconds}
-        write_json(stage / MANIFEST_FILE, {"schema_version": 1, **manifest})
+        write_json(stage / MANIFEST_FILE, {"schema_version": console.SCHEMA_VERSION, "kind": "conversion", **manifest})
     return manifest
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from dflash_cli.checkpoints.fingerprint import target_fingerprint
 from dflash_cli.conversion.request import ConversionRequest
+from dflash_cli.environment import redacted
 
 SNAPSHOTS = "snapshots"
 REPO_PREFIX = "models--"
@@ -18,7 +19,7 @@ def describe_origin(source: Path, request: ConversionRequest) -> dict[str, Any]:
     return {
         "source": name_of(source),
         "target": target and {**name_of(target.checkpoint.path), "fingerprint": target_fingerprint(target).to_json()},
-        "argv": without_paths(request.argv),
+        "argv": without_paths(redacted(request.argv)),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
 

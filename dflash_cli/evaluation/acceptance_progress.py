@@ -1,25 +1,18 @@
-"""Progress of an evaluation, with the acceptance length so far and its interval, both kept up to date cheaply."""
+"""Progress of an evaluation, with the acceptance length so far and its interval, both found cheaply."""
 
-import math
 from collections.abc import Hashable, Sequence
 
 from dflash_cli import console
-from dflash_cli.evaluation.statistics import MIN_CONVERSATIONS, student_quantile
+from dflash_cli.evaluation.statistics import pooled_acceptance_len, running_interval
 from dflash_cli.generation.answers import Answer, Event
 from dflash_runtime.scheduling.request import RequestOutput
 
 
 class RunningAcceptance:
-    """Acceptance length over the conversations so far.
-
-    Its 95% interval is that of a ratio of sums by the delta method (Cochran 1977, chapter 6) with Student's t, whose
-    unit is the conversation as in the bootstrap of the result; it is kept up to date by sums, whatever there is before.
-    """
+    """Acceptance length over the conversations so far; its 95% interval is what that of the result comes close to."""
 
     def __init__(self) -> None:
         self._conversations: dict[Hashable, tuple[int, int]] = {}
-        self._tokens = self._steps = 0
-        self._tokens_squared = self._steps_squared = self._product = 0
 
     def add(self, output: RequestOutput, conversation: Hashable) -> None:
         """Count one turn of a conversation; one without verify steps is left out."""
@@ -27,36 +20,28 @@ class RunningAcceptance:
         if not steps:
             return
         before = self._conversations.get(conversation, (0, 0))
-        after = before[0] + tokens, before[1] + steps
-        self._conversations[conversation] = after
-        for (some_tokens, some_steps), sign in ((before, -1), (after, 1)):
-            self._tokens += sign * some_tokens
-            self._steps += sign * some_steps
-            self._tokens_squared += sign * some_tokens * some_tokens
-            self._steps_squared += sign * some_steps * some_steps
-            self._product += sign * some_tokens * some_steps
+        self._conversations[conversation] = before[0] + tokens, before[1] + steps
 
     @property
     def value(self) -> float | None:
-        return self._tokens / self._steps if self._steps else None
+        return pooled_acceptance_len(self._sample) if self._conversations else None
 
     @property
     def interval(self) -> tuple[float, float] | None:
         """Lower and upper end; None for fewer conversations than an interval takes."""
-        ratio, count = self.value, len(self._conversations)
-        if ratio is None or count < MIN_CONVERSATIONS:
-            return None
-        squares = self._tokens_squared - 2 * ratio * self._product + ratio * ratio * self._steps_squared
-        error = math.sqrt(max(squares, 0.0) * count / (count - 1)) / self._steps
-        width = student_quantile(0.975, count - 1) * error
-        return ratio - width, ratio + width
+        return running_interval(self._sample)
 
     @property
     def text(self) -> str:
         """`3.41 [3.2, 3.6]`."""
         if self.value is None:
             return ""
-        return f"{self.value:.2f}" + ("" if self.interval is None else " [{:.1f}, {:.1f}]".format(*self.interval))
+        interval = self.interval
+        return f"{self.value:.2f}" + ("" if interval is None else " [{:.1f}, {:.1f}]".format(*interval))
+
+    @property
+    def _sample(self) -> list[tuple[int, int]]:
+        return list(self._conversations.values())
 
 
 class AcceptanceProgress:

@@ -6,7 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dflash_cli.evaluation.statistics import DEFINITIONS, MIN_CONVERSATIONS, Summary
+from dflash_cli.evaluation.conversation_counts import ConversationCounts
+from dflash_cli.evaluation.curve_shape import CurveShape, find_shapes
+from dflash_cli.evaluation.resampling import MIN_UNITS
+from dflash_cli.evaluation.statistics import DEFINITIONS, MIN_FOR_POSITIONS, Interval, Summary
 
 Table = tuple[Sequence[str], Sequence[Sequence[str]]]
 
@@ -60,6 +63,7 @@ class Evaluation:
     settings: Mapping[str, Any]
     measured: Mapping[str, Any]
     source: PromptSource
+    conversations: tuple[ConversationCounts, ...] = ()
     failures: tuple[Failure, ...] = ()
     seconds: float
 
@@ -68,12 +72,19 @@ class Evaluation:
         """Prompts that were asked for, measured or not."""
         return self.total.num_conversations + len(self.failures)
 
+    @property
+    def shapes(self) -> list[CurveShape]:
+        """What the curve by position tells of a fault; nothing where it tells of none."""
+        return find_shapes(self.total.counts, self.conversations, self.settings)
+
     def to_json(self) -> dict[str, Any]:
         return {
             **self.total.to_json(),
+            "shapes": [shape.to_json() for shape in self.shapes],
             "num_failed": len(self.failures),
             "failed": [failure.to_json() for failure in self.failures],
             "categories": {name: summary.to_json() for name, summary in self.categories.items()},
+            "conversations": [item.to_json() for item in self.conversations],
             "settings": dict(self.settings),
             "prompts": self.source.to_json(),
             "measured": dict(self.measured),
@@ -110,8 +121,10 @@ def legend(evaluation: Evaluation) -> str:
     ]
     if interval is not None:
         lines[1] += f"; in brackets, the {100 * interval.confidence:g}% interval over prompts"
-    elif evaluation.total.num_conversations < MIN_CONVERSATIONS:
-        lines[1] += f"; no interval, which takes {MIN_CONVERSATIONS} prompts or more"
+        if evaluation.total.num_conversations < MIN_FOR_POSITIONS:
+            lines.append(f"positions have an interval from {MIN_FOR_POSITIONS} prompts on")
+    else:
+        lines[1] += f"; no interval: {evaluation.total.no_interval}"
     source, num_prompts = evaluation.source, evaluation.num_prompts
     if source.sample_seed is not None:
         lines.append(
@@ -136,6 +149,7 @@ def to_markdown(evaluation: Evaluation) -> str:
     lines = ["# Acceptance", "", f"**{headline(evaluation)}**", "", legend(evaluation), ""]
     if evaluation.source.warning is not None:
         lines += [f"Note: {evaluation.source.warning}.", ""]
+    lines += [line for shape in evaluation.shapes for line in (*shape.lines, "")]
     facts = {**evaluation.settings, "prompts": evaluation.source.name, **_flat(evaluation.measured)}
     lines += [f"- {name}: `{value}`" for name, value in facts.items() if value is not None]
     if evaluation.failures:
@@ -160,7 +174,13 @@ def _flat(measured: Mapping[str, Any]) -> dict[str, Any]:
 def _position_table(total: Summary) -> Table:
     counts = total.counts
     rows = [
-        (str(place + 1), f"{accepted}", _rate(rate), _rate(conditional), _bar(rate))
+        (
+            str(place + 1),
+            f"{accepted}",
+            _rate(rate) + _span(total.per_pos_intervals[place]),
+            _rate(conditional),
+            _bar(rate),
+        )
         for place, (accepted, rate, conditional) in enumerate(
             zip(counts.per_pos_accepted, counts.per_pos_acceptance_rates, total.conditional_rates, strict=False)
         )
@@ -179,7 +199,7 @@ def _definition_table(total: Summary) -> Table:
 
 def _category_table(evaluation: Evaluation) -> Table:
     rows = [
-        (name, str(summary.num_conversations), str(summary.counts.num_drafts), _length(summary))
+        (name, str(summary.num_conversations), str(summary.counts.num_drafts), _length(summary) + _lack(summary))
         for name, summary in evaluation.categories.items()
     ]
     total = evaluation.total
@@ -190,8 +210,16 @@ def _category_table(evaluation: Evaluation) -> Table:
 def _length(summary: Summary) -> str:
     if summary.counts.acceptance_len is None:
         return "-"
-    text = f"{summary.counts.acceptance_len:.3f}"
-    return text + (f" [{summary.interval.low:.3f}, {summary.interval.high:.3f}]" if summary.interval else "")
+    return f"{summary.counts.acceptance_len:.3f}{_span(summary.interval)}"
+
+
+def _span(interval: Interval | None) -> str:
+    return f" [{interval.low:.3f}, {interval.high:.3f}]" if interval is not None else ""
+
+
+def _lack(summary: Summary) -> str:
+    """Why a category has no interval, where that is for its size."""
+    return " (too few prompts for an interval)" if 0 < summary.num_conversations < MIN_UNITS else ""
 
 
 def _rate(rate: float | None) -> str:

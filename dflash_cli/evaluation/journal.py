@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from dflash_cli import console
 from dflash_cli.generation.answers import Answer
 from dflash_cli.generation.atomic_file import Output, atomic_text, is_stream, json_line, naming_output, open_output
 from dflash_cli.generation.prompts import PromptRow
@@ -67,6 +68,11 @@ class Journal:
                 )
 
     @property
+    def _head(self) -> dict[str, Any]:
+        """The first line; the settings stand first in it, by which one that was cut off is known."""
+        return {"settings": self._settings, "schema_version": console.SCHEMA_VERSION, "kind": "answers"}
+
+    @property
     def pending(self) -> list[PromptRow]:
         """Rows of which some turn is not answered yet."""
         return [
@@ -101,10 +107,10 @@ class Journal:
                     os.truncate(self._path, self._stored.num_bytes)
         elif not is_stream(self._path):
             with atomic_text(self._path) as output:
-                output.write(json_line({"settings": self._settings}))
+                output.write(json_line(self._head))
         self._output = self._open_files.enter_context(open_output(self._path, "w" if is_stream(self._path) else "a"))
         if is_stream(self._path):
-            self._write({"settings": self._settings})
+            self._write(self._head)
         else:
             _lock(self._output)
         return self

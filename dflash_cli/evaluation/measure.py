@@ -1,5 +1,6 @@
 """Measure a pair's acceptance on prompts. Knows no terminal."""
 
+import hashlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,8 +8,10 @@ from pathlib import Path
 
 from dflash_cli.evaluation.acceptance_progress import AcceptanceProgress
 from dflash_cli.evaluation.acceptance_report import Evaluation, Failure, PromptSource
+from dflash_cli.evaluation.conversation_counts import count_conversations
 from dflash_cli.evaluation.journal import Journal
-from dflash_cli.evaluation.statistics import MIN_CONVERSATIONS, Summary, summarise
+from dflash_cli.evaluation.resampling import MIN_UNITS
+from dflash_cli.evaluation.statistics import Summary, summarise
 from dflash_cli.generation.answers import Answer, Tally, answer_rows, plural
 from dflash_cli.generation.loaded_pair import PairSession
 from dflash_cli.generation.outputs import Sink
@@ -69,10 +72,24 @@ def measure(
         categories={name: _pool(answers, session, request) for name, answers in _by_category(journal.answers).items()},
         settings={**session.references, **settings},
         source=request.source,
-        measured=session.describe() | {"num_prompts": len(request.rows), "prompts_digest": digest_rows(request.rows)},
+        conversations=count_conversations(journal.answers),
+        measured=session.describe()
+        | {
+            "num_prompts": len(request.rows),
+            "prompts_digest": digest_rows(request.rows),
+            "rendered_prompts_digest": _digest_rendered(journal.answers),
+        },
         failures=tuple(failures),
         seconds=time.perf_counter() - started,
     )
+
+
+def _digest_rendered(answers: Sequence[Answer]) -> str:
+    """A hash of the token ids that were asked, as template and tokenizer made them."""
+    hashed = hashlib.sha256()
+    for answer in answers:
+        hashed.update(f"{answer.row.index} {answer.turn} {list(answer.output.prompt_token_ids)}\n".encode())
+    return hashed.hexdigest()[:16]
 
 
 def _failure(answer: Answer, known: Sequence[Failure]) -> list[Failure]:
@@ -93,9 +110,9 @@ def check_gate(evaluation: Evaluation, minimum: float, *, use_lower_bound: bool)
     name = "lower confidence bound" if use_lower_bound else "acceptance length"
     lower = total.interval.low if total.interval is not None else None
     value = lower if use_lower_bound else total.counts.acceptance_len
-    if value is None and 0 < total.num_conversations < MIN_CONVERSATIONS and use_lower_bound:
+    if value is None and 0 < total.num_conversations < MIN_UNITS and use_lower_bound:
         raise GateFailed(
-            f"{name}: {plural(total.num_conversations, 'prompt')} measured, expected {MIN_CONVERSATIONS} or more",
+            f"{name}: {plural(total.num_conversations, 'prompt')} measured, expected {MIN_UNITS} or more",
             hint="measure more prompts, or use --gate point",
         )
     if value is None:

@@ -1,31 +1,28 @@
 """Acceptance length and its uncertainty, from the verify steps of a set of requests.
 
 Conversations are resampled, not turns or steps: steps of one text resemble each other, as do the turns of one
-conversation, so an interval over them would be too narrow. Intervals are percentile bootstraps that draw whole
-conversations. Source: Efron and Tibshirani 1993, chapter 13; clusters as in Cameron, Gelbach and Miller 2008.
-
-numpy is imported where an interval is taken, so that reading headers needs none.
+conversation, so an interval over them would be too narrow. Source: clusters as in Cameron, Gelbach and Miller 2008; how
+an interval is taken is in `resampling.py`.
 """
 
-import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from statistics import NormalDist, fmean
-from typing import TYPE_CHECKING, Any
+from itertools import zip_longest
+from statistics import fmean
+from typing import TYPE_CHECKING
 
+from dflash_cli.evaluation.resampling import MIN_UNITS, linear_bounds, resampled_bounds
 from dflash_runtime.metrics import AcceptanceCounts, count_acceptance
 from dflash_runtime.scheduling.request import RequestOutput
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
+    from dflash_cli.evaluation.resampling import Floats
 
 StepCounts = Sequence[tuple[int, int]]
 """For each request: tokens its verify steps committed, and how many steps there were."""
 
-MIN_CONVERSATIONS = 8
-"""With fewer an interval misses the truth more often than it says, by whatever method, so there is none."""
-MAX_DRAWN = 4_000_000
-"""Indices drawn at a time, which bounds the memory of a bootstrap."""
+MIN_FOR_POSITIONS = 32
+"""With fewer conversations the share of a position, which few of them may decide, has no interval that covers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +39,15 @@ class Interval:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """Acceptance over a set of requests."""
+    """Acceptance over a set of requests. `no_interval` says why there is none."""
 
     counts: AcceptanceCounts
     num_requests: int
     num_conversations: int
     num_tokens: int
     interval: Interval | None
+    no_interval: str | None
+    per_pos_intervals: tuple[Interval | None, ...]
     histogram: tuple[int, ...]
     definitions: dict[str, float | None]
 
@@ -69,6 +68,8 @@ class Summary:
         return {
             **self.counts.to_json(),
             "acceptance_len_interval": self.interval.to_json() if self.interval else None,
+            "acceptance_len_no_interval": self.no_interval,
+            "per_pos_intervals": [item.to_json() if item else None for item in self.per_pos_intervals],
             "per_pos_conditional_rates": self.conditional_rates,
             "histogram": list(self.histogram),
             "num_requests": self.num_requests,
@@ -102,21 +103,26 @@ def summarise(
 
     `conversations` says for each request to which conversation it belongs; without it each is one of its own.
     """
-    conversations = range(len(outputs)) if conversations is None else conversations
+    names = range(len(outputs)) if conversations is None else conversations
     counts = count_acceptance(outputs, num_speculative_tokens)
-    histogram = [0] * (num_speculative_tokens + 1)
-    for output in outputs:
-        for length in output.acceptance_lengths:
-            histogram[length - 1] += 1
+    lengths = _lengths_by_conversation(outputs, names, num_speculative_tokens)
+    reason = _why_none(len(lengths), num_resamples)
+    intervals: list[Interval | None] = [None] * (num_speculative_tokens + 1)
+    if reason is None:
+        units = _acceptance_units(lengths)[: None if len(lengths) >= MIN_FOR_POSITIONS else 1]
+        intervals = _intervals(units, confidence=confidence, num_resamples=num_resamples, seed=seed)
     return Summary(
         counts=counts,
         num_requests=len(outputs),
-        num_conversations=len(set(conversations)),
+        num_conversations=len(set(names)),
         num_tokens=sum(len(output.token_ids) for output in outputs),
-        interval=bootstrap_interval(
-            outputs, conversations, confidence=confidence, num_resamples=num_resamples, seed=seed
+        interval=intervals[0],
+        no_interval=reason,
+        per_pos_intervals=tuple(
+            interval if verified and interval is not None and interval.low < interval.high else None
+            for interval, verified in zip_longest(intervals[1:], counts.per_pos_verified)
         ),
-        histogram=tuple(histogram),
+        histogram=tuple(map(sum, zip(*lengths, strict=True))) or (0,) * (num_speculative_tokens + 1),
         definitions=_definitions(outputs, counts),
     )
 
@@ -129,17 +135,19 @@ def bootstrap_interval(
     num_resamples: int,
     seed: int,
 ) -> Interval | None:
-    """Interval of the pooled acceptance length over resampled conversations.
-
-    None for fewer than MIN_CONVERSATIONS with steps. A percentile interval of few conversations is too narrow, so its
-    tails are those of Student's t. Source: Hesterberg 2015, "What Teachers Should Know about the Bootstrap", the
-    expanded percentile interval.
-    """
+    """Interval of the pooled acceptance length over resampled conversations; None for fewer than MIN_UNITS."""
     sample = _pool_conversations(count_steps(outputs), conversations or range(len(outputs)))
-    if len(sample) < MIN_CONVERSATIONS or num_resamples < 1:
+    if _why_none(len(sample), num_resamples) is not None:
         return None
-    drawn = _resample([list(sample)], num_resamples, seed)
-    return _percentiles(drawn[:, 0], confidence, tail=_expanded_tail((1 - confidence) / 2, len(sample)))
+    return _intervals(_as_units([sample]), confidence=confidence, num_resamples=num_resamples, seed=seed)[0]
+
+
+def running_interval(sample: StepCounts) -> tuple[float, float] | None:
+    """Ends of the 95% interval while a run goes on, at the cost of a sum; `sample` is by conversation."""
+    if _why_none(len(sample)) is not None:
+        return None
+    low, high = linear_bounds(_as_units([sample]), confidence=0.95)[0]
+    return float(low), float(high)
 
 
 def paired_interval(
@@ -147,15 +155,34 @@ def paired_interval(
 ) -> Interval | None:
     """Interval of how much longer the pooled acceptance length of `other` is, on the same requests as `base`.
 
-    Each resample draws the same requests on both sides, and the tails are Student's, as in `bootstrap_interval`. None
-    for fewer than two requests that have steps on both.
+    Each resample draws the same requests on both sides. None for fewer than MIN_UNITS that have steps on both.
     """
     pairs = [pair for pair in zip(base, other, strict=True) if pair[0][1] and pair[1][1]]
-    if len(pairs) < 2 or num_resamples < 1:
+    if _why_none(len(pairs), num_resamples) is not None:
         return None
-    drawn = _resample([[pair[side] for pair in pairs] for side in (0, 1)], num_resamples, seed)
-    tail = _expanded_tail((1 - confidence) / 2, len(pairs))
-    return _percentiles(drawn[:, 1] - drawn[:, 0], confidence, tail=tail)
+    units = _as_units([[pair[side] for pair in pairs] for side in (0, 1)])
+    return _intervals(units, confidence=confidence, num_resamples=num_resamples, seed=seed)[0]
+
+
+def _why_none(num_units: int, num_resamples: int = 1) -> str | None:
+    """Why no interval is taken of so many conversations."""
+    if not num_units:
+        return "no verify steps"
+    if num_units < MIN_UNITS:
+        return f"{num_units} prompt{'s' if num_units > 1 else ''}, and an interval takes {MIN_UNITS} or more"
+    return None if num_resamples else "no bootstrap was asked for"
+
+
+def _intervals(units: "Floats", *, confidence: float, num_resamples: int, seed: int) -> list[Interval | None]:
+    bounds = resampled_bounds(units, confidence=confidence, num_resamples=num_resamples, seed=seed)
+    return [Interval(float(low), float(high), confidence) for low, high in bounds]
+
+
+def _as_units(sides: Sequence[StepCounts]) -> "Floats":
+    """`[1, sides, U, 2]`."""
+    import numpy as np
+
+    return np.array([sides], dtype=np.float64)
 
 
 def count_steps(outputs: Sequence[RequestOutput]) -> StepCounts:
@@ -178,47 +205,28 @@ def _pool_conversations(counts: StepCounts, conversations: Sequence[Hashable]) -
     return [item for item in pooled.values() if item[1]]
 
 
-def _resample(sides: Sequence[StepCounts], num_resamples: int, seed: int) -> "NDArray[Any]":
-    """Pooled lengths of resamples, `[num_resamples, sides]`; each draws the same units on every side."""
+def _lengths_by_conversation(
+    outputs: Sequence[RequestOutput], conversations: Sequence[Hashable], num_speculative_tokens: int
+) -> list[list[int]]:
+    """For each conversation that has steps: how many of them committed 1 to K + 1 tokens."""
+    found: dict[Hashable, list[int]] = {}
+    for output, name in zip(outputs, conversations, strict=True):
+        if output.acceptance_lengths:
+            lengths = found.setdefault(name, [0] * (num_speculative_tokens + 1))
+            for length in output.acceptance_lengths:
+                lengths[length - 1] += 1
+    return list(found.values())
+
+
+def _acceptance_units(lengths: Sequence[Sequence[int]]) -> "Floats":
+    """Units `[K + 1, 1, U, 2]` of tokens per step, and of the share of steps that accepted each position."""
     import numpy as np
 
-    counts = np.array(sides, dtype=np.int64)  # [sides, units, tokens and steps]
-    num_units = counts.shape[1]
-    generator = np.random.default_rng(seed)
-    chunk = max(1, MAX_DRAWN // num_units)
-    parts = []
-    for start in range(0, num_resamples, chunk):
-        drawn = generator.integers(0, num_units, (min(chunk, num_resamples - start), num_units))
-        sums = np.stack([[side[:, field][drawn].sum(axis=1) for field in (0, 1)] for side in counts])
-        parts.append((sums[:, 0] / sums[:, 1]).T)
-    return np.concatenate(parts)
-
-
-def _percentiles(estimates: "NDArray[Any]", confidence: float, *, tail: float) -> Interval:
-    import numpy as np
-
-    low, high = np.quantile(estimates, [tail, 1 - tail])
-    return Interval(float(low), float(high), confidence)
-
-
-def _expanded_tail(tail: float, count: int) -> float:
-    """The share to cut off on either side of a bootstrap of `count` units, so that it is as wide as Student's t."""
-    return NormalDist().cdf(-math.sqrt(count / (count - 1)) * student_quantile(1 - tail, count - 1))
-
-
-def student_quantile(share: float, freedom: int) -> float:
-    """A quantile of Student's t, by its expansion about the normal one.
-
-    To 0.5% from 7 degrees of freedom on, for shares up to 0.995. Source: Abramowitz and Stegun, 26.7.5.
-    """
-    z = NormalDist().inv_cdf(share)
-    terms: tuple[float, ...] = (
-        z,
-        (z**3 + z) / 4,
-        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
-        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
-    )
-    return math.fsum(term / float(freedom**power) for power, term in enumerate(terms))
+    counts = np.array(lengths, dtype=np.float64)
+    num_steps = counts.sum(axis=1)
+    accepted = num_steps[:, None] - counts.cumsum(axis=1)[:, :-1]
+    numerators = np.concatenate([num_steps[:, None] + accepted.sum(axis=1, keepdims=True), accepted], axis=1)
+    return np.stack([numerators.T, np.broadcast_to(num_steps, numerators.T.shape)], axis=-1)[:, None]
 
 
 def _definitions(outputs: Sequence[RequestOutput], counts: AcceptanceCounts) -> dict[str, float | None]:

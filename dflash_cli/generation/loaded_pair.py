@@ -22,6 +22,7 @@ from dflash_cli.checkpoints.opening import (
 )
 from dflash_cli.checkpoints.pair_references import complete_pair
 from dflash_cli.checkpoints.references import fetch_directory, is_bundled
+from dflash_cli.environment import redacted
 from dflash_cli.generation.prompts import PromptRow
 from dflash_cli.generation.threads import use_threads
 from dflash_cli.generation.tokenizer import Tokenizer, find_tokenizer
@@ -65,6 +66,8 @@ class PairSession:
             "max_model_len": self.llm.limits.max_model_len,
             "dtype": pair.placement.dtype_name,
             "device": self.llm.device.type,
+            "device_name": self.device_name,
+            "adaptive_width": pair.config.adaptive_width,
             "kernels": pair.placement.kernels.name,
             "target_runtime": pair.target_runtime,
             "device_map": pair.config.device_map,
@@ -84,6 +87,7 @@ class PairSession:
         return {
             "draft": self.identities["draft"].to_json() if self.draft is not None else None,
             "target": self.identities["target"].to_json(),
+            "template_digest": self.tokenizer.template_digest if self.tokenizer is not None else None,
             "device_name": self.device_name,
             "python": platform.python_version(),
             "packages": {name: _release(name) for name in PACKAGES},
@@ -94,7 +98,8 @@ class PairSession:
             "target_quantization": self.llm.pair.target_quantization,
             "prefix_cache": config.prefix_cache,
             "adaptive_width": config.adaptive_width,
-            "argv": [Path(sys.argv[0]).name, *sys.argv[1:]],
+            "engine": asdict(config),
+            "argv": [Path(sys.argv[0]).name, *redacted(sys.argv[1:])],
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
         }
 

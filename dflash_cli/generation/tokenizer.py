@@ -1,5 +1,6 @@
 """Text and token ids: the target's tokenizer, its chat template, and decoding while tokens arrive."""
 
+import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,6 +37,13 @@ class Tokenizer:
     def has_template(self) -> bool:
         """Whether it can render conversations."""
         return bool(self._tokenizer.chat_template)
+
+    @property
+    def template_digest(self) -> str | None:
+        """A hash of the chat template, by which a conversation is told from one that was rendered otherwise."""
+        template = self._tokenizer.chat_template
+        text = template if isinstance(template, str) else json.dumps(template, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16] if template else None
 
     def render(self, messages: Sequence[dict[str, Any]], *, where: str) -> list[int]:
         """Ids of a conversation, ready for the assistant's answer.

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from dflash_cli.checkpoints.opening import DraftCheckpoint
+from dflash_cli.evaluation.resampling import MIN_UNITS
 from dflash_cli.evaluation.statistics import (
     Interval,
     StepCounts,
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from dflash_cli.validation.reading_screen import ReadingScreen
 
 MIN_PROMPTS = 4
-"""With fewer prompts an interval over prompts means nothing."""
+"""With fewer prompts no reading is chosen."""
 
 MAX_RUN = 4
 """How many of the readings that look better are run."""
@@ -182,7 +183,7 @@ def search_readings(
     from dflash_cli.validation.reading_runner import ReadingRunner
 
     if prompts is not None and len(prompts) < MIN_PROMPTS:
-        raise UsageError(f"{len(prompts)} prompts, expected at least {MIN_PROMPTS}: fewer give no interval")
+        raise UsageError(f"{len(prompts)} prompts, expected at least {MIN_PROMPTS}: fewer choose no reading")
     runner = ReadingRunner(draft, target, config, budget, longest=max(map(len, prompts)) if prompts else None)
     readings = _readings_of(runner, draft, target, budget)
     total, is_given = len(readings) + 1, prompts is not None
@@ -204,7 +205,7 @@ def search_readings(
     results.sort(key=lambda item: -item.difference)
     best = find_best(results)
     new = _new_prompts(runner, outputs, budget, is_given=is_given) if best is not None else []
-    if best is not None and len(new) >= MIN_PROMPTS:
+    if best is not None and len(new) >= MIN_UNITS:
         observe(f"{best.reading.name}, tested on {len(new)} new prompts", total, total)
         own_counts, counts = _run(runner, own, new, own), _run(runner, best.reading, new, own)
         results = [
@@ -327,8 +328,6 @@ def find_best(results: Sequence[ReadingResult]) -> ReadingResult | None:
 def confirm(reading: AlternativeReading, base: StepCounts, other: StepCounts, budget: SearchBudget) -> ReadingResult:
     """The chosen reading beside the config's own, with an interval: the prompts must have had no part in the choice."""
     found = compare(reading, base, other)
-    if found.num_prompts < MIN_PROMPTS:
-        return found
     interval = paired_interval(
         base, other, confidence=1 - SIGNIFICANCE, num_resamples=budget.num_resamples, seed=budget.seed
     )

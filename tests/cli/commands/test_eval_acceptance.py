@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from dflash_cli.checkpoints.references import tiny_directory
+from dflash_cli.generation.loaded_pair import PairSession
 from dflash_cli.generation.prompts import PromptRow, gather_rows, sample_rows
 from dflash_cli.main import app
 from dflash_runtime.errors import GateFailed, UsageError
@@ -19,7 +20,7 @@ from dflash_testing import checkpoints as support
 from dflash_testing.pairs import bundled_draft_model, bundled_llm, bundled_prompts
 
 SMALL = ["--num-prompts", "4", "-n", "12", "--bootstrap", "200"]
-ENOUGH = ["--num-prompts", "8", "-n", "12", "--bootstrap", "200"]
+ENOUGH = ["--num-prompts", "12", "-n", "12", "--bootstrap", "200"]
 """As few prompts as an interval takes."""
 
 
@@ -37,7 +38,7 @@ def bundled_rows() -> list[PromptRow]:
 def test_the_figures_are_the_runtimes() -> None:
     document = json.loads(run(*ENOUGH, "--json").stdout)
     params = SamplingParams(max_new_tokens=12, stop_token_ids=tuple(document["settings"]["stop_token_ids"]))
-    rows = sample_rows(bundled_rows(), 8, seed=0)
+    rows = sample_rows(bundled_rows(), 12, seed=0)
     prompts = [bundled_prompts()[row.index] for row in rows]
     outputs = bundled_llm(bundled_draft_model(), 7).generate(prompts, params)
     steps = [length for item in outputs for length in item.acceptance_lengths]
@@ -63,7 +64,7 @@ def test_one_definition_leads_and_says_what_it_counts() -> None:
     text = run("tiny", *ENOUGH).stdout
     assert "(vLLM's definition)\nat most 8: 7 drafted tokens and the target's own" in text
     assert "; in brackets, the 95% interval over prompts\n" in text
-    assert "\n8 of 64 prompts, drawn from each category in proportion (seed 0)\n" in text
+    assert "\n12 of 64 prompts, drawn from each category in proportion (seed 0)\n" in text
     assert "zlab" not in text
 
 
@@ -77,7 +78,7 @@ def test_a_gate_that_is_missed_exits_3_after_the_result() -> None:
     assert done.code == 3
     assert json.loads(done.out)["acceptance_len"] < 7.9
     assert "expected at least 7.9" in done.err
-    with pytest.raises(GateFailed, match="1 prompt measured, expected 8 or more"):
+    with pytest.raises(GateFailed, match="1 prompt measured, expected 12 or more"):
         run("--num-prompts", "1", "-n", "8", "--min-acceptance", "1", "--gate", "lower")
 
 
@@ -240,13 +241,35 @@ def test_whatever_decides_a_result_is_compared(options: list[str], name: str, tm
         run(*SMALL, "--rows", str(rows), "--resume", *options)
 
 
+def test_another_device_and_template_option_are_another_experiment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    run(*SMALL, "--rows", str(rows))
+    options = ["--chat-template-kwargs", '{"enable_thinking": false}']
+    with pytest.raises(UsageError, match=r"made with chat_template_kwargs None, but this run has '\{\"enable_thinking"):
+        run(*SMALL, "--rows", str(rows), "--resume", *options)
+    monkeypatch.setattr(PairSession, "device_name", "NVIDIA H200")
+    with pytest.raises(UsageError, match=r"made with device_name 'cpu .*', but this run has 'NVIDIA H200'"):
+        run(*SMALL, "--rows", str(rows), "--resume")
+
+
+def test_what_was_rendered_is_told_from_what_was_given(tmp_path: Path) -> None:
+    """The same prompts, as they are and as conversations."""
+    prompts = write_prompts(tmp_path / "p.jsonl", [{"prompt": "def f("}])
+    options = ["--prompts", str(prompts), "-n", "8", "--json"]
+    plain, chat = (json.loads(run(*options, *more).stdout)["measured"] for more in ([], ["--chat"]))
+    assert plain["prompts_digest"] == chat["prompts_digest"]
+    assert plain["rendered_prompts_digest"] != chat["rendered_prompts_digest"]
+
+
 def test_a_smaller_resumed_run_deletes_no_answer(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     whole = json.loads(run(*ENOUGH, "--rows", str(rows), "--json").stdout)
     before = rows.read_bytes()
     smaller = json.loads(run(*SMALL, "--rows", str(rows), "--resume", "--json").stdout)
     assert rows.read_bytes() == before
-    assert (smaller["num_conversations"], whole["num_conversations"]) == (4, 8)
+    assert (smaller["num_conversations"], whole["num_conversations"]) == (4, 12)
 
 
 def test_a_result_says_what_was_measured(tmp_path: Path) -> None:
@@ -263,6 +286,9 @@ def test_a_result_says_what_was_measured(tmp_path: Path) -> None:
     assert (measured["max_num_requests"], measured["num_prompts"]) == (16, 4)
     assert measured["device_name"].startswith("cpu")
     assert measured["argv"][1:] == sys.argv[1:]
+    assert (measured["engine"]["page_size"], measured["engine"]["graphs"]) == (16, True)
+    assert re.fullmatch("[0-9a-f]{16}", measured["template_digest"])
+    assert re.fullmatch("[0-9a-f]{16}", measured["rendered_prompts_digest"])
     assert str(tiny_directory()) not in json.dumps(document)
     for name in ("draft.digest", "argv", "kernels", "prompts_digest", "date", "device_name"):
         assert f"- {name}: `" in report.read_text()
@@ -345,3 +371,18 @@ def test_a_trial_reading_changes_acceptance_and_not_the_text() -> None:
     assert causal["settings"]["causality"] == "causal"
     assert causal["acceptance_len"] < as_trained["acceptance_len"] - 0.05
     assert causal["num_tokens"] == as_trained["num_tokens"]
+
+
+def test_a_curve_that_tells_of_a_fault_is_named(tmp_path: Path) -> None:
+    """Another mask token than in training: hardly a first token is accepted. A sound draft has no such shape."""
+    draft, report = tmp_path / "draft", tmp_path / "report.md"
+    shutil.copytree(tiny_directory() / "draft", draft)
+    config = json.loads((draft / "config.json").read_text())
+    config["dflash_config"]["mask_token_id"] = 5
+    (draft / "config.json").write_text(json.dumps(config))
+    result = run(str(draft), "--target", "tiny", "--num-prompts", "4", "-n", "48", "--report", str(report))
+    assert "shape: flat and low (" in result.stdout
+    assert f"  test: dflash diagnose {draft} --target tiny\n" in result.stdout
+    assert "shape: flat and low (" in report.read_text()
+    document = json.loads(run("--num-prompts", "4", "-n", "48", "--json").stdout)
+    assert document["shapes"] == []

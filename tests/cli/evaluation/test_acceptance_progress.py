@@ -48,11 +48,11 @@ def test_few_requests_have_no_interval_and_none_no_value() -> None:
     running.add(output(0, []), 0)
     running.add(output(1, [1, 4]), 1)
     assert (running.interval, running.text) == (None, "2.50")
-    for index in range(2, 8):
+    for index in range(2, 12):
         running.add(output(index, [3, 4]), index)
     assert running.interval is None
-    running.add(output(8, [3, 4]), 8)
-    assert running.text.startswith("3.38 [")
+    running.add(output(12, [3, 4]), 12)
+    assert running.text.startswith("3.42 [")
 
 
 def test_turns_of_one_conversation_are_one_unit() -> None:

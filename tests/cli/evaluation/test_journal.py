@@ -38,6 +38,12 @@ def keep(path: Path, answers: list[Answer], rows: list[PromptRow], settings: Any
     return journal
 
 
+def test_a_file_says_what_it_is(tmp_path: Path) -> None:
+    keep(tmp_path / "rows.jsonl", [], ROWS)
+    first = json.loads((tmp_path / "rows.jsonl").read_text())
+    assert first == {"settings": SETTINGS, "schema_version": 1, "kind": "answers"}
+
+
 def test_a_smaller_run_deletes_nothing(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     keep(path, [answer(row) for row in ROWS], ROWS)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
+from dflash_testing.documents import check_printed
 from dflash_testing.paths import ROOT
 
 if TYPE_CHECKING:
@@ -304,6 +305,7 @@ def invoke(*args: object) -> Outcome:
         return Outcome(error.exit_code, result.stdout, f"{result.stderr}error: {error.message}{hint}\n")
     if error is not None and not isinstance(error, SystemExit):
         raise error
+    check_printed(result.stdout)
     return Outcome(result.exit_code, result.stdout, result.stderr)
 
 
@@ -325,6 +327,7 @@ def run_main(*args: object) -> Outcome:
             main()
         except SystemExit as stop:
             code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    check_printed(out.getvalue())
     return Outcome(code, out.getvalue(), err.getvalue())
 
 

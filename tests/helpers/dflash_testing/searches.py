@@ -6,7 +6,7 @@ from dflash_cli.validation import readings
 
 
 def shorten_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A quarter of the new prompts, and less than half of the anchors; every reading is tried all the same."""
-    monkeypatch.setattr(readings, "MIN_TEST_PROMPTS", 8)
+    """Less than half of the new prompts, and less than half of the anchors; every reading is tried all the same."""
+    monkeypatch.setattr(readings, "MIN_TEST_PROMPTS", 12)
     monkeypatch.setattr(readings, "FEW_ANCHORS", 24)
     monkeypatch.setattr(readings, "MANY_ANCHORS", 96)

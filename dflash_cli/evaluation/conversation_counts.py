@@ -1,0 +1,80 @@
+"""Tokens and steps of each conversation of a result: what two results are compared by."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dflash_cli.generation.answers import Answer
+
+FAR = 256
+"""Tokens by which a context has to be longer than at a conversation's first step, and twice as long, to be far."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConversationCounts:
+    """Tokens that the steps of one conversation gave, and how many steps there were, over all its turns.
+
+    Those of its far steps, whose context is much longer than at the first, are counted by themselves too. `digest` is
+    the same for the same prompt in another result; `name` is what people call it.
+    """
+
+    digest: str
+    name: str
+    category: str | None = None
+    num_tokens: float
+    num_steps: int
+    num_far_tokens: float = 0
+    num_far_steps: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("num_tokens", "num_steps", "num_far_tokens", "num_far_steps"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+                raise ValueError(f"{name} of {self.name}: found {value!r}, expected a number, 0 or more")
+
+    def to_json(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+
+
+@dataclass(frozen=True, slots=True)
+class TurnSteps:
+    """The steps of one turn: tokens of its prompt, and of each step those that it gave and those that were kept."""
+
+    prompt_len: int
+    acceptance_lengths: Sequence[int]
+    committed_lengths: Sequence[int]
+
+
+def count_conversations(answers: "Sequence[Answer]") -> tuple[ConversationCounts, ...]:
+    """The conversations of answers, in input order."""
+    turns: dict[int, list[Answer]] = {}
+    for answer in answers:
+        turns.setdefault(answer.row.index, []).append(answer)
+    return tuple(_count(turns[index]) for index in sorted(turns))
+
+
+def _count(answers: "Sequence[Answer]") -> ConversationCounts:
+    row, outputs = answers[0].row, [answer.output for answer in answers]
+    turns = [
+        TurnSteps(len(output.prompt_token_ids), output.acceptance_lengths, output.committed_lengths)
+        for output in outputs
+    ]
+    name = str(row.id) if row.id is not None else f"prompt {row.index + 1}"
+    return ConversationCounts(digest=row.digest, name=name, category=row.category, **count_turns(turns))
+
+
+def count_turns(turns: Sequence[TurnSteps]) -> dict[str, int]:
+    """Tokens and steps of a conversation's turns, as `ConversationCounts` names them."""
+    counts = dict.fromkeys(("num_tokens", "num_steps", "num_far_tokens", "num_far_steps"), 0)
+    far = max(2 * turns[0].prompt_len, turns[0].prompt_len + FAR)
+    for turn in turns:
+        context = turn.prompt_len
+        for length, kept in zip(turn.acceptance_lengths, turn.committed_lengths, strict=True):
+            counts["num_tokens"] += length
+            counts["num_steps"] += 1
+            counts["num_far_tokens"] += length if context >= far else 0
+            counts["num_far_steps"] += context >= far
+            context += kept
+    return counts

@@ -1,0 +1,1 @@
+"""Files of results, one format a file."""

@@ -1,0 +1,252 @@
+"""`dflash compare`: pairs, refusals, verdicts, gates, and a real run of both kinds of files."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dflash_testing import checkpoints as support
+
+CATEGORIES = ("code", "mathematics", "a category with a long name")
+
+
+def document(name: str, *, gain: float = 0.0, count: int = 36, **settings: Any) -> dict[str, Any]:
+    """A document of eval-acceptance: the same prompts in each, and a draft that is better by `gain`."""
+    generator = random.Random(name)
+    rows: list[dict[str, Any]] = []
+    for index in range(count):
+        steps = 20 + 5 * (index % 7)
+        length = 2.5 + (index % 3) + gain + 0.1 * generator.gauss(0, 1)
+        rows.append(
+            {
+                "digest": f"digest {index}",
+                "name": f"row-{index}",
+                "category": CATEGORIES[index % 3],
+                "num_tokens": round(steps * length),
+                "num_steps": steps,
+            }
+        )
+    tokens, steps = (sum(row[field] for row in rows) for field in ("num_tokens", "num_steps"))
+    return {
+        "kind": "eval-acceptance",
+        "acceptance_len": tokens / steps,
+        "num_drafts": steps,
+        "num_accepted_tokens": tokens - steps,
+        "per_pos_accepted": [(tokens - steps) // 4] * 4,
+        "per_pos_verified": [steps] * 4,
+        "conversations": rows,
+        "settings": {
+            "draft": name,
+            "target": "org/target",
+            "temperature": 0.0,
+            "num_speculative_tokens": 7,
+            **settings,
+        },
+        "measured": {"device_name": "cpu", "draft": {"name": name}, "date": name},
+    }
+
+
+def write(folder: Path, name: str, content: dict[str, Any]) -> str:
+    path = folder / name
+    path.write_text(json.dumps(content))
+    return str(path)
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, "old.json", document("old"))
+    write(tmp_path, "new.json", document("new", gain=0.4))
+    write(tmp_path, "again.json", document("again"))
+    write(tmp_path, "few.json", document("few", count=30))
+    return tmp_path
+
+
+def test_what_is_better_is_found_in_total_and_by_category(files: Path) -> None:
+    outcome = support.run_main("compare", "old.json", "new.json", "--json")
+    (found,) = json.loads(outcome.out)["comparisons"]
+    assert found["is_paired"]
+    assert found["verdict"] == "higher"
+    assert found["interval"]["low"] < 0.4 < found["interval"]["high"]
+    assert found["difference"] == pytest.approx(0.4, abs=0.05)
+    assert {line["verdict"] for line in found["categories"].values()} == {"higher"}
+    assert {line["num_conversations"] for line in found["categories"].values()} == {12}
+    assert outcome.err == ""
+
+
+def test_p_values_are_corrected_for_categories_and_for_results(files: Path) -> None:
+    """Of two others the larger p-value is as it is, the smaller doubled; six categories are one family."""
+    one = json.loads(support.run_main("compare", "old.json", "again.json", "--json").out)["comparisons"][0]
+    both = json.loads(support.run_main("compare", "old.json", "again.json", "new.json", "--json").out)["comparisons"]
+    assert one["p_value"] == both[0]["p_value"] > both[1]["p_value"]
+    alone = json.loads(support.run_main("compare", "old.json", "new.json", "--json").out)["comparisons"][0]
+    assert both[1]["p_value"] == pytest.approx(2 * alone["p_value"])
+    for name, line in both[0]["categories"].items():
+        assert line["p_value"] >= one["categories"][name]["p_value"]
+
+
+def test_every_line_of_the_table_fits_80_columns(files: Path) -> None:
+    outcome = support.run_main("compare", "old.json", "new.json", "few.json", "--unpaired", "--tolerance", "0.3")
+    assert outcome.code == 0
+    assert max(map(len, outcome.out.splitlines())) <= 80
+    assert "a category wi…" in outcome.out
+    assert "p is corrected for the number of results and categories (Holm)" in outcome.out
+
+
+def test_unlike_prompts_are_refused_by_name(files: Path) -> None:
+    outcome = support.run_main("compare", "old.json", "few.json")
+    assert outcome.code == 2
+    assert "few.json: not the prompts of old.json: 6 only in old.json (row-30, row-31, row-32, ...)" in outcome.err
+    assert "--unpaired" in outcome.err
+    unpaired = support.run_main("compare", "old.json", "few.json", "--unpaired", "--json")
+    (found,) = json.loads(unpaired.out)["comparisons"]
+    assert not found["is_paired"]
+    assert found["verdict"] == "undecided"
+    assert found["num_conversations"] == 30
+
+
+def test_without_pairs_a_small_gain_is_not_found(files: Path) -> None:
+    (found,) = json.loads(support.run_main("compare", "old.json", "new.json", "--unpaired", "--json").out)[
+        "comparisons"
+    ]
+    assert found["verdict"] == "undecided"
+    assert found["interval"]["low"] < 0 < found["interval"]["high"]
+
+
+def test_a_prompt_that_comes_twice_is_paired_in_order(files: Path) -> None:
+    twice = document("twice")
+    for row in twice["conversations"]:
+        row["digest"] = "the same"
+    write(files, "twice.json", twice)
+    (found,) = json.loads(support.run_main("compare", "twice.json", "twice.json", "--json").out)["comparisons"]
+    assert (found["verdict"], found["num_conversations"]) == ("same", 36)
+
+
+def test_what_was_measured_otherwise_is_named(files: Path) -> None:
+    """Another draft and another date are no such thing; nor is a target of another name with the same digest."""
+    write(files, "hot.json", document("hot", temperature=0.7, num_speculative_tokens=3))
+    outcome = support.run_main("compare", "old.json", "hot.json")
+    assert outcome.err == (
+        "warning: hot.json was measured otherwise than old.json: "
+        "num_speculative_tokens 7 -> 3, temperature 0.0 -> 0.7\n"
+    )
+    for name, digest in (("one", "d1"), ("two", "d1"), ("three", "d2")):
+        write(files, f"{name}.json", document(name, target=name, target_digest=digest))
+    assert support.run_main("compare", "one.json", "two.json").err == ""
+    assert "target_digest d1 -> d2" in support.run_main("compare", "one.json", "three.json").err
+
+
+def test_prompts_as_rendered_are_expected_to_be_the_same_in_pairs_only(files: Path) -> None:
+    for name in ("one", "two"):
+        write(files, f"{name}.json", document(name, rendered_prompts_digest=name))
+    assert "rendered_prompts_digest one -> two" in support.run_main("compare", "one.json", "two.json").err
+    assert support.run_main("compare", "one.json", "two.json", "--unpaired").err == ""
+
+
+def test_a_shape_of_either_curve_is_named(files: Path) -> None:
+    """Also of a result without rows, whose counts by position are known."""
+    low = document("low")
+    counts = {
+        "num_drafts": 1000,
+        "num_accepted_tokens": 50,
+        "per_pos_accepted": [50, 0],
+        "per_pos_verified": [1000] * 2,
+    }
+    del low["conversations"]
+    write(files, "low.json", low | counts | {"acceptance_len": 1.05})
+    outcome = support.run_main("compare", "old.json", "low.json")
+    assert outcome.out.endswith(
+        "\nB shape: flat and low (5% of steps accept the first position)\n"
+        "    likely: other tapped layers, mask token, rope base or target than in\n"
+        "      training; in an engine, also its dtype\n"
+        "    test: dflash diagnose low --target org/target\n"
+    )
+    (_, found) = json.loads(support.run_main("compare", "old.json", "low.json", "--json").out)["results"]
+    assert [shape["name"] for shape in found["shapes"]] == ["flat and low"]
+
+
+def test_the_gate_fails_what_is_shown_to_be_lower(files: Path) -> None:
+    assert support.run_main("compare", "old.json", "new.json", "--gate", "no-regression").code == 0
+    outcome = support.run_main("compare", "new.json", "old.json", "--gate", "no-regression")
+    assert outcome.code == 3
+    assert "error: old.json: acceptance length -0.381 against new.json" in outcome.err
+    assert "verdict" in outcome.out
+
+
+def test_the_gate_fails_one_category_that_falls(files: Path) -> None:
+    worse = document("worse", gain=0.1)
+    for row in worse["conversations"]:
+        row["num_tokens"] -= row["num_steps"] // 2 if row["category"] == "code" else -row["num_steps"] // 2
+    write(files, "worse.json", worse)
+    outcome = support.run_main("compare", "old.json", "worse.json", "--gate", "no-regression")
+    assert outcome.code == 3
+    assert "category code: acceptance length -0." in outcome.err
+
+
+def test_with_a_tolerance_the_gate_asks_for_a_proof(files: Path) -> None:
+    """What is not shown to be lower passes; that it falls by less than a little more than was seen is not shown."""
+    (found,) = json.loads(support.run_main("compare", "old.json", "again.json", "--json").out)["comparisons"]
+    little = f"{abs(found['difference']) + 0.001:.4f}"
+    for options, code in (((), 0), (("--tolerance", "0.2"), 0), (("--tolerance", little), 3)):
+        outcome = support.run_main("compare", "old.json", "again.json", "--gate", "no-regression", *options)
+        assert outcome.code == code, options
+    assert "is not ruled out" in outcome.err
+    equal = support.run_main("compare", "old.json", "again.json", "--tolerance", "0.2", "--json")
+    assert json.loads(equal.out)["comparisons"][0]["verdict"] == "equivalent"
+
+
+def test_too_few_prompts_are_no_verdict_and_no_passed_gate(files: Path) -> None:
+    for name in ("a", "b"):
+        write(files, f"{name}.json", document(name, count=11))
+    outcome = support.run_main("compare", "a.json", "b.json", "--gate", "no-regression")
+    assert outcome.code == 3
+    assert "no interval: an interval takes 12 prompts or more" in outcome.out
+    assert "b.json: cannot be judged" in outcome.err
+
+
+def test_a_document_without_rows_gives_no_interval(files: Path) -> None:
+    older = document("older")
+    del older["conversations"]
+    write(files, "older.json", older)
+    outcome = support.run_main("compare", "old.json", "older.json")
+    assert outcome.code == 0
+    assert "no interval: older.json: it was written by a release that kept no rows of prompts" in outcome.out
+
+
+@pytest.mark.parametrize(("arguments", "code", "message"), [
+    (("old.json",), 2, "one result, expected two or more"),
+    (("old.json", "none.json"), 4, "none.json: no such file"),
+    (("old.json", "other.json"), 2, "other.json: holds no acceptance that can be compared"),
+    (("old.json", "binary.json"), 2, "binary.json: not UTF-8"),
+    (("old.json", "broken.json"), 2, "broken.json: is no dflash eval-acceptance --json as expected: KeyError"),
+    (("old.json", "empty.json"), 2, "empty.json: has no steps"),
+    (("old.json", "new.json", "--tolerance", "0"), 2, "--tolerance 0, expected a number above 0"),
+    (("old.json", "new.json", "--confidence", "95"), 2, "--confidence 95, expected a number between 0.5 and 1"),
+])  # fmt: skip
+def test_bad_input_is_one_line(files: Path, arguments: tuple[str, ...], code: int, message: str) -> None:
+    write(files, "other.json", {"kind": "inspect"})
+    write(files, "broken.json", {"kind": "eval-acceptance", "acceptance_len": 1.0})
+    write(files, "empty.json", document("empty") | {"acceptance_len": None})
+    (files / "binary.json").write_bytes(b"\xff\xfe")
+    outcome = support.run_main("compare", *arguments)
+    assert outcome.code == code
+    assert message in outcome.err
+    assert len(outcome.err.splitlines()) <= 2
+
+
+def test_a_measured_result_and_its_rows_say_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = support.run_main(
+        "eval-acceptance", "tiny", "--num-prompts", "12", "-n", "16", "--rows", "rows.jsonl", "--json"
+    )  # fmt: skip
+    (tmp_path / "result.json").write_text(done.out)
+    counted = json.loads(done.out)["conversations"]
+    assert len(counted) == 12
+    assert sum(row["num_steps"] for row in counted) == json.loads(done.out)["num_drafts"]
+    outcome = support.run_main("compare", "result.json", "rows.jsonl", "--json")
+    document = json.loads(outcome.out)
+    assert document["comparisons"][0]["verdict"] == "same"
+    assert document["results"][0]["acceptance_len"] == document["results"][1]["acceptance_len"]
+    assert outcome.err == ""

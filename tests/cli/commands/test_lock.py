@@ -1,0 +1,110 @@
+"""`dflash lock`, and what --lock of other commands makes of it: of the locked pair, or of none."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dflash_cli.checkpoints.lock import read_lock
+from dflash_cli.checkpoints.references import tiny_directory
+from dflash_cli.checkpoints.remote_headers import RemoteRepo
+from dflash_runtime.errors import CheckpointNotFound, GateFailed, UsageError
+from dflash_testing import checkpoints as support
+
+EVALUATE = ["eval-acceptance", "mine", "--target", "tiny", "--num-prompts", "1", "-n", "8"]
+VALIDATE = ["validate", "mine", "--target", "tiny"]
+
+
+@pytest.fixture(autouse=True)
+def locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A draft in `mine`, and its lock in dflash.lock."""
+    shutil.copytree(tiny_directory() / "draft", tmp_path / "mine")
+    monkeypatch.chdir(tmp_path)
+    assert support.run_main("lock", "mine", "--target", "tiny").code == 0
+    document: dict[str, Any] = json.loads(Path("dflash.lock").read_text())
+    return document
+
+
+def change(name: str = "model.safetensors") -> None:
+    """Another last byte, of the same size."""
+    file = Path("mine", name)
+    data = bytearray(file.read_bytes())
+    data[-2] ^= 1
+    file.write_bytes(data)
+
+
+def test_a_lock_has_both_checkpoints_and_every_deciding_file(locked: dict[str, Any]) -> None:
+    assert (locked["kind"], locked["schema_version"]) == ("lock", 1)
+    assert (locked["draft"]["name"], locked["target"]["name"], locked["draft"]["commit"]) == ("mine", "tiny", None)
+    assert set(locked["draft"]["sha256"]) == {"config.json", "model.safetensors"}
+    assert {"tokenizer.json", "chat_template.jinja", "model.safetensors"} <= set(locked["target"]["sha256"])
+    shown = support.run_main("lock", "mine", "--target", "tiny", "-o", "other.lock", "--json")
+    assert json.loads(shown.out)["draft"] == locked["draft"]
+
+
+def test_a_lock_is_replaced_only_by_force() -> None:
+    assert support.run_main("lock", "mine", "--target", "tiny").code == 2
+    change()
+    assert support.run_main("lock", "mine", "--target", "tiny", "--force").code == 0
+    assert support.run_main(*VALIDATE, "--lock", "dflash.lock").code == 0
+
+
+@pytest.mark.parametrize("command", [VALIDATE, EVALUATE])
+def test_what_moved_is_named_with_both_hashes(command: list[str], locked: dict[str, Any]) -> None:
+    assert support.run_main(*command, "--lock", "dflash.lock").code == 0
+    change()
+    done = support.run_main(*command, "--lock", "dflash.lock")
+    assert (done.code, done.out) == (3, "")
+    was = locked["draft"]["sha256"]["model.safetensors"][:12]
+    assert "error: dflash.lock: draft: model.safetensors: found sha256 " in done.err
+    assert f"..., expected sha256 {was}..." in done.err
+    assert "dflash lock --force" in done.err
+
+
+def test_a_file_that_came_or_went_has_moved() -> None:
+    found = read_lock(Path("dflash.lock"))
+    Path("mine", "generation_config.json").write_text("{}")
+    with pytest.raises(GateFailed, match=r"generation_config\.json: found sha256 .*, expected no such file"):
+        found.check({"draft": Path("mine")})
+    Path("mine", "README.md").write_text("a card decides nothing")
+    Path("mine", "generation_config.json").unlink()
+    found.check({"draft": Path("mine")})
+
+
+def test_a_repository_is_known_by_its_commit(locked: dict[str, Any]) -> None:
+    """Headers read from the hub are those of a commit."""
+    locked["draft"] |= {"name": "org/draft", "commit": "a" * 40}
+    Path("hub.lock").write_text(json.dumps(locked))
+    found = read_lock(Path("hub.lock"))
+    found.check({"draft": RemoteRepo("org/draft", "a" * 40, frozenset())})
+    with pytest.raises(GateFailed, match=r"draft: commit b+ of org/draft, expected a+"):
+        found.check({"draft": RemoteRepo("org/draft", "b" * 40, frozenset())})
+    with pytest.raises(GateFailed, match=r"target: commit b+ of org/model, expected a local directory"):
+        found.check({"target": RemoteRepo("org/model", "b" * 40, frozenset())})
+
+
+def test_a_result_names_its_lock() -> None:
+    done = support.run_main(*EVALUATE, "--lock", "dflash.lock", "--json")
+    assert json.loads(done.out)["measured"]["lock_sha256"] == read_lock(Path("dflash.lock")).sha256
+    assert json.loads(support.run_main(*EVALUATE, "--json").out)["measured"]["lock_sha256"] is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "mine",
+        "[]",
+        '{"kind": "env"}',
+        '{"kind": "lock", "draft": {"name": 1}}',
+        '{"kind": "lock", "draft": []}',
+        '{"kind": "lock", "draft": {"name": "a", "commit": null, "sha256": []}}',
+    ],
+)
+def test_what_is_no_lock_is_refused(text: str) -> None:
+    Path("x.lock").write_text(text)
+    with pytest.raises(UsageError, match=r"x\.lock: "):
+        read_lock(Path("x.lock"))
+    with pytest.raises(CheckpointNotFound, match=r"absent\.lock: no such file"):
+        read_lock(Path("absent.lock"))

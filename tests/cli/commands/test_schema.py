@@ -1,0 +1,90 @@
+"""`dflash schema`: every document that a command prints or writes is as its schema says.
+
+Documents of other tests are held to them as well: `support.run_main` and `support.invoke` look at all that is printed.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dflash_cli.commands.schema import kinds, read_schema
+from dflash_cli.lazy_group import load_command
+from dflash_cli.main import COMMANDS
+from dflash_testing import checkpoints as support
+from dflash_testing.documents import check_document
+
+FEW = ["--num-prompts", "2", "-n", "8"]
+DOCUMENTS: dict[str, list[str]] = {
+    "eval-acceptance": ["eval-acceptance", "tiny", "--num-prompts", "12", "-n", "8"],
+    "bench": ["bench", "tiny", "--batches", "1", "-n", "16", "--rounds", "1"],
+    "generate": ["generate", "def f", "-n", "8", "--check-lossless", "--trace"],
+    "generate plainly": ["generate", "def f", "-n", "4", "-k", "0"],
+    "inspect": ["inspect", "tiny", "--tensors"],
+    "inspect two": ["inspect", "tiny", "tiny:reduced"],
+    "validate": ["validate", "tiny:reduced", "--target", "tiny", "--engine", "vllm,sglang"],
+    "convert": ["convert", "tiny", "out", "--to", "speculators", "--target", "tiny"],
+    "convert dry": ["convert", "tiny", "out", "--to", "speculators", "--dry-run"],
+    "serve-command": ["serve-command", "tiny", "--target", "tiny", "--engine", "vllm"],
+    "explain": ["explain", "C20"],
+    "explain all": ["explain"],
+    "env": ["env"],
+    "lock": ["lock", "tiny"],
+}
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_what_a_command_prints_is_as_its_schema_says(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    document = json.loads(support.run_main(*DOCUMENTS[name], "--json").out)
+    assert (document["kind"], document["schema_version"]) == (name.split()[0], 1)
+    check_document(document)
+
+
+def test_what_is_written_is_as_its_schema_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    support.run_main("lock", "tiny")
+    support.run_main("convert", "tiny", "out", "--to", "speculators", "--verify", "logits", "--target", "tiny")
+    support.run_main("eval-acceptance", "tiny", *FEW, "--rows", "rows.jsonl")
+    texts = {
+        "lock": Path("dflash.lock").read_text(),
+        "conversion": Path("out", "conversion.json").read_text(),
+        "answers": Path("rows.jsonl").read_text().splitlines()[0],
+    }
+    for kind, text in texts.items():
+        document = json.loads(text)
+        assert document["kind"] == kind
+        check_document(document)
+
+
+def test_a_key_that_is_missing_or_not_in_the_schema_is_noticed() -> None:
+    document: dict[str, Any] = json.loads(support.run_main("validate", "tiny", "--json").out)
+    for wrong in (document | {"extra": 1}, document | {"passed": "yes"}, {**document, "findings": [{}]}):
+        with pytest.raises(AssertionError):
+            check_document(wrong)
+    del document["num_rules"]
+    with pytest.raises(AssertionError, match="'num_rules' is a required property"):
+        check_document(document)
+
+
+def test_every_command_that_prints_a_document_has_a_schema() -> None:
+    printing = {name for name, entry in COMMANDS.items() if not entry.is_hidden and _prints_json(name)}
+    assert printing <= set(kinds())
+
+
+def _prints_json(name: str) -> bool:
+    return any("--json" in item.opts for item in load_command(name, COMMANDS[name]).params)
+
+
+def test_a_schema_is_printed_whole_and_all_are_listed() -> None:
+    listed = support.run_main("schema").out.splitlines()
+    assert [line.split()[0] for line in listed] == kinds()
+    printed = json.loads(support.run_main("schema", "eval-acceptance").out)
+    assert printed == read_schema("eval-acceptance")
+    assert {"summary", "interval", "measured", "identity"} <= set(printed["$defs"])
+    wrong = support.run_main("schema", "evaluation")
+    assert wrong.code == 2
+    assert "error: no kind 'evaluation', expected one of answers, bench" in wrong.err
