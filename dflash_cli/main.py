@@ -56,6 +56,16 @@ COMMANDS = {
         docs="docs/vocabulary.md",
         draft="draft",
     ),
+    "dump": Entry(
+        function="dflash_cli.commands.dump:dump",
+        section=RUN,
+        summary="Keep a target's text and hidden states, so that drafts are judged without it.",
+        examples=(
+            "dflash dump org/model --draft org/draft -p prompts.jsonl --chat --out org-model-dump",
+            "dflash eval-acceptance org/draft --mode replay --dump org-model-dump --head-from org/model",
+        ),
+        docs="docs/replay.md",
+    ),
     "bench": Entry(
         function="dflash_cli.commands.bench:bench",
         section=RUN,

@@ -50,13 +50,13 @@ BACKENDS: Mapping[str, Capability] = {
 
 def check_capability(
     backend: str,
-    target: TargetConfig,
+    target: TargetConfig | None,
     draft: DraftConfig | None,
     dtype: str,
     *,
     backends: Mapping[str, Capability] = BACKENDS,
 ) -> None:
-    """Refuse a pair whose attention a backend cannot do.
+    """Refuse a pair, or a draft alone, whose attention a backend cannot do.
 
     Raises:
         UnsupportedError: naming the layer, what it needs, and the backends that can.
@@ -74,8 +74,9 @@ def check_capability(
         raise UnsupportedError(f"head_dim {widest}, the {backend} backend serves up to {capability.max_head_dim}")
 
 
-def _needs(target: TargetConfig, draft: DraftConfig | None) -> list[Need]:
-    needs = [Need(f"target layer {layer}", True, window) for layer, window in enumerate(target.windows)]
+def _needs(target: TargetConfig | None, draft: DraftConfig | None) -> list[Need]:
+    windows = target.windows if target is not None else ()
+    needs = [Need(f"target layer {layer}", True, window) for layer, window in enumerate(windows)]
     if draft is not None:
         needs += [
             Need(f"draft layer {layer}", is_causal, window)

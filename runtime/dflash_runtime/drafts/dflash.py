@@ -21,7 +21,7 @@ from dflash_runtime.drafts.draft import DRAFTS
 from dflash_runtime.errors import CheckpointError, UnsupportedError
 from dflash_runtime.models.layers import Attend, DecoderStack, Linear, PagedKV, RMSNorm
 from dflash_runtime.models.placement import Placement
-from dflash_runtime.models.target import Target
+from dflash_runtime.models.target import TargetEnds
 from dflash_runtime.models.weights import Weights
 
 
@@ -33,7 +33,7 @@ class DFlashDraft:
 
     expected_shapes = staticmethod(owned_shapes)
 
-    def __init__(self, config: DraftConfig, weights: Weights, target: Target, placement: Placement) -> None:
+    def __init__(self, config: DraftConfig, weights: Weights, target: TargetEnds, placement: Placement) -> None:
         if config.sample_from_anchor:
             raise UnsupportedError("a draft that samples from its anchor has another block layout than DFlash")
         self.config = config

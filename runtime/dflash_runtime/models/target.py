@@ -26,7 +26,21 @@ from dflash_runtime.models.weights import Weights, load_weights
 from dflash_runtime.registry import Registry
 
 
-class Target(Protocol):
+class TargetEnds(Protocol):
+    """The two tensors of a target that a draft borrows: all of it that drafting needs."""
+
+    @property
+    def embedding(self) -> Tensor:
+        """[V, hidden]."""
+        ...
+
+    @property
+    def head(self) -> Linear:
+        """[V, hidden]."""
+        ...
+
+
+class Target(TargetEnds, Protocol):
     """A decoder whose layers' outputs can be tapped.
 
     One whose `follows_from_shapes` is true never looks at a value on the host: the same launches serve any tokens and
@@ -34,8 +48,6 @@ class Target(Protocol):
     """
 
     config: TargetConfig
-    embedding: Tensor  # [V, hidden]
-    head: Linear  # [V, hidden]
 
     def __call__(
         self, token_ids: Tensor, positions: Tensor, attend: Attend, taps: Sequence[int]
