@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from functools import cached_property
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dflash_cli import console
 from dflash_cli.checkpoints.checkpoint_identity import Identity, identify
@@ -32,6 +32,9 @@ from dflash_runtime.config import EngineConfig, TargetFacts
 from dflash_runtime.errors import UsageError
 from dflash_runtime.llm import LLM
 from dflash_runtime.scheduling.request import SamplingParams
+
+if TYPE_CHECKING:
+    import torch
 
 PACKAGES = ("dflash-cli", "torch", "transformers", "safetensors", "tokenizers", "triton", "numpy")
 
@@ -82,25 +85,13 @@ class PairSession:
         return {
             "draft": self.identities["draft"].to_json() if self.draft is not None else None,
             "target": self.identities["target"].to_json(),
-            "device_name": self.device_name,
-            "python": platform.python_version(),
-            "packages": {name: _release(name) for name in PACKAGES},
             "max_num_requests": config.max_num_requests,
             "scheduling": config.scheduling,
             "target_runtime": self.llm.pair.target_runtime,
             "prefix_cache": config.prefix_cache,
             "adaptive_width": config.adaptive_width,
-            "argv": [Path(sys.argv[0]).name, *sys.argv[1:]],
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            **describe_run(self.llm.device),
         }
-
-    @property
-    def device_name(self) -> str:
-        """The GPU by its name, or the processor's architecture."""
-        import torch
-
-        is_cuda = self.llm.device.type == "cuda"
-        return torch.cuda.get_device_name(self.llm.device) if is_cuda else f"cpu ({platform.machine()})"
 
     @cached_property
     def identities(self) -> dict[str, Identity]:
@@ -198,6 +189,20 @@ def open_session(
         causality=causality,
         template_options=template_options,
     )
+
+
+def describe_run(device: "torch.device") -> dict[str, Any]:
+    """On what a result was measured, by which command, and when."""
+    import torch
+
+    is_cuda = device.type == "cuda"
+    return {
+        "device_name": torch.cuda.get_device_name(device) if is_cuda else f"cpu ({platform.machine()})",
+        "python": platform.python_version(),
+        "packages": {name: _release(name) for name in PACKAGES},
+        "argv": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
 
 
 def tell_notes(draft: DraftCheckpoint, target: TargetFacts) -> None:
