@@ -21,7 +21,7 @@ from dflash_cli.checkpoints.fingerprint import target_fingerprint
 from dflash_cli.checkpoints.opening import Causality, DraftCheckpoint
 from dflash_cli.evaluation.acceptance_report import Evaluation, PromptSource
 from dflash_cli.evaluation.borrowed_ends import borrow_ends
-from dflash_cli.evaluation.dumps.dump_format import Dump, DumpedText
+from dflash_cli.evaluation.dumps.dump_format import Dump, DumpedText, check_ids_within
 from dflash_cli.evaluation.journal import Journal
 from dflash_cli.evaluation.measure import by_category
 from dflash_cli.evaluation.statistics import Summary, summarise
@@ -136,8 +136,9 @@ class Replay:
         """The draft's context features of a text, [T, F].
 
         Raises:
-            CheckpointError: hidden states that are not finite.
+            CheckpointError: hidden states that are not finite, or token ids that the draft does not have.
         """
+        check_ids_within(text.token_ids, self.request.draft.config.vocab_size, text.file)
         rows = text.read()[: text.num_rows, self._columns]
         if not bool(rows.isfinite().all()):
             raise CheckpointError("hidden_states: found a value that is not finite", path=text.file)

@@ -140,6 +140,8 @@ def open_replay(
         console.note(text)
     if not dump.is_complete:
         console.warn(f"{options.dump}: is not complete; judged on the {len(dump.texts)} answers that it holds")
+    if dump.note is not None:
+        console.warn(dump.note)
     target = None if options.head_from is None else open_target(fetch_directory(options.head_from, Role.TARGET))
     use_threads(threads, config.device, [opened.checkpoint])
     return ReplayRequest(

@@ -57,6 +57,7 @@ class Dump:
     fingerprint: TargetFingerprint | None = None
     is_complete: bool = True
     settings: Mapping[str, Any] = field(default_factory=dict)
+    note: str | None = None
 
     @property
     def target_name(self) -> str:

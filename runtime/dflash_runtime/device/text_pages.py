@@ -20,7 +20,7 @@ from dflash_runtime.models.target import Target
 MAX_LOGITS = 1 << 26
 """Logits computed at a time."""
 
-MAX_GATHERED = 1 << 25
+MAX_GATHERED = 1 << 22
 """Numbers of keys that the references copy out of pages at a time."""
 
 Anchor = tuple[int, int]
