@@ -52,6 +52,7 @@ COMMANDS = {
         examples=(
             "dflash eval-acceptance tiny --num-prompts 12",
             "dflash eval-acceptance org/draft -p prompts.jsonl --chat --rows answers.jsonl",
+            "dflash eval-acceptance org/draft --mode replay --dump DIR --head-from org/model",
         ),
         docs="docs/vocabulary.md",
         draft="draft",
@@ -61,8 +62,8 @@ COMMANDS = {
         section=RUN,
         summary="Keep a target's text and hidden states, so that drafts are judged without it.",
         examples=(
-            "dflash dump org/model --draft org/draft -p prompts.jsonl --chat --out org-model-dump",
-            "dflash eval-acceptance org/draft --mode replay --dump org-model-dump --head-from org/model",
+            "dflash dump org/model --taps-from org/draft -p prompts.jsonl --out dump",
+            "dflash dump org/model --taps 1,9,17,25,33 -p prompts.jsonl --out dump",
         ),
         docs="docs/replay.md",
     ),

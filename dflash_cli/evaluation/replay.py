@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dflash_cli.checkpoints.checkpoint_identity import identify
-from dflash_cli.checkpoints.fingerprint import target_fingerprint
+from dflash_cli.checkpoints.fingerprint import digest_ends
 from dflash_cli.checkpoints.opening import Causality, DraftCheckpoint
 from dflash_cli.evaluation.acceptance_report import Evaluation, PromptSource
 from dflash_cli.evaluation.borrowed_ends import borrow_ends
@@ -269,14 +269,12 @@ def check_dump(draft: DraftCheckpoint, dump: Dump, head_from: TargetSource | Non
             f"vocab_size {config.vocab_size}, but {dump.path} was made with {dump.target_name}, of {dump.vocab_size}",
             path=path,
         )
-    if head_from is not None and dump.fingerprint is not None:
-        difference = target_fingerprint(head_from).difference(dump.fingerprint)
-        if difference is not None:
-            raise PairMismatch(
-                f"is another target than {dump.path} was made with, {dump.target_name}: {difference}",
-                path=head_from.checkpoint.path,
-                hint="name the dump's own target with --head-from",
-            )
+    if head_from is not None and dump.ends_digest not in (None, digest_ends(head_from)):
+        raise PairMismatch(
+            f"its embedding or head is not that of {dump.target_name}, with which {dump.path} was made",
+            path=head_from.checkpoint.path,
+            hint="name the dump's own target with --head-from",
+        )
 
 
 def _summarise(answers: Sequence[Answer], ready: Replay) -> Summary:
@@ -311,7 +309,7 @@ def _settings(ready: Replay) -> dict[str, object]:
 def _describe(request: ReplayRequest) -> dict[str, object]:
     """What was judged, and on what."""
     head = request.head_from
-    borrowed = None if head is None else {"name": head.checkpoint.path.name, **target_fingerprint(head).to_json()}
+    borrowed = None if head is None else {"name": head.checkpoint.path.name, "ends_digest": digest_ends(head)}
     return {
         "draft": identify(request.draft.checkpoint, request.draft_reference).to_json(),
         "target": request.dump.target,

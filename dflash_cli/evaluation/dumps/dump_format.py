@@ -13,7 +13,6 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from dflash_cli.checkpoints.fingerprint import TargetFingerprint
 from dflash_cli.generation.prompts import PromptRow
 from dflash_runtime.errors import CheckpointError, CheckpointNotFound, UnknownFormat
 from dflash_runtime.registry import Registry
@@ -54,7 +53,7 @@ class Dump:
     texts: tuple[DumpedText, ...]
     vocab_size: int | None = None
     target: Mapping[str, Any] | None = None
-    fingerprint: TargetFingerprint | None = None
+    ends_digest: str | None = None
     is_complete: bool = True
     settings: Mapping[str, Any] = field(default_factory=dict)
     note: str | None = None

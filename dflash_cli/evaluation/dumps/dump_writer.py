@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dflash_cli.checkpoints.fingerprint import target_fingerprint
+from dflash_cli.checkpoints.fingerprint import digest_ends
 from dflash_cli.evaluation.acceptance_report import Failure
 from dflash_cli.evaluation.dumps.dump_format import HIDDEN, TOKENS, DumpedText
 from dflash_cli.evaluation.dumps.own_dump import (
@@ -119,7 +119,7 @@ def _describe(session: PairSession, request: DumpRequest, params: SamplingParams
         "hidden_size": target.config.hidden_size,
         "vocab_size": target.config.vocab_size,
         "target": session.identities["target"].to_json(),
-        "fingerprint": target_fingerprint(session.target).to_json(),
+        "ends_digest": digest_ends(session.target),
         **text_digests(session.target.checkpoint),
         "settings": settings | {"num_overhang": request.num_overhang},
         "measured": session.describe(),

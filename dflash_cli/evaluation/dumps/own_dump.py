@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dflash_cli.checkpoints.fingerprint import TargetFingerprint
 from dflash_cli.evaluation.dumps.dump_format import DUMP_FORMATS, HIDDEN, TOKENS, Dump, DumpedText, check_ids_within
 from dflash_cli.evaluation.dumps.tensor_file import expect_shape, read_shapes, read_tokens, rows_reader
 from dflash_cli.generation.prompts import PromptRow
@@ -60,7 +59,7 @@ class OwnDump:
             texts=tuple(read_text(file, (len(taps), size), vocab_size) for file in files),
             vocab_size=vocab_size,
             target=manifest["target"],
-            fingerprint=TargetFingerprint.from_json(manifest.get("fingerprint")),
+            ends_digest=manifest.get("ends_digest"),
             is_complete=manifest.get("is_complete") is True,
             settings=manifest["settings"],
         )
