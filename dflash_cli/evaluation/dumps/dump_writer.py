@@ -221,7 +221,7 @@ def _write_answer(session: PairSession, request: DumpRequest, answer: Answer, ov
         "num_overhang": len(overhang),
     }
     tensors = {HIDDEN: rows, TOKENS: torch.tensor([*text, *overhang])}
-    data = save(tensors, metadata={"format": "pt", METADATA: json.dumps(said, ensure_ascii=False)})
+    data = save(tensors, metadata={METADATA: json.dumps(said, ensure_ascii=False)})
     write_whole(request.folder / _file_name(answer.row.index, answer.turn), data)
 
 
