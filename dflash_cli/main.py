@@ -52,7 +52,7 @@ COMMANDS = {
         examples=(
             "dflash eval-acceptance tiny --num-prompts 12",
             "dflash eval-acceptance org/draft -p prompts.jsonl --chat --rows answers.jsonl",
-            "dflash eval-acceptance org/draft --mode replay --dump DIR --head-from org/model",
+            "dflash eval-acceptance org/draft --mode replay --dump D --head-from org/model",
         ),
         docs="docs/vocabulary.md",
         draft="draft",
