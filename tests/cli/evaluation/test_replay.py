@@ -92,6 +92,16 @@ def test_a_block_whose_end_is_not_known_is_not_judged(tmp_path: Path) -> None:
         assert one.walked == tuple(step for step in other.walked if step.start <= 24 - 7)
 
 
+def test_blocks_past_the_drafts_positions_are_not_judged(tmp_path: Path) -> None:
+    dump = dump_to(tmp_path / "dump", bundled_rows(2), SamplingParams(max_new_tokens=24))
+    text = min(dump.texts, key=lambda item: item.prompt_len)
+    draft = draft_of(TINY, max_position_embeddings=text.prompt_len + 10)
+    found, whole = replayed(request_for(dump, draft=draft)), replayed(request_for(dump))
+    assert sum(len(item.sampled) for item in found) == 3
+    for one, other in zip(found, whole, strict=True):
+        assert one.sampled == other.sampled[: len(one.sampled)]
+
+
 def test_an_evaluation_says_that_the_mean_is_another_quantity(tmp_path: Path) -> None:
     dump = dump_to(tmp_path / "dump", bundled_rows(8), SamplingParams(max_new_tokens=16))
     evaluation = replay(request_for(dump))

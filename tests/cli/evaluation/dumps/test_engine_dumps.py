@@ -61,6 +61,11 @@ def test_chunks_of_prefill_cost_the_last_rows_and_shift_none(own: Dump, tmp_path
         num_chunks = -(-whole.prompt_len // 5)
         assert text.num_rows == whole.num_rows - (num_chunks - 1)
         assert torch.equal(text.read(), whole.read()[: text.num_rows].float())
+    for found, expected in zip(replayed(request_for(dump)), replayed(request_for(own)), strict=True):
+        text = found.text
+        known = [step for step in expected.sampled if text.prompt_len + step.start - 1 <= text.num_rows]
+        assert 0 < len(known) < len(expected.sampled)
+        assert list(found.sampled) == known
 
 
 def test_prompts_of_vllm_without_responses_are_judged_whole_and_it_is_said(own: Dump, tmp_path: Path) -> None:
