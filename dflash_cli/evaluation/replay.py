@@ -115,6 +115,7 @@ class Replay:
         ends = borrow_ends(draft, request.head_from, self.placement)
         weights = load_draft_weights(draft, self.placement)
         self.draft: Draft = build_draft(draft.config, weights, ends, self.placement)
+        self.num_blocks = 0  # that were drafted
         self._columns = [dump.taps.index(tap) for tap in draft.config.target_layer_ids]
 
     def run(self) -> Iterator[Replayed]:
@@ -198,6 +199,7 @@ class _TextGroup:
         if not anchors:
             return
         replay = self._replay
+        replay.num_blocks += len(anchors)
         proposed = self._pages.propose(replay.draft, self._cache, anchors, replay.num_drafts)
         accepted = self._pages.count_right(anchors, proposed).tolist()
         for anchor, draft_ids, num_accepted in zip(anchors, proposed.tolist(), accepted, strict=True):
@@ -237,6 +239,7 @@ def replay(request: ReplayRequest) -> Evaluation:
         measured={
             **_describe(request),
             **describe_run(ready.placement.device),
+            "num_blocks": ready.num_blocks,
             "num_prompts": len(rows),
             "prompts_digest": digest_rows(rows),
         },

@@ -162,11 +162,10 @@ def run_replay(request: "ReplayRequest") -> "Evaluation":
     console.status(f"replaying {request.dump.path} for draft {request.draft_reference} ...")
     with console.working("replaying"):
         evaluation = judge(request)
-    num_steps = evaluation.total.counts.num_drafts
-    num_anchors = evaluation.anchors.counts.num_drafts if evaluation.anchors is not None else num_steps
-    if evaluation.seconds > 0 and num_anchors:
+    num_steps, num_blocks = evaluation.total.counts.num_drafts, evaluation.measured["num_blocks"]
+    if evaluation.seconds > 0 and num_blocks:
         console.status(
-            f"{num_anchors} anchors of {len(request.dump.texts)} answers, {num_steps} of them steps of a run, "
-            f"{num_anchors / evaluation.seconds:.1f} anchors/s (without loading weights)"
+            f"{num_blocks} blocks drafted along {len(request.dump.texts)} answers, {num_steps} of them steps of a run, "
+            f"{num_blocks / evaluation.seconds:.1f} blocks/s (without loading weights)"
         )
     return evaluation

@@ -81,7 +81,7 @@ def test_the_text_says_what_the_mean_over_anchors_is(dump: Path) -> None:
         r"\nmean over (\d+) anchors .*: another quantity, over blocks that a run passes over too\n", done.out
     )
     assert said is not None
-    assert f"{said[1]} anchors of 8 answers, " in done.err
+    assert f"{said[1]} blocks drafted along 8 answers, " in done.err
     none = support.run_main(*REPLAY, "--dump", dump, "--head-from", "tiny", "--every", "0")
     assert none.out.splitlines()[0] == done.out.splitlines()[0]
     assert "mean over" not in none.out

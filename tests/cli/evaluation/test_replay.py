@@ -112,4 +112,7 @@ def test_an_evaluation_says_that_the_mean_is_another_quantity(tmp_path: Path) ->
     assert document["settings"]["mode"] == "replay"
     assert document["settings"]["max_new_tokens"] == 16
     assert document["measured"]["dump"]["taps"] == list(TAPS)
-    assert replay(request_for(dump, every=0)).to_json()["anchors"] is None
+    assert document["measured"]["num_blocks"] == 8 * 15
+    alone = replay(request_for(dump, every=0)).to_json()
+    assert alone["anchors"] is None
+    assert alone["measured"]["num_blocks"] == alone["num_drafts"] == document["num_drafts"]
