@@ -27,6 +27,7 @@ from dflash_cli.generation.answers import Answer, Event, answer_rows, own_seed
 from dflash_cli.generation.atomic_file import atomic_text, write_whole
 from dflash_cli.generation.loaded_pair import PairSession
 from dflash_cli.generation.prompts import PromptRow
+from dflash_runtime.checkpoint.strict_json import read_json
 from dflash_runtime.errors import CheckpointError, UsageError
 from dflash_runtime.scheduling.request import SamplingParams
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     pass
 
 CONVENTION = "tap i is the output of decoder layer i, counted from 0; after the last layer, before the final norm"
+FILES = "[0-9]*-[0-9]*.safetensors"
 BATCHES = 4
 """Rows that are answered before any of them is written, in batches of the engine."""
 
@@ -71,10 +73,18 @@ def check_folder(folder: Path, *, resume: bool, force: bool) -> None:
         raise UsageError(f"{folder.parent}: no such directory", hint=f"make it first: mkdir -p {folder.parent}")
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
-    if not (folder / MANIFEST).is_file():
+    if not _is_dump(folder):
         raise UsageError(f"{folder}: exists already, and is no dump", hint="name a new folder with --out")
     if not (resume or force):
         raise UsageError(f"{folder}: exists already", hint="pass --resume to go on from it, or --force to replace it")
+
+
+def _is_dump(folder: Path) -> bool:
+    """Whether a folder is one that may be written to again: other programs have manifests of that name too."""
+    try:
+        return read_json(folder / MANIFEST).get("kind") == KIND
+    except CheckpointError:
+        return False
 
 
 def write_dump(session: PairSession, request: DumpRequest, sink: Callable[[Event], None]) -> DumpSummary:
@@ -145,7 +155,7 @@ def _prepare(request: DumpRequest, manifest: Mapping[str, Any]) -> None:
     for remains in folder.glob(".*.tmp-*"):
         remains.unlink()
     if not request.resume:
-        for file in folder.glob("*.safetensors"):
+        for file in folder.glob(FILES):
             file.unlink()
     _write_manifest(folder, manifest)
 

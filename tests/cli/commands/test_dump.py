@@ -133,6 +133,8 @@ def test_what_was_made_otherwise_is_not_gone_on_from(copied: Path) -> None:
 def test_a_folder_that_is_no_dump_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "notes.safetensors").write_text("mine")
     assert "exists already, and is no dump" in refuse(2, *DUMP, tmp_path, "--force")
+    (tmp_path / "manifest.json").write_text('{"kind": "other"}')
+    assert "exists already, and is no dump" in refuse(2, *DUMP, tmp_path, "--force")
     assert (tmp_path / "notes.safetensors").read_text() == "mine"
     assert "no such directory" in refuse(2, *DUMP, tmp_path / "a" / "b")
 
@@ -158,6 +160,25 @@ def test_a_full_disk_is_named_and_leaves_whole_files(tmp_path: Path, monkeypatch
     done = support.run_main(*REPLAY, "--dump", folder, "--head-from", "tiny")
     assert f"{folder}: is not complete; judged on the 2 answers that it holds" in done.err
     assert support.run_main(*DUMP, folder, "--resume").err.splitlines()[-1].startswith("6 answers written, 8 in all")
+
+
+def test_what_is_there_when_it_is_interrupted_is_kept_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write, written = Path.write_bytes, []
+
+    def interrupt(self: Path, data: bytes) -> int:
+        written.append(self)
+        if len(written) == 3:
+            raise KeyboardInterrupt
+        return write(self, data)
+
+    monkeypatch.setattr(Path, "write_bytes", interrupt)
+    folder = tmp_path / "dump"
+    error = support.run_main(*DUMP, folder)
+    assert error.code == 130
+    assert f"2 answers are kept in {folder}" in error.err
+    assert "give the same command with --resume to go on" in error.err
+    assert len(files_of(folder)) == 2
+    assert len(list(folder.iterdir())) == 3
 
 
 def test_a_prompt_that_cannot_be_served_is_named_and_the_others_are_dumped(tmp_path: Path) -> None:
