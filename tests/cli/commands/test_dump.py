@@ -324,3 +324,15 @@ def test_a_draft_with_copies_needs_no_target(dump: Path, tmp_path: Path) -> None
     assert json.loads(done.out)["histogram"] == expected
     error = refuse(2, *REPLAY, "--dump", dump)
     assert f"{DRAFT}: the draft has no embed_tokens.weight of its own\nhint: name the target" in error
+
+
+def test_a_target_that_transformers_runs_is_dumped_alike(dump: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "hosted"
+    done = support.run_main(*DUMP, folder, "--target-runtime", "transformers")
+    assert done.code == 0, done.err
+    for name in files_of(folder):
+        found, expected = load_file(folder / name), load_file(dump / name)
+        assert torch.equal(found["token_ids"], expected["token_ids"])
+        torch.testing.assert_close(found["hidden_states"], expected["hidden_states"], rtol=1e-3, atol=1e-3)
+    document = replay("--dump", folder, "--head-from", "tiny", "--json")
+    assert document["histogram"] == replay("--dump", dump, "--head-from", "tiny", "--json")["histogram"]
