@@ -52,6 +52,7 @@ COMMANDS = {
         examples=(
             "dflash eval-acceptance tiny --num-prompts 12",
             "dflash eval-acceptance org/draft -p prompts.jsonl --chat --rows answers.jsonl",
+            "dflash eval-acceptance org/draft --mode replay --dump D --head-from org/model",
         ),
         docs="docs/vocabulary.md",
         draft="draft",
@@ -65,6 +66,16 @@ COMMANDS = {
             "dflash compare old.json new.json --tolerance 0.1 --gate no-regression",
         ),
         docs="docs/comparing.md",
+    ),
+    "dump": Entry(
+        function="dflash_cli.commands.dump:dump",
+        section=RUN,
+        summary="Keep a target's text and hidden states, so that drafts are judged without it.",
+        examples=(
+            "dflash dump org/model --taps-from org/draft -p prompts.jsonl --out dump",
+            "dflash dump org/model --taps 1,9,17,25,33 -p prompts.jsonl --out dump",
+        ),
+        docs="docs/replay.md",
     ),
     "bench": Entry(
         function="dflash_cli.commands.bench:bench",

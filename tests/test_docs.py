@@ -82,14 +82,17 @@ def test_shown_output_is_compared_but_for_its_numbers() -> None:
     assert not is_printed("3.4 of 8", "3.4, at most 8")
 
 
+@pytest.mark.parametrize("document", ["README.md", "docs/replay.md"])
 @pytest.mark.parametrize("is_whole", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["fewer", "whole"])
-def test_readme_runs_when_pasted(is_whole: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every command of README's console blocks, in order, in one empty directory; measurements on fewer prompts."""
+def test_documents_run_when_pasted(
+    document: str, is_whole: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every command of a page's console blocks, in order, in one empty directory; measurements on fewer prompts."""
     monkeypatch.chdir(tmp_path)
     if not is_whole:
         shorten_search(monkeypatch)
-    commands = console_commands((ROOT / "README.md").read_text())
-    assert len(commands) >= 5
+    commands = console_commands((ROOT / document).read_text())
+    assert len(commands) >= 4
     for shown in commands:
         outcome = paste(shown.line if is_whole else with_fewer_prompts(shown), tmp_path)
         assert outcome.code == shown.code, f"{shown.line}\n{outcome.err}"
@@ -110,6 +113,10 @@ def without_numbers(text: str) -> str:
 def with_fewer_prompts(shown: Shown) -> str:
     """The command, measuring on as few prompts as it takes; a gate that is documented as met is one that is met."""
     words = shlex.split(shown.line, comments=True)
+    if "dump" in words:
+        return f"{shown.line} --num-prompts 12 -n 32"
+    if "replay" in words:
+        return shown.line
     if "eval-acceptance" in words:
         gate = " --min-acceptance 1" if "--min-acceptance" in words and shown.code == 0 else ""
         return f"{shown.line.partition(' #')[0]} --num-prompts 12 -n 32{gate}"

@@ -14,7 +14,7 @@ from typing import Any
 
 from dflash_cli.checkpoints.target_copies import target_tensor
 from dflash_runtime.checkpoint.files import TensorInfo
-from dflash_runtime.checkpoint.layout import EMBEDDING
+from dflash_runtime.checkpoint.layout import EMBEDDING, HEAD
 from dflash_runtime.checkpoint.pair import TargetSource
 
 NUM_ROWS = 8
@@ -67,16 +67,32 @@ def target_fingerprint(target: TargetSource) -> TargetFingerprint:
     return TargetFingerprint(headers, rows.hexdigest())
 
 
+def digest_ends(target: TargetSource) -> str | None:
+    """Digest rows of a target's embedding and of its head, all that drafts borrow of it; None where it has neither."""
+    found = [info for info in (target_tensor(target, name) for name in (EMBEDDING, HEAD)) if info is not None]
+    hashed = hashlib.sha256()
+    for info in found:
+        hashed.update(json.dumps([info.dtype, list(info.shape)]).encode())
+        for piece in _spread_rows(info):
+            hashed.update(piece)
+    return hashed.hexdigest()[:16] if found else None
+
+
 def _pieces(embedding: TensorInfo, tensors: Mapping[str, TensorInfo]) -> Iterator[bytes]:
-    """Rows spread over the embedding, the first and the last among them, and the final norm."""
-    count = embedding.shape[0] if embedding.shape else 0
-    row_bytes = embedding.num_bytes // count if count else 0
-    for row in sorted({at * (count - 1) // (NUM_ROWS - 1) for at in range(NUM_ROWS)}) if count else ():
-        yield _read(embedding, row * row_bytes, row_bytes)
+    """Rows of the embedding and the final norm."""
+    yield from _spread_rows(embedding)
     norms = [info for name, info in tensors.items() if name == FINAL_NORM or name.endswith(f"model.{FINAL_NORM}")]
     if norms:
         norm = min(norms, key=lambda info: len(info.name))
         yield _read(norm, 0, norm.num_bytes)
+
+
+def _spread_rows(info: TensorInfo) -> Iterator[bytes]:
+    """Rows spread over a tensor, the first and the last among them."""
+    count = info.shape[0] if info.shape else 0
+    row_bytes = info.num_bytes // count if count else 0
+    for row in sorted({at * (count - 1) // (NUM_ROWS - 1) for at in range(NUM_ROWS)}) if count else ():
+        yield _read(info, row * row_bytes, row_bytes)
 
 
 def _read(info: TensorInfo, begin: int, count: int) -> bytes:

@@ -1,12 +1,13 @@
 """`dflash eval-acceptance`: how many tokens a pair commits per step, with a confidence interval."""
 
-from dataclasses import replace
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from dflash_cli import console
+from dflash_cli.evaluation.replay_options import ReplayOptions, open_replay, refuse_other_text, run_replay
 from dflash_cli.interruption import Interrupted
 from dflash_cli.options import (
     CausalityOption,
@@ -114,6 +115,7 @@ ReportOption = Annotated[
 def eval_acceptance(
     engine: EngineOptions,
     sampling: SamplingOptions,
+    replay: ReplayOptions,
     draft: OptionalDraftArg = None,
     target: TargetOption = None,
     prompts: PromptsOption = None,
@@ -150,9 +152,23 @@ def eval_acceptance(
     from dflash_cli.generation.announcements import announce_loading, note_cut_answers, suggest_diagnosis
 
     _check_outputs(rows_file, report, resume=resume, force=force)
+    if replay.is_asked:
+        refuse_other_text(
+            {"--prompts": prompts, "--num-prompts": num_prompts, "--target": target, "--chat": chat, "--resume": resume,
+             "--chat-template-kwargs": chat_template_kwargs, "--temperature": sampling.temperature,
+             "--draft-sampling probabilistic": config.draft_sampling != "greedy",
+             "--verify-width": sampling.verify_width}
+        )  # fmt: skip
+        opened = open_replay(draft, replay, config, causality=causality, threads=threads)
+        evaluation = run_replay(
+            dataclasses.replace(opened, confidence=confidence, num_resamples=bootstrap, journal=rows_file, force=force)
+        )
+        _show(evaluation, report, show_all=show_all, as_json=as_json)
+        _check_minimum(evaluation, min_acceptance, gate)
+        return
     rows, source = _choose_prompts(prompts, num_prompts, sampling.seed, draft=draft, target=target)
     announce_loading(draft, target, device=config.device)
-    from dflash_cli.evaluation.measure import EvaluationRequest, check_gate
+    from dflash_cli.evaluation.measure import EvaluationRequest
     from dflash_cli.generation.loaded_pair import open_session
 
     request = EvaluationRequest(
@@ -174,19 +190,29 @@ def eval_acceptance(
     if source.warning is not None:
         console.warn(source.warning)
     evaluation, tally = _measure(session, request)
-    evaluation = replace(evaluation, measured={**evaluation.measured, "lock_sha256": locked})
+    evaluation = dataclasses.replace(evaluation, measured={**evaluation.measured, "lock_sha256": locked})
+    _show(evaluation, report, show_all=show_all, as_json=as_json)
+    note_cut_answers(tally.outputs, params, session.llm.limits.max_model_len)
+    suggest_diagnosis(evaluation.total.counts, session.references)
+    if evaluation.failures:
+        _finish_failed(evaluation, is_allowed=allow_failed)
+    _check_minimum(evaluation, min_acceptance, gate)
+
+
+def _show(evaluation: "Evaluation", report: Path | None, *, show_all: bool, as_json: bool) -> None:
     if report is not None:
         _write_report(evaluation, report)
     if as_json:
         console.result_json(evaluation.to_json())
     else:
         _print(evaluation, show_all=show_all)
-    note_cut_answers(tally.outputs, params, session.llm.limits.max_model_len)
-    suggest_diagnosis(evaluation.total.counts, session.references)
-    if evaluation.failures:
-        _finish_failed(evaluation, is_allowed=allow_failed)
-    if min_acceptance is not None:
-        check_gate(evaluation, min_acceptance, use_lower_bound=gate == "lower")
+
+
+def _check_minimum(evaluation: "Evaluation", minimum: float | None, gate: str) -> None:
+    from dflash_cli.evaluation.measure import check_gate
+
+    if minimum is not None:
+        check_gate(evaluation, minimum, use_lower_bound=gate == "lower")
 
 
 def _check_outputs(rows_file: Path | None, report: Path | None, *, resume: bool, force: bool) -> None:

@@ -120,11 +120,6 @@ class _Borrowed:
     head: Any
     embedding_scale: float = 1.0
 
-    @property
-    def config(self) -> "_Borrowed":
-        """Where a target's scale is."""
-        return self
-
 
 def _borrow(config: DraftConfig, target: TargetSource | None) -> _Borrowed:
     import torch

@@ -55,7 +55,8 @@ class PromptSource:
 class Evaluation:
     """What `dflash eval-acceptance` found.
 
-    `settings` decide the result, `measured` says what it was measured with, `failures` what is not in it.
+    `settings` decide the result, `measured` says what it was measured with, `failures` what is not in it. Of a replay,
+    `anchors` is the mean over anchors, which is another quantity than the acceptance length of a run.
     """
 
     total: Summary
@@ -65,6 +66,7 @@ class Evaluation:
     source: PromptSource
     conversations: tuple[ConversationCounts, ...] = ()
     failures: tuple[Failure, ...] = ()
+    anchors: Summary | None = None
     seconds: float
 
     @property
@@ -85,11 +87,24 @@ class Evaluation:
             "failed": [failure.to_json() for failure in self.failures],
             "categories": {name: summary.to_json() for name, summary in self.categories.items()},
             "conversations": [item.to_json() for item in self.conversations],
+            "anchors": None if self.anchors is None else _anchors_json(self.anchors),
             "settings": dict(self.settings),
             "prompts": self.source.to_json(),
             "measured": dict(self.measured),
             "seconds": round(self.seconds, 6),
         }
+
+
+def _anchors_json(anchors: Summary) -> dict[str, Any]:
+    """The mean over anchors, under names that say what it is not."""
+    found = anchors.to_json()
+    return {
+        "num_anchors": anchors.counts.num_drafts,
+        "mean_over_anchors": anchors.counts.acceptance_len,
+        "mean_over_anchors_interval": found["acceptance_len_interval"],
+        "per_pos_acceptance_rates": found["per_pos_acceptance_rates"],
+        "histogram": found["histogram"],
+    }
 
 
 def headline(evaluation: Evaluation) -> str:
@@ -125,6 +140,9 @@ def legend(evaluation: Evaluation) -> str:
             lines.append(f"positions have an interval from {MIN_FOR_POSITIONS} prompts on")
     else:
         lines[1] += f"; no interval: {evaluation.total.no_interval}"
+    if evaluation.anchors is not None:
+        mean = f"mean over {evaluation.anchors.counts.num_drafts} anchors {_length(evaluation.anchors)}"
+        lines.append(f"{mean}: another quantity, over blocks that a run passes over too")
     source, num_prompts = evaluation.source, evaluation.num_prompts
     if source.sample_seed is not None:
         lines.append(

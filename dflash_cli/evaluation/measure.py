@@ -69,7 +69,7 @@ def measure(
     journal.drop_unfinished()
     return Evaluation(
         total=_pool(journal.answers, session, request),
-        categories={name: _pool(answers, session, request) for name, answers in _by_category(journal.answers).items()},
+        categories={name: _pool(answers, session, request) for name, answers in by_category(journal.answers).items()},
         settings={**session.references, **settings},
         source=request.source,
         conversations=count_conversations(journal.answers),
@@ -131,7 +131,8 @@ def _pool(answers: Sequence[Answer], session: PairSession, request: EvaluationRe
     )
 
 
-def _by_category(answers: Sequence[Answer]) -> dict[str, list[Answer]]:
+def by_category(answers: Sequence[Answer]) -> dict[str, list[Answer]]:
+    """The answers of each category that rows name, by name."""
     groups: dict[str, list[Answer]] = {}
     for answer in answers:
         if answer.row.category is not None:

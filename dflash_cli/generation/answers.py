@@ -155,7 +155,7 @@ def answer_rows(
                 yield from _fail(conversation, error.message, error.exit_code)
         pending = ready
         texts = [_Text(session.tokenizer) for _ in pending]
-        for delta in session.llm.stream(prompts, [_own_seed(params(item.row), item.row) for item in pending]):
+        for delta in session.llm.stream(prompts, [own_seed(params(item.row), item.row) for item in pending]):
             conversation, text = pending[delta.index], texts[delta.index]
             output = _of_row(delta.output, conversation) if delta.output is not None else None
             if output is not None and output.error is not None:
@@ -170,7 +170,7 @@ def answer_rows(
         pending = [conversation for conversation in pending if not conversation.is_done]
 
 
-def _own_seed(params: SamplingParams, row: PromptRow) -> SamplingParams:
+def own_seed(params: SamplingParams, row: PromptRow) -> SamplingParams:
     """A row's own numbers: with one seed for all, rows would draw the same ones at the same positions."""
     return params if params.seed is None else replace(params, seed=derive_seed(params.seed, row.index))
 

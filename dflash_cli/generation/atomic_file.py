@@ -73,7 +73,7 @@ def atomic_text(path: Path) -> Iterator[Output]:
             yield output
         return
     resolved = path.resolve()
-    partial = resolved.with_name(f".{resolved.name}.tmp-{os.getpid()}")
+    partial = resolved.with_name(f"{partial_prefix(resolved)}{os.getpid()}")
     try:
         with open_output(path, "w", at=partial) as output:
             yield output
@@ -81,6 +81,26 @@ def atomic_text(path: Path) -> Iterator[Output]:
             partial.replace(resolved)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """A file that appears under its name with all of these bytes, or not at all.
+
+    Raises:
+        OSError: it cannot be written, as on a full disk.
+    """
+    partial = path.with_name(f"{partial_prefix(path)}{os.getpid()}")
+    try:
+        with naming_output(path):
+            partial.write_bytes(data)
+            partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def partial_prefix(path: Path) -> str:
+    """How the name of a file begins under which `path` is written, until it is whole."""
+    return f".{path.name}.tmp-"
 
 
 @contextmanager

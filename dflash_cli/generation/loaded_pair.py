@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from functools import cached_property
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dflash_cli import console
 from dflash_cli.checkpoints.checkpoint_identity import Identity, identify
@@ -33,6 +33,9 @@ from dflash_runtime.config import EngineConfig, TargetFacts
 from dflash_runtime.errors import UsageError
 from dflash_runtime.llm import LLM
 from dflash_runtime.scheduling.request import SamplingParams
+
+if TYPE_CHECKING:
+    import torch
 
 PACKAGES = ("dflash-cli", "torch", "transformers", "safetensors", "tokenizers", "triton", "accelerate", "numpy")
 
@@ -66,7 +69,7 @@ class PairSession:
             "max_model_len": self.llm.limits.max_model_len,
             "dtype": pair.placement.dtype_name,
             "device": self.llm.device.type,
-            "device_name": self.device_name,
+            "device_name": device_name(self.llm.device),
             "adaptive_width": pair.config.adaptive_width,
             "kernels": pair.placement.kernels.name,
             "target_runtime": pair.target_runtime,
@@ -88,9 +91,6 @@ class PairSession:
             "draft": self.identities["draft"].to_json() if self.draft is not None else None,
             "target": self.identities["target"].to_json(),
             "template_digest": self.tokenizer.template_digest if self.tokenizer is not None else None,
-            "device_name": self.device_name,
-            "python": platform.python_version(),
-            "packages": {name: _release(name) for name in PACKAGES},
             "max_num_requests": config.max_num_requests,
             "scheduling": config.scheduling,
             "target_runtime": self.llm.pair.target_runtime,
@@ -99,17 +99,8 @@ class PairSession:
             "prefix_cache": config.prefix_cache,
             "adaptive_width": config.adaptive_width,
             "engine": asdict(config),
-            "argv": [Path(sys.argv[0]).name, *redacted(sys.argv[1:])],
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            **describe_run(self.llm.device),
         }
-
-    @property
-    def device_name(self) -> str:
-        """The GPU by its name, or the processor's architecture."""
-        import torch
-
-        is_cuda = self.llm.device.type == "cuda"
-        return torch.cuda.get_device_name(self.llm.device) if is_cuda else f"cpu ({platform.machine()})"
 
     @cached_property
     def identities(self) -> dict[str, Identity]:
@@ -207,6 +198,24 @@ def open_session(
         causality=causality,
         template_options=template_options,
     )
+
+
+def device_name(device: "torch.device") -> str:
+    """The GPU by its name, or the processor's architecture."""
+    import torch
+
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({platform.machine()})"
+
+
+def describe_run(device: "torch.device") -> dict[str, Any]:
+    """On what a result was measured, by which command, and when."""
+    return {
+        "device_name": device_name(device),
+        "python": platform.python_version(),
+        "packages": {name: _release(name) for name in PACKAGES},
+        "argv": [Path(sys.argv[0]).name, *redacted(sys.argv[1:])],
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
 
 
 def tell_notes(draft: DraftCheckpoint, target: TargetFacts) -> None:

@@ -51,6 +51,7 @@ class TargetAs:
 
     def __init__(self, target: Target, forward: Callable[..., tuple[Tensor, Tensor | None]]) -> None:
         self.config, self.embedding, self.head = target.config, target.embedding, target.head
+        self.embedding_scale = target.embedding_scale
         self._target, self._forward = target, forward
 
     def __call__(

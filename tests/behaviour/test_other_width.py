@@ -78,3 +78,17 @@ def test_other_dialects_cannot_state_it(to: str, target: Path, tmp_path: Path) -
     outcome = support.invoke("convert", make(tmp_path / "draft"), tmp_path / "out", "--to", to, "--target", target)
     assert outcome.code == 5
     assert "target_hidden_size 16: a native draft must be as wide as its target" in outcome.err
+
+
+def test_it_is_replayed_without_any_of_its_target(target: Path, tmp_path: Path) -> None:
+    draft, prompts, folder = make(tmp_path / "draft"), tmp_path / "prompts.jsonl", tmp_path / "dump"
+    prompts.write_text("".join(f'{{"prompt_token_ids": [4, 5, {token}]}}\n' for token in range(6, 9)))
+    options = ("-p", prompts, "-n", 24, "--ignore-eos")
+    dumped = support.invoke("dump", target, "--taps-from", draft, *options, "--out", folder)
+    assert dumped.code == 0, dumped.err
+    replayed = support.invoke("eval-acceptance", draft, "--mode", "replay", "--dump", folder, "--json")
+    run = support.invoke("eval-acceptance", draft, "-t", target, *options, "--json")
+    assert replayed.code == run.code == 0, replayed.err + run.err
+    found, expected = (json.loads(outcome.out) for outcome in (replayed, run))
+    assert found["num_drafts"] == expected["num_drafts"] > 20
+    assert found["histogram"] == expected["histogram"]

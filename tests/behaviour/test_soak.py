@@ -25,6 +25,7 @@ class Accidents:
 
     def __init__(self, target: Target, generator: random.Random, share: float) -> None:
         self.config, self.embedding, self.head = target.config, target.embedding, target.head
+        self.embedding_scale = target.embedding_scale
         self.num_failures = 0
         self._target, self._generator, self._share = target, generator, share
 

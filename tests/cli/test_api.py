@@ -60,12 +60,14 @@ def test_importing_it_imports_nothing_else() -> None:
 RENDERED = "(what a function returns is not printed or written: each result has to_json)"
 CALLERS = "(the caller's: torch.set_num_threads)"
 OPENED = "(of open_draft, open_target)"
+LOCKED = "(dflash_cli.checkpoints.lock: read_lock, then check)"
 COUNTERPARTS: dict[Callable[..., Any], tuple[Callable[..., Any], dict[str, str]]] = {
     validate: (
         dflash_cli.validate_draft,
         {
             "engine": "engines",
             "ignore": "ignored",
+            "lock": LOCKED,
             "strict": "(of Report.fails)",
             "fix_out": "(dflash_cli.validation.repair writes files, as convert_draft does)",
             "force": "(of fix_out)",
@@ -84,6 +86,7 @@ COUNTERPARTS: dict[Callable[..., Any], tuple[Callable[..., Any], dict[str, str]]
             "bootstrap": "num_resamples",
             "min_acceptance": "(a comparison with Evaluation.total)",
             "gate": "(a comparison with Evaluation.total)",
+            "lock": LOCKED,
             "report": "(of dflash_cli.evaluation.acceptance_report.to_markdown)",
             "allow_failed": "(Evaluation.failures)",
             "show_all": RENDERED,

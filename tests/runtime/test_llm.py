@@ -38,6 +38,7 @@ class Watched:
 
     def __init__(self, target: Target) -> None:
         self.config, self.embedding, self.head = target.config, target.embedding, target.head
+        self.embedding_scale = target.embedding_scale
         self.chains: list[list[str]] = []
         self._target = target
 

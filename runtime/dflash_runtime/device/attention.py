@@ -50,13 +50,13 @@ BACKENDS: Mapping[str, Capability] = {
 
 def check_capability(
     backend: str,
-    target: TargetConfig,
+    target: TargetConfig | None,
     draft: DraftConfig | None,
     dtype: str,
     *,
     backends: Mapping[str, Capability] = BACKENDS,
 ) -> None:
-    """Refuse a pair whose attention a backend cannot do.
+    """Refuse a pair, or a draft alone, whose attention a backend cannot do.
 
     Raises:
         UnsupportedError: naming the layer, what it needs, and the backends that can.
@@ -69,15 +69,15 @@ def check_capability(
             able = [name for name, other in backends.items() if other.can(need)]
             hint = f"--kernels {able[0]}" if able else None
             raise UnsupportedError(f"{need.where} needs {need}, which the {backend} backend cannot do", hint=hint)
-    paged = (None if target.own_cache is not None else target, draft)
+    paged = (target if target is not None and target.own_cache is None else None, draft)
     widest = max((size for config in paged if config is not None for _, size in config.kv_shapes), default=0)
     if capability.max_head_dim is not None and widest > capability.max_head_dim:
         raise UnsupportedError(f"head_dim {widest}, the {backend} backend serves up to {capability.max_head_dim}")
 
 
-def _needs(target: TargetConfig, draft: DraftConfig | None) -> list[Need]:
-    own = target.own_cache is not None
-    needs = [] if own else [Need(f"target layer {layer}", True, window) for layer, window in enumerate(target.windows)]
+def _needs(target: TargetConfig | None, draft: DraftConfig | None) -> list[Need]:
+    windows = target.windows if target is not None and target.own_cache is None else ()
+    needs = [Need(f"target layer {layer}", True, window) for layer, window in enumerate(windows)]
     if draft is not None:
         needs += [
             Need(f"draft layer {layer}", is_causal, window)

@@ -102,10 +102,12 @@ def prompt_rows(config: EngineConfig, kernels: Kernels) -> int:
     return config.max_batched_tokens or (KERNEL_ROWS if kernels.name == "triton" else REFERENCE_ROWS)
 
 
-def resolve_limits(
-    config: EngineConfig, target: TargetConfig, draft: DraftConfig | None, kernels: Kernels = REFERENCE
-) -> Limits:
-    """K, the longest text and the batch sizes, from the engine config and what the checkpoints allow."""
+def resolve_num_drafts(config: EngineConfig, draft: DraftConfig | None) -> int:
+    """K: what is asked for, by default as many tokens as the draft was trained for.
+
+    Raises:
+        UsageError: more than those.
+    """
     trained = draft.num_draft_tokens if draft is not None else 0
     num_draft_tokens = trained if config.num_draft_tokens is None else config.num_draft_tokens
     if num_draft_tokens > trained:
@@ -113,6 +115,14 @@ def resolve_limits(
             f"{num_draft_tokens} speculative tokens, expected at most {trained}: "
             + ("no draft is given" if draft is None else f"the draft was trained for blocks of {trained + 1}")
         )
+    return num_draft_tokens
+
+
+def resolve_limits(
+    config: EngineConfig, target: TargetConfig, draft: DraftConfig | None, kernels: Kernels = REFERENCE
+) -> Limits:
+    """K, the longest text and the batch sizes, from the engine config and what the checkpoints allow."""
+    num_draft_tokens = resolve_num_drafts(config, draft)
     served = target.max_position_embeddings
     if draft is not None and num_draft_tokens:
         served = min(served, draft.max_position_embeddings)

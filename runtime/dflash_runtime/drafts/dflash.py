@@ -21,7 +21,7 @@ from dflash_runtime.drafts.draft import DRAFTS
 from dflash_runtime.errors import CheckpointError, UnsupportedError
 from dflash_runtime.models.layers import Attend, DecoderStack, Linear, PagedKV, RMSNorm
 from dflash_runtime.models.placement import Placement
-from dflash_runtime.models.target import Target
+from dflash_runtime.models.target import TargetEnds
 from dflash_runtime.models.weights import Weights
 
 
@@ -33,7 +33,7 @@ class DFlashDraft:
 
     expected_shapes = staticmethod(owned_shapes)
 
-    def __init__(self, config: DraftConfig, weights: Weights, target: Target, placement: Placement) -> None:
+    def __init__(self, config: DraftConfig, weights: Weights, target: TargetEnds, placement: Placement) -> None:
         if config.sample_from_anchor:
             raise UnsupportedError("a draft that samples from its anchor has another block layout than DFlash")
         self.config = config
@@ -41,7 +41,7 @@ class DFlashDraft:
         self._embedding = weights[EMBEDDING] if config.has_own_width else target.embedding
         self._embedding_scale = config.input_embedding_scale
         if config.has_target_scale and not config.has_own_width:  # in the dtype of its rows, as the target has it
-            self._embedding_scale *= float(torch.tensor(target.config.embedding_scale, dtype=self._embedding.dtype))
+            self._embedding_scale *= float(torch.tensor(target.embedding_scale, dtype=self._embedding.dtype))
         self._kernels = kernels = placement.kernels
         has_head = config.has_own_width or config.has_reduced_vocab
         self._head = Linear(weights[HEAD], kernels=kernels) if has_head else target.head

@@ -20,7 +20,7 @@ from dflash_runtime.config import DraftConfig
 from dflash_runtime.errors import UnsupportedError
 from dflash_runtime.models.layers import Attend, PagedKV
 from dflash_runtime.models.placement import Placement
-from dflash_runtime.models.target import Target
+from dflash_runtime.models.target import TargetEnds
 from dflash_runtime.models.weights import Weights, load_weights
 from dflash_runtime.registry import Registry
 
@@ -58,7 +58,7 @@ class DraftFamily(Protocol):
         """Every tensor a draft owns, by canonical name, with its shape."""
         ...
 
-    def __call__(self, config: DraftConfig, weights: Weights, target: Target, placement: Placement) -> Draft: ...
+    def __call__(self, config: DraftConfig, weights: Weights, target: TargetEnds, placement: Placement) -> Draft: ...
 
 
 DRAFTS: Registry[DraftFamily] = Registry("draft family")
@@ -71,7 +71,7 @@ def draft_families() -> Registry[DraftFamily]:
     return DRAFTS
 
 
-def load_draft(source: DraftLike, target: Target, placement: Placement) -> Draft:
+def load_draft(source: DraftLike, target: TargetEnds, placement: Placement) -> Draft:
     """Load the tensors a draft owns and build it; see `owned_tensors` for what is refused."""
     return build_draft(source.config, load_draft_weights(source, placement), target, placement)
 
@@ -101,6 +101,6 @@ def load_draft_weights(source: DraftLike, placement: Placement) -> Weights:
     return load_weights(source.checkpoint, owned_tensors(source), placement)
 
 
-def build_draft(config: DraftConfig, weights: Weights, target: Target, placement: Placement) -> Draft:
+def build_draft(config: DraftConfig, weights: Weights, target: TargetEnds, placement: Placement) -> Draft:
     """A draft of the config's family from weights that are on the device; several may share them."""
     return draft_families()[config.family](config, weights, target, placement)

@@ -37,6 +37,11 @@ class DecoderTarget:
         """See `models.target.Target`."""
         return self._decoder.follows_from_shapes
 
+    @property
+    def embedding_scale(self) -> float:
+        """See `models.target.TargetEnds`."""
+        return self.config.embedding_scale
+
     def __call__(
         self, token_ids: Tensor, positions: Tensor, attend: Attend, taps: Sequence[int]
     ) -> tuple[Tensor, Tensor | None]:

@@ -170,6 +170,11 @@ class HostedTarget:
         self.entry = placement.device if first.type == "meta" else first  # where rows enter the model
         self._layers = find_layers(config, self._decoder)
 
+    @property
+    def embedding_scale(self) -> float:
+        """See `models.target.TargetEnds`."""
+        return self.config.embedding_scale
+
     def __call__(
         self, token_ids: Tensor, positions: Tensor, attend: Attend, taps: Sequence[int]
     ) -> tuple[Tensor, Tensor | None]:

@@ -94,6 +94,11 @@ class OwnCacheTarget:
         self._has_positions = "position_ids" in known
         self._cache_name = next((name for name in CACHE_NAMES if name in known), CACHE_NAMES[0])
 
+    @property
+    def embedding_scale(self) -> float:
+        """See `models.target.TargetEnds`."""
+        return self.config.embedding_scale
+
     def __call__(
         self, token_ids: Tensor, positions: Tensor, attend: Attend, taps: Sequence[int]
     ) -> tuple[Tensor, Tensor | None]:

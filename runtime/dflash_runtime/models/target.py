@@ -33,7 +33,26 @@ from dflash_runtime.models.weights import Weights, load_weights, loaded_bytes
 from dflash_runtime.registry import Registry
 
 
-class Target(Protocol):
+class TargetEnds(Protocol):
+    """What a draft borrows of a target: all of it that drafting needs."""
+
+    @property
+    def embedding(self) -> Tensor:
+        """[V, hidden]."""
+        ...
+
+    @property
+    def head(self) -> Linear:
+        """[V, hidden]."""
+        ...
+
+    @property
+    def embedding_scale(self) -> float:
+        """What the target multiplies rows of its embedding with."""
+        ...
+
+
+class Target(TargetEnds, Protocol):
     """A decoder whose layers' outputs can be tapped.
 
     One whose `follows_from_shapes` is true never looks at a value on the host: the same launches serve any tokens and
@@ -41,8 +60,6 @@ class Target(Protocol):
     """
 
     config: TargetConfig
-    embedding: Tensor  # [V, hidden]
-    head: Linear  # [V, hidden]
 
     def __call__(
         self, token_ids: Tensor, positions: Tensor, attend: Attend, taps: Sequence[int]

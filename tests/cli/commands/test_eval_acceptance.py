@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from dflash_cli.checkpoints.references import tiny_directory
-from dflash_cli.generation.loaded_pair import PairSession
+from dflash_cli.generation import loaded_pair
 from dflash_cli.generation.prompts import PromptRow, gather_rows, sample_rows
 from dflash_cli.main import app
 from dflash_runtime.errors import GateFailed, UsageError
@@ -249,7 +249,7 @@ def test_another_device_and_template_option_are_another_experiment(
     options = ["--chat-template-kwargs", '{"enable_thinking": false}']
     with pytest.raises(UsageError, match=r"made with chat_template_kwargs None, but this run has '\{\"enable_thinking"):
         run(*SMALL, "--rows", str(rows), "--resume", *options)
-    monkeypatch.setattr(PairSession, "device_name", "NVIDIA H200")
+    monkeypatch.setattr(loaded_pair, "device_name", lambda device: "NVIDIA H200")
     with pytest.raises(UsageError, match=r"made with device_name 'cpu .*', but this run has 'NVIDIA H200'"):
         run(*SMALL, "--rows", str(rows), "--resume")
 

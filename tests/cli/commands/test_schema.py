@@ -31,6 +31,7 @@ DOCUMENTS: dict[str, list[str]] = {
     "explain all": ["explain"],
     "env": ["env"],
     "lock": ["lock", "tiny"],
+    "dump": ["dump", "tiny", "--taps", "0,2", "--out", "out", *FEW],
 }
 
 

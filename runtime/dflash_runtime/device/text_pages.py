@@ -1,0 +1,116 @@
+"""Drafting along texts that are there already: many blocks, of many texts, in one forward of the draft.
+
+The context KV of whole texts is written once. A block at any anchor attends to the rows before its anchor and to no
+others, so that it is the block a run would have drafted there.
+
+Axis letters: R anchors, N block rows, K drafted tokens, P pages, T rows of all texts, F features.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dflash_kernels.launch_config import MAX_GRID
+from dflash_runtime.device.kv import KVCache, PagedAttention
+from dflash_runtime.drafts.draft import Draft
+from dflash_runtime.models.placement import Placement, as_current
+from dflash_runtime.models.target import Target
+
+MAX_LOGITS = 1 << 26
+"""Logits computed at a time."""
+
+MAX_GATHERED = 1 << 22
+"""Numbers of keys that the references copy out of pages at a time."""
+
+Anchor = tuple[int, int]
+"""Which text, and the position in it of the block's first row."""
+
+
+class TextPages:
+    """Texts in pages, one after another, and the rows of them that have features: all, or the first `num_rows`."""
+
+    def __init__(
+        self,
+        texts: Sequence[Sequence[int]],
+        page_size: int,
+        placement: Placement,
+        num_rows: Sequence[int] | None = None,
+    ) -> None:
+        self._placement, self._page_size = placement, page_size
+        device = placement.device
+        num_pages = [-(-len(text) // page_size) for text in texts]
+        self._num_pages = sum(num_pages)
+        firsts = [page_size * sum(num_pages[:index]) for index in range(len(texts))]
+        self._starts = torch.tensor(firsts, device=device)
+        filled = torch.cat([first + torch.arange(len(text)) for first, text in zip(firsts, texts, strict=True)])
+        self._token_ids = torch.zeros(page_size * self._num_pages, dtype=torch.int64, device=device)
+        self._token_ids[filled.to(device)] = torch.tensor([token for text in texts for token in text], device=device)
+        counts = [len(text) for text in texts] if num_rows is None else num_rows
+        self._positions = torch.cat([torch.arange(count) for count in counts]).to(device)
+        self._slots = self._positions + self._starts.repeat_interleave(torch.tensor(counts, device=device))
+
+    @torch.inference_mode()
+    def write_context(self, draft: Draft, features: Tensor) -> KVCache:
+        """The draft's context KV of all texts, from features [T, F] of their rows."""
+        cache = KVCache(draft.config, self._num_pages, self._page_size, self._placement)
+        with as_current(self._placement.device):
+            draft.write_context(features, self._positions, cache, self._slots)
+        return cache
+
+    @torch.inference_mode()
+    def propose(self, draft: Draft, cache: KVCache, anchors: Sequence[Anchor], num_drafts: int) -> Tensor:
+        """What the draft proposes at each anchor, the most likely tokens by the target's ids: [R, K]."""
+        piece = self._piece(draft, max((position for _, position in anchors), default=0), num_drafts)
+        parts = [anchors[begin : begin + piece] for begin in range(0, len(anchors), piece)]
+        with as_current(self._placement.device):
+            return torch.cat([self._propose(draft, cache, part, num_drafts) for part in parts])
+
+    def count_right(self, anchors: Sequence[Anchor], proposed: Tensor) -> Tensor:
+        """How many of the proposed tokens [R, K], from the first on, are what the texts say after the anchors, [R]."""
+        first, positions = self._locate(anchors)
+        after = 1 + torch.arange(proposed.shape[1], device=first.device)
+        is_right = proposed == self._token_ids[(first + positions)[:, None] + after]
+        return is_right.long().cumprod(dim=1).sum(dim=1)
+
+    def _propose(self, draft: Draft, cache: KVCache, anchors: Sequence[Anchor], num_drafts: int) -> Tensor:
+        config, kernels = draft.config, self._placement.kernels
+        first, positions = self._locate(anchors)
+        longest = max(position for _, position in anchors)
+        pages = torch.arange(max(1, -(-longest // self._page_size)), device=first.device)
+        # Pages past a text's own are never read; the clamp only keeps them inside the cache.
+        table = (first[:, None] // self._page_size + pages).clamp(max=self._num_pages - 1)
+        masks = first.new_full((len(first), num_drafts), config.mask_token_id)
+        block = torch.cat((self._token_ids[first + positions][:, None], masks), dim=1)
+        rows = positions[:, None] + torch.arange(num_drafts + 1, device=first.device)
+        attend = PagedAttention(kernels, cache, table, positions, config.causal, config.windows)
+        logits = draft.logits(block, rows, attend)
+        ids = kernels.argmax(logits.flatten(0, 1)).view(-1, num_drafts)
+        return ids if draft.target_ids is None else draft.target_ids[ids]
+
+    def _locate(self, anchors: Sequence[Anchor]) -> tuple[Tensor, Tensor]:
+        """The first slot of each anchor's text and its position in it, [R] each."""
+        texts, positions = torch.tensor(anchors, device=self._starts.device).view(-1, 2).unbind(dim=1)
+        return self._starts[texts], positions
+
+    def _piece(self, draft: Draft, longest: int, num_drafts: int) -> int:
+        """How many anchors a forward takes."""
+        kernels, shapes = self._placement.kernels, draft.config.kv_shapes
+        limits = [MAX_LOGITS // (num_drafts * draft.config.draft_vocab_size), MAX_GRID // max(n for n, _ in shapes)]
+        if kernels.name == "reference":
+            limits.append(MAX_GATHERED // ((longest + 1) * max(count * size for count, size in shapes)))
+        return max(1, min(limits))
+
+
+@torch.inference_mode()
+def read_features(
+    target: Target, placement: Placement, page_size: int, text: Sequence[int], layers: Sequence[int]
+) -> Tensor:
+    """Outputs of these layers over a text, side by side, by one forward of the target that uses no pages: [T, F]."""
+    device, config = placement.device, target.config
+    with as_current(device):
+        cache = KVCache(config, 1, page_size, placement)
+        attend = PagedAttention.in_order(placement.kernels, cache, 0, (True,) * config.num_layers, config.windows)
+        _, features = target(torch.tensor(text, device=device), torch.arange(len(text), device=device), attend, layers)
+    assert features is not None, "layers to tap"
+    return features

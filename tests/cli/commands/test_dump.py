@@ -1,0 +1,338 @@
+"""`dflash dump`, and `eval-acceptance --mode replay` on what it writes: from prompts to the same figures as a run's."""
+
+import errno
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from dflash_cli.checkpoints.references import TINY, Role, fetch_directory
+from dflash_testing import checkpoints as support
+
+TARGET, DRAFT = fetch_directory(TINY, Role.TARGET), fetch_directory(TINY, Role.DRAFT)
+SMALL = ["--num-prompts", "8", "-n", "16"]
+DUMP = ["dump", "tiny", "--taps-from", "tiny", *SMALL, "--out"]
+REPLAY = ["eval-acceptance", "tiny", "--mode", "replay", "--bootstrap", "0"]
+
+
+@pytest.fixture(scope="module")
+def dump(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("dumps") / "dump"
+    done = support.run_main(*DUMP, folder)
+    assert (done.code, done.out) == (0, f"{folder}\n")
+    return folder
+
+
+@pytest.fixture
+def copied(dump: Path, tmp_path: Path) -> Path:
+    """A copy that a test may harm."""
+    return Path(shutil.copytree(dump, tmp_path / "copied"))
+
+
+def replay(*arguments: object) -> Any:
+    done = support.run_main(*REPLAY, *arguments)
+    assert done.code == 0, done.err
+    return json.loads(done.out)
+
+
+def refuse(code: int, *arguments: object) -> str:
+    done = support.run_main(*arguments)
+    assert done.code == code, done.err
+    return done.err[done.err.index("error: ") :]
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in sorted(folder.iterdir()) if file.suffix == ".safetensors"}
+
+
+def test_a_replay_has_the_figures_of_a_run(dump: Path, tmp_path: Path) -> None:
+    live_rows, rows = tmp_path / "live.jsonl", tmp_path / "replay.jsonl"
+    live = support.run_main("eval-acceptance", "tiny", *SMALL, "--bootstrap", "0", "--json", "--rows", live_rows)
+    run, found = json.loads(live.out), replay("--dump", dump, "--head-from", "tiny", "--json", "--rows", rows)
+    assert run["num_drafts"] > 20
+    same = ("num_drafts", "per_pos_accepted", "histogram", "definitions", "categories", "num_tokens", "acceptance_len")
+    assert {name: found[name] for name in same} == {name: run[name] for name in same}
+    assert run["anchors"] is None
+    answers = [row["token_ids"] for row in map(json.loads, live_rows.read_text().splitlines()[1:])]
+    assert {len(ids) for ids in answers} > {16}, "some answer ends at a stop token"
+    assert found["anchors"]["num_anchors"] == sum(len(ids) - 1 for ids in answers)
+    assert found["settings"]["target_digest"] == run["settings"]["target_digest"]
+    assert found["settings"]["draft_digest"] == run["settings"]["draft_digest"]
+    assert found["measured"]["prompts_digest"] == run["measured"]["prompts_digest"]
+    keys = ("index", "digest", "token_ids", "acceptance_lengths", "committed_lengths")
+    one, other = (
+        sorted([row[key] for key in keys] for row in map(json.loads, path.read_text().splitlines()[1:]))
+        for path in (rows, live_rows)
+    )
+    assert one == other
+
+
+def test_the_text_says_what_the_mean_over_anchors_is(dump: Path) -> None:
+    done = support.run_main(*REPLAY, "--dump", dump, "--head-from", "tiny")
+    assert done.out.startswith("acceptance length ")
+    said = re.search(
+        r"\nmean over (\d+) anchors .*: another quantity, over blocks that a run passes over too\n", done.out
+    )
+    assert said is not None
+    assert f"{said[1]} blocks drafted along 8 answers, " in done.err
+    none = support.run_main(*REPLAY, "--dump", dump, "--head-from", "tiny", "--every", "0")
+    assert none.out.splitlines()[0] == done.out.splitlines()[0]
+    assert "mean over" not in none.out
+    assert refuse(3, *REPLAY, "--dump", dump, "--head-from", "tiny", "--min-acceptance", "7")
+
+
+def test_the_manifest_says_what_was_dumped(dump: Path) -> None:
+    manifest = json.loads((dump / "manifest.json").read_text())
+    assert (manifest["kind"], manifest["schema_version"], manifest["is_complete"]) == ("dump", 1, True)
+    assert (manifest["taps"], manifest["dtype"]) == ([0, 2, 3, 4], "float32")
+    assert "output of decoder layer i, counted from 0" in manifest["taps_convention"]
+    assert manifest["target"]["name"] == "tiny"
+    assert len(manifest["tokenizer_digest"]) == len(manifest["template_digest"]) == 16
+    assert len(manifest["requests"]) == 8
+    for request in manifest["requests"]:
+        tensors = load_file(dump / request["file"])
+        num_rows = request["prompt_len"] + request["answer_len"] - 1
+        assert tensors["hidden_states"].shape == (num_rows, 4, 192)
+        assert tensors["token_ids"].shape == (request["num_tokens"],) == (num_rows + 1 + 32,)
+    assert str(Path.cwd()) not in json.dumps({**manifest, "measured": None})
+
+
+def test_an_interrupted_dump_goes_on_from_what_is_there(copied: Path) -> None:
+    whole = files_of(copied)
+    first, second = list(whole)[:2]
+    (copied / first).unlink()
+    (copied / second).write_bytes(whole[second][:-100])
+    (copied / f".{first}.tmp-123").write_bytes(b"x")
+    kept = [file.stat().st_mtime_ns for file in sorted(copied.glob("*.safetensors"))[1:]]
+    done = support.run_main(*DUMP, copied, "--resume")
+    assert done.err.splitlines()[-1].startswith("2 answers written, 8 in all")
+    assert files_of(copied) == whole
+    assert [file.stat().st_mtime_ns for file in sorted(copied.glob("*.safetensors"))[2:]] == kept
+    assert len(list(copied.iterdir())) == 9
+
+
+def test_what_was_made_otherwise_is_not_gone_on_from(copied: Path) -> None:
+    before = files_of(copied)
+    error = refuse(2, *DUMP, copied, "--resume", "-n", "17")
+    assert error.startswith(f"error: {copied}: made with max_new_tokens 16, but this run has 17\nhint: ")
+    error = refuse(2, "dump", "tiny", "--taps", "1,2", *SMALL, "--out", copied, "--resume")
+    assert "made with taps [0, 2, 3, 4], but this run has [1, 2]" in error
+    assert "exists already\nhint: pass --resume to go on from it, or --force" in refuse(2, *DUMP, copied)
+    assert files_of(copied) == before
+    assert support.run_main(*DUMP, copied, "--force", "-n", "8").code == 0
+    assert files_of(copied).keys() == before.keys()
+
+
+def test_a_folder_that_is_no_dump_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "notes.safetensors").write_text("mine")
+    assert "exists already, and is no dump" in refuse(2, *DUMP, tmp_path, "--force")
+    (tmp_path / "manifest.json").write_text('{"kind": "other"}')
+    assert "exists already, and is no dump" in refuse(2, *DUMP, tmp_path, "--force")
+    assert (tmp_path / "notes.safetensors").read_text() == "mine"
+    assert "no such directory" in refuse(2, *DUMP, tmp_path / "a" / "b")
+
+
+def test_a_full_disk_is_named_and_leaves_whole_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write, written = Path.write_bytes, []
+
+    def fill(self: Path, data: bytes) -> int:
+        if ".safetensors" in self.name:
+            written.append(self)
+            if len(written) == 3:
+                write(self, data[:100])
+                raise OSError(errno.ENOSPC, "No space left on device")
+        return write(self, data)
+
+    monkeypatch.setattr(Path, "write_bytes", fill)
+    folder = tmp_path / "dump"
+    error = refuse(6, *DUMP, folder)
+    assert error.startswith(f"error: {folder}/")
+    assert error.endswith(".safetensors: no space left on the device\n")
+    assert len(files_of(folder)) == 2
+    assert len(list(folder.iterdir())) == 3
+    done = support.run_main(*REPLAY, "--dump", folder, "--head-from", "tiny")
+    assert f"{folder}: is not complete; judged on the 2 answers that it holds" in done.err
+    assert support.run_main(*DUMP, folder, "--resume").err.splitlines()[-1].startswith("6 answers written, 8 in all")
+
+
+def test_what_is_there_when_it_is_interrupted_is_kept_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write, written = Path.write_bytes, []
+
+    def interrupt(self: Path, data: bytes) -> int:
+        written.append(self)
+        if len(written) == 3:
+            raise KeyboardInterrupt
+        return write(self, data)
+
+    monkeypatch.setattr(Path, "write_bytes", interrupt)
+    folder = tmp_path / "dump"
+    error = support.run_main(*DUMP, folder)
+    assert error.code == 130
+    assert f"2 answers are kept in {folder}" in error.err
+    assert "give the same command with --resume to go on" in error.err
+    assert len(files_of(folder)) == 2
+    assert len(list(folder.iterdir())) == 3
+
+
+def test_a_prompt_that_cannot_be_served_is_named_and_the_others_are_dumped(tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    long = json.dumps({"prompt_token_ids": [5] * 3000})
+    prompts.write_text(f'{{"prompt": "def f():"}}\n{long}\n')
+    error = refuse(2, "dump", "tiny", "--taps", "1", "-p", prompts, "-n", "4", "--out", tmp_path / "dump")
+    assert f"{prompts}:2: " in error
+    manifest = json.loads((tmp_path / "dump" / "manifest.json").read_text())
+    assert (manifest["is_complete"], len(manifest["requests"])) == (False, 1)
+
+
+def test_turns_are_answers_of_their_own(tmp_path: Path) -> None:
+    prompts, folder = tmp_path / "prompts.jsonl", tmp_path / "dump"
+    prompts.write_text('{"turns": ["def f():", "def g():"], "category": "a"}\n{"prompt": "import os"}\n')
+    options = ["-p", prompts, "-n", "12"]
+    assert support.run_main("dump", "tiny", "--taps-from", "tiny", *options, "--out", folder).code == 0
+    assert list(files_of(folder)) == ["00000-0.safetensors", "00000-1.safetensors", "00001-0.safetensors"]
+    found = replay("--dump", folder, "--head-from", "tiny", "--json")
+    run = json.loads(support.run_main("eval-acceptance", "tiny", *options, "--bootstrap", "0", "--json").out)
+    assert (found["num_requests"], found["num_conversations"]) == (3, 2)
+    assert found["histogram"] == run["histogram"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["dump", "tiny", "--out", "x"], "no layers to tap\nhint: name a draft with --taps-from DRAFT"),
+        (["dump", "tiny", "--taps", "1,x", "--out", "x"], "--taps '1,x': expected layers counted from 0"),
+        (["dump", "tiny", "--taps", "6", "--out", "x"], "--taps 6: the target has layers 0..5"),
+        (["dump", "tiny", "--taps", "1", "-k", "3", "--out", "x"], "a dump is of the target alone"),
+        (["dump", "tiny", "--taps", "1"], "no folder to write to\nhint: name one with --out DIR"),
+        ([*REPLAY], "--mode replay: no dump to replay"),
+        (["eval-acceptance", "--head-from", "tiny"], "--head-from goes with --mode replay"),
+        ([*REPLAY, "--dump", "x", "-p", "y"], "--prompts does not go with --mode replay, whose text is the dump's"),
+        ([*REPLAY, "--dump", "x", "--dump-layer-ids", "1;2"], "--dump-layer-ids '1;2': expected ids"),
+    ],
+)
+def test_options_that_make_no_sense_are_told(arguments: list[str], message: str) -> None:
+    assert refuse(2, *arguments).startswith(f"error: {message}")
+    assert not Path("x").exists()
+
+
+def test_a_dump_that_is_not_there_or_no_dump(tmp_path: Path) -> None:
+    assert "no such dump" in refuse(4, *REPLAY, "--dump", tmp_path / "x")
+    assert "no dump of a known format (dflash, sglang, vllm)" in refuse(5, *REPLAY, "--dump", tmp_path)
+
+
+def edit_tensors(file: Path, **changes: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """The file with tensors changed, and its metadata as it was."""
+    with safe_open(file, framework="pt") as reader:
+        metadata = reader.metadata()
+    tensors = load_file(file)
+    save_file(tensors | {name: change(tensors[name]) for name, change in changes.items()}, file, metadata)
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (lambda file: file.write_bytes(file.read_bytes()[:-9]), "truncated: "),
+        (lambda file: edit_tensors(file, hidden_states=lambda rows: rows[:-1].clone()), "hidden_states is ["),
+        (lambda file: edit_tensors(file, token_ids=lambda ids: ids[:-1].clone()), "token_ids is ["),
+        (lambda file: edit_tensors(file, token_ids=lambda ids: ids + 2048), "token_ids: found 2"),
+        (lambda file: edit_tensors(file, hidden_states=lambda rows: rows / 0), "found a value that is not finite"),
+        (lambda file: save_file(load_file(file), file), "its metadata does not say what it is"),
+        (lambda file: save_file({"x": torch.zeros(1)}, file), "has no tensor hidden_states (it has x)"),
+    ],
+)
+def test_files_that_were_harmed_are_named(harm: Callable[[Path], object], message: str, copied: Path) -> None:
+    file = next(copied.glob("*.safetensors"))
+    harm(file)
+    error = refuse(3, *REPLAY, "--dump", copied, "--head-from", "tiny")
+    assert error.startswith(f"error: {file}: ")
+    assert message in error
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "message"),
+    [
+        ({"kind": "other"}, 3, "kind: found 'other', expected 'dump'"),
+        ({"schema_version": 2}, 5, "schema_version 2, this release reads 1"),
+        ({"taps": []}, 3, "taps: found [], expected a list of layers"),
+        ({"vocab_size": None}, 3, "vocab_size: missing"),
+        ({"requests": [{"file": "gone.safetensors"}]}, 3, "manifest.json lists gone.safetensors, which is not there"),
+    ],
+)
+def test_manifests_that_are_none_are_named(changes: dict[str, Any], code: int, message: str, copied: Path) -> None:
+    file = copied / "manifest.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    assert message in refuse(code, *REPLAY, "--dump", copied, "--head-from", "tiny")
+
+
+def test_a_dump_of_other_taps_is_refused_with_both_named(tmp_path: Path) -> None:
+    folder = tmp_path / "dump"
+    assert support.run_main("dump", "tiny", "--taps", "0,2", "--num-prompts", "1", "-n", "4", "--out", folder).code == 0
+    error = refuse(3, *REPLAY, "--dump", folder, "--head-from", "tiny")
+    assert f"{DRAFT}: taps layers 0, 2, 3, 4, but {folder} holds layers 0, 2\n" in error
+
+
+def test_another_target_is_refused_with_both_named(dump: Path, tmp_path: Path) -> None:
+    other = Path(shutil.copytree(TARGET, tmp_path / "other"))
+    name = "model.embed_tokens.weight"
+    edit_tensors(other / "model.safetensors", **{name: lambda rows: rows * 2})
+    error = refuse(3, *REPLAY, "--dump", dump, "--head-from", other)
+    assert f"error: {other}: its embedding or head is not that of tiny (" in error
+    assert f", with which {dump} was made" in error
+
+
+def test_nothing_but_embedding_and_head_is_read_of_the_target(dump: Path, tmp_path: Path) -> None:
+    """The other weights are not even there."""
+    ends = tmp_path / "ends"
+    ends.mkdir()
+    shutil.copy(TARGET / "config.json", ends)
+    tensors = load_file(TARGET / "model.safetensors")
+    borrowed = {name: rows for name, rows in tensors.items() if "embed_tokens" in name or "lm_head" in name}
+    assert 0 < len(borrowed) <= 2
+    save_file(borrowed, ends / "model.safetensors")
+    found = replay("--dump", dump, "--head-from", ends, "--json")
+    assert found["histogram"] == replay("--dump", dump, "--head-from", "tiny", "--json")["histogram"]
+
+
+def test_packed_ends_are_refused(copied: Path, tmp_path: Path) -> None:
+    other = Path(shutil.copytree(TARGET, tmp_path / "other"))
+    edit_tensors(
+        other / "model.safetensors", **{"model.embed_tokens.weight": lambda rows: rows.to(torch.float8_e4m3fn)}
+    )
+    manifest = json.loads((copied / "manifest.json").read_text())
+    (copied / "manifest.json").write_text(json.dumps(manifest | {"ends_digest": None}))
+    error = refuse(5, *REPLAY, "--dump", copied, "--head-from", other)
+    assert "model.embed_tokens.weight is F8_E4M3, packed, which this runtime does not read" in error
+
+
+def test_a_draft_with_copies_needs_no_target(dump: Path, tmp_path: Path) -> None:
+    own = Path(shutil.copytree(DRAFT, tmp_path / "own"))
+    target = load_file(TARGET / "model.safetensors")
+    embedding = target["model.embed_tokens.weight"]
+    file = own / "model.safetensors"
+    head = target.get("lm_head.weight", embedding).clone()
+    save_file(load_file(file) | {"embed_tokens.weight": embedding, "lm_head.weight": head}, file, {"format": "pt"})
+    done = support.run_main("eval-acceptance", own, *REPLAY[2:], "--dump", dump, "--json")
+    assert done.code == 0, done.err
+    expected = replay("--dump", dump, "--head-from", "tiny", "--json")["histogram"]
+    assert json.loads(done.out)["histogram"] == expected
+    error = refuse(2, *REPLAY, "--dump", dump)
+    assert f"{DRAFT}: the draft has no embed_tokens.weight of its own\nhint: name the target" in error
+
+
+def test_a_target_that_transformers_runs_is_dumped_alike(dump: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "hosted"
+    done = support.run_main(*DUMP, folder, "--target-runtime", "transformers")
+    assert done.code == 0, done.err
+    for name in files_of(folder):
+        found, expected = load_file(folder / name), load_file(dump / name)
+        assert torch.equal(found["token_ids"], expected["token_ids"])
+        torch.testing.assert_close(found["hidden_states"], expected["hidden_states"], rtol=1e-3, atol=1e-3)
+    document = replay("--dump", folder, "--head-from", "tiny", "--json")
+    assert document["histogram"] == replay("--dump", dump, "--head-from", "tiny", "--json")["histogram"]
