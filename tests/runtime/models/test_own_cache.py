@@ -25,7 +25,7 @@ ONE_BY_ONE = ("falcon_mamba", "jamba", "mamba", "minimax")
 WITHOUT_EMBEDDING = ("falcon_mamba", "mamba", "mamba2", "rwkv")
 """Families whose first hidden state is that after the first layer."""
 
-CROPPED = ("deepseek_v2", "deepseek_v3", "diffllama", "glm4_moe_lite")
+CROPPED = ("deepseek_v2", "deepseek_v3", "diffllama", "glm4_moe_lite", "longcat_flash", "mistral4")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -54,6 +54,7 @@ def test_taps_are_the_hidden_states(kind: str, tmp_path: Path) -> None:
     torch.testing.assert_close(
         torch.cat([part[1] for part in parts if part[1] is not None]), states, rtol=1e-3, atol=2e-3
     )
+    logits = logits[:, : wanted.logits.shape[2]]  # rows of padding are left out there
     torch.testing.assert_close(logits, wanted.logits[0], rtol=1e-4, atol=1e-4 * float(wanted.logits.abs().max()))
     assert not any(module._forward_hooks for module in target._layers)
 
