@@ -178,7 +178,7 @@ class HostedTarget:
         self.config = config
         self._device = placement.device
         self.embedding: Tensor = parameter_of(model.get_input_embeddings(), "weight", placement.device)
-        self.head: ScaledHead = read_head(config, model, placement)
+        self.head: Linear = read_head(config, model, placement)
         self._decoder = model.get_decoder()
         self._is_spread = placement.spread is not None
         first = next(model.get_input_embeddings().parameters()).device
@@ -311,14 +311,15 @@ def read_head(config: TargetConfig, model: "PreTrainedModel", placement: Placeme
     return ScaledHead(weight, bias, placement.kernels, multiplier, cap, num_ids)
 
 
-def check_head(config: TargetConfig, head: ScaledHead, hidden: Tensor, said: Tensor) -> None:
+def check_head(config: TargetConfig, head: Linear, hidden: Tensor, said: Tensor) -> None:
     """Hold the logits of hidden states to those that the model itself gives.
 
     Raises:
         UnsupportedError: they are others.
     """
-    logits = head(hidden)[:, : head.num_ids]
-    if logits.shape != said.shape or not is_close(logits, said.to(logits.device)):
+    logits, others = head(hidden).tensor_split([said.shape[1]], dim=1)
+    is_same = logits.shape == said.shape and is_close(logits, said.to(logits.device))
+    if not is_same or not bool((others == NO_ID).all()):
         raise unsupported(config, "a head that does more to its logits than scale and cap them")
 
 

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.config import OwnCache, TargetConfig
 from dflash_runtime.errors import DFlashError
-from dflash_runtime.models.hosted import ScaledHead, check_head, find_layers, keep_output, read_head
+from dflash_runtime.models.hosted import check_head, find_layers, keep_output, read_head
 from dflash_runtime.models.hosted_loading import first_line, load_model, parameter_of, unsupported
-from dflash_runtime.models.layers import Attend
+from dflash_runtime.models.layers import Attend, Linear
 from dflash_runtime.models.placement import Placement
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class OwnCacheTarget:
         self.config = config
         self._device = placement.device
         self.embedding: Tensor = parameter_of(model.get_input_embeddings(), "weight", placement.device)
-        self.head: ScaledHead = read_head(config, model, placement)
+        self.head: Linear = read_head(config, model, placement)
         self.reads_at_once = False
         self.can_crop = False
         self._decoder = _find_decoder(model)

@@ -200,6 +200,22 @@ OWN_CACHE: Mapping[str, Json] = {
 }  # fmt: skip
 """The same of those that keep their own cache, the first three by default: a state, one token at a time, no state."""
 
+REFUSED: Mapping[str, tuple[Json, str]] = {
+    "gemma3_text": ({"use_bidirectional_attention": True}, "attention to later tokens (use_bidirectional_attention)"),
+    "bart": ({}, "an encoder"),
+    "deepseek_v4": ({}, "4 residual streams, of which a draft could be given no one (hc_mult)"),
+    "gemma3n_text": ({}, "4 residual streams, of which a draft could be given no one (altup_num_inputs)"),
+    "glm5_next_text": (
+        {"model_type": "glm5_next", "text_config": {**BODY, "num_key_value_heads": 4}},
+        "4 residual streams, of which a draft could be given no one (hc_mult)",
+    ),
+    "qwen4_exp_text": ({}, "4 residual streams, of which a draft could be given no one (hc_count)"),
+    "never_published": ({}, "a release of transformers that does would be needed, or a native family (a file in "),
+    "new_remote": ({"auto_map": {"AutoConfig": "code.Config"}}, "trust_remote_code would let it do anything"),
+    "clip": ({}, "transformers has no causal language model of this type"),
+}
+"""Model type that is not run -> what its config has beyond `BODY`, and what the refusal says."""
+
 OWN_CACHE_DEFAULT = tuple(OWN_CACHE)[:3]
 
 
@@ -210,7 +226,8 @@ def make_model(path: Path, kind: str, **changes: Any) -> Any:
     logging.disable_progress_bar()
     config = AutoConfig.for_model(kind, **{**BODY, **SERVED.get(kind, {}), **OWN_CACHE.get(kind, {}), **changes})
     torch.manual_seed(5)
-    auto = AutoModelForCausalLM if type(config) in AutoModelForCausalLM._model_mapping else AutoModelForImageTextToText
+    is_causal = type(config) in AutoModelForCausalLM._model_mapping
+    auto: Any = AutoModelForCausalLM if is_causal else AutoModelForImageTextToText
     model = auto.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():

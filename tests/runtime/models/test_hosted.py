@@ -20,7 +20,7 @@ from dflash_runtime.models import hosted, hosted_config, hosted_loading
 from dflash_runtime.models.hosted import HostedAttention, HostedTarget, ScaledHead
 from dflash_runtime.models.target import find_target_runtime, load_target
 from dflash_testing import checkpoints as support
-from dflash_testing.hosted_models import BODY, DEFAULT, SERVED, WindowedAttention, host, make_model
+from dflash_testing.hosted_models import BODY, DEFAULT, REFUSED, SERVED, WindowedAttention, host, make_model
 from dflash_testing.pairs import placement, random_target
 from dflash_testing.paths import ROOT
 
@@ -69,20 +69,6 @@ NOT_OVER_PAGES: dict[str, tuple[dict[str, Any], str]] = {
         {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
         "rope type dynamic, whose frequencies change with the length of the text",
     ),
-}
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "gemma3_text": ({"use_bidirectional_attention": True}, "attention to later tokens (use_bidirectional_attention)"),
-    "bart": ({}, "an encoder"),
-    "deepseek_v4": ({}, "4 residual streams, of which a draft could be given no one (hc_mult)"),
-    "gemma3n_text": ({}, "4 residual streams, of which a draft could be given no one (altup_num_inputs)"),
-    "glm5_next_text": (
-        {"model_type": "glm5_next", "text_config": {**BODY, "num_key_value_heads": 4}},
-        "4 residual streams, of which a draft could be given no one (hc_mult)",
-    ),
-    "qwen4_exp_text": ({}, "4 residual streams, of which a draft could be given no one (hc_count)"),
-    "never_published": ({}, "a release of transformers that does would be needed, or a native family (a file in "),
-    "new_remote": ({"auto_map": {"AutoConfig": "code.Config"}}, "trust_remote_code would let it do anything"),
-    "clip": ({}, "transformers has no causal language model of this type"),
 }
 
 
