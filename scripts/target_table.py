@@ -25,7 +25,8 @@ from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.errors import CheckpointError, UnsupportedError
 from dflash_runtime.models.hosted_quantization import read_quantization
 from dflash_runtime.models.target import find_target_runtime, target_families
-from dflash_testing.hosted_models import BODY, OWN_CACHE, REFUSED, SERVED, WRAPPERS
+from dflash_testing.hosted_models import BODY, OWN_CACHE, REFUSED, SERVED
+from dflash_testing.multimodal_models import WRAPPERS
 from dflash_testing.published_pairs import TARGETS, read_table, write_headers
 
 

@@ -21,16 +21,14 @@ from dflash_runtime.models.target import find_target_runtime, target_bytes
 from dflash_runtime.models.text_part import OTHER_PARTS, causal_part
 from dflash_runtime.scheduling.request import SamplingParams
 from dflash_testing.hosted_models import (
-    WITH_OWN_CACHE,
-    WRAPPERS,
     KnowingDraft,
     Known,
     WindowedAttention,
     host,
-    make_wrapper,
     plain_text,
     run_auto,
 )
+from dflash_testing.multimodal_models import WITH_OWN_CACHE, WRAPPERS, make_wrapper
 from dflash_testing.pairs import placement, random_draft, random_llm, random_prompts
 from dflash_testing.paths import ROOT
 
