@@ -105,6 +105,13 @@ def test_the_text_part_runs_on_a_gpu(tmp_path: Path) -> None:
     assert list(output.token_ids) == plain_text(model, prompt, 12)
 
 
+@pytest.mark.parametrize("kind", ["gemma4_unified", "inkling2", "nemotron_h_omni"])
+def test_wholes_of_other_layouts_run(kind: str, tmp_path: Path) -> None:
+    """Masks made of the tokens of one call; a cap that is a module beside the head; a language model with its head."""
+    make_wrapper(tmp_path, kind)
+    assert isinstance(run_auto(tmp_path), OwnCacheTarget) == (kind in WITH_OWN_CACHE)
+
+
 def test_a_missing_tensor_of_the_text_part_is_named(tmp_path: Path) -> None:
     make_wrapper(tmp_path, "qwen3_vl")
     tensors = load_file(tmp_path / "model.safetensors")

@@ -177,8 +177,8 @@ OWN_CACHE: Mapping[str, Json] = {
         "intermediate_size_mlp": 48, "interleave_moe_layer_step": 2,
     },
     "longcat_flash": {
-        **LATENT, "head_dim": 8, "num_layers": 4, "ffn_hidden_size": 48, "expert_ffn_hidden_size": 16, "moe_topk": 2,
-        "zero_expert_num": 2,
+        **LATENT, "head_dim": 8, "num_hidden_layers": 8, "ffn_hidden_size": 48, "expert_ffn_hidden_size": 16,
+        "moe_topk": 2, "zero_expert_num": 2,
     },
     "mamba2": {"state_size": 8, "num_heads": 8, "n_groups": 2, "chunk_size": 8},
     "mimo_v2_flash": {**MIXED, "head_dim": 8, "v_head_dim": 4},

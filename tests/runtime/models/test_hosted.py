@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from dflash_cli.checkpoints.opening import open_target
 from dflash_runtime.config import EngineConfig
 from dflash_runtime.device.loading import load_pair
-from dflash_runtime.errors import TensorMismatch, UnsupportedError, UsageError
+from dflash_runtime.errors import CheckpointError, TensorMismatch, UnsupportedError, UsageError
 from dflash_runtime.models import hosted, hosted_config, hosted_loading
 from dflash_runtime.models.hosted import HostedAttention, HostedTarget, ScaledHead
 from dflash_runtime.models.target import find_target_runtime, load_target
@@ -91,6 +91,13 @@ def test_what_is_missing_is_named(kind: str, tmp_path: Path) -> None:
     assert outcome.code == 5, outcome.err
     assert f"does not run {kind} targets: " in outcome.err
     assert reason in outcome.err
+
+
+def test_why_a_config_is_not_taken_is_said_in_one_line(tmp_path: Path) -> None:
+    text = {**BODY, "num_attention_heads": 4, "num_key_value_heads": 2}
+    target = support.write_checkpoint(tmp_path, {"model_type": "glm5_next", "text_config": text}, {})
+    with pytest.raises(CheckpointError, match=r"validate_architecture': ValueError: num_attention_heads \(4\) must be"):
+        find_target_runtime(open_target(target), "auto")
 
 
 def test_an_adapter_is_not_followed(tmp_path: Path) -> None:

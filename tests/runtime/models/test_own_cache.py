@@ -125,6 +125,21 @@ def test_a_long_text_is_read_in_pieces(kind: str, tmp_path: Path, monkeypatch: p
     torch.testing.assert_close(features, tapped, rtol=1e-3, atol=1e-3)
 
 
+def test_a_head_that_divides_and_has_rows_of_padding(tmp_path: Path) -> None:
+    """Of 97 rows 90 are ids; the others are never chosen, and finite."""
+    model, target = make_model(tmp_path, "inkling_text"), host_own_cache(tmp_path)
+    hidden = torch.randn(3, 32)
+    logits = target.head(hidden)
+    torch.testing.assert_close(logits[:, :90], model.lm_head(hidden / 3.0)[:, :90].detach())
+    assert logits[:, 90:].unique().tolist() == [-1e4]
+
+
+def test_a_text_model_with_a_class_among_multimodal_ones(tmp_path: Path) -> None:
+    """transformers lists Mistral 4 there alone."""
+    make_model(tmp_path, "mistral4")
+    assert host_own_cache(tmp_path).can_crop
+
+
 class TestSizes:
     def test_latent_attention_keeps_what_it_computes_with(self, tmp_path: Path) -> None:
         """One vector of 16 and a rotated key of 8 numbers for all heads, in 4 layers."""
