@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from dflash_testing.hosted_models import BODY, EXPERTS, GEMMA4, MIXED, OWN_CACHE, Json
+from dflash_testing.hosted_models import BODY, EXPERTS, GEMMA4, MIXED, OWN_CACHE, Json, skip_unknown
 
 MROPE: Json = {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [1, 1, 2]}}
 
@@ -69,6 +69,7 @@ def make_wrapper(path: Path, kind: str) -> Any:
     """A random multimodal model of transformers, saved in a directory as safetensors."""
     from transformers import AutoConfig, AutoModelForImageTextToText, logging
 
+    skip_unknown(kind)
     logging.disable_progress_bar()
     config = AutoConfig.for_model(kind, text_config={**BODY, "pad_token_id": 0, **WRAPPERS[kind]}, vision_config=VISION,
                                   **AROUND.get(kind, {}))  # fmt: skip
