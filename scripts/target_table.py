@@ -21,11 +21,12 @@ if __name__ == "__main__":
 
 from dflash_cli.checkpoints.opening import open_target
 from dflash_cli.checkpoints.target_words import experts_in_words, layers_in_words
-from dflash_runtime.checkpoint.canonical_names import find_quantization, refuse_packed
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.errors import CheckpointError, UnsupportedError
+from dflash_runtime.models.hosted_quantization import read_quantization
 from dflash_runtime.models.target import find_target_runtime, target_families
-from dflash_testing.hosted_models import BODY, OWN_CACHE, SERVED
+from dflash_testing.hosted_models import BODY, OWN_CACHE, REFUSED, SERVED
+from dflash_testing.multimodal_models import WRAPPERS
 from dflash_testing.published_pairs import TARGETS, read_table, write_headers
 
 
@@ -46,6 +47,15 @@ TRIED = {
     ),
 }
 """Whose code runs a target -> how it is tried."""
+
+QUANTIZED = "test_hosted_quantization.py"
+"""The test of packed weights."""
+
+EIGHT_BITS = {
+    "model.layers.0.mlp.up_proj.weight": ("F8_E4M3", (128, 128)),
+    "model.layers.0.mlp.up_proj.weight_scale_inv": ("F32", (1, 1)),
+}
+"""Headers of a target whose config says that its weights are packed as fp8."""
 
 HEAD = """# Targets
 
@@ -84,10 +94,12 @@ another or not, and else at the top.
 `pairs` counts the published pairs in `tests/data/pairs.jsonl` of targets of that config, all of which
 `tests/behaviour/test_published_pairs.py` takes through `inspect`, `validate`, `convert` and `serve-command`.
 
-`run here` is what `generate`, `eval-acceptance` and `bench` do with a target of that config and plain weights, as the
-runtime itself says, or why they refuse it, with exit 5. `tried by` is the test in `tests/behaviour` that runs models of
-the type of {sizes}, in float32 on the CPU, against transformers' own text, taps and logits; a type without one runs if
-it passes the trial of [hosted-targets.md](hosted-targets.md). On GPUs only dense Qwen3 was run.
+`run here` is what `generate`, `eval-acceptance` and `bench` do with a target of that config, as the runtime itself
+says, or why they refuse it, with exit 5. `tried by` is the test in `tests/behaviour` that runs models of the type
+({sizes}) in float32 on the CPU, against transformers' own text, taps and logits. Of packed
+weights, and of what is refused, it is the test in `tests/runtime/models`, where `never_published` stands for any type
+that transformers does not know. A type without a test runs if it passes the trial of
+[hosted-targets.md](hosted-targets.md). On GPUs only dense Qwen3 was run.
 
 | config | pairs | model_type | layers | experts | quantised | run here | tried by |
 |---|---|---|---|---|---|---|---|
@@ -101,25 +113,44 @@ def num_pairs() -> Counter[str]:
 
 
 def how_it_runs(source: TargetSource) -> tuple[str, str]:
-    """What becomes of a target that is to be run, and the test of it."""
+    """What becomes of a target that is to be run, and the tests of it."""
     folder = source.checkpoint.path
     try:
         runtime, config = find_target_runtime(source, "auto")
-        if runtime == "native":
-            refuse_packed(folder, find_quantization(source.checkpoint))
+        quantization = read_quantization(source)
     except (UnsupportedError, CheckpointError) as error:
         text = error.message.replace(f"{folder}/config.json: ", "").replace(f"{folder}: ", "")
-        reason = re.sub(r"^this runtime does not run \w+ targets: ", "", text)
-        return f"refused: {reason.partition(', which this runtime')[0]}", ""
+        reason = re.sub(r"^this runtime does not run \w+ targets: |, which this runtime does not run", "", text)
+        return f"refused: {reason}", refusal_test(source, reason)
     tried = TRIED[runtime]
-    return tried.words, f"`{tried.test}`, {config.model_type}" if config.model_type in tried.kinds else "none"
+    test = which_test(tried, str(source.checkpoint.config["model_type"]), config.model_type)
+    if quantization is None:
+        return tried.words, test
+    return f"{tried.words}; weights {quantization.label}", f"{test}; `{QUANTIZED}`, {quantization.method}"
+
+
+def which_test(tried: Tried, whole: str, text: str) -> str:
+    """The test of a multimodal model where there is one, or that of its decoder."""
+    if whole in WRAPPERS:
+        return f"`test_multimodal_targets.py`, {whole}"
+    return f"`{tried.test}`, {text}" if text in tried.kinds else "none"
+
+
+def refusal_test(source: TargetSource, reason: str) -> str:
+    """The test that holds a refusal."""
+    if reason.startswith("quantised weights"):
+        return f"`{QUANTIZED}`"
+    known = source.facts.model_type if source.facts.model_type in REFUSED else "never_published"
+    return f"`test_hosted.py`, {known}"
 
 
 def row(path: Path) -> str:
-    """The row of a config; its headers name no tensor."""
+    """The row of a config; headers name no tensor, but for one of eight bits where the config says that there are."""
+    config = json.loads(path.read_text(encoding="utf-8"))
+    is_fp8 = config.get("quantization_config", {}).get("quant_method") == "fp8"
     with TemporaryDirectory() as home:
         target = Path(home) / "target"
-        write_headers(target, json.loads(path.read_text(encoding="utf-8")), {})
+        write_headers(target, config, EIGHT_BITS if is_fp8 else {})
         source = open_target(target)
         runs, test = how_it_runs(source)
     facts = source.facts

@@ -104,6 +104,14 @@ CLASSES: dict[str, tuple[str, Json, Json]] = {
 
 Alpamayo has no class; it is laid out like the Qwen3-VL that it is built on."""
 
+AGREEING: dict[str, Json] = {
+    "glm5_next": {"text_config": {"num_key_value_heads": WIDTHS["num_attention_heads"]}},
+    "inkling2": {"vision_config": {"text_hidden_size": WIDTHS["hidden_size"]}},
+    "muse_spark": {"audio_config": {"out_hidden_size": WIDTHS["hidden_size"]}},
+    "nemotron_h_omni": {"vision_config": {"video_temporal_patch_size": 2}},
+}
+"""What classes want to agree with a size that was made small, or with one of an encoder, by model_type."""
+
 SIZES: Json = {
     **{key: WIDTHS[key] for key in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")},
     "num_hidden_layers": 12,
@@ -229,6 +237,8 @@ def by_class(model_type: str, changes: Json, packing: Json) -> Json:
     named = next(mapping[model_type] for mapping in names if model_type in mapping)
     architecture = named if isinstance(named, str) else named[0]
     small: Json = shrunk({**config, "architectures": [architecture], "dtype": "bfloat16"})
+    for part, agreeing in AGREEING.get(model_type, {}).items():
+        small[part] |= agreeing
     return {**small, "quantization_config": packing} if packing else small
 
 

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -53,6 +54,15 @@ WORDS = {"position_bias": "a bias on attention"}
 LOGIT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 """What configs call the bound of the logits."""
 
+FACTORS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
+"""What configs call a factor of the logits."""
+
+DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
+"""What they call a number that logits are divided by."""
+
+NO_ID = -1e4
+"""The logit of a row that is no id: of no weight beside any other, and finite in every dtype."""
+
 REACH = 2**20
 """Tokens back to which the mask of the trial is compared with a window."""
 
@@ -61,17 +71,22 @@ _CALL: ContextVar["HostedAttention"] = ContextVar("dflash_hosted_attention")
 
 @dataclass(frozen=True, slots=True)
 class ScaledHead(Linear):
-    """A head whose logits are multiplied, then capped: `cap * tanh(logits / cap)`."""
+    """A head whose logits are multiplied, then capped: `cap * tanh(logits / cap)`. From `num_ids` on none is an id."""
 
     multiplier: float = 1.0
     cap: float | None = None
+    num_ids: int | None = None
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """[T, hidden] -> [T, V]."""
         logits = Linear.__call__(self, hidden)
         if self.multiplier != 1.0:
             logits = logits * self.multiplier
-        return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
+        if self.cap is not None:
+            logits = torch.tanh(logits / self.cap) * self.cap
+        if self.num_ids is not None:
+            logits[:, self.num_ids :] = NO_ID
+        return logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +106,7 @@ class HostedAttention:
 
     config: TargetConfig
     attend: Callable[[int, Tensor, Tensor, Tensor, Softmax], Tensor]
-    is_trial: bool = False
+    reach: int | None = None  # in the trial: rows of a text of which masks are compared with windows
     layers: list[int] = field(default_factory=list)  # in the order in which they asked for attention
 
     def __call__(
@@ -143,14 +158,14 @@ class HostedAttention:
         return Softmax(cap or None, sinks)
 
     def _check_mask(self, layer: int, mask: object) -> None:
-        if not self.is_trial:
+        if self.reach is None:
             if mask is not None:
                 raise unsupported(self.config, f"a mask of its own making in layer {layer}")
             return
         if not isinstance(mask, WantedMask):
             raise unsupported(self.config, f"a mask of its own making, or none, in layer {layer}")
         window = self.config.windows[layer]
-        if mask.window != (window if window is not None and window < _reach(self.config) else None):
+        if mask.window != (window if window is not None and window < self.reach else None):
             raise unsupported(self.config, f"a mask over {mask.window} tokens in layer {layer}, expected {window}")
 
 
@@ -261,11 +276,12 @@ def _attend(
 
 
 def _find_mask(*, mask_function: Callable[..., Tensor], **_: Any) -> WantedMask:
-    """Read a mask off the function that says who sees whom, at two rows far back and for all rows before them."""
-    config = _CALL.get().config
-    windows = {_seen(mask_function, row) for row in (_reach(config) - 2, _reach(config) - 1)}
+    """Read a mask off the function that says who sees whom, at the last two rows in reach and for all before them."""
+    attention = _CALL.get()
+    assert attention.reach is not None, "masks are read in the trial alone"
+    windows = {_seen(mask_function, row) for row in (attention.reach - 2, attention.reach - 1)}
     if len(windows) != 1 or min(window or 0 for window in windows) < 0:
-        raise unsupported(config, "a mask that is no window of earlier tokens")
+        raise unsupported(attention.config, "a mask that is no window of earlier tokens")
     return WantedMask(windows.pop())
 
 
@@ -289,14 +305,27 @@ def read_head(config: TargetConfig, model: "PreTrainedModel", placement: Placeme
     if not isinstance(head, nn.Linear):
         raise unsupported(config, "a head that is no product with one matrix")
     text = model.config.get_text_config(decoder=True)
-    multiplier = 1 / float(getattr(text, "logits_scaling", None) or 1.0)
-    for name in ("logit_scale", "lm_head_multiplier"):
-        multiplier *= float(getattr(text, name, None) or 1.0)
+    factors = [float(getattr(text, name, None) or 1.0) for name in FACTORS]
+    divisors = [float(getattr(text, name, None) or 1.0) for name in DIVISORS]
+    multiplier = prod(factors) / prod(divisors)
     caps = (getattr(text, name, None) for name in LOGIT_CAPS)
     cap = next((value for value in caps if value), None)
     weight = parameter_of(head, "weight", placement.device)
     bias = None if head.bias is None else parameter_of(head, "bias", placement.device)
-    return ScaledHead(weight, bias, placement.kernels, multiplier, cap)
+    num_ids = getattr(text, "unpadded_vocab_size", None)
+    return ScaledHead(weight, bias, placement.kernels, multiplier, cap, num_ids)
+
+
+def check_head(config: TargetConfig, head: Linear, hidden: Tensor, said: Tensor) -> None:
+    """Hold the logits of hidden states to those that the model itself gives.
+
+    Raises:
+        UnsupportedError: they are others.
+    """
+    logits, others = head(hidden).tensor_split([said.shape[1]], dim=1)
+    is_same = logits.shape == said.shape and is_close(logits, said.to(logits.device))
+    if not is_same or not bool((others == NO_ID).all()):
+        raise unsupported(config, "a head that does more to its logits than scale and cap them")
 
 
 def find_layers(config: TargetConfig, decoder: nn.Module) -> nn.ModuleList:
@@ -320,13 +349,13 @@ def _try_out(target: HostedTarget, model: "PreTrainedModel", device: torch.devic
         UnsupportedError: what it does otherwise.
     """
     config = target.config
-    token_ids = torch.arange(4, device=device) % config.vocab_size
-    attention = HostedAttention(config, _own_values, is_trial=True)
-    with calling(attention):
+    token_ids, in_place = torch.arange(4, device=device) % config.vocab_size, torch.arange(4, device=device)
+    attention = HostedAttention(config, _own_values, reach=_reach(config))
+    target.run(token_ids, in_place, attention)
+    with calling(HostedAttention(config, _own_values, reach=3)):  # a whole may make masks of these four alone
         said = model(
-            input_ids=token_ids[None].to(target.entry), position_ids=torch.arange(4, device=target.entry)[None],
-            use_cache=False,
-        )  # fmt: skip
+            input_ids=token_ids[None].to(target.entry), position_ids=in_place[None].to(target.entry), use_cache=False
+        )
     if sorted(attention.layers) != list(range(config.num_layers)):
         silent = sorted(set(range(config.num_layers)) - set(attention.layers))
         raise unsupported(
@@ -336,11 +365,10 @@ def _try_out(target: HostedTarget, model: "PreTrainedModel", device: torch.devic
     with quietly():
         model.set_attn_implementation(PAGES)
     in_order = HostedAttention(config, _own_values)
-    hidden, features = target.run(token_ids, torch.arange(4, device=device), in_order, (0,))
+    hidden, features = target.run(token_ids, in_place, in_order, (0,))
     if features is None or features.shape != hidden.shape:
         raise unsupported(config, "layers whose output is not the residual stream")
-    if not is_close(target.head(hidden), said.logits[0].to(device)):
-        raise unsupported(config, "a head that does more to its logits than scale and cap them")
+    check_head(config, target.head, hidden, said.logits[0])
     positions = torch.tensor([config.max_position_embeddings - 1, 0, 7, 3], device=device)
     rows, _ = target.run(token_ids, positions, in_order)
     swapped, _ = target.run(token_ids.flip(0), positions.flip(0), in_order)

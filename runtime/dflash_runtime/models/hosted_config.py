@@ -41,6 +41,9 @@ ONLY_IMAGES = "vision"
 NOT_A_CACHE = {"an encoder": "is_encoder_decoder", "attention to later tokens": "use_bidirectional_attention"}
 """What no cache of earlier tokens can do -> the attribute of configs that says a model needs it."""
 
+NUM_STREAMS = ("hc_mult", "hc_count", "altup_num_inputs")
+"""What configs call the number of their residual streams: layers with several have no one output for a draft."""
+
 POSITIONS_UNSTATED = 2**17
 """Positions of a target whose config knows no end of a text."""
 
@@ -83,6 +86,7 @@ def read_own_cache_config(source: TargetSource) -> TargetConfig:
     whole = _open_config(source)
     text = whole.get_text_config(decoder=True)
     reasons = [f"{words} ({key})" for words, key in NOT_A_CACHE.items() if getattr(text, key, None) in (True, "all")]
+    reasons += _streams(text)
     if reasons:
         raise not_run(text.model_type, tuple(reasons), path)
     with naming_file(path):
@@ -155,9 +159,14 @@ def _open_config(source: TargetSource) -> "PretrainedConfig":
             source.checkpoint.path, trust_remote_code=False, local_files_only=True
         )
     except Exception as error:  # each class checks its fields in its own way
-        first = str(error).strip().split("\n")[0]
-        raise CheckpointError(f"transformers does not take this config: {first}", path=path) from error
+        raise CheckpointError(f"transformers does not take this config: {in_one_line(error)}", path=path) from error
     return config
+
+
+def in_one_line(error: Exception) -> str:
+    """What an error of another's code says first; where that ends in a colon, with the reason that follows it."""
+    lines = [line.strip() for line in str(error).strip().splitlines()] or ["no reason given"]
+    return " ".join(lines[: 2 if lines[0].endswith(":") else 1])
 
 
 def _why_unknown(stated: Mapping[str, Any]) -> str:
@@ -186,6 +195,7 @@ def _refusals(text: "PretrainedConfig") -> Iterator[str]:
         yield f"its config has no one {' and no one '.join(missing)}"
     if getattr(text, "is_encoder_decoder", False):
         yield "an encoder"
+    yield from _streams(text)
     kinds = dict.fromkeys(getattr(text, "layer_types", None) or ())
     for kind in kinds:
         if kind in STATEFUL:
@@ -244,6 +254,13 @@ def _rope(text: "PretrainedConfig") -> RopeConfig:
     theta = stated.pop("rope_theta", None)
     kind = stated.pop("rope_type", None) or "default"
     return RopeConfig(theta=float(theta) if is_number(theta) else 10_000.0, kind=kind, params=stated)
+
+
+def _streams(text: "PretrainedConfig") -> Iterator[str]:
+    """Several residual streams, where the config says so."""
+    for key in NUM_STREAMS:
+        if _count(text, key, 1) > 1:
+            yield f"{_count(text, key, 1)} residual streams, of which a draft could be given no one ({key})"
 
 
 def _windows(text: "PretrainedConfig") -> tuple[int | None, ...]:

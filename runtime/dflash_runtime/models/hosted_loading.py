@@ -13,6 +13,7 @@ from dflash_runtime.checkpoint.layout import TARGET_LEFTOVERS
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.config import TargetConfig
 from dflash_runtime.errors import CheckpointError, TensorMismatch, UnsupportedError, UsageError
+from dflash_runtime.models.hosted_config import in_one_line
 from dflash_runtime.models.hosted_quantization import (
     CONFIG_KEY,
     Quantization,
@@ -21,7 +22,7 @@ from dflash_runtime.models.hosted_quantization import (
     read_quantization,
 )
 from dflash_runtime.models.placement import Placement
-from dflash_runtime.models.text_part import is_taken_out, model_class
+from dflash_runtime.models.text_part import causal_part, is_taken_out, model_class
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -79,7 +80,7 @@ def load_model(source: TargetSource, config: TargetConfig, placement: Placement,
     _check_dtype(model, config, placement.dtype)
     is_placed = placement.spread is not None or (quantization is not None and not quantization.is_unpacked)
     placed: PreTrainedModel = (model if is_placed else model.to(placement.device)).eval()
-    return placed
+    return causal_part(placed)
 
 
 def _check_tensors(model: nn.Module, info: Mapping[str, Any], config: TargetConfig, path: Path) -> None:
@@ -163,7 +164,7 @@ def quietly() -> Iterator[None]:
 
 def first_line(error: Exception) -> str:
     """What an error of another's code is quoted by."""
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no reason given'}"
+    return f"{type(error).__name__}: {in_one_line(error)}"
 
 
 def unsupported(config: TargetConfig, what: str) -> UnsupportedError:

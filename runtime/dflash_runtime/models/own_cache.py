@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.config import OwnCache, TargetConfig
 from dflash_runtime.errors import DFlashError
-from dflash_runtime.models.hosted import find_layers, is_close, keep_output, read_head
+from dflash_runtime.models.hosted import check_head, find_layers, keep_output, read_head
 from dflash_runtime.models.hosted_loading import first_line, load_model, parameter_of, unsupported
 from dflash_runtime.models.layers import Attend, Linear
 from dflash_runtime.models.placement import Placement
@@ -245,8 +245,7 @@ def _try_out(target: OwnCacheTarget, model: "PreTrainedModel", device: torch.dev
     hidden, features, _ = target._forward(token_ids, 0, (0,), use_cache=False)
     if features is None or features.shape != hidden.shape:
         raise unsupported(config, "layers whose output is not the residual stream")
-    if not is_close(target.head(hidden), said):
-        raise unsupported(config, "a head that does more to its logits than scale and cap them")
+    check_head(config, target.head, hidden, said)
     noise = _distance(target, token_ids, hidden)
     if not noise <= max(LEAST_TOLERANCE, torch.finfo(hidden.dtype).eps ** 0.5):
         raise unsupported(config, f"a cache that gives other hidden states than no cache, {noise:.2g} off")

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 OTHER_PARTS = re.compile(
-    r"(.*\.)?(visual|vision_tower|vision_model|vision_encoder|vision_embedder|embed_vision|audio_tower|embed_audio"
-    r"|multi_modal_projector|connector|mm_projector|mlp1|patch_merge_mlp)\."
+    r"(.*\.)?(visual|vision_tower|vision_model|vision_encoder|vision_embedder|vision_adapter|vision_projection"
+    r"|perception_emb_norm|embed_vision|audio|audio_tower|embed_audio|multi_modal_projector|connector|mm_projector|mlp1|patch_merge_mlp)\."
 )
 """How tensors begin that are no text's, for counting them; which are read follows from the model itself."""
 
@@ -25,7 +25,7 @@ TAKEN_OUT = "taken_out"
 
 
 def model_class(config: "PretrainedConfig") -> type["PreTrainedModel"] | None:
-    """The class that runs the text part of a wrapper; None where transformers has one for text alone."""
+    """The class that runs the text part of a wrapper; None where transformers has one among those for text alone."""
     from transformers.models.auto.auto_factory import _get_model_class
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -37,9 +37,16 @@ def model_class(config: "PretrainedConfig") -> type["PreTrainedModel"] | None:
     if type(config) not in mapping:
         mapping = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     found: Any = _get_model_class(config, mapping)
-    if text is config or found.config_class is type(text):
+    if mapping is MODEL_FOR_CAUSAL_LM_MAPPING and found.config_class is type(text):
         return None
-    return _without_other_parts(found)
+    whole: type[PreTrainedModel] = found
+    return whole if text is config else _without_other_parts(whole)
+
+
+def causal_part(model: "PreTrainedModel") -> "PreTrainedModel":
+    """The causal language model that a wrapper holds whole, with its head; or else the model itself."""
+    inner: Any = model.get_decoder()
+    return inner if model.get_output_embeddings() is None and inner.get_output_embeddings() is not None else model
 
 
 def text_tensors(infos: Iterable[TensorInfo]) -> dict[str, TensorInfo]:
@@ -62,12 +69,12 @@ def _without_other_parts(whole: type["PreTrainedModel"]) -> type["PreTrainedMode
 
 
 def _take_out(model: Any) -> Iterable[str]:
-    """Take out what is neither the decoder, nor its head, nor around them."""
+    """Take out what has weights and is neither the decoder, nor its head, nor around them."""
     decoder, head = model.get_decoder(), model.get_output_embeddings()
     path = next(name for name, module in model.named_modules() if module is decoder).split(".")
     for depth, kept in enumerate(path):
         owner = model.get_submodule(".".join(path[:depth]))
         for name, child in list(owner.named_children()):
-            if name != kept and child is not head:
+            if name != kept and child is not head and child.state_dict():
                 setattr(owner, name, None)
                 yield ".".join([*path[:depth], name])

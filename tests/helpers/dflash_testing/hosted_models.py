@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
 from dflash_cli.checkpoints.opening import open_target
 from dflash_kernels.block_attention import PLAIN, Softmax
-from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.drafts.draft import Draft
 from dflash_runtime.models.hosted import HostedTarget, load_hosted
 from dflash_runtime.models.layers import Attend
@@ -41,15 +41,17 @@ BODY: Json = {
 EXPERTS: Json = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 MIXED: Json = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 5}
 
+GEMMA4: Json = {
+    **MIXED,
+    **{"global_head_dim": 16, "num_key_value_heads": 4, "num_global_key_value_heads": 1, "attention_k_eq_v": True},
+    **{"num_kv_shared_layers": 2, "hidden_size_per_layer_input": 6, "vocab_size_per_layer_input": 97},
+    "final_logit_softcapping": 2.0,
+}
+
 SERVED: Mapping[str, Json] = {
     "gemma2": {**MIXED, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0},
     "gpt_oss": {**MIXED, "num_local_experts": 8, "num_experts_per_tok": 2},
-    "gemma4_text": {
-        **MIXED,
-        **{"global_head_dim": 16, "num_key_value_heads": 4, "num_global_key_value_heads": 1, "attention_k_eq_v": True},
-        **{"num_kv_shared_layers": 2, "hidden_size_per_layer_input": 6, "vocab_size_per_layer_input": 97},
-        "final_logit_softcapping": 2.0,
-    },
+    "gemma4_text": GEMMA4,
     "gemma3_text": {**MIXED, "query_pre_attn_scalar": 24, "final_logit_softcapping": 2.0},
     "qwen3_moe": EXPERTS,
     "llama": {"attention_bias": True},
@@ -68,6 +70,7 @@ SERVED: Mapping[str, Json] = {
     "flex_olmo": EXPERTS,
     "flint": {**MIXED, **EXPERTS},
     "gemma": {},
+    "gemma4_unified_text": GEMMA4,
     "glm": {},
     "glm4": {},
     "glm4_moe": {**EXPERTS, "n_routed_experts": 8, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
@@ -125,6 +128,11 @@ LATENT: Json = {
 }
 INDEXED: Json = {**LATENT, "head_dim": 8, "index_topk": 8, "index_n_heads": 16, "index_head_dim": 16}
 SHORT_CONVOLUTIONS: Json = {"layer_types": ["conv", "conv", "full_attention", "conv"]}
+INKLING: Json = {
+    "layer_types": ["hybrid_sliding", "hybrid"] * 2, "sliding_window_size": 5, "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 2, "swa_head_dim": 8, "d_rel": 4, "rel_extent": 16, "n_routed_experts": 8,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 16, "unpadded_vocab_size": 90,
+}  # fmt: skip
 DEFAULT_ROPE: Json = {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}}
 
 OWN_CACHE: Mapping[str, Json] = {
@@ -149,6 +157,8 @@ OWN_CACHE: Mapping[str, Json] = {
         **MAMBA2, "layer_types": ["mamba", "attention"] * 2, "num_local_experts": 4, "num_experts_per_tok": 2,
         "shared_intermediate_size": 16,
     },
+    "inkling_text": {**INKLING, "logits_mup_width_multiplier": 3.0},
+    "inkling2_text": {**INKLING, "n_layers_per_attn_res_block": 2},
     "jamba": {
         "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1,
         "num_experts": 4, "use_mamba_kernels": False, "mamba_d_state": 8, "mamba_dt_rank": 4,
@@ -167,9 +177,14 @@ OWN_CACHE: Mapping[str, Json] = {
         "layer_types": ["chunked_attention", "full_attention"] * 2, "attention_chunk_size": 7, "num_local_experts": 4,
         "intermediate_size_mlp": 48, "interleave_moe_layer_step": 2,
     },
+    "longcat_flash": {
+        **LATENT, "head_dim": 8, "num_hidden_layers": 8, "ffn_hidden_size": 48, "expert_ffn_hidden_size": 16,
+        "moe_topk": 2, "zero_expert_num": 2,
+    },
     "mamba2": {"state_size": 8, "num_heads": 8, "n_groups": 2, "chunk_size": 8},
     "mimo_v2_flash": {**MIXED, "head_dim": 8, "v_head_dim": 4},
     "minimax": {"layer_types": ["linear_attention", "full_attention"] * 2, "num_local_experts": 4, "block_size": 8},
+    "mistral4": {**LATENT, "head_dim": 16},
     "nemotron_h": {
         "layers_block_type": ["mamba", "attention", "mlp", "mamba"], "mamba_num_heads": 8, "mamba_head_dim": 8,
         "n_groups": 2, "ssm_state_size": 8, "chunk_size": 8,
@@ -185,17 +200,44 @@ OWN_CACHE: Mapping[str, Json] = {
 }  # fmt: skip
 """The same of those that keep their own cache, the first three by default: a state, one token at a time, no state."""
 
+REFUSED: Mapping[str, tuple[Json, str]] = {
+    "gemma3_text": ({"use_bidirectional_attention": True}, "attention to later tokens (use_bidirectional_attention)"),
+    "bart": ({}, "an encoder"),
+    "deepseek_v4": ({}, "4 residual streams, of which a draft could be given no one (hc_mult)"),
+    "gemma3n_text": ({}, "4 residual streams, of which a draft could be given no one (altup_num_inputs)"),
+    "glm5_next_text": (
+        {"model_type": "glm5_next", "text_config": {**BODY, "num_key_value_heads": 4}},
+        "4 residual streams, of which a draft could be given no one (hc_mult)",
+    ),
+    "qwen4_exp_text": ({}, "4 residual streams, of which a draft could be given no one (hc_count)"),
+    "never_published": ({}, "a release of transformers that does would be needed, or a native family (a file in "),
+    "new_remote": ({"auto_map": {"AutoConfig": "code.Config"}}, "trust_remote_code would let it do anything"),
+    "clip": ({}, "transformers has no causal language model of this type"),
+}
+"""Model type that is not run -> what its config has beyond `BODY`, and what the refusal says."""
+
 OWN_CACHE_DEFAULT = tuple(OWN_CACHE)[:3]
+
+
+def skip_unknown(kind: str) -> None:
+    """Skip the test where this release of transformers does not know the type of its model."""
+    from transformers import CONFIG_MAPPING
+
+    if kind not in CONFIG_MAPPING:
+        pytest.skip(f"this release of transformers does not know {kind}")
 
 
 def make_model(path: Path, kind: str, **changes: Any) -> Any:
     """A random model of transformers, saved in a directory as safetensors."""
-    from transformers import AutoConfig, AutoModelForCausalLM, logging
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, logging
 
+    skip_unknown(kind)
     logging.disable_progress_bar()
     config = AutoConfig.for_model(kind, **{**BODY, **SERVED.get(kind, {}), **OWN_CACHE.get(kind, {}), **changes})
     torch.manual_seed(5)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    is_causal = type(config) in AutoModelForCausalLM._model_mapping
+    auto: Any = AutoModelForCausalLM if is_causal else AutoModelForImageTextToText
+    model = auto.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith(("bias", "sinks")) and parameter.ndim == 1:
@@ -204,46 +246,11 @@ def make_model(path: Path, kind: str, **changes: Any) -> Any:
     return model
 
 
-MROPE: Json = {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [1, 1, 2]}}
-
-WRAPPERS: Mapping[str, Json] = {
-    "gemma3": {**MIXED, "query_pre_attn_scalar": 24},
-    "qwen3_vl": MROPE,
-    "mistral3": {"model_type": "mistral"},
-    "glm4v": MROPE,
-    "idefics3": {"model_type": "llama"},
-    "internvl": {"model_type": "qwen2"},
-    "llava": {"model_type": "llama"},
-    "minimax_m3_vl": {},
-    "qwen2_5_vl": MROPE,
-    "qwen2_vl": MROPE,
-    "qwen3_vl_moe": {**MROPE, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
-    "smolvlm": {"model_type": "llama"},
-}
-"""Model type of a multimodal model -> what its decoder's config has beyond `BODY`. The first two are run by default."""
-
-VISION: Json = {
-    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "depth": 2,
-    "num_heads": 2, "out_hidden_size": 32, "image_size": 28, "patch_size": 14, "deepstack_visual_indexes": [0, 1],
-    "num_position_embeddings": 16,
-}  # fmt: skip
-
-
-def make_wrapper(path: Path, kind: str) -> Any:
-    """A random multimodal model of transformers, saved in a directory as safetensors."""
-    from transformers import AutoConfig, AutoModelForImageTextToText, logging
-
-    logging.disable_progress_bar()
-    config = AutoConfig.for_model(kind, text_config={**BODY, **WRAPPERS[kind]}, vision_config=VISION)
-    config.initializer_range = config.get_text_config(decoder=True).initializer_range = BODY["initializer_range"]
-    torch.manual_seed(5)
-    model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
-    model.save_pretrained(path)
-    return model
-
-
-def source_of(path: Path) -> TargetSource:
-    return open_target(path)
+def run_auto(path: Path) -> HostedTarget | OwnCacheTarget:
+    """The model of a directory, run by transformers' code in whichever way does."""
+    target = load_target(open_target(path), placement(), "auto")
+    assert isinstance(target, HostedTarget | OwnCacheTarget)
+    return target
 
 
 def host(path: Path) -> HostedTarget:

@@ -15,12 +15,21 @@ from torch import Tensor, nn
 from dflash_cli.checkpoints.opening import open_target
 from dflash_runtime.config import EngineConfig
 from dflash_runtime.device.loading import load_pair
-from dflash_runtime.errors import TensorMismatch, UnsupportedError, UsageError
+from dflash_runtime.errors import CheckpointError, TensorMismatch, UnsupportedError, UsageError
 from dflash_runtime.models import hosted, hosted_config, hosted_loading
 from dflash_runtime.models.hosted import HostedAttention, HostedTarget, ScaledHead
 from dflash_runtime.models.target import find_target_runtime, load_target
 from dflash_testing import checkpoints as support
-from dflash_testing.hosted_models import BODY, DEFAULT, SERVED, WindowedAttention, host, make_model
+from dflash_testing.hosted_models import (
+    BODY,
+    DEFAULT,
+    REFUSED,
+    SERVED,
+    WindowedAttention,
+    host,
+    make_model,
+    skip_unknown,
+)
 from dflash_testing.pairs import placement, random_target
 from dflash_testing.paths import ROOT
 
@@ -70,13 +79,6 @@ NOT_OVER_PAGES: dict[str, tuple[dict[str, Any], str]] = {
         "rope type dynamic, whose frequencies change with the length of the text",
     ),
 }
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "gemma3_text": ({"use_bidirectional_attention": True}, "attention to later tokens (use_bidirectional_attention)"),
-    "bart": ({}, "an encoder"),
-    "never_published": ({}, "a release of transformers that does would be needed, or a native family (a file in "),
-    "new_remote": ({"auto_map": {"AutoConfig": "code.Config"}}, "trust_remote_code would let it do anything"),
-    "clip": ({}, "transformers has no causal language model of this type"),
-}
 
 
 @pytest.mark.parametrize("kind", NOT_OVER_PAGES)
@@ -93,11 +95,21 @@ def test_what_our_pages_do_not_do_is_named(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_is_missing_is_named(kind: str, tmp_path: Path) -> None:
     changes, reason = REFUSED[kind]
+    if "streams" in reason:
+        skip_unknown(kind)
     target = support.write_checkpoint(tmp_path, {**BODY, "model_type": kind, **changes}, {})
     outcome = support.invoke("generate", "x", "-t", target, "-k", 0)
     assert outcome.code == 5, outcome.err
     assert f"does not run {kind} targets: " in outcome.err
     assert reason in outcome.err
+
+
+def test_why_a_config_is_not_taken_is_said_in_one_line(tmp_path: Path) -> None:
+    skip_unknown("glm5_next")
+    text = {**BODY, "num_attention_heads": 4, "num_key_value_heads": 2}
+    target = support.write_checkpoint(tmp_path, {"model_type": "glm5_next", "text_config": text}, {})
+    with pytest.raises(CheckpointError, match=r"validate_architecture': ValueError: num_attention_heads \(4\) must be"):
+        find_target_runtime(open_target(target), "auto")
 
 
 def test_an_adapter_is_not_followed(tmp_path: Path) -> None:

@@ -176,6 +176,7 @@ class TestScales:
 
 REFUSED = {
     "bitnet": "it is none of fp8, mxfp4",
+    "modelopt": "it is none of fp8, mxfp4",
     "nvfp4": "transformers would fetch kernels for them from the hub",
     "fbgemm_fp8": "transformers would fetch kernels for them from the hub",
     "bitsandbytes": "they need bitsandbytes, which is not installed",
