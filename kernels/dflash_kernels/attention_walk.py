@@ -7,7 +7,7 @@ calculation for softmax").
 
 import math
 
-from dflash_kernels.launch_config import FEW_TILES, constexpr, jit, tl
+from dflash_kernels.launch_config import constexpr, jit, tl
 
 _TL_LOG2E = constexpr(math.log2(math.e))
 
@@ -56,17 +56,14 @@ def _attend(
 
 
 @jit
-def share_of_tiles(
-    context_len, readable_len, first_row, last_row, num_rows, part, num_parts,
-    IS_CAUSAL: tl.constexpr, WINDOW: tl.constexpr, TILE_N: tl.constexpr, IS_HALVED: tl.constexpr,
+def tiles_in_sight(
+    context_len, readable_len, first_row, last_row, num_rows,
+    IS_CAUSAL: tl.constexpr, WINDOW: tl.constexpr, TILE_N: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of keys one part walks, of the context and of the block: two intervals `[begin, end)`, and whether it is
-    the last of the parts that walk any.
-
-    The parts share, in this order, the tiles of the context and of the block that some row of the program can see.
-    IS_HALVED says that half of the parts are empty while there are few tiles: only here lengths are known.
+    """The tiles of keys that some of these rows can see: the first of the context and how many, the first of the block
+    and the end of those. Lengths may be one request's or a vector of many.
     """
-    context_start, block_start, block_end = 0, 0, num_rows
+    context_start, block_start, block_end = context_len * 0, 0, num_rows
     if IS_CAUSAL:
         block_end = last_row + 1
     if WINDOW:
@@ -74,20 +71,22 @@ def share_of_tiles(
         block_start = tl.maximum(first_row - WINDOW + 1, 0)
         if not IS_CAUSAL:
             block_end = tl.minimum(last_row + WINDOW, num_rows)
-    context_tile, block_tile = context_start // TILE_N, block_start // TILE_N
+    context_tile = context_start // TILE_N
     num_context = tl.maximum(tl.cdiv(readable_len, TILE_N) - context_tile, 0)
-    num_tiles = num_context + tl.cdiv(block_end, TILE_N) - block_tile
-    if IS_HALVED:
-        num_parts = tl.where(num_tiles < FEW_TILES * num_parts, num_parts // 2, num_parts)
-        part = tl.minimum(part, num_parts)
-    begin = part * num_tiles // num_parts
-    end = tl.minimum(part + 1, num_parts) * num_tiles // num_parts
+    return context_tile, num_context, block_start // TILE_N, tl.cdiv(block_end, TILE_N)
+
+
+@jit
+def share_of_tiles(begin, end, context_tile, num_context, block_tile, block_tile_end):
+    """Which tiles of the context and of the block the tiles `[begin, end)` in sight are, two intervals `[begin, end)`;
+    and whether the last one in sight is among them.
+    """
     return (
         context_tile + tl.minimum(begin, num_context),
         context_tile + tl.minimum(end, num_context),
         block_tile + tl.maximum(begin - num_context, 0),
         block_tile + tl.maximum(end - num_context, 0),
-        (begin < end) & (end == num_tiles),
+        (begin < end) & (end == num_context + block_tile_end - block_tile),
     )
 
 
@@ -159,3 +158,29 @@ def walk_block(
             queries, key_tile, value_tile, is_visible, acc, row_max, weight_sum, scale, CAP, IS_FULL
         )
     return acc, row_max, weight_sum
+
+
+@jit
+def mean_of_share(
+    queries, row, dim, head, sinks, keys, values, keys_row, values_row, page_table, context_len, readable_len,
+    block_keys, block_values, block_keys_row, block_values_row, num_rows,
+    context_begin, context_end, block_begin, block_end, is_last, scale,
+    HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, IS_CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_D: tl.constexpr,
+):  # fmt: skip
+    """Walk these tiles of a request's context and of its block -> weighted mean of the values, [TILE_M, TILE_D], and
+    the base 2 logarithm of the sum of weights, [TILE_M]: -inf for rows that see nothing here.
+    """
+    acc, row_max, weight_sum = begin_softmax(sinks, head, is_last, TILE_M, TILE_D)
+    acc, row_max, weight_sum = walk_context(
+        queries, row, dim, keys, values, keys_row, values_row, page_table, context_len, readable_len,
+        context_begin, context_end, acc, row_max, weight_sum, scale,
+        HEAD_DIM, PAGE_SIZE, WINDOW, CAP, TILE_N, TILE_D, False,
+    )  # fmt: skip
+    acc, row_max, weight_sum = walk_block(
+        queries, row, dim, block_keys, block_values, block_keys_row, block_values_row, num_rows,
+        block_begin, block_end, acc, row_max, weight_sum, scale,
+        HEAD_DIM, IS_CAUSAL, WINDOW, CAP, TILE_N, TILE_D, False,
+    )  # fmt: skip
+    weight_sum = tl.where(weight_sum > 0, weight_sum, 1.0)
+    return acc / weight_sum[:, None], row_max + tl.log2(weight_sum)

@@ -18,13 +18,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dflash_kernels.attention_walk import begin_softmax, share_of_tiles, walk_block, walk_context
+from dflash_kernels.attention_walk import mean_of_share, share_of_tiles, tiles_in_sight
+from dflash_kernels.balanced_attention import launch_balanced
 from dflash_kernels.early_launch import early, let_next_launch_begin, wait_for_launches_before
 from dflash_kernels.launch_config import (
     COMBINE_TILE,
+    FEW_TILES,
     MAX_GRID,
     MIN_DOT,
     attention_shape,
+    balanced_shape,
     ceil_div,
     check_dtypes,
     check_tensors,
@@ -141,6 +144,18 @@ def cap_of_products(softmax: Softmax, head_dim: int) -> float | None:
 
 
 @jit
+def _part_of(num_tiles, part, NUM_PARTS: tl.constexpr):
+    """The tiles `[begin, end)` of a part. Half of four or more parts are empty while there are few: only here lengths
+    are known.
+    """
+    num_parts = NUM_PARTS
+    if NUM_PARTS >= 4:
+        num_parts = tl.where(num_tiles < FEW_TILES * NUM_PARTS, NUM_PARTS // 2, NUM_PARTS)
+        part = tl.minimum(part, num_parts)
+    return part * num_tiles // num_parts, tl.minimum(part + 1, num_parts) * num_tiles // num_parts
+
+
+@jit
 def _block_attention_kernel(
     query, block_keys, block_values, key_cache, value_cache, page_table, context_lens, sinks, out, part_lses,
     query_row, query_head, keys_row, keys_head, values_row, values_head,
@@ -170,34 +185,30 @@ def _block_attention_kernel(
         query + (flat_row * query_row + head * query_head)[:, None] + dim[None, :], mask=is_query, other=0.0
     )
     last_row = tl.minimum((first_packed + TILE_M - 1) // GROUP, num_rows - 1)
+    context_tile, num_context, block_tile, block_tile_end = tiles_in_sight(
+        context_len, readable_len, first_packed // GROUP, last_row, num_rows, IS_CAUSAL, WINDOW, TILE_N
+    )
+    begin, end = _part_of(num_context + block_tile_end - block_tile, split.to(tl.int32), NUM_SPLITS)
     context_begin, context_end, block_begin, block_end, is_last = share_of_tiles(
-        context_len, readable_len, first_packed // GROUP, last_row, num_rows, split.to(tl.int32),
-        NUM_SPLITS, IS_CAUSAL, WINDOW, TILE_N, NUM_SPLITS >= 4,
-    )  # fmt: skip
+        begin, end, context_tile, num_context, block_tile, block_tile_end
+    )
     target = flat_row * (NUM_KV * GROUP) + head
     if NUM_SPLITS > 1:
         target += split * num_out
-        if (context_begin == context_end) & (block_begin == block_end):
+        if begin == end:
             # An empty part says so and leaves its means unwritten; the sum of parts does not read them.
             tl.store(part_lses + target, tl.full((TILE_M,), float("-inf"), tl.float32), mask=row < num_rows)
             return
-    acc, row_max, weight_sum = begin_softmax(sinks, head, is_last, TILE_M, TILE_D)
-    acc, row_max, weight_sum = walk_context(
-        queries, row, dim, key_cache + kv_head * key_cache_head, value_cache + kv_head * value_cache_head,
+    mean, lses = mean_of_share(
+        queries, row, dim, head, sinks, key_cache + kv_head * key_cache_head, value_cache + kv_head * value_cache_head,
         key_cache_row, value_cache_row, page_table + request * table_stride, context_len, readable_len,
-        context_begin, context_end, acc, row_max, weight_sum, scale, HEAD_DIM, PAGE_SIZE, WINDOW, CAP, TILE_N, TILE_D,
-        False,
-    )  # fmt: skip
-    acc, row_max, weight_sum = walk_block(
-        queries, row, dim, block_keys + request * num_rows * keys_row + kv_head * keys_head,
+        block_keys + request * num_rows * keys_row + kv_head * keys_head,
         block_values + request * num_rows * values_row + kv_head * values_head, keys_row, values_row, num_rows,
-        block_begin, block_end, acc, row_max, weight_sum, scale, HEAD_DIM, IS_CAUSAL, WINDOW, CAP, TILE_N,
-        TILE_D, False,
+        context_begin, context_end, block_begin, block_end, is_last, scale,
+        HEAD_DIM, PAGE_SIZE, IS_CAUSAL, WINDOW, CAP, TILE_M, TILE_N, TILE_D,
     )  # fmt: skip
-    # A row that sees nothing in this part has the weight 2**-inf in the sum of parts.
-    mean = acc / tl.where(weight_sum > 0, weight_sum, 1.0)[:, None]
     if NUM_SPLITS > 1:
-        tl.store(part_lses + target, row_max + tl.log2(tl.where(weight_sum > 0, weight_sum, 1.0)), mask=row < num_rows)
+        tl.store(part_lses + target, lses, mask=row < num_rows)
     tl.store(out + target[:, None] * HEAD_DIM + dim[None, :], mean.to(out.dtype.element_ty), mask=is_query)
 
 
@@ -246,6 +257,7 @@ def block_attention(
     """`block_attention_ref` in one launch, or two where the keys are cut into parts.
 
     The number of parts follows from shapes alone, so a captured graph serves any context that its page table can hold.
+    Where requests alone fill the device, see `balanced_attention.py`.
     """
     check_tensors(query, block_keys, block_values, key_cache, value_cache, page_table, context_lens)
     check_dtypes(query, block_keys, block_values, key_cache, value_cache)
@@ -266,6 +278,14 @@ def block_attention(
     require(all(tensor.stride(2) == 1 for tensor in flat), "each head contiguous")
 
     group, num_out = num_heads // num_kv, num_requests * num_rows * num_heads
+    context_lens, cap = context_lens.contiguous(), cap_of_products(softmax, head_dim)
+    balanced = balanced_shape(num_requests, num_kv, num_rows * group, head_dim, query.element_size(), query.device)
+    if balanced is not None:
+        launch_balanced(
+            flat, page_table, context_lens, softmax.sinks, out, balanced,
+            page_size=page_size, is_causal=is_causal, window=window, cap=cap,
+        )  # fmt: skip
+        return out
     shape = attention_shape(num_requests * num_kv, num_rows * group, head_dim, query.element_size(), query.device)
     num_row_tiles = ceil_div(num_rows * group, shape.rows)
     max_tiles = ceil_div(page_table.shape[1] * page_size, shape.keys) + ceil_div(num_rows, shape.keys)
@@ -276,11 +296,11 @@ def block_attention(
         parts = torch.empty((num_splits, num_out, head_dim), dtype=torch.float32, device=query.device)
         part_lses = torch.empty((num_splits, num_out), dtype=torch.float32, device=query.device)
     _block_attention_kernel[(num_row_tiles, num_splits, num_requests * num_kv)](
-        *flat, page_table, context_lens.contiguous(), softmax.sinks, parts, part_lses,
+        *flat, page_table, context_lens, softmax.sinks, parts, part_lses,
         *(stride for tensor in flat for stride in tensor.stride()[:2]), page_table.stride(0),
         num_rows, page_table.shape[1], num_out, math.log2(math.e) / math.sqrt(head_dim),
         NUM_KV=num_kv, GROUP=group, HEAD_DIM=head_dim, PAGE_SIZE=page_size,
-        IS_CAUSAL=is_causal, WINDOW=window or 0, CAP=cap_of_products(softmax, head_dim), NUM_SPLITS=num_splits,
+        IS_CAUSAL=is_causal, WINDOW=window or 0, CAP=cap, NUM_SPLITS=num_splits,
         TILE_M=shape.rows, TILE_N=shape.keys, TILE_D=tile_dim,
         num_warps=4, num_stages=shape.num_stages, **early(query.device),
     )  # fmt: skip

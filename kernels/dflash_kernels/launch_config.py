@@ -214,6 +214,46 @@ def _num_splits(num_programs: int, most_together: int, device: torch.device) -> 
     return min(max(num_splits, 1), MAX_SPLITS)
 
 
+@dataclass(frozen=True, slots=True)
+class BalancedShape:
+    """How attention of many requests is cut: as `AttentionShape`, but with the programs of a KV head and row tile.
+
+    `combined_rows` are those whose parts one program adds up.
+    """
+
+    rows: int
+    keys: int
+    num_programs: int
+    num_stages: int
+    combined_rows: int = 16
+
+
+LEAST_SHARE = constexpr(4)
+"""Tiles of keys that a program walks where there are so many: parts of fewer are not worth adding up."""
+
+
+def balanced_shape(
+    num_requests: int, num_kv: int, num_packed: int, head_dim: int, itemsize: int, device: torch.device
+) -> BalancedShape | None:
+    """The cut for requests with `num_packed` rows for each KV head; None where they do not fill the device alone.
+
+    Measured on an H200 against one program for each request and KV head (`docs/performance.md`).
+    """
+    shape = attention_shape(num_requests * num_kv, num_packed, head_dim, itemsize, device)
+    num_row_tiles, num_places = ceil_div(num_packed, shape.rows), num_multiprocessors(device)
+    row_bytes = power_of_2(head_dim) * itemsize
+    is_light = shape.rows == MIN_DOT and row_bytes <= 256
+    num_programs = (3 if is_light else 2) * num_places // (num_kv * num_row_tiles)
+    if num_programs < 2 or num_requests * num_kv * num_row_tiles <= num_places:
+        return None
+    if row_bytes > 256:
+        keys, num_stages = 16 if row_bytes > 512 else 32, 2
+    else:
+        keys, num_stages = 64, 3
+    num_stages = fitting_stages(num_stages, 2 * keys * row_bytes, shape.rows * row_bytes, device)
+    return BalancedShape(shape.rows, keys, num_programs, num_stages)
+
+
 MAX_PRODUCT_ROWS = 32
 """Rows up to which products are ours; with more of them a library's are as fast or faster."""
 

@@ -19,7 +19,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dflash_kernels.attention_walk import begin_softmax, share_of_tiles, walk_block, walk_context
+from dflash_kernels.attention_walk import (
+    begin_softmax,
+    share_of_tiles,
+    tiles_in_sight,
+    walk_block,
+    walk_context,
+)
 from dflash_kernels.block_attention import PLAIN, Softmax, block_attention_ref, cap_of_products, check_softmax
 from dflash_kernels.launch_config import (
     COMBINE_TILE,
@@ -176,9 +182,13 @@ def _ragged_attention_kernel(
         query + (flat_row * query_row + head * query_head)[:, None] + dim[None, :], mask=is_query, other=0.0
     )
     last_row = tl.minimum((first_packed + TILE_M - 1) // GROUP, num_rows - 1)
+    context_tile, num_context, block_tile, block_tile_end = tiles_in_sight(
+        context_len, context_len, first_packed // GROUP, last_row, num_rows, True, WINDOW, TILE_N
+    )
+    num_tiles = num_context + block_tile_end - block_tile
     context_begin, context_end, block_begin, block_end, is_last = share_of_tiles(
-        context_len, context_len, first_packed // GROUP, last_row, num_rows, part, num_parts, True, WINDOW, TILE_N,
-        False,
+        part * num_tiles // num_parts, (part + 1) * num_tiles // num_parts,
+        context_tile, num_context, block_tile, block_tile_end,
     )  # fmt: skip
     # Tiles that all rows see whole come first, and need no mask; with a window there may be none.
     full_context, full_block = context_begin, block_begin

@@ -1,12 +1,14 @@
 """Attention of a block over pages and itself, against the reference in float64."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
 
 from dflash_kernels import block_attention as module
 from dflash_kernels.block_attention import PLAIN, Softmax, block_attention, block_attention_ref
-from dflash_kernels.launch_config import AttentionShape
+from dflash_kernels.launch_config import AttentionShape, BalancedShape
 from dflash_testing.tensors import (
     DEVICE,
     DTYPES,
@@ -112,6 +114,39 @@ def test_sinks_count_once_in_any_number_of_parts(
     monkeypatch.setattr(module, "attention_shape", lambda *_: AttentionShape(16, 32, num_splits, 2))
     pages = random_pages([0, 70, 250], 1, 16, PAGE, torch.float32, 5)
     check(pages, 10, 2, is_causal=True, window=window, softmax=random_softmax("both", 2))
+
+
+def shares_of(num_programs: int, rows: int = 16) -> Callable[..., BalancedShape]:
+    return lambda *_: BalancedShape(rows, 16, num_programs, 2, 8)
+
+
+@pytest.mark.parametrize("num_programs", [2, 3, 7, 40])
+@pytest.mark.parametrize(("is_causal", "window"), [(True, None), (False, None), (True, 70), (False, 70)])
+def test_equal_shares_of_all_requests(
+    num_programs: int, is_causal: bool, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shares that begin and end anywhere in a request, hold several whole ones, or a part of one; and with many
+    programs some that have nothing to do.
+    """
+    monkeypatch.setattr(module, "balanced_shape", shares_of(num_programs))
+    pages = random_pages([0, 70, 250, 15, 16, 530, 1], 1, 16, PAGE, torch.float32, 5)
+    check(pages, 7, 3, is_causal=is_causal, window=window)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", SOFTMAXES)
+def test_sinks_and_caps_in_equal_shares(kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several row tiles and KV heads; the sink counts once, in whatever part ends a request."""
+    monkeypatch.setattr(module, "balanced_shape", shares_of(3))
+    pages = random_pages([3, 150, 64, 0, 90], 2, 16, PAGE, dtype, 7)
+    check(pages, 9, 6, is_causal=True, window=None, softmax=random_softmax(kind, 6, dtype))
+
+
+def test_many_requests_share_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the rule of shapes, and nothing is left to the other kernel."""
+    monkeypatch.setattr(module, "attention_shape", None)
+    pages = random_pages([5 * index % 47 for index in range(33)], 1, 16, PAGE, torch.float32, 8)
+    check(pages, 1, 4, is_causal=True, window=None)
 
 
 def test_a_wider_page_table_changes_nothing() -> None:

@@ -33,6 +33,13 @@ def calls():
             kernels.product(normal(rows, weight.shape[1]), weight)
             kernels.product_parts(normal(rows, weight.shape[1]), weight)
             kernels.gated_product(normal(rows, weight.shape[1]), weight)
+    for rows in (1, 16):
+        block = [normal(64, rows, heads, 128) for heads in (32, 8, 8)]
+        table = torch.ones(64, 40, dtype=torch.int64)
+        kernels.block_attention(
+            *block, normal(640, 8, 128), normal(640, 8, 128), table, table[:, 0], page_size=16, is_causal=True,
+            window=None,
+        )
     silu_mul(normal(40, 256))
     caches, table = [normal(640, 2, 128) for _ in range(2)], torch.ones(2, 40, dtype=torch.int64)
     segments = [Segment(0, 1, 600, 0), Segment(1, 60, 0, 1)]

@@ -1,0 +1,213 @@
+"""Block attention of many requests of unlike lengths, for `block_attention.py`: nobody waits for the longest.
+
+The tiles of keys of all requests stand in one line that is cut into equal shares, one a program. A share may begin and
+end within a request: such parts are added up afterwards, those that are whole requests need it not. Source: Osama et
+al. 2023, "Stream-K: Work-centric Parallel Decomposition for Dense Matrix-Matrix Multiplication on the GPU".
+
+Axis letters: R requests, N rows, H heads, KV heads of keys and values, D head dim.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dflash_kernels.attention_walk import mean_of_share, share_of_tiles, tiles_in_sight
+from dflash_kernels.early_launch import early, let_next_launch_begin, wait_for_launches_before
+from dflash_kernels.launch_config import (
+    LEAST_SHARE,
+    MIN_DOT,
+    BalancedShape,
+    ceil_div,
+    jit,
+    power_of_2,
+    tl,
+)
+
+
+@jit
+def _rows_of_tile(row_tile, num_rows, GROUP: tl.constexpr, TILE_M: tl.constexpr):
+    """The first and the last row of a tile of packed rows."""
+    return row_tile * TILE_M // GROUP, tl.minimum((row_tile * TILE_M + TILE_M - 1) // GROUP, num_rows - 1)
+
+
+@jit
+def _share(
+    context_lens, num_requests, max_len, first_row, last_row, num_rows, num_programs,
+    IS_CAUSAL: tl.constexpr, WINDOW: tl.constexpr, TILE_B: tl.constexpr, TILE_N: tl.constexpr,
+):  # fmt: skip
+    """How many tiles of keys these rows of each request see, [TILE_B], and how many of them all a program walks."""
+    request = tl.arange(0, TILE_B)
+    context_len = tl.load(context_lens + request, mask=request < num_requests, other=0).to(tl.int32)
+    _, num_context, block_tile, block_tile_end = tiles_in_sight(
+        context_len, tl.minimum(context_len, max_len), first_row, last_row, num_rows, IS_CAUSAL, WINDOW, TILE_N
+    )
+    num_tiles = tl.where(request < num_requests, num_context + block_tile_end - block_tile, 0)
+    return num_tiles, tl.maximum(tl.cdiv(tl.sum(num_tiles, 0), num_programs), LEAST_SHARE)
+
+
+@jit
+def _balanced_attention_kernel(
+    query, block_keys, block_values, key_cache, value_cache, page_table, context_lens, sinks, out, parts, part_lses,
+    query_row, query_head, keys_row, keys_head, values_row, values_head,
+    key_cache_row, key_cache_head, value_cache_row, value_cache_head, table_stride,
+    num_requests, num_rows, num_pages, scale,
+    NUM_KV: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
+    TILE_B: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_D: tl.constexpr, IS_EARLY: tl.constexpr,
+):  # fmt: skip
+    wait_for_launches_before(IS_EARLY)
+    let_next_launch_begin(IS_EARLY)  # which adds the parts up
+    row_tile = tl.program_id(0)
+    kv_head = tl.program_id(1).to(tl.int64)
+    program = tl.program_id(2).to(tl.int64)
+    max_len = num_pages * PAGE_SIZE
+    first_row, last_row = _rows_of_tile(row_tile, num_rows, GROUP, TILE_M)
+    num_tiles, share = _share(
+        context_lens, num_requests, max_len, first_row, last_row, num_rows, tl.num_programs(2),
+        IS_CAUSAL, WINDOW, TILE_B, TILE_N,
+    )  # fmt: skip
+    begin = tl.program_id(2) * share
+    end = tl.minimum(begin + share, tl.sum(num_tiles, 0))
+    tiles_until = tl.cumsum(num_tiles, 0)
+    first_request = tl.sum((tiles_until <= begin).to(tl.int32), 0).to(tl.int64)
+    last_request = tl.sum((tiles_until < end).to(tl.int32), 0).to(tl.int64)
+    passed = tl.sum(tl.where(tiles_until <= begin, num_tiles, 0), 0)  # tiles of the requests before
+
+    packed = row_tile * TILE_M + tl.arange(0, TILE_M)
+    row = packed // GROUP
+    dim = tl.arange(0, TILE_D)
+    is_query = (row < num_rows)[:, None] & (dim < HEAD_DIM)[None, :]
+    head = kv_head * GROUP + packed % GROUP
+    # What does not change from request to request is computed again: kept, it takes registers of which there are few.
+    for request in tl.range(first_request, last_request + 1, disable_licm=True):
+        flat_row = request * num_rows + row
+        queries = tl.load(
+            query + (flat_row * query_row + head * query_head)[:, None] + dim[None, :], mask=is_query, other=0.0
+        )
+        context_len = tl.load(context_lens + request).to(tl.int32)
+        readable_len = tl.minimum(context_len, max_len)
+        context_tile, num_context, block_tile, block_tile_end = tiles_in_sight(
+            context_len, readable_len, first_row, last_row, num_rows, IS_CAUSAL, WINDOW, TILE_N
+        )
+        passed_then = passed + num_context + block_tile_end - block_tile
+        context_begin, context_end, block_begin, block_end, is_last = share_of_tiles(
+            begin - passed, tl.minimum(end, passed_then) - passed, context_tile, num_context, block_tile, block_tile_end
+        )
+        mean, lses = mean_of_share(
+            queries, row, dim, head, sinks,
+            key_cache + kv_head * key_cache_head, value_cache + kv_head * value_cache_head,
+            key_cache_row, value_cache_row, page_table + request * table_stride, context_len, readable_len,
+            block_keys + request * num_rows * keys_row + kv_head * keys_head,
+            block_values + request * num_rows * values_row + kv_head * values_head, keys_row, values_row, num_rows,
+            context_begin, context_end, block_begin, block_end, is_last, scale,
+            HEAD_DIM, PAGE_SIZE, IS_CAUSAL, WINDOW, CAP, TILE_M, TILE_N, TILE_D,
+        )  # fmt: skip
+        is_first = begin == passed
+        if is_first & is_last:
+            target = (flat_row * (NUM_KV * GROUP) + head)[:, None] * HEAD_DIM + dim[None, :]
+            tl.store(out + target, mean.to(out.dtype.element_ty), mask=is_query)
+        else:
+            # A program has two parts at most: one that goes on with a request, and one that begins with another.
+            place = (2 * program + is_first.to(tl.int64)) * tl.num_programs(0) + row_tile
+            place = (place * NUM_KV + kv_head) * TILE_M + tl.arange(0, TILE_M)
+            tl.store(part_lses + place, lses, mask=row < num_rows)
+            tl.store(parts + place[:, None] * HEAD_DIM + dim[None, :], mean, mask=is_query)
+        passed = passed_then
+        begin = passed_then
+
+
+@jit
+def _combine_shares_kernel(
+    context_lens, parts, part_lses, out, num_requests, num_rows, max_len, num_programs, num_row_tiles,
+    NUM_KV: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, IS_CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    TILE_B: tl.constexpr, TILE_C: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_D: tl.constexpr,
+    TOGETHER: tl.constexpr, IS_EARLY: tl.constexpr,
+):  # fmt: skip
+    wait_for_launches_before(IS_EARLY)
+    let_next_launch_begin(IS_EARLY)
+    first_packed = tl.program_id(0) * TILE_C
+    row_tile = first_packed // TILE_M
+    kv_head = tl.program_id(1).to(tl.int64)
+    first_row, last_row = _rows_of_tile(row_tile, num_rows, GROUP, TILE_M)
+    num_tiles, share = _share(
+        context_lens, num_requests, max_len, first_row, last_row, num_rows, num_programs,
+        IS_CAUSAL, WINDOW, TILE_B, TILE_N,
+    )  # fmt: skip
+    request = tl.arange(0, TILE_B)
+    passed = tl.sum(tl.where(request < tl.program_id(2), num_tiles, 0), 0)
+    own = tl.sum(tl.where(request == tl.program_id(2), num_tiles, 0), 0)
+    first, last = passed // share, (passed + own - 1) // share
+    if first < last:  # otherwise one program has walked the whole request
+        packed = first_packed + tl.arange(0, TILE_C)
+        row = packed // GROUP
+        dim = tl.arange(0, TILE_D)
+        is_row = row < num_rows
+        is_element = is_row[:, None] & (dim < HEAD_DIM)[None, :]
+        acc = tl.zeros((TILE_C, TILE_D), tl.float32)
+        max_lse = tl.full((TILE_C,), float("-inf"), tl.float32)
+        weight_sum = tl.zeros((TILE_C,), tl.float32)
+        for step in range(first, last + 1, TOGETHER):
+            for offset in tl.static_range(TOGETHER):
+                program = step + offset
+                is_part = program <= last
+                place = (2 * program + (program == first).to(tl.int64)) * num_row_tiles + row_tile
+                place = (place * NUM_KV + kv_head) * TILE_M + packed % TILE_M
+                lse = tl.load(part_lses + place, mask=is_row & is_part, other=float("-inf"))
+                mean = tl.load(parts + place[:, None] * HEAD_DIM + dim[None, :], mask=is_element & is_part, other=0.0)
+                new_max = tl.maximum(max_lse, lse)
+                shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+                rescale, weight = tl.exp2(max_lse - shift), tl.exp2(lse - shift)
+                acc = acc * rescale[:, None] + mean * weight[:, None]
+                weight_sum = weight_sum * rescale + weight
+                max_lse = new_max
+        flat_row = tl.program_id(2).to(tl.int64) * num_rows + row
+        target = flat_row * (NUM_KV * GROUP) + kv_head * GROUP + packed % GROUP
+        combined = acc / tl.where(weight_sum > 0, weight_sum, 1.0)[:, None]
+        tl.store(out + target[:, None] * HEAD_DIM + dim[None, :], combined.to(out.dtype.element_ty), mask=is_element)
+
+
+def launch_balanced(
+    flat: Sequence[Tensor],
+    page_table: Tensor,
+    context_lens: Tensor,
+    sinks: Tensor | None,
+    out: Tensor,
+    shape: BalancedShape,
+    *,
+    page_size: int,
+    is_causal: bool,
+    window: int | None,
+    cap: float | None,
+) -> None:
+    """Fill `out` [R, N, H, D] in two launches; `block_attention` has checked what it gives.
+
+    flat  queries [R * N, H, D], keys and values of the block [R * N, KV, D], and both caches
+    cap   of products of queries and keys
+    """
+    num_requests, num_rows, num_heads, head_dim = out.shape
+    num_kv = flat[1].shape[1]
+    num_packed = num_rows * num_heads // num_kv
+    num_row_tiles = ceil_div(num_packed, shape.rows)
+    num_places = 2 * shape.num_programs * num_row_tiles * num_kv * shape.rows
+    parts = torch.empty((num_places, head_dim), dtype=torch.float32, device=out.device)
+    part_lses = torch.empty(num_places, dtype=torch.float32, device=out.device)
+    cut: dict[str, Any] = {
+        "NUM_KV": num_kv, "GROUP": num_heads // num_kv, "HEAD_DIM": head_dim,
+        "IS_CAUSAL": is_causal, "WINDOW": window or 0,
+        "TILE_B": power_of_2(num_requests), "TILE_M": shape.rows, "TILE_N": shape.keys,
+        "TILE_D": max(power_of_2(head_dim), MIN_DOT), **early(out.device),
+    }  # fmt: skip
+    _balanced_attention_kernel[(num_row_tiles, num_kv, shape.num_programs)](
+        *flat, page_table, context_lens, sinks, out, parts, part_lses,
+        *(stride for tensor in flat for stride in tensor.stride()[:2]), page_table.stride(0),
+        num_requests, num_rows, page_table.shape[1], math.log2(math.e) / math.sqrt(head_dim),
+        PAGE_SIZE=page_size, CAP=cap, **cut, num_warps=4, num_stages=shape.num_stages,
+    )  # fmt: skip
+    tile = min(shape.rows, shape.combined_rows)
+    _combine_shares_kernel[(ceil_div(num_packed, tile), num_kv, num_requests)](
+        context_lens, parts, part_lses, out, num_requests, num_rows, page_table.shape[1] * page_size,
+        shape.num_programs, num_row_tiles, TILE_C=tile, TOGETHER=4, **cut, num_warps=4,
+    )  # fmt: skip
