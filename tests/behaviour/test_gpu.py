@@ -1,8 +1,5 @@
 """The bundled pair on a GPU: exact in float32, near enough in bfloat16, and never waiting for the device."""
 
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -11,7 +8,7 @@ import torch
 from dflash_kernels import ragged_attention
 from dflash_runtime.metrics import count_acceptance
 from dflash_runtime.scheduling.request import Request, RequestOutput, SamplingParams
-from dflash_testing.gpu import gpu_llm
+from dflash_testing.gpu import detecting_syncs, gpu_llm
 from dflash_testing.pairs import bundled_draft_model, bundled_llm, bundled_prompts
 
 pytestmark = pytest.mark.gpu
@@ -88,17 +85,6 @@ def test_the_steady_loop_never_waits_for_the_device(sampling: dict[str, Any], dr
             llm.engine.step()
             steps += 1
     assert steps > 40
-
-
-@contextmanager
-def detecting_syncs() -> Iterator[None]:
-    with warnings.catch_warnings():  # torch says that the detector is a prototype, after it has switched it on
-        warnings.simplefilter("ignore", UserWarning)
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_the_detector_detects() -> None:

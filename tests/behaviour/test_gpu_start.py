@@ -1,5 +1,7 @@
 """Starting on a GPU: nothing is compiled after the warm-up, memory stays what it was, and any device will do."""
 
+import gc
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -184,6 +186,8 @@ def test_4096_requests_at_once() -> None:
 
 def test_steps_take_no_more_than_was_kept_free() -> None:
     """What the warm-up adds to the memory in use, of torch and of the driver, against what was derived from shapes."""
+    if os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1") != "1":
+        pytest.skip("the device's memory is that of all processes: run it with -n 0")
     llm = gpu_llm("tiny", "bfloat16", max_num_requests=64, max_batched_tokens=2048)
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
@@ -197,6 +201,28 @@ def test_steps_take_no_more_than_was_kept_free() -> None:
     kept = memory.scratch_bytes(pair.config, pair.target.config, pair.draft.config, pair.limits, pair.placement)
     print(f"taken {taken / 2**20:.0f} MiB, kept free {kept / 2**20:.0f} MiB")
     assert taken <= kept
+
+
+def test_an_engine_that_is_collected_breaks_no_capture() -> None:
+    """What a collection would do that came by itself, in the middle of one."""
+    forgotten = [gpu_llm("tiny", "float32", num_pages=400)]
+    forgotten[0].generate(bundled_prompts()[:2], GREEDY)
+    llm = gpu_llm("tiny", "float32", num_pages=400)
+    runner, attend = llm.engine.runner, llm.engine.runner._attend_target
+
+    def collecting(*inputs: Any) -> Any:
+        if torch.cuda.is_current_stream_capturing() and forgotten:
+            cycle: list[Any] = [forgotten.pop()]
+            cycle.append(cycle)
+            del cycle
+            if gc.isenabled():
+                gc.collect()
+        return attend(*inputs)
+
+    runner._attend_target = collecting  # type: ignore[method-assign]
+    (output,) = llm.generate(bundled_prompts()[:1], GREEDY)
+    assert not forgotten
+    assert output.error is None
 
 
 def run_steps(llm: LLM, num_steps: int) -> None:

@@ -53,6 +53,16 @@ def launched_one_by_one(draft: str | None, sampling: dict[str, Any], **settings:
     return llm
 
 
+def check_twice(captured: LLM, plainly: LLM, **sampling: Any) -> None:
+    """While graphs are captured, and when they are there; and each time with as much in the prefix cache.
+
+    Prompts that find their beginning there have fewer rows to run, whose products may round otherwise.
+    """
+    assert not plainly.engine.runner.graphs
+    for _ in range(2):
+        assert fixed(captured, **sampling) == fixed(plainly, **sampling)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("draft", ["tiny", "tiny:reduced", None])
 @pytest.mark.parametrize(
@@ -64,12 +74,9 @@ def test_graphs_change_nothing(draft: str | None, sampling: dict[str, Any], max_
     settings: dict[str, Any] = {"max_num_requests": max_num_requests, "num_pages": 400}
     plainly = launched_one_by_one(draft, sampling, **settings)
     captured = gpu_llm(draft, "float32", **settings)
-    wanted = fixed(plainly, **sampling)
-    assert not plainly.engine.runner.graphs
-    assert fixed(captured, **sampling) == wanted
+    check_twice(captured, plainly, **sampling)
     assert captured.engine.runner.graphs is not None
     assert len(captured.engine.runner.graphs) >= min(max_num_requests, 3)
-    assert fixed(captured, **sampling) == wanted  # the graphs that are there, replayed
 
 
 @pytest.mark.gpu
@@ -80,10 +87,7 @@ def test_graphs_change_nothing_at_any_width(width: int, draft_sampling: str) -> 
     sampling: dict[str, Any] = {"verify_width": width, "temperature": float(draft_sampling != "greedy")}
     settings: dict[str, Any] = {"max_num_requests": 5, "num_pages": 400, "draft_sampling": draft_sampling}
     plainly, captured = launched_one_by_one("tiny", sampling, **settings), gpu_llm("tiny", "float32", **settings)
-    wanted = fixed(plainly, **sampling)
-    assert not plainly.engine.runner.graphs
-    assert fixed(captured, **sampling) == wanted
-    assert fixed(captured, **sampling) == wanted
+    check_twice(captured, plainly, **sampling)
     assert captured.engine.runner.graphs is not None
     assert {mode.verify_width for _, mode in captured.engine.runner.graphs._graphs} == {width}
 

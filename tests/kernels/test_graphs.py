@@ -11,6 +11,7 @@ from dflash_kernels.rope_store import KVPlace
 from dflash_kernels.step_rows import Bounds, RowState
 from dflash_kernels.suite import REFERENCE, Kernels, triton_kernels
 from dflash_testing.distributions import reject_probs
+from dflash_testing.gpu import detecting_syncs
 from dflash_testing.tensors import DEVICE, assert_rows_close, normal, random_pages
 
 R, N, H, KV, D, L, V, PAGE = 3, 4, 4, 2, 16, 2, 5000, 16
@@ -132,20 +133,16 @@ def decided(num_accepted: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 @pytest.mark.parametrize("name", CALLS)
 def test_captured_once_and_replayed_with_other_values(name: str) -> None:
     call, kernels = CALLS[name], triton_kernels()
     static = inputs(0)
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with detecting_syncs():
         call(kernels, static)  # compiled outside the capture
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             out = call(kernels, static)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     for seed in (1, 2):
         fresh = inputs(seed)
         for key, tensor in static.items():

@@ -8,9 +8,11 @@ no KV, and commits nothing.
 Axis letters: R requests of a bucket.
 """
 
+import gc
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from itertools import combinations
@@ -149,7 +151,7 @@ class DecodeGraphs:
         graph, stream = torch.cuda.CUDAGraph(), capture_stream(self._device)
         recording = torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local")
         # A capture that fails may leave its stream the current one.
-        with torch.cuda.stream(torch.cuda.current_stream()), recording:
+        with no_collection(), torch.cuda.stream(torch.cuda.current_stream()), recording:
             packed = self._decode(rows, mode)
         return graph, rows, packed
 
@@ -166,6 +168,18 @@ class DecodeGraphs:
                 "--gpu-memory-utilization, --kv-memory or --max-num-requests"
             )
             logger.warning(self.shortage)
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Collect no garbage meanwhile: the graphs of an engine that was forgotten are freed then, which ends a capture."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @cache

@@ -1,6 +1,11 @@
-"""The bundled pair on a GPU."""
+"""The bundled pair on a GPU, and what waits for one."""
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+
+import torch
 
 from dflash_cli.checkpoints.opening import open_target
 from dflash_cli.checkpoints.references import tiny_directory
@@ -15,3 +20,15 @@ def gpu_llm(name: str | None, dtype: str, **engine: Any) -> LLM:
     config = EngineConfig(**settings)
     draft = bundled_draft(name) if name is not None else None
     return LLM(open_target(tiny_directory() / "target"), draft, config)
+
+
+@contextmanager
+def detecting_syncs() -> Iterator[None]:
+    """Raise where the host waits for the device."""
+    try:
+        with warnings.catch_warnings():  # torch says that the detector is a prototype, after it has switched it on
+            warnings.simplefilter("ignore", UserWarning)
+            torch.cuda.set_sync_debug_mode("error")
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -15,6 +15,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 
 from dflash_runtime.config import ExpertsConfig
 from dflash_runtime.models.experts import Experts
+from dflash_testing.gpu import detecting_syncs
 from dflash_testing.tensors import assert_rows_close
 
 HIDDEN, INNER, NUM_EXPERTS = 32, 16, 11
@@ -149,11 +150,8 @@ def test_grouped_products_ask_the_host_for_nothing(count: int) -> None:
     hidden, other = (rows(size, torch.bfloat16).cuda()[-count:] for size in (count, count + 1))
     experts(hidden)
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with detecting_syncs():
         experts(hidden)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         routes, found = experts.choose(hidden), experts(hidden)[0]
