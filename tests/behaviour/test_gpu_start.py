@@ -219,7 +219,7 @@ def test_an_engine_that_is_collected_breaks_no_capture() -> None:
                 gc.collect()
         return attend(*inputs)
 
-    runner._attend_target = collecting  # type: ignore[method-assign]
+    runner._attend_target = collecting  # type: ignore[assignment]
     (output,) = llm.generate(bundled_prompts()[:1], GREEDY)
     assert not forgotten
     assert output.error is None
