@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +45,10 @@ class Tokenizer:
         text = template if isinstance(template, str) else json.dumps(template, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16] if template else None
 
-    def render(self, messages: Sequence[dict[str, Any]], *, where: str) -> list[int]:
-        """Ids of a conversation, ready for the assistant's answer.
+    def render(
+        self, messages: Sequence[dict[str, Any]], *, where: str, options: Mapping[str, Any] | None = None
+    ) -> list[int]:
+        """Ids of a conversation, ready for the assistant's answer; `options` of the template overrule the tokenizer's.
 
         Raises:
             RequestError: the template refuses it, as some do roles that they do not know.
@@ -55,7 +57,10 @@ class Tokenizer:
 
         try:
             text = self._tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=True, **self._template_options
+                list(messages),
+                tokenize=False,
+                add_generation_prompt=True,
+                **{**self._template_options, **(options or {})},
             )
         except (TemplateError, TypeError, ValueError, KeyError) as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
