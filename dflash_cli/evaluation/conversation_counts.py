@@ -17,12 +17,14 @@ class ConversationCounts:
     """Tokens that the steps of one conversation gave, and how many steps there were, over all its turns.
 
     Those of its far steps, whose context is much longer than at the first, are counted by themselves too. `digest` is
-    the same for the same prompt in another result; `name` is what people call it.
+    the same for the same prompt in another result; `name` is what people call it, `condition` under what it was
+    answered, where there were several.
     """
 
     digest: str
     name: str
     category: str | None = None
+    condition: str | None = None
     num_tokens: float
     num_steps: int
     num_far_tokens: float = 0
@@ -61,8 +63,11 @@ def _count(answers: "Sequence[Answer]") -> ConversationCounts:
         TurnSteps(len(output.prompt_token_ids), output.acceptance_lengths, output.committed_lengths)
         for output in outputs
     ]
-    name = str(row.id) if row.id is not None else f"prompt {row.index + 1}"
-    return ConversationCounts(digest=row.digest, name=name, category=row.category, **count_turns(turns))
+    name = str(row.id) if row.id is not None else f"prompt {row.prompt_index + 1}"
+    condition = row.condition.name if row.condition is not None else None
+    return ConversationCounts(
+        digest=row.digest, name=name, category=row.category, condition=condition, **count_turns(turns)
+    )
 
 
 def count_turns(turns: Sequence[TurnSteps]) -> dict[str, int]:

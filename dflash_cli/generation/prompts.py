@@ -59,6 +59,11 @@ class PromptRow:
         return len(self.value) if self.kind == "turns" else 1
 
     @property
+    def is_plain(self) -> bool:
+        """Whether the target is to answer it without its draft."""
+        return self.condition is not None and self.condition.is_plain
+
+    @property
     def digest(self) -> str:
         """A hash of what is asked, by which a resumed run knows a row again."""
         under = [] if self.condition is None else [self.condition.name]
@@ -226,7 +231,7 @@ def make_row(row: Mapping[str, Any], where: str, index: int) -> PromptRow:
         id=row.get("id"),
         category=str(category) if category is not None else None,
         where=where,
-        reference=row.get("reference"),
+        reference=str(row["reference"]) if isinstance(row.get("reference"), str | int | float) else None,
     )
 
 

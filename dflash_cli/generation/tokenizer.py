@@ -31,7 +31,7 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text, with the special tokens this tokenizer adds by itself."""
-        return list(self._tokenizer(text)["input_ids"])
+        return list(self._tokenizer(text, verbose=False)["input_ids"])
 
     @property
     def has_template(self) -> bool:
@@ -65,7 +65,7 @@ class Tokenizer:
         except (TemplateError, TypeError, ValueError, KeyError) as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise RequestError(f"{where}: the chat template does not take it: {reason}") from error
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of ids, special tokens left out."""

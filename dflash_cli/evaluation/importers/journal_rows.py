@@ -19,7 +19,9 @@ class JournalRows(ResultFormat):
 
     def read(self, file: ResultFile) -> MeasuredResult:
         settings = file.rows[0]["settings"]
-        answers = {(row["index"], row["turn"]): row for row in file.rows[1:] if "error" not in row}
+        answers = {
+            (row["index"], row["turn"]): row for row in file.rows[1:] if "error" not in row and not row.get("is_plain")
+        }
         rows = [answers[key] for key in sorted(answers)]
         conversations: dict[int, list[dict[str, Any]]] = {}
         for row in rows:
@@ -48,7 +50,8 @@ def _conversation(rows: Sequence[Mapping[str, Any]]) -> ConversationCounts:
     ]
     return ConversationCounts(
         digest=rows[0]["digest"],
-        name=str(rows[0].get("id", f"prompt {rows[0]['index'] + 1}")),
+        name=str(rows[0].get("id", f"prompt {rows[0].get('prompt_index', rows[0]['index']) + 1}")),
         category=rows[0]["category"],
+        condition=rows[0].get("condition"),
         **count_turns(turns),
     )

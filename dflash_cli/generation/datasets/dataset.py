@@ -50,6 +50,8 @@ def parse_spec(text: str) -> DatasetSpec:
 
 Fields = dict[str, Any]
 """A row of prompts as in a file of them: `prompt`, `turns` or `messages`, and what else is known of it."""
+Formats = Mapping[str, Callable[[Sequence[Record]], list[Fields]]]
+"""Project -> what it makes of all rows."""
 
 
 class Dataset(ABC):
@@ -65,7 +67,7 @@ class Dataset(ABC):
     subset: ClassVar[str | None] = None
     split: ClassVar[str] = "test"
     columns: ClassVar[tuple[str, ...]]
-    formats: ClassVar[Mapping[str, Callable[[Sequence[Record]], list[Fields]]]]
+    formats: ClassVar[Formats]
 
     def choose_format(self, name: str | None) -> str:
         """The project whose prompts are made; without a name, the first.

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import ClassVar
 
-from dflash_cli.generation.datasets.dataset import DATASETS, Dataset, Fields
+from dflash_cli.generation.datasets.dataset import DATASETS, Dataset, Fields, Formats
 from dflash_cli.generation.datasets.table_files import Record
 
 BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."
@@ -48,4 +48,4 @@ class Gsm8k(Dataset):
     repo: ClassVar[str] = "openai/gsm8k"
     subset: ClassVar[str | None] = "main"
     columns: ClassVar[tuple[str, ...]] = ("question", "answer")
-    formats = {"z-lab": _as_zlab, "vllm": _as_vllm, "specforge": _as_specforge}
+    formats: ClassVar[Formats] = {"z-lab": _as_zlab, "vllm": _as_vllm, "specforge": _as_specforge}

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import ClassVar
 
-from dflash_cli.generation.datasets.dataset import DATASETS, Dataset, Fields
+from dflash_cli.generation.datasets.dataset import DATASETS, Dataset, Fields, Formats
 from dflash_cli.generation.datasets.table_files import Record
 
 TASK = "Write a solution to the following problem and make sure that it passes the tests:\n```python\n{}\n```"
@@ -26,4 +26,4 @@ class HumanEval(Dataset):
     repo: ClassVar[str] = "openai/openai_humaneval"
     subset: ClassVar[str | None] = "openai_humaneval"
     columns: ClassVar[tuple[str, ...]] = ("prompt",)
-    formats = {"z-lab": _as_zlab, "vllm": _as_vllm}
+    formats: ClassVar[Formats] = {"z-lab": _as_zlab, "vllm": _as_vllm}

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import ClassVar
 
-from dflash_cli.generation.datasets.dataset import DATASETS, Dataset, Fields
+from dflash_cli.generation.datasets.dataset import DATASETS, Dataset, Fields, Formats
 from dflash_cli.generation.datasets.gsm8k import BOXED
 from dflash_cli.generation.datasets.table_files import Record
 
@@ -26,4 +26,7 @@ class Math500(Dataset):
     title: ClassVar[str] = "MATH-500"
     repo: ClassVar[str] = "HuggingFaceH4/MATH-500"
     columns: ClassVar[tuple[str, ...]] = ("problem",)
-    formats = {"z-lab": lambda records: _rows(records, BOXED), "specforge": lambda records: _rows(records, "")}
+    formats: ClassVar[Formats] = {
+        "z-lab": lambda records: _rows(records, BOXED),
+        "specforge": lambda records: _rows(records, ""),
+    }

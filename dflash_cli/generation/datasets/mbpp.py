@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import ClassVar
 
-from dflash_cli.generation.datasets.dataset import DATASETS, Dataset, Fields
+from dflash_cli.generation.datasets.dataset import DATASETS, Dataset, Fields, Formats
 from dflash_cli.generation.datasets.table_files import Record
 
 PAPER = (
@@ -35,4 +35,4 @@ class Mbpp(Dataset):
     repo: ClassVar[str] = "google-research-datasets/mbpp"
     subset: ClassVar[str | None] = "sanitized"
     columns: ClassVar[tuple[str, ...]] = ("prompt",)
-    formats = {"z-lab": _as_zlab, "specforge": _as_specforge}
+    formats: ClassVar[Formats] = {"z-lab": _as_zlab, "specforge": _as_specforge}

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import ClassVar
 
-from dflash_cli.generation.datasets.dataset import DATASETS, Dataset, Fields
+from dflash_cli.generation.datasets.dataset import DATASETS, Dataset, Fields, Formats
 from dflash_cli.generation.datasets.table_files import Record
 from dflash_runtime.errors import RequestError
 
@@ -34,7 +34,10 @@ class MtBench(Dataset):
     repo: ClassVar[str] = "HuggingFaceH4/mt_bench_prompts"
     split: ClassVar[str] = "train"
     columns: ClassVar[tuple[str, ...]] = ()
-    formats = {"z-lab": lambda records: _rows(records, None), "vllm": lambda records: _rows(records, 1)}
+    formats: ClassVar[Formats] = {
+        "z-lab": lambda records: _rows(records, None),
+        "vllm": lambda records: _rows(records, 1),
+    }
 
     def check(self, record: Record) -> None:
         """Refuse a row without a list of questions."""

@@ -7,7 +7,7 @@ where they come from. The folder that the script writes is what is read here.
 from collections.abc import Sequence
 from typing import ClassVar
 
-from dflash_cli.generation.datasets.dataset import DATASETS, Dataset, Fields
+from dflash_cli.generation.datasets.dataset import DATASETS, Dataset, Fields, Formats
 from dflash_cli.generation.datasets.table_files import Record
 from dflash_runtime.errors import RequestError
 
@@ -45,7 +45,10 @@ class SpeedBench(Dataset):
     repo: ClassVar[str] = "nvidia/SPEED-Bench"
     subset: ClassVar[str | None] = "qualitative"
     columns: ClassVar[tuple[str, ...]] = ()
-    formats = {"specdec-bench": lambda records: _rows(records, None), "vllm": lambda records: _rows(records, 1)}
+    formats: ClassVar[Formats] = {
+        "specdec-bench": lambda records: _rows(records, None),
+        "vllm": lambda records: _rows(records, 1),
+    }
 
     def check(self, record: Record) -> None:
         """Refuse a row without questions, or with placeholders for them."""
