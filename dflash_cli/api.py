@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from dflash_cli.checkpoints import opening
 from dflash_cli.checkpoints.opening import Causality, DraftCheckpoint
 from dflash_cli.checkpoints.pair_references import complete_pair
-from dflash_cli.checkpoints.references import TINY, Role, fetch_directory, is_bundled, tiny_directory
+from dflash_cli.checkpoints.references import TINY, Role, fetch_directory
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.config import EngineConfig
 from dflash_runtime.scheduling.request import SamplingParams
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from dflash_cli.conversion.request import Verification
     from dflash_cli.evaluation.acceptance_report import Evaluation
     from dflash_cli.evaluation.speed import BatchSpeed
-    from dflash_cli.generation.prompts import PromptRow
+    from dflash_cli.generation.prompt_sets import PromptSet
     from dflash_cli.validation.report import Report
     from dflash_cli.validation.rule import Level
 
@@ -163,7 +163,7 @@ def evaluate(
     *,
     prompts: Prompts | None = None,
     params: SamplingParams | None = None,
-    chat: bool = False,
+    chat: bool | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     config: EngineConfig | None = None,
     causality: Causality | None = None,
@@ -172,7 +172,8 @@ def evaluate(
     journal: Path | None = None,
     resume: bool = False,
 ) -> "Evaluation":
-    """Measure the acceptance of a pair, as `dflash eval-acceptance` does. Without `prompts`, on the bundled ones.
+    """Measure the acceptance of a pair, as `dflash eval-acceptance` does. Without `prompts`, on the bundled ones: chats (mix-64),
+    or for the bundled target pieces of Python. `chat` is None for what these are made for.
 
     `confidence` and `num_resamples` are those of the bootstrap behind the intervals. Answers are written to `journal`
     as they end, and with `resume` those that are in it are not asked for again.
@@ -184,8 +185,8 @@ def evaluate(
     Raises:
         UsageError, RequestError: a pair or prompts that cannot be served; and whatever loading raises.
     """
-    from dflash_cli.evaluation.acceptance_report import PromptSource
     from dflash_cli.evaluation.measure import EvaluationRequest, measure
+    from dflash_cli.evaluation.prompt_choice import choose_prompts
     from dflash_cli.generation.loaded_pair import open_session
 
     config = replace(config or EngineConfig(), adaptive_width=False)
@@ -196,19 +197,13 @@ def evaluate(
         causality=causality,
         template_options=_to_text(chat_template_kwargs),
     )
-    rows = _rows(prompts)
-    is_tiny = is_bundled(str(draft)) and (target is None or is_bundled(str(target)))
-    source = PromptSource(
-        name="bundled" if prompts is None else str(prompts) if isinstance(prompts, str | Path) else "given",
-        num_available=len(rows),
-        is_bundled=prompts is None,
-        is_foreign=prompts is None and not is_tiny,
-    )
+    choice = choose_prompts(session, _prompt_set(prompts), chat=chat)
     request = EvaluationRequest(
-        rows=rows,
+        rows=choice.rows,
         params=params or SamplingParams(max_new_tokens=128),
-        source=source,
-        chat=chat,
+        source=choice.source,
+        chat=choice.chat,
+        scores=True,
         confidence=confidence,
         num_resamples=num_resamples,
         journal=journal,
@@ -225,7 +220,7 @@ def measure_speed(
     batches: Sequence[int] = (1, 4, 16),
     max_new_tokens: int = 128,
     num_rounds: int = 4,
-    chat: bool = False,
+    chat: bool | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     config: EngineConfig | None = None,
     causality: Causality | None = None,
@@ -236,6 +231,7 @@ def measure_speed(
         UsageError, RequestError: a pair or prompts that cannot be served, or answers too short to measure; and whatever
             loading raises.
     """
+    from dflash_cli.evaluation.prompt_choice import choose_prompts
     from dflash_cli.evaluation.speed import measure_speeds, smallest, speed_request
     from dflash_cli.generation.loaded_pair import open_session
 
@@ -246,8 +242,9 @@ def measure_speed(
         causality=causality,
         template_options=_to_text(chat_template_kwargs),
     )
+    choice = choose_prompts(session, _prompt_set(prompts), chat=chat)
     request = speed_request(
-        session, _rows(prompts), batches, max_new_tokens=max_new_tokens, num_rounds=num_rounds, chat=chat
+        session, choice.rows, batches, max_new_tokens=max_new_tokens, num_rounds=num_rounds, chat=choice.chat
     )
     return list(measure_speeds(session.llm.pair, request))
 
@@ -256,18 +253,19 @@ def _to_text(options: Mapping[str, Any] | None) -> str | None:
     return None if options is None else json.dumps(options)
 
 
-def _rows(prompts: Prompts | None) -> "list[PromptRow]":
-    from dflash_cli.generation.prompts import PromptRow, gather_rows
+def _prompt_set(prompts: Prompts | None) -> "PromptSet | None":
+    from dflash_cli.generation.prompt_sets import PromptSet, read_prompts
+    from dflash_cli.generation.prompts import PromptRow
 
     if prompts is None or isinstance(prompts, str | Path):
-        path = None if prompts is None else str(prompts)
-        return gather_rows([], path, default=tiny_directory() / "prompts.jsonl")
-    return [
+        return read_prompts(None if prompts is None else str(prompts))
+    rows = [
         PromptRow(index=index, kind="prompt", value=item)
         if isinstance(item, str)
         else PromptRow(index=index, kind="prompt_token_ids", value=list(item))
         for index, item in enumerate(prompts)
     ]
+    return PromptSet(name="given", rows=rows)
 
 
 def _say_nothing(name: str, index: int, total: int) -> None:

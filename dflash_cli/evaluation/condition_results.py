@@ -49,13 +49,14 @@ def compare_conditions(
     confidence: float,
 ) -> tuple[ConditionResult, ...]:
     """A result for each condition with a draft; `failed` has the condition of each prompt that was not measured."""
-    drafted = [condition for condition in conditions if not condition.is_plain]
+    drafted = [condition for condition in conditions if condition.name and not condition.is_plain]
     groups = {item.name: [answer for answer in answers if _name(answer) == item.name] for item in drafted}
     counts = {name: _steps(members) for name, members in groups.items()}
     found = []
     for condition in drafted:
         name, base = condition.name, counts[drafted[0].name]
-        pairs = [(base[key], counts[name][key]) for key in base if key in counts[name]]
+        shared = [key for key in base if key in counts[name]]
+        sides = [base[key] for key in shared], [counts[name][key] for key in shared]
         is_first = condition is drafted[0]
         found.append(
             ConditionResult(
@@ -63,8 +64,8 @@ def compare_conditions(
                 summary=pool(groups[name]),
                 num_failed=failed.count(name),
                 prompt_len=_mean_prompt_len(groups[name]),
-                num_pairs=0 if is_first else len(pairs),
-                difference=None if is_first or not pairs else paired_difference(*zip(*pairs, strict=True), confidence),
+                num_pairs=0 if is_first else len(shared),
+                difference=None if is_first else paired_difference(*sides, confidence),
             )
         )
     return tuple(found)

@@ -41,9 +41,65 @@ def parse_number(text: str | None) -> Decimal | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PlainMatch:
+    """The same prompts without the draft: how many are right then, and in how many the two differ.
+
+    `num_only_draft` are right with the draft alone, `num_only_plain` without it alone.
+    """
+
+    num_pairs: int
+    num_correct: int
+    num_only_draft: int
+    num_only_plain: int
+    num_same_text: int
+    confidence: float
+
+    @property
+    def interval(self) -> Interval | None:
+        return wilson_interval(self.num_correct, self.num_pairs, self.confidence)
+
+    @property
+    def difference(self) -> float:
+        """By how much the share with the draft is larger."""
+        return (self.num_only_draft - self.num_only_plain) / self.num_pairs
+
+    @property
+    def difference_interval(self) -> Interval:
+        both = self.num_correct - self.num_only_plain
+        return paired_share_interval(both, self.num_only_plain, self.num_only_draft, self.num_pairs, self.confidence)
+
+    @property
+    def p_value(self) -> float:
+        return mcnemar_p_value(self.num_only_plain, self.num_only_draft)
+
+    @property
+    def lines(self) -> list[str]:
+        """For people."""
+        span = self.difference_interval
+        return [
+            f"  without the draft {_share(self.num_correct, self.num_pairs, self.interval)}",
+            f"  difference {self.difference:+.1%} [{span.low:+.1%}, {span.high:+.1%}], p = {self.p_value:.3f}; right "
+            f"only with the draft {self.num_only_draft}, only without {self.num_only_plain}",
+            f"  the same text with and without: {self.num_same_text} of {self.num_pairs}",
+        ]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "num_pairs": self.num_pairs,
+            "num_correct": self.num_correct,
+            "interval": None if self.interval is None else self.interval.to_json(),
+            "num_only_draft": self.num_only_draft,
+            "num_only_plain": self.num_only_plain,
+            "num_same_text": self.num_same_text,
+            "difference": self.difference,
+            "difference_interval": self.difference_interval.to_json(),
+            "p_value": self.p_value,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ExactMatch:
-    """Of answers with a reference, how many come to its number; `plain_correct` and what follows, of the same prompts
-    without the draft, are None where these were not asked.
+    """Of answers with a reference, how many come to its number; `plain` is None where only the draft was asked.
 
     `num_cut` were ended by the limit on tokens, before they may have come to a number.
     """
@@ -53,55 +109,28 @@ class ExactMatch:
     num_correct: int
     num_cut: int
     confidence: float
-    num_pairs: int | None = None
-    plain_correct: int | None = None
-    num_only_draft: int | None = None
-    num_only_plain: int | None = None
-    num_same_text: int | None = None
+    plain: PlainMatch | None = None
 
     @property
     def interval(self) -> Interval | None:
         return wilson_interval(self.num_correct, self.num_scored, self.confidence)
 
     @property
-    def difference(self) -> Interval | None:
-        """Interval of how much larger the share is with the draft than without, over the pairs."""
-        if not self.num_pairs:
-            return None
-        assert self.plain_correct is not None and self.num_only_plain is not None and self.num_only_draft is not None
-        both = self.plain_correct - self.num_only_plain
-        return paired_share_interval(both, self.num_only_plain, self.num_only_draft, self.num_pairs, self.confidence)
-
-    @property
-    def p_value(self) -> float | None:
-        if self.num_only_draft is None or self.num_only_plain is None:
-            return None
-        return mcnemar_p_value(self.num_only_plain, self.num_only_draft)
-
-    @property
     def lines(self) -> list[str]:
         """For people."""
         under = f" ({self.condition})" if self.condition is not None else ""
         cut = f"; {self.num_cut} answers were cut before their end" if self.num_cut else ""
-        found = [f"exact match{under} {_share(self.num_correct, self.num_scored, self.interval)}{cut}"]
-        if self.difference is not None and self.num_pairs and self.plain_correct is not None:
-            plain = wilson_interval(self.plain_correct, self.num_pairs, self.confidence)
-            assert self.num_only_draft is not None and self.num_only_plain is not None and self.p_value is not None
-            gap = (self.num_only_draft - self.num_only_plain) / self.num_pairs
-            found += [
-                f"  without the draft {_share(self.plain_correct, self.num_pairs, plain)}",
-                f"  difference {gap:+.1%} [{self.difference.low:+.1%}, {self.difference.high:+.1%}]: right only with "
-                f"the draft {self.num_only_draft}, only without {self.num_only_plain}, p = {self.p_value:.3f}",
-                f"  texts that are the same {self.num_same_text} of {self.num_pairs}",
-            ]
-        return found
+        found = f"exact match{under} {_share(self.num_correct, self.num_scored, self.interval)}{cut}"
+        return [found, *(self.plain.lines if self.plain is not None else ())]
 
     def to_json(self) -> dict[str, Any]:
-        found = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "confidence"}
-        return found | {
-            "interval": self.interval.to_json() if self.interval is not None else None,
-            "difference_interval": self.difference.to_json() if self.difference is not None else None,
-            "p_value": self.p_value,
+        return {
+            "condition": self.condition,
+            "num_scored": self.num_scored,
+            "num_correct": self.num_correct,
+            "num_cut": self.num_cut,
+            "interval": None if self.interval is None else self.interval.to_json(),
+            "plain": None if self.plain is None else self.plain.to_json(),
         }
 
 
@@ -121,27 +150,25 @@ def _score(
     condition: str | None, answers: Sequence[Answer], plain: dict[tuple[Any, ...], Answer], confidence: float
 ) -> ExactMatch:
     pairs = [(answer, plain[_key(answer.row)]) for answer in answers if _key(answer.row) in plain]
-    right = [(_is_right(answer), _is_right(other)) for answer, other in pairs]
-    counts = ExactMatch(
+    return ExactMatch(
         condition=condition,
         num_scored=len(answers),
         num_correct=sum(map(_is_right, answers)),
         num_cut=sum(answer.output.finish_reason is FinishReason.LENGTH for answer in answers),
         confidence=confidence,
+        plain=_pair(pairs, confidence) if pairs else None,
     )
-    if not pairs:
-        return counts
-    return ExactMatch(
-        condition=condition,
-        num_scored=counts.num_scored,
-        num_correct=counts.num_correct,
-        num_cut=counts.num_cut,
-        confidence=confidence,
+
+
+def _pair(pairs: Sequence[tuple[Answer, Answer]], confidence: float) -> PlainMatch:
+    right = [(_is_right(answer), _is_right(other)) for answer, other in pairs]
+    return PlainMatch(
         num_pairs=len(pairs),
-        plain_correct=sum(other for _, other in right),
+        num_correct=sum(other for _, other in right),
         num_only_draft=right.count((True, False)),
         num_only_plain=right.count((False, True)),
         num_same_text=sum(answer.output.token_ids == other.output.token_ids for answer, other in pairs),
+        confidence=confidence,
     )
 
 

@@ -37,7 +37,7 @@ def mcnemar_p_value(only_first: int, only_second: int) -> float:
     """
     changed, fewer = only_first + only_second, min(only_first, only_second)
     tail = sum(math.comb(changed, count) for count in range(fewer + 1))
-    return min(1.0, 2 * tail / 2**changed)
+    return float(min(1.0, 2 * tail / 2**changed))
 
 
 def _wilson_ends(count: int, total: int, confidence: float) -> tuple[float, float]:
@@ -53,7 +53,7 @@ def _correlation(both: int, only_first: int, only_second: int, neither: int) -> 
     margins = (both + only_first) * (only_second + neither) * (both + only_second) * (only_first + neither)
     if not margins:
         return 0.0
-    product = both * neither - only_first * only_second
+    product = float(both * neither - only_first * only_second)
     if product > 0:
         product = max(product - (both + only_first + only_second + neither) / 2, 0)
     return product / math.sqrt(margins)

@@ -31,7 +31,7 @@ class Condition:
 
     @property
     def name(self) -> str:
-        """`thinking on, 4k`."""
+        """`thinking on, 4k`; empty for the one way in which a run without conditions answers."""
         parts = [
             f"thinking {self.thinking}" if self.thinking is not None else None,
             _short(self.context_len) if self.context_len is not None else None,
