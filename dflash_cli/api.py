@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from dflash_cli.checkpoints import opening
 from dflash_cli.checkpoints.opening import Causality, DraftCheckpoint
 from dflash_cli.checkpoints.pair_references import complete_pair
-from dflash_cli.checkpoints.references import TINY, Role, fetch_directory
+from dflash_cli.checkpoints.references import TINY, Role, fetch_directory, is_bundled
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.config import EngineConfig
 from dflash_runtime.scheduling.request import SamplingParams
@@ -172,8 +172,10 @@ def evaluate(
     journal: Path | None = None,
     resume: bool = False,
 ) -> "Evaluation":
-    """Measure the acceptance of a pair, as `dflash eval-acceptance` does. Without `prompts`, on the bundled ones: chats (mix-64),
-    or for the bundled target pieces of Python. `chat` is None for what these are made for.
+    """Measure the acceptance of a pair, as `dflash eval-acceptance` does.
+
+    Without `prompts`, on the bundled ones: chats (mix-64), or for the bundled target pieces of Python. Where `chat` is
+    None, chats go through the target's template, if it has one, and texts do not.
 
     `confidence` and `num_resamples` are those of the bootstrap behind the intervals. Answers are written to `journal`
     as they end, and with `resume` those that are in it are not asked for again.

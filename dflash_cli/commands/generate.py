@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from dflash_cli.generation.answers import Event, Tally
     from dflash_cli.generation.loaded_pair import PairSession
     from dflash_cli.generation.outputs import Sink
+    from dflash_cli.generation.prompt_sets import PromptSet
     from dflash_cli.generation.prompts import PromptRow
     from dflash_runtime.lossless import Lossless
 
@@ -116,12 +117,11 @@ def generate(
     params, config = sampling.params(max_new_tokens), engine.config()
     from dflash_cli.generation.announcements import announce_loading, note_cut_answers, suggest_diagnosis
     from dflash_cli.generation.atomic_file import check_output
-    from dflash_cli.generation.prompt_sets import gather_prompts
 
     if output not in (None, "-"):
         check_output(Path(output), force=force)
     _note_odd_prompts(prompt or [], has_draft=draft is not None)
-    given = gather_prompts(prompt or [], prompts, dataset, dataset_format)
+    given = _gather(prompt or [], prompts, dataset, dataset_format)
     announce_loading(draft, target, plain=engine.num_speculative_tokens == 0, device=config.device)
     from dflash_cli.evaluation.prompt_choice import choose_prompts
     from dflash_cli.generation.answers import Tally, answer_rows
@@ -136,14 +136,13 @@ def generate(
     )
     session.check_params(params)
     choice = choose_prompts(session, given, chat=chat, seed=sampling.seed)
-    rows = choice.rows
     params = params.with_stops(session.stop_token_ids)
-    session.warm_up(params, len(rows))
+    session.warm_up(params, len(choice.rows))
     tally = Tally(session.llm.num_draft_tokens)
     started = time.perf_counter()
     with ExitStack() as stack:
-        sinks = [tally.add, *_open_sinks(session, rows, output, stack, trace=trace, as_json=as_json)]
-        interrupted = _drain(answer_rows(session, rows, lambda row: params, chat=choice.chat), sinks)
+        sinks = [tally.add, *_open_sinks(session, choice.rows, output, stack, trace=trace, as_json=as_json)]
+        interrupted = _drain(answer_rows(session, choice.rows, lambda row: params, chat=choice.chat), sinks)
     seconds = time.perf_counter() - started
     lossless = session.llm.check_lossless(tally.outputs) if check_lossless and not interrupted else None
     if as_json:
@@ -152,8 +151,14 @@ def generate(
     note_cut_answers(tally.outputs, params, session.llm.limits.max_model_len)
     suggest_diagnosis(tally.counts, session.references)
     if interrupted:
-        _stop(tally, sum(row.num_turns for row in rows), output)
+        _stop(tally, sum(row.num_turns for row in choice.rows), output)
     _finish(tally, lossless)
+
+
+def _gather(prompt: "Sequence[str]", prompts: str | None, dataset: str | None, form: str | None) -> "PromptSet":
+    from dflash_cli.generation.prompt_sets import gather_prompts
+
+    return gather_prompts(prompt, prompts, dataset, form)
 
 
 def _open_sinks(
