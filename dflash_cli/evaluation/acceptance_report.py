@@ -174,6 +174,8 @@ def legend(evaluation: Evaluation) -> str:
     if evaluation.anchors is not None:
         mean = f"mean over {evaluation.anchors.counts.num_drafts} anchors {_length(evaluation.anchors)}"
         lines.append(f"{mean}: another quantity, over blocks that a run passes over too")
+    if evaluation.conditions:
+        lines.append("by condition: tokens of a prompt on average; against the first condition, paired by prompt")
     return "\n".join([*lines, *evaluation.source.lines])
 
 
@@ -250,13 +252,12 @@ def _condition_table(evaluation: Evaluation) -> Table:
             item.condition.name,
             str(item.summary.num_conversations),
             "-" if item.prompt_len is None else f"{item.prompt_len:.0f}",
-            str(item.summary.counts.num_drafts),
             _length(item.summary),
             _against_first(item),
         )
         for item in evaluation.conditions
     ]
-    return ("condition", "prompts", "prompt", "steps", "acceptance length", "against the first"), rows
+    return ("condition", "prompts", "tokens", "acceptance length", "against the first"), rows
 
 
 def _against_first(item: ConditionResult) -> str:

@@ -92,7 +92,7 @@ def default_prompts(target: str | None) -> PromptSet:
     if target is None or is_bundled(target):
         path = tiny_directory() / "prompts.jsonl"
         return PromptSet(name=BUNDLED, rows=gather_rows([], str(path)), sha256=_hash(path))
-    path = Path(str(files("dflash_cli") / "prompts" / f"{MIX}.jsonl"))
+    path = Path(str(files("dflash_cli") / "mix" / f"{MIX}.jsonl"))
     rows = gather_rows([], str(path))
     return PromptSet(name=MIX, version=MIX_VERSION, rows=rows, sha256=_hash(path), for_chat=True)
 
