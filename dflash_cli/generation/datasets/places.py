@@ -88,10 +88,11 @@ def _from_hub(place: str, subset: str | None, split: str, *, is_subset_asked: bo
     repo, _, revision = place.partition("@")
     wanted: dict[str, Any] = {"subset": subset, "split": split, "is_subset_asked": is_subset_asked}
     try:
-        names, commit = _list_repo(repo, revision or None)
-        chosen = choose_files(names, place, **wanted)
+        chosen = choose_files(_list_repo(repo, revision or None), place, **wanted)
+        patterns = [glob.escape(name) for name in chosen]
+        # Not by the listed commit: the cache would not know then which commit a branch is at.
         with explained(repo, revision or None):
-            folder = download_snapshot(repo, commit, [glob.escape(name) for name in chosen], repo_type="dataset")
+            folder = download_snapshot(repo, revision or None, patterns, repo_type="dataset")
     except HubUnreachable as error:
         folder = _cached(repo, revision or None, error)
         names = sorted(item.relative_to(folder).as_posix() for item in folder.rglob("*") if item.is_file())
@@ -99,13 +100,13 @@ def _from_hub(place: str, subset: str | None, split: str, *, is_subset_asked: bo
     return FoundFiles(paths=tuple(folder / name for name in chosen), names=chosen, commit=folder.name)
 
 
-def _list_repo(repo: str, revision: str | None) -> tuple[list[str], str]:
-    """The names of a repository's files, and the commit of the revision."""
+def _list_repo(repo: str, revision: str | None) -> list[str]:
+    """The names of a repository's files."""
     from huggingface_hub import HfApi
 
     with explained(repo, revision):
         info = HfApi().dataset_info(repo, revision=revision)
-    return [item.rfilename for item in info.siblings or ()], str(info.sha)
+    return [item.rfilename for item in info.siblings or ()]
 
 
 def _cached(repo: str, revision: str | None, error: HubUnreachable) -> Path:
