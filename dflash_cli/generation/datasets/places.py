@@ -94,9 +94,11 @@ def _from_hub(place: str, subset: str | None, split: str, *, is_subset_asked: bo
         with explained(repo, revision or None):
             folder = download_snapshot(repo, revision or None, patterns, repo_type="dataset")
     except HubUnreachable as error:
-        folder = _cached(repo, revision or None, error)
+        folder = _cached(repo, revision or None, [], error)
         names = sorted(item.relative_to(folder).as_posix() for item in folder.rglob("*") if item.is_file())
         chosen = choose_files(names, place, **wanted)
+        shards = [re.sub(r"\d+", "*", glob.escape(name)) for name in chosen]
+        _cached(repo, revision or None, shards, error)
     return FoundFiles(paths=tuple(folder / name for name in chosen), names=chosen, commit=folder.name)
 
 
@@ -109,9 +111,8 @@ def _list_repo(repo: str, revision: str | None) -> list[str]:
     return [item.rfilename for item in info.siblings or ()]
 
 
-def _cached(repo: str, revision: str | None, error: HubUnreachable) -> Path:
-    """The copy in the hub's cache."""
-    patterns = [f"*{kind}" for kind in READERS]
+def _cached(repo: str, revision: str | None, patterns: list[str], error: HubUnreachable) -> Path:
+    """The copy in the hub's cache, which has to have all files of these patterns, as far as the cache knows them."""
     try:
         with explained(repo, revision):
             return download_snapshot(repo, revision, patterns, repo_type="dataset", is_local=True)
