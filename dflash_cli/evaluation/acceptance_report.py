@@ -12,6 +12,7 @@ from dflash_cli.evaluation.curve_shape import CurveShape, find_shapes
 from dflash_cli.evaluation.exact_match import ExactMatch
 from dflash_cli.evaluation.resampling import MIN_UNITS
 from dflash_cli.evaluation.statistics import DEFINITIONS, MIN_FOR_POSITIONS, Interval, Summary
+from dflash_cli.generation.answers import plural
 
 Table = tuple[Sequence[str], Sequence[Sequence[str]]]
 
@@ -67,7 +68,7 @@ class PromptSource:
         }
         found = [chosen[self.sample]] if self.sample is not None else []
         if self.num_too_long:
-            found.append(f"{self.num_too_long} prompts left out: longer than the shortest context asked for")
+            found.append(f"{plural(self.num_too_long, 'prompt')} left out: longer than the shortest context asked for")
         return found
 
     def to_json(self) -> dict[str, Any]:

@@ -8,7 +8,8 @@ from typing import Any
 
 from dflash_cli.evaluation.proportions import mcnemar_p_value, paired_share_interval, wilson_interval
 from dflash_cli.evaluation.statistics import Interval
-from dflash_cli.generation.answers import Answer
+from dflash_cli.generation.answers import Answer, plural
+from dflash_cli.generation.conditions import Condition
 from dflash_cli.generation.prompts import PromptRow
 from dflash_runtime.scheduling.request import FinishReason
 
@@ -119,7 +120,7 @@ class ExactMatch:
     def lines(self) -> list[str]:
         """For people."""
         under = f" ({self.condition})" if self.condition is not None else ""
-        cut = f"; {self.num_cut} answers were cut before their end" if self.num_cut else ""
+        cut = f"; {plural(self.num_cut, 'answer')} cut before the end" if self.num_cut else ""
         found = f"exact match{under} {_share(self.num_correct, self.num_scored, self.interval)}{cut}"
         return [found, *(self.plain.lines if self.plain is not None else ())]
 
@@ -178,8 +179,8 @@ def _is_right(answer: Answer) -> bool:
 
 def _key(row: PromptRow) -> tuple[Any, ...]:
     """What a prompt's answers with and without a draft have in common."""
-    condition = row.condition
-    return (row.prompt_index, *((condition.thinking, condition.context_len) if condition is not None else ()))
+    condition = row.condition or Condition()
+    return row.prompt_index, condition.thinking, condition.context_len
 
 
 def _share(count: int, total: int, interval: Interval | None) -> str:
