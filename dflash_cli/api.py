@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from dflash_cli.evaluation.acceptance_report import Evaluation
     from dflash_cli.evaluation.speed import BatchSpeed
     from dflash_cli.generation.prompt_sets import PromptSet
+    from dflash_cli.generation.prompts import Sample
     from dflash_cli.validation.report import Report
     from dflash_cli.validation.rule import Level
 
@@ -162,6 +163,13 @@ def evaluate(
     target: Reference | None = None,
     *,
     prompts: Prompts | None = None,
+    dataset: str | None = None,
+    dataset_format: str | None = None,
+    num_prompts: int | None = None,
+    sample: "Sample" = "stratified",
+    thinking: str | None = None,
+    context_lengths: str | None = None,
+    exact_match: str = "draft",
     params: SamplingParams | None = None,
     chat: bool | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -174,8 +182,10 @@ def evaluate(
 ) -> "Evaluation":
     """Measure the acceptance of a pair, as `dflash eval-acceptance` does.
 
-    Without `prompts`, on the bundled ones: chats (mix-64), or for the bundled target pieces of Python. Where `chat` is
-    None, chats go through the target's template, if it has one, and texts do not.
+    Without `prompts` or a `dataset`, on the bundled ones: chats (mix-64), or for the bundled target pieces of Python.
+    Where `chat` is None, chats go through the target's template, if it has one, and texts do not. What is typed for
+    `dataset`, `thinking`, `context_lengths` and `exact_match` is what they take; `Evaluation.conditions` and
+    `Evaluation.exact_match` have what came of it.
 
     `confidence` and `num_resamples` are those of the bootstrap behind the intervals. Answers are written to `journal`
     as they end, and with `resume` those that are in it are not asked for again.
@@ -189,23 +199,35 @@ def evaluate(
     """
     from dflash_cli.evaluation.measure import EvaluationRequest, measure
     from dflash_cli.evaluation.prompt_choice import choose_prompts
+    from dflash_cli.generation.conditions import make_conditions, parse_context_lengths, parse_thinking
     from dflash_cli.generation.loaded_pair import open_session
 
     config = replace(config or EngineConfig(), adaptive_width=False)
+    params, options = params or SamplingParams(max_new_tokens=128), _to_text(chat_template_kwargs)
+    given = _prompt_set(prompts, dataset, dataset_format, num_prompts)
+    conditions = make_conditions(
+        parse_thinking(thinking),
+        parse_context_lengths(context_lengths),
+        with_plain=exact_match == "both",
+        template_options=options,
+    )
     session = open_session(
         str(draft),
         None if target is None else str(target),
         config,
         causality=causality,
-        template_options=_to_text(chat_template_kwargs),
+        template_options=options,
     )
-    choice = choose_prompts(session, _prompt_set(prompts), chat=chat)
+    choice = choose_prompts(
+        session, given, chat=chat, count=num_prompts, sample=sample, seed=params.seed or 0, conditions=conditions
+    )
     request = EvaluationRequest(
         rows=choice.rows,
-        params=params or SamplingParams(max_new_tokens=128),
+        params=params,
         source=choice.source,
         chat=choice.chat,
-        scores=True,
+        conditions=conditions,
+        scores=exact_match != "none",
         confidence=confidence,
         num_resamples=num_resamples,
         journal=journal,
@@ -219,6 +241,8 @@ def measure_speed(
     target: Reference | None = None,
     *,
     prompts: Prompts | None = None,
+    dataset: str | None = None,
+    dataset_format: str | None = None,
     batches: Sequence[int] = (1, 4, 16),
     max_new_tokens: int = 128,
     num_rounds: int = 4,
@@ -244,7 +268,7 @@ def measure_speed(
         causality=causality,
         template_options=_to_text(chat_template_kwargs),
     )
-    choice = choose_prompts(session, _prompt_set(prompts), chat=chat)
+    choice = choose_prompts(session, _prompt_set(prompts, dataset, dataset_format), chat=chat)
     request = speed_request(
         session, choice.rows, batches, max_new_tokens=max_new_tokens, num_rounds=num_rounds, chat=choice.chat
     )
@@ -255,12 +279,14 @@ def _to_text(options: Mapping[str, Any] | None) -> str | None:
     return None if options is None else json.dumps(options)
 
 
-def _prompt_set(prompts: Prompts | None) -> "PromptSet | None":
+def _prompt_set(
+    prompts: Prompts | None, dataset: str | None, dataset_format: str | None, count: int | None = None
+) -> "PromptSet | None":
     from dflash_cli.generation.prompt_sets import PromptSet, read_prompts
     from dflash_cli.generation.prompts import PromptRow
 
     if prompts is None or isinstance(prompts, str | Path):
-        return read_prompts(None if prompts is None else str(prompts))
+        return read_prompts(None if prompts is None else str(prompts), dataset, dataset_format, count=count)
     rows = [
         PromptRow(index=index, kind="prompt", value=item)
         if isinstance(item, str)

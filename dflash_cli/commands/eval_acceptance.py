@@ -205,7 +205,7 @@ def eval_acceptance(
     evaluation = dataclasses.replace(evaluation, measured={**evaluation.measured, "lock_sha256": locked})
     _show(evaluation, report, show_all=show_all, as_json=as_json)
     note_cut_answers(tally.outputs, params, session.llm.limits.max_model_len)
-    suggest_diagnosis(evaluation.total.counts, session.references)
+    suggest_diagnosis(evaluation.base.counts, session.references)
     if evaluation.failures:
         _finish_failed(evaluation, is_allowed=allow_failed)
     _check_minimum(evaluation, min_acceptance, gate)

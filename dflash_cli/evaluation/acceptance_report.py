@@ -103,9 +103,16 @@ class Evaluation:
         return (num_measured or self.total.num_conversations) + len(self.failures)
 
     @property
+    def base(self) -> Summary:
+        """What a draft is judged by: the total, or under conditions that of the first, to which the others are held."""
+        return self.conditions[0].summary if self.conditions else self.total
+
+    @property
     def shapes(self) -> list[CurveShape]:
         """What the curve by position tells of a fault; nothing where it tells of none."""
-        return find_shapes(self.total.counts, self.conversations, self.settings)
+        first = self.conditions[0].condition.name if self.conditions else None
+        conversations = [item for item in self.conversations if item.condition == first]
+        return find_shapes(self.base.counts, conversations, self.settings)
 
     def to_json(self) -> dict[str, Any]:
         return {
