@@ -128,8 +128,6 @@ def dump(
     _check_taps(session, layers)
     session.check_params(params)
     choice = choose_prompts(session, given, chat=chat, count=num_prompts, seed=sampling.seed)
-    if choice.source.warning is not None:
-        console.warn(choice.source.warning)
     request = DumpRequest(
         rows=choice.rows,
         params=params,

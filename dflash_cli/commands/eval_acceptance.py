@@ -199,8 +199,6 @@ def eval_acceptance(
         force=force,
     )
     locked = _check_lock(lock, session)
-    if choice.source.warning is not None:
-        console.warn(choice.source.warning)
     evaluation, tally = _measure(session, request)
     evaluation = dataclasses.replace(evaluation, measured={**evaluation.measured, "lock_sha256": locked})
     _show(evaluation, report, show_all=show_all, as_json=as_json)

@@ -1,8 +1,9 @@
 """Tokens and steps of each conversation of a result: what two results are compared by."""
 
+import hashlib
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -55,6 +56,25 @@ def count_conversations(answers: "Sequence[Answer]") -> tuple[ConversationCounts
     for answer in answers:
         turns.setdefault(answer.row.index, []).append(answer)
     return tuple(_count(turns[index]) for index in sorted(turns))
+
+
+def pool_conditions(conversations: Iterable[ConversationCounts]) -> tuple[ConversationCounts, ...]:
+    """The conversations, those of one prompt under several conditions added up: they are no independent ones."""
+    groups: dict[tuple[str, ...], list[ConversationCounts]] = {}
+    for item in conversations:
+        groups.setdefault((item.name,) if item.condition is not None else (item.name, item.digest), []).append(item)
+    return tuple(_add_up(members) if members[0].condition is not None else members[0] for members in groups.values())
+
+
+def _add_up(items: Sequence[ConversationCounts]) -> ConversationCounts:
+    counted = ("num_tokens", "num_steps", "num_far_tokens", "num_far_steps")
+    digests = " ".join(sorted(item.digest for item in items))
+    return replace(
+        items[0],
+        digest=hashlib.sha256(digests.encode()).hexdigest()[:16],
+        condition=", ".join(item.condition or "" for item in items),
+        **{name: sum(getattr(item, name) for item in items) for name in counted},
+    )
 
 
 def _count(answers: "Sequence[Answer]") -> ConversationCounts:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from dflash_cli import console
 from dflash_cli.evaluation.acceptance_report import PromptSource
 from dflash_cli.evaluation.exact_match import parse_number
 from dflash_cli.generation.conditions import Condition
@@ -20,7 +21,6 @@ class PromptChoice:
     rows: Sequence[PromptRow]
     source: PromptSource
     chat: bool
-    conditions: tuple[Condition, ...] = ()
 
 
 def choose_prompts(
@@ -66,7 +66,9 @@ def choose_prompts(
         num_too_long=len(rows) - len({row.prompt_index for row in asked}),
         warning=_warn_of_text(prompts.name) if is_text and chat is None else None,
     )
-    return PromptChoice(rows=asked, source=source, chat=is_chat, conditions=conditions)
+    if source.warning is not None:
+        console.warn(source.warning)
+    return PromptChoice(rows=asked, source=source, chat=is_chat)
 
 
 def _warn_of_text(name: str) -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from dflash_cli.evaluation.conversation_counts import ConversationCounts, TurnSteps, count_turns
+from dflash_cli.evaluation.conversation_counts import ConversationCounts, TurnSteps, count_turns, pool_conditions
 from dflash_cli.evaluation.measured_result import RESULT_FORMATS, MeasuredResult, ResultFile, ResultFormat
 from dflash_runtime.metrics import AcceptanceCounts
 
@@ -38,7 +38,7 @@ class JournalRows(ResultFormat):
             name=str(file.path),
             source=self.title,
             acceptance_len=counts.acceptance_len,
-            conversations=tuple(_conversation(turns) for turns in conversations.values()),
+            conversations=pool_conditions(_conversation(turns) for turns in conversations.values()),
             counts=counts,
             facts=settings,
         )

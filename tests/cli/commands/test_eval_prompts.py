@@ -111,7 +111,10 @@ def test_thinking_on_and_off_are_two_conditions_of_the_same_prompts(other: Path,
     assert again["conditions"] == found["conditions"]
     compared = support.run_main("compare", rows, rows)
     assert compared.code == 0
-    assert "24 prompts" in compared.out  # each under both conditions
+    assert "12 prompts" in compared.out  # each is one, under whatever conditions
+    (tmp_path / "found.json").write_text(json.dumps(found))
+    from_document = support.run_main("compare", tmp_path / "found.json", rows, "--json")
+    assert json.loads(from_document.out)["comparisons"][0]["verdict"] == "same"
 
 
 def test_one_table_has_a_line_for_each_condition(other: Path, prompts: Path) -> None:
@@ -243,6 +246,20 @@ def test_other_commands_take_a_dataset_too(gsm8k: Path, tmp_path: Path) -> None:
     refused = support.run_main("generate", "x", *asked)
     assert refused.code == 2
     assert "prompts are given both as arguments and by --dataset" in refused.err
+
+
+@pytest.mark.parametrize("option", ["--dataset=gsm8k", "--thinking=on,off", "--context-lengths=1k"])
+def test_a_dump_has_its_own_prompts(option: str, tmp_path: Path) -> None:
+    done = run("--mode", "replay", "--dump", tmp_path, option)
+    assert done.code == 2
+    assert f"{option.partition('=')[0]} does not go with --mode replay" in done.err
+
+
+def test_sampled_text_is_the_same_with_and_without_the_draft(gsm8k: Path) -> None:
+    """A prompt draws its own numbers, whatever the condition."""
+    asked = ["--dataset", f"gsm8k={gsm8k}:4", "--dataset-format", "vllm", "--raw", "-n", "16", "--temperature", "0.8"]
+    (match,) = document(*asked, "--exact-match", "both")["exact_match"]
+    assert match["plain"]["num_same_text"] == match["plain"]["num_pairs"] == 4
 
 
 def test_an_unknown_dataset_is_refused_before_anything_is_loaded() -> None:
