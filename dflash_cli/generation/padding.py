@@ -1,13 +1,13 @@
 """Prompts filled up to a length: text of our own in front of what is asked, so that only the context grows.
 
 The filler is entries of a made-up log book, drawn sentence by sentence from patterns. It is deterministic, each prompt
-has its own, a longer one goes on where a shorter one ends, and no sentence comes twice. Dedicated to the public domain
-(CC0).
+has its own, and a longer one goes on where a shorter one ends. Dedicated to the public domain (CC0).
 """
 
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 from dflash_cli.generation.prompts import Conversation, PromptRow
@@ -55,14 +55,12 @@ MANY_TOKENS = 64
 
 
 def filler(seed: str) -> Iterator[str]:
-    """Sentences without end, no two alike."""
-    generator, seen = random.Random(seed), set()
-    for number in range(1, 10**9):
+    """Sentences without end, of more than ten billion, so that two alike are not to be expected."""
+    generator = random.Random(seed)
+    for number in count(1):
         parts = [generator.choice(words) for words in (PEOPLE, DEEDS, THINGS, PLACES, TIMES, RESULTS)]
-        sentence = " ".join(parts).format(number=generator.randrange(2, 980)) + "."
-        if sentence not in seen:
-            seen.add(sentence)
-            yield sentence + (" " if number % SENTENCES_A_PARAGRAPH else "\n\n")
+        sentence = " ".join(parts).format(number=generator.randrange(2, 980))
+        yield f"{sentence}. " if number % SENTENCES_A_PARAGRAPH else f"{sentence}.\n\n"
 
 
 def count_tokens(row: PromptRow, tokenizer: Tokenizer | None, *, chat: bool) -> int:

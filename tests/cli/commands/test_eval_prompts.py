@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from dflash_cli.checkpoints.references import tiny_directory
+from dflash_cli.evaluation import acceptance_report
 from dflash_cli.evaluation.exact_match import final_number
 from dflash_testing import checkpoints as support
 
@@ -117,7 +118,14 @@ def test_thinking_on_and_off_are_two_conditions_of_the_same_prompts(other: Path,
     assert json.loads(from_document.out)["comparisons"][0]["verdict"] == "same"
 
 
-def test_one_table_has_a_line_for_each_condition(other: Path, prompts: Path) -> None:
+def test_one_table_has_a_line_for_each_condition(other: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    judged: list[int] = []
+
+    def find(counts: Any, conversations: Any, settings: Any) -> list[Any]:
+        judged.append(len(conversations))
+        return []
+
+    monkeypatch.setattr(acceptance_report, "find_shapes", find)
     asked = ["--target", other, "--prompts", prompts, "--chat", "-n", "4", "--thinking", "off,on"]
     text = run(*asked, "--context-lengths", "100,160").out
     assert text.splitlines()[0].endswith(", over 4 conditions")
@@ -127,6 +135,7 @@ def test_one_table_has_a_line_for_each_condition(other: Path, prompts: Path) -> 
     ]  # fmt: skip
     assert all(len(line) <= 80 for line in table)
     assert [line.count("[") for line in table] == [0, 1, 2, 2, 2]
+    assert set(judged) == {12}, "the shape is that of the first condition"
 
 
 def test_a_gate_holds_under_every_condition(other: Path, prompts: Path) -> None:
@@ -138,11 +147,12 @@ def test_a_gate_holds_under_every_condition(other: Path, prompts: Path) -> None:
 
 def test_contexts_are_filled_up_and_prompts_that_are_longer_are_left_out(tmp_path: Path) -> None:
     prompts = tmp_path / "rows.jsonl"
-    texts = ["def f(x):", "x = 1\n" * 400, "import os\n"]
+    texts = ["def f(x):", "x = 1\n" * 80, "import os\n"]  # the second has more than 256 tokens and fewer than 512
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
     found = document("--prompts", prompts, "-n", "4", "--context-lengths", "256,512")
     short, long = found["conditions"]
     assert (short["context_len"], long["context_len"], found["prompts"]["num_too_long"]) == (256, 512, 1)
+    assert (short["num_conversations"], long["num_conversations"]) == (2, 2)
     assert 190 <= short["prompt_len"] <= 256
     assert 440 <= long["prompt_len"] <= 512
     done = run("--prompts", prompts, "-n", "4", "--context-lengths", "256")
@@ -207,7 +217,9 @@ def gsm8k(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_final_number_is_scored_with_the_draft_and_without(gsm8k: Path, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     asked = ["--dataset", f"gsm8k={gsm8k}:8", "--dataset-format", "vllm", "--raw", "-n", "24", "--rows", rows]
-    found = document(*asked, "--exact-match", "both")
+    done = run(*asked, "--exact-match", "both", "--json")
+    found = json.loads(done.out)
+    assert f"steps, acceptance length {found['acceptance_len']:.2f}, " in done.err
     (match,) = found["exact_match"]
     assert match["num_scored"] == 8
     assert match["num_correct"] >= 1

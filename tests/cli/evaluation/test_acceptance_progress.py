@@ -7,6 +7,7 @@ import pytest
 from dflash_cli.evaluation.acceptance_progress import AcceptanceProgress, RunningAcceptance
 from dflash_cli.evaluation.statistics import bootstrap_interval, summarise
 from dflash_cli.generation.answers import Answer, Event
+from dflash_cli.generation.conditions import Condition
 from dflash_cli.generation.prompts import PromptRow
 from dflash_runtime.scheduling.request import FinishReason, RequestOutput
 
@@ -75,3 +76,13 @@ def test_a_resumed_run_counts_what_is_there(capsys: pytest.CaptureFixture[str]) 
         progress._meter.SECONDS = 0.0
         progress(Event(rows[3], (1,), "x", answers[3]))
     assert capsys.readouterr().err == "4/4 prompts  2.50\n"
+
+
+def test_a_prompt_is_one_conversation_under_all_conditions_and_plain_answers_say_nothing() -> None:
+    progress = AcceptanceProgress(3)
+    for index, (length, condition) in enumerate(
+        [(4, None), (2, Condition(thinking="on")), (1, Condition(is_plain=True))]
+    ):
+        row = PromptRow(index=index, kind="prompt", value="x", condition=condition, prompt_index=0)
+        progress(Event(row, (), None, Answer(row, 0, output(index, [length] * 10), "")))
+    assert progress.text == "3 of 3 answered, acceptance length 3.00 so far"
