@@ -94,8 +94,7 @@ class Tally:
 
     @property
     def outputs(self) -> list[RequestOutput]:
-        """What was drafted for, and did not fail."""
-        return [answer.output for answer in self.answers if answer.output.error is None and not answer.row.is_plain]
+        return [answer.output for answer in self.answers if answer.output.error is None]
 
     @property
     def counts(self) -> AcceptanceCounts:

@@ -7,7 +7,6 @@ import pytest
 from dflash_cli.evaluation.acceptance_progress import AcceptanceProgress, RunningAcceptance
 from dflash_cli.evaluation.statistics import bootstrap_interval, summarise
 from dflash_cli.generation.answers import Answer, Event
-from dflash_cli.generation.conditions import Condition
 from dflash_cli.generation.prompts import PromptRow
 from dflash_runtime.scheduling.request import FinishReason, RequestOutput
 
@@ -78,11 +77,12 @@ def test_a_resumed_run_counts_what_is_there(capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr().err == "4/4 prompts  2.50\n"
 
 
-def test_a_prompt_is_one_conversation_under_all_conditions_and_plain_answers_say_nothing() -> None:
-    progress = AcceptanceProgress(3)
-    for index, (length, condition) in enumerate(
-        [(4, None), (2, Condition(thinking="on")), (1, Condition(is_plain=True))]
-    ):
-        row = PromptRow(index=index, kind="prompt", value="x", condition=condition, prompt_index=0)
-        progress(Event(row, (), None, Answer(row, 0, output(index, [length] * 10), "")))
-    assert progress.text == "3 of 3 answered, acceptance length 3.00 so far"
+def test_a_prompt_is_one_conversation_under_all_conditions() -> None:
+    progress = AcceptanceProgress(24)
+    for index in range(24):
+        row = PromptRow(index=index, kind="prompt", value="x", prompt_index=index % 12)
+        progress(Event(row, (), None, Answer(row, 0, output(index, [2 + index % 12 % 3] * 10), "")))
+    running = RunningAcceptance()
+    for index in range(12):
+        running.add(output(index, [2 + index % 3] * 20), index)
+    assert progress.text == f"24 of 24 answered, acceptance length {running.text} so far"
