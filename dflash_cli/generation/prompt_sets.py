@@ -79,11 +79,11 @@ def gather_prompts(
     Raises:
         UsageError: both, or neither; and what `read_prompts` raises.
     """
-    named = read_prompts(prompts, dataset, dataset_format)
-    if named is not None and arguments:
+    if arguments and (prompts is not None or dataset is not None):
         raise UsageError(
             f"prompts are given both as arguments and by {'--prompts' if dataset is None else '--dataset'}"
         )
+    named = read_prompts(prompts, dataset, dataset_format)
     return named or PromptSet(name="given", rows=gather_rows(arguments, None))
 
 
