@@ -52,7 +52,7 @@ DatasetOption = Annotated[
         "--dataset",
         metavar="NAME",
         help="Prompts of a published dataset: gsm8k, math500, humaneval, mbpp, mt-bench or speed-bench, as "
-        "NAME[/SUBSET][=PLACE][:N]. PLACE is a folder, a file or a hub repository; N is --num-prompts.",
+        "NAME[/SUBSET][=PLACE][:N]. PLACE is a folder, a file or a hub repository; N is how many.",
         rich_help_panel=ESSENTIALS,
     ),
 ]

@@ -106,7 +106,7 @@ def bench(
     )
     speeds = _measure(session, request)
     if as_json:
-        console.result_json(_to_json(session, request, speeds))
+        console.result_json(_to_json(session, request, speeds) | {"prompts": choice.source.to_json()})
     else:
         _print(speeds)
     if min_speedup is not None:
