@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from dflash_cli.checkpoints import opening
 from dflash_cli.checkpoints.opening import Causality, DraftCheckpoint
 from dflash_cli.checkpoints.pair_references import complete_pair
-from dflash_cli.checkpoints.references import TINY, Role, fetch_directory, is_bundled, tiny_directory
+from dflash_cli.checkpoints.references import TINY, Role, fetch_directory, is_bundled
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.config import EngineConfig
 from dflash_runtime.scheduling.request import SamplingParams
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from dflash_cli.conversion.request import Verification
     from dflash_cli.evaluation.acceptance_report import Evaluation
     from dflash_cli.evaluation.speed import BatchSpeed
-    from dflash_cli.generation.prompts import PromptRow
+    from dflash_cli.generation.prompt_sets import PromptSet
+    from dflash_cli.generation.prompts import Sample
     from dflash_cli.validation.report import Report
     from dflash_cli.validation.rule import Level
 
@@ -162,8 +163,15 @@ def evaluate(
     target: Reference | None = None,
     *,
     prompts: Prompts | None = None,
+    dataset: str | None = None,
+    dataset_format: str | None = None,
+    num_prompts: int | None = None,
+    sample: "Sample" = "stratified",
+    thinking: str | None = None,
+    context_lengths: str | None = None,
+    exact_match: str = "draft",
     params: SamplingParams | None = None,
-    chat: bool = False,
+    chat: bool | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     config: EngineConfig | None = None,
     causality: Causality | None = None,
@@ -172,7 +180,12 @@ def evaluate(
     journal: Path | None = None,
     resume: bool = False,
 ) -> "Evaluation":
-    """Measure the acceptance of a pair, as `dflash eval-acceptance` does. Without `prompts`, on the bundled ones.
+    """Measure the acceptance of a pair, as `dflash eval-acceptance` does.
+
+    Without `prompts` or a `dataset`, on the bundled ones: chats (mix-64), or for the bundled target pieces of Python.
+    Where `chat` is None, chats go through the target's template, if it has one, and texts do not. What is typed for
+    `dataset`, `thinking`, `context_lengths` and `exact_match` is what they take; `Evaluation.conditions` and
+    `Evaluation.exact_match` have what came of it.
 
     `confidence` and `num_resamples` are those of the bootstrap behind the intervals. Answers are written to `journal`
     as they end, and with `resume` those that are in it are not asked for again.
@@ -184,31 +197,37 @@ def evaluate(
     Raises:
         UsageError, RequestError: a pair or prompts that cannot be served; and whatever loading raises.
     """
-    from dflash_cli.evaluation.acceptance_report import PromptSource
     from dflash_cli.evaluation.measure import EvaluationRequest, measure
+    from dflash_cli.evaluation.prompt_choice import choose_prompts
+    from dflash_cli.generation.conditions import make_conditions, parse_context_lengths, parse_thinking
     from dflash_cli.generation.loaded_pair import open_session
 
     config = replace(config or EngineConfig(), adaptive_width=False)
+    params, options = params or SamplingParams(max_new_tokens=128), _to_text(chat_template_kwargs)
+    given = _prompt_set(prompts, dataset, dataset_format, num_prompts)
+    conditions = make_conditions(
+        parse_thinking(thinking),
+        parse_context_lengths(context_lengths),
+        with_plain=exact_match == "both",
+        template_options=options,
+    )
     session = open_session(
         str(draft),
         None if target is None else str(target),
         config,
         causality=causality,
-        template_options=_to_text(chat_template_kwargs),
+        template_options=options,
     )
-    rows = _rows(prompts)
-    is_tiny = is_bundled(str(draft)) and (target is None or is_bundled(str(target)))
-    source = PromptSource(
-        name="bundled" if prompts is None else str(prompts) if isinstance(prompts, str | Path) else "given",
-        num_available=len(rows),
-        is_bundled=prompts is None,
-        is_foreign=prompts is None and not is_tiny,
+    choice = choose_prompts(
+        session, given, chat=chat, count=num_prompts, sample=sample, seed=params.seed or 0, conditions=conditions
     )
     request = EvaluationRequest(
-        rows=rows,
-        params=params or SamplingParams(max_new_tokens=128),
-        source=source,
-        chat=chat,
+        rows=choice.rows,
+        params=params,
+        source=choice.source,
+        chat=choice.chat,
+        conditions=conditions,
+        scores=exact_match != "none",
         confidence=confidence,
         num_resamples=num_resamples,
         journal=journal,
@@ -222,10 +241,12 @@ def measure_speed(
     target: Reference | None = None,
     *,
     prompts: Prompts | None = None,
+    dataset: str | None = None,
+    dataset_format: str | None = None,
     batches: Sequence[int] = (1, 4, 16),
     max_new_tokens: int = 128,
     num_rounds: int = 4,
-    chat: bool = False,
+    chat: bool | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     config: EngineConfig | None = None,
     causality: Causality | None = None,
@@ -236,6 +257,7 @@ def measure_speed(
         UsageError, RequestError: a pair or prompts that cannot be served, or answers too short to measure; and whatever
             loading raises.
     """
+    from dflash_cli.evaluation.prompt_choice import choose_prompts
     from dflash_cli.evaluation.speed import measure_speeds, smallest, speed_request
     from dflash_cli.generation.loaded_pair import open_session
 
@@ -246,8 +268,9 @@ def measure_speed(
         causality=causality,
         template_options=_to_text(chat_template_kwargs),
     )
+    choice = choose_prompts(session, _prompt_set(prompts, dataset, dataset_format), chat=chat)
     request = speed_request(
-        session, _rows(prompts), batches, max_new_tokens=max_new_tokens, num_rounds=num_rounds, chat=chat
+        session, choice.rows, batches, max_new_tokens=max_new_tokens, num_rounds=num_rounds, chat=choice.chat
     )
     return list(measure_speeds(session.llm.pair, request))
 
@@ -256,18 +279,21 @@ def _to_text(options: Mapping[str, Any] | None) -> str | None:
     return None if options is None else json.dumps(options)
 
 
-def _rows(prompts: Prompts | None) -> "list[PromptRow]":
-    from dflash_cli.generation.prompts import PromptRow, gather_rows
+def _prompt_set(
+    prompts: Prompts | None, dataset: str | None, dataset_format: str | None, count: int | None = None
+) -> "PromptSet | None":
+    from dflash_cli.generation.prompt_sets import PromptSet, read_prompts
+    from dflash_cli.generation.prompts import PromptRow
 
     if prompts is None or isinstance(prompts, str | Path):
-        path = None if prompts is None else str(prompts)
-        return gather_rows([], path, default=tiny_directory() / "prompts.jsonl")
-    return [
+        return read_prompts(None if prompts is None else str(prompts), dataset, dataset_format, count=count)
+    rows = [
         PromptRow(index=index, kind="prompt", value=item)
         if isinstance(item, str)
         else PromptRow(index=index, kind="prompt_token_ids", value=list(item))
         for index, item in enumerate(prompts)
     ]
+    return PromptSet(name="given", rows=rows)
 
 
 def _say_nothing(name: str, index: int, total: int) -> None:

@@ -46,6 +46,26 @@ PromptsOption = Annotated[
         rich_help_panel=ESSENTIALS,
     ),
 ]
+DatasetOption = Annotated[
+    str | None,
+    typer.Option(
+        "--dataset",
+        metavar="NAME",
+        help="Prompts of a published dataset: gsm8k, math500, humaneval, mbpp, mt-bench or speed-bench, as "
+        "NAME[/SUBSET][=PLACE][:N]. PLACE is a folder, a file or a hub repository; N is how many.",
+        rich_help_panel=ESSENTIALS,
+    ),
+]
+DatasetFormatOption = Annotated[
+    str | None,
+    typer.Option(
+        "--dataset-format",
+        metavar="PROJECT",
+        help="Make prompts of the dataset's rows as this project does, such as z-lab, vllm or specforge. Default: "
+        "z-lab, or for speed-bench specdec-bench.",
+        rich_help_panel=MEASURING,
+    ),
+]
 CausalityOption = Annotated[
     Literal["causal", "non-causal", "layer-types"] | None,
     typer.Option(
@@ -68,10 +88,12 @@ MaxNewTokensOption = Annotated[
     ),
 ]
 ChatOption = Annotated[
-    bool,
+    bool | None,
     typer.Option(
         "--chat/--raw",
-        help="Wrap each prompt in the target's chat template, or continue it as plain text (for base models).",
+        help="Wrap each prompt in the target's chat template, or continue it as plain text (for base models). Default: "
+        "plain text, but for datasets and mix-64 the template where there is one.",
+        show_default=False,
         rich_help_panel=ESSENTIALS,
     ),
 ]

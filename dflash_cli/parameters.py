@@ -75,7 +75,8 @@ class Parameter:
             return self._annotated(kind, info, None)
         if self.is_switch:
             decls = ["/".join(pair) for pair in zip(self.flags, self.off_flags, strict=False)] or list(self.flags)
-            return self._annotated(bool, typer.Option(*decls, help=self.help), bool(self.default))
+            # A switch whose default is None says whether it was typed at all.
+            return self._annotated(bool | None, typer.Option(*decls, help=self.help), self.default)
         choices = [str(choice) for choice in self.choices]
         info = typer.Option(
             *self.flags,

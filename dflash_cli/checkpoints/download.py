@@ -9,7 +9,9 @@ from pathlib import Path
 from dflash_cli import console
 
 
-def download_snapshot(repo: str, revision: str | None, patterns: list[str], *, is_local: bool = False) -> Path:
+def download_snapshot(
+    repo: str, revision: str | None, patterns: list[str], *, repo_type: str = "model", is_local: bool = False
+) -> Path:
     """The directory of a repository's files of these patterns; `is_local` only looks in the cache.
 
     Raises:
@@ -18,18 +20,24 @@ def download_snapshot(repo: str, revision: str | None, patterns: list[str], *, i
     from huggingface_hub import snapshot_download
 
     if not is_local:
-        _announce(repo, revision, patterns)
+        _announce(repo, revision, patterns, repo_type)
     with _bars(is_shown=sys.stderr.isatty() and not console.is_quiet()):
-        return Path(snapshot_download(repo, revision=revision, allow_patterns=patterns, local_files_only=is_local))
+        return Path(
+            snapshot_download(
+                repo, repo_type=repo_type, revision=revision, allow_patterns=patterns, local_files_only=is_local
+            )
+        )
 
 
-def _announce(repo: str, revision: str | None, patterns: list[str]) -> None:
+def _announce(repo: str, revision: str | None, patterns: list[str], repo_type: str) -> None:
     """Say what is going to be downloaded, where anything is. A reason why that cannot be known is the download's."""
     from huggingface_hub import snapshot_download
 
     try:
         with _bars(is_shown=False):
-            files = snapshot_download(repo, revision=revision, allow_patterns=patterns, dry_run=True)
+            files = snapshot_download(
+                repo, repo_type=repo_type, revision=revision, allow_patterns=patterns, dry_run=True
+            )
     except (OSError, ValueError):
         return
     missing = [item for item in files if item.will_download]

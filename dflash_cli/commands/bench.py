@@ -8,6 +8,8 @@ from dflash_cli import console
 from dflash_cli.options import (
     CausalityOption,
     ChatOption,
+    DatasetFormatOption,
+    DatasetOption,
     EngineOptions,
     JsonOption,
     MaxNewTokensOption,
@@ -66,9 +68,11 @@ def bench(
     draft: OptionalDraftArg = None,
     target: TargetOption = None,
     prompts: PromptsOption = None,
+    dataset: DatasetOption = None,
+    dataset_format: DatasetFormatOption = None,
     batches: BatchesOption = "1,4,16",
     max_new_tokens: MaxNewTokensOption = 128,
-    chat: ChatOption = False,
+    chat: ChatOption = None,
     rounds: RoundsOption = 4,
     min_speedup: MinSpeedupOption = None,
     chat_template_kwargs: TemplateOption = None,
@@ -79,27 +83,30 @@ def bench(
     """Measure how much faster a pair decodes with its draft than without.
 
     The gain depends on the text: give --prompts like those the draft is to serve. Without, the bundled prompts are
-    used: pieces of Python.
+    used: chats (mix-64), or for the bundled target pieces of Python.
     """
     if engine.num_speculative_tokens == 0:
         raise UsageError("-k 0 runs without a draft, so there is nothing to compare")
     sizes, config = _parse_batches(batches), engine.config()
-    from dflash_cli.checkpoints.references import tiny_directory
     from dflash_cli.generation.announcements import announce_loading
-    from dflash_cli.generation.prompts import gather_rows
+    from dflash_cli.generation.prompt_sets import read_prompts
 
-    rows = gather_rows([], prompts, default=tiny_directory() / "prompts.jsonl")
+    given = read_prompts(prompts, dataset, dataset_format)
     announce_loading(draft, target, device=config.device)
+    from dflash_cli.evaluation.prompt_choice import choose_prompts
     from dflash_cli.evaluation.speed import check_speedup, smallest, speed_request
     from dflash_cli.generation.loaded_pair import open_session
 
     session = open_session(
         draft, target, smallest(config), causality=causality, template_options=chat_template_kwargs, threads=threads
     )
-    request = speed_request(session, rows, sizes, max_new_tokens=max_new_tokens, num_rounds=rounds, chat=chat)
+    choice = choose_prompts(session, given, chat=chat)
+    request = speed_request(
+        session, choice.rows, sizes, max_new_tokens=max_new_tokens, num_rounds=rounds, chat=choice.chat
+    )
     speeds = _measure(session, request)
     if as_json:
-        console.result_json(_to_json(session, request, speeds))
+        console.result_json(_to_json(session, request, speeds) | {"prompts": choice.source.to_json()})
     else:
         _print(speeds)
     if min_speedup is not None:

@@ -11,6 +11,8 @@ from dflash_cli import console
 from dflash_cli.interruption import Interrupted
 from dflash_cli.options import (
     ChatOption,
+    DatasetFormatOption,
+    DatasetOption,
     EngineOptions,
     ForceOption,
     JsonOption,
@@ -89,10 +91,12 @@ def dump(
     taps_from: TapsFromOption = None,
     taps: TapsOption = None,
     prompts: PromptsOption = None,
+    dataset: DatasetOption = None,
+    dataset_format: DatasetFormatOption = None,
     num_prompts: NumPromptsOption = None,
     max_new_tokens: MaxNewTokensOption = 128,
     overhang: OverhangOption = 32,
-    chat: ChatOption = False,
+    chat: ChatOption = None,
     chat_template_kwargs: TemplateOption = None,
     resume: ResumeOption = False,
     threads: ThreadsOption = None,
@@ -102,40 +106,39 @@ def dump(
     """Keep a target's text on your prompts and the hidden states of the layers that drafts read.
 
     A draft is then judged by eval-acceptance --mode replay, without the target, on any machine. Prompts with text take
-    the target's tokenizer. Without --prompts, the bundled ones are used, for the bundled target.
+    the target's tokenizer. Without --prompts or --dataset, the bundled prompts are used: 64 chats (mix-64), or for the
+    bundled target 64 pieces of Python.
     """
     if out is None:
         raise UsageError("no folder to write to", hint="name one with --out DIR")
     if engine.num_speculative_tokens or sampling.verify_width is not None:
         raise UsageError("a dump is of the target alone; leave out --num-speculative-tokens and --verify-width")
     params, config = sampling.params(max_new_tokens), replace(engine.config(), num_draft_tokens=0)
-    from dflash_cli.checkpoints.references import is_bundled, tiny_directory
     from dflash_cli.evaluation.dumps.dump_writer import DumpRequest, check_folder
+    from dflash_cli.evaluation.prompt_choice import choose_prompts
     from dflash_cli.generation.announcements import announce_loading
     from dflash_cli.generation.loaded_pair import open_session
-    from dflash_cli.generation.prompts import gather_rows, sample_rows
+    from dflash_cli.generation.prompt_sets import read_prompts
 
     check_folder(out, resume=resume, force=force)
     layers = _choose_taps(taps, taps_from)
-    rows = gather_rows([], prompts, default=tiny_directory() / "prompts.jsonl" if is_bundled(target) else None)
-    if num_prompts is not None:
-        rows = sample_rows(rows, num_prompts, seed=sampling.seed)
+    given = read_prompts(prompts, dataset, dataset_format, count=num_prompts)
     announce_loading(None, target, plain=True, device=config.device)
     session = open_session(None, target, config, template_options=chat_template_kwargs, threads=threads)
     _check_taps(session, layers)
     session.check_params(params)
-    session.check_chat(rows, chat=chat)
+    choice = choose_prompts(session, given, chat=chat, count=num_prompts, seed=sampling.seed)
     request = DumpRequest(
-        rows=rows,
+        rows=choice.rows,
         params=params,
         taps=layers,
         folder=out,
         num_overhang=overhang,
-        chat=chat,
+        chat=choice.chat,
         resume=resume,
         force=force,
     )
-    session.warm_up(params, len(rows))
+    session.warm_up(params, len(choice.rows))
     summary = _write(session, request)
     if as_json:
         console.result_json({**summary.manifest, "failed": [item.to_json() for item in summary.failures]})

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from dflash_cli import console
+from dflash_cli.evaluation.prompt_options import PromptOptions
 from dflash_cli.evaluation.replay_options import ReplayOptions, open_replay, refuse_other_text, run_replay
 from dflash_cli.interruption import Interrupted
 from dflash_cli.options import (
@@ -28,11 +29,10 @@ from dflash_cli.parameters import ESSENTIALS, MEASURING, OUTPUT
 from dflash_runtime.errors import UsageError
 
 if TYPE_CHECKING:
-    from dflash_cli.evaluation.acceptance_report import Evaluation, PromptSource
+    from dflash_cli.evaluation.acceptance_report import Evaluation
     from dflash_cli.evaluation.measure import EvaluationRequest
     from dflash_cli.generation.answers import Tally
     from dflash_cli.generation.loaded_pair import PairSession
-    from dflash_cli.generation.prompts import PromptRow
 
 SHOWN_FAILURES = 5
 
@@ -42,7 +42,7 @@ NumPromptsOption = Annotated[
         "--num-prompts",
         min=1,
         metavar="N",
-        help="Measure a sample of N prompts, drawn from each category in proportion by --seed. Default: all.",
+        help="Measure a sample of N prompts, chosen as --sample says, by --seed. Default: all.",
         rich_help_panel=ESSENTIALS,
     ),
 ]
@@ -98,6 +98,7 @@ AllowFailedOption = Annotated[
     bool,
     typer.Option(
         "--allow-failed",
+        "--allow-failures",
         help="Exit 0 although prompts could not be measured; they are left out and named all the same.",
         rich_help_panel=MEASURING,
     ),
@@ -116,12 +117,13 @@ def eval_acceptance(
     engine: EngineOptions,
     sampling: SamplingOptions,
     replay: ReplayOptions,
+    asked: PromptOptions,
     draft: OptionalDraftArg = None,
     target: TargetOption = None,
     prompts: PromptsOption = None,
     num_prompts: NumPromptsOption = None,
     max_new_tokens: MaxNewTokensOption = 128,
-    chat: ChatOption = False,
+    chat: ChatOption = None,
     rows_file: RowsOption = None,
     resume: ResumeOption = False,
     min_acceptance: MinAcceptanceOption = None,
@@ -140,7 +142,8 @@ def eval_acceptance(
 ) -> None:
     """Measure the acceptance length of a draft: how many tokens a step commits on average, with an interval.
 
-    Without --prompts, the bundled prompts are used: 64 pieces of Python.
+    Without --prompts or --dataset, the bundled prompts are used: 64 chats (mix-64), or for the bundled target 64 pieces
+    of Python.
     """
     if not 0 < confidence < 1:
         raise UsageError(f"--confidence {confidence:g}, expected a number between 0 and 1")
@@ -155,6 +158,7 @@ def eval_acceptance(
     if replay.is_asked:
         refuse_other_text(
             {"--prompts": prompts, "--num-prompts": num_prompts, "--target": target, "--chat": chat, "--resume": resume,
+             "--dataset": asked.dataset, "--thinking": asked.thinking, "--context-lengths": asked.context_lengths,
              "--chat-template-kwargs": chat_template_kwargs, "--temperature": sampling.temperature,
              "--draft-sampling probabilistic": config.draft_sampling != "greedy",
              "--verify-width": sampling.verify_width}
@@ -166,34 +170,40 @@ def eval_acceptance(
         _show(evaluation, report, show_all=show_all, as_json=as_json)
         _check_minimum(evaluation, min_acceptance, gate)
         return
-    rows, source = _choose_prompts(prompts, num_prompts, sampling.seed, draft=draft, target=target)
+    from dflash_cli.generation.prompt_sets import read_prompts
+
+    conditions = asked.conditions(chat_template_kwargs)
+    given = read_prompts(prompts, asked.dataset, asked.dataset_format, count=num_prompts)
     announce_loading(draft, target, device=config.device)
     from dflash_cli.evaluation.measure import EvaluationRequest
+    from dflash_cli.evaluation.prompt_choice import choose_prompts
     from dflash_cli.generation.loaded_pair import open_session
 
+    session = open_session(
+        draft, target, config, causality=causality, template_options=chat_template_kwargs, threads=threads
+    )
+    choice = choose_prompts(
+        session, given, chat=chat, count=num_prompts, sample=asked.sample, seed=sampling.seed, conditions=conditions
+    )
     request = EvaluationRequest(
-        rows=rows,
+        rows=choice.rows,
         params=params,
-        source=source,
-        chat=chat,
+        source=choice.source,
+        chat=choice.chat,
+        conditions=conditions,
+        scores=asked.exact_match != "none",
         confidence=confidence,
         num_resamples=bootstrap,
         journal=rows_file,
         resume=resume,
         force=force,
     )
-    session = open_session(
-        draft, target, config, causality=causality, template_options=chat_template_kwargs, threads=threads
-    )
-    session.check_chat(rows, chat=chat)
     locked = _check_lock(lock, session)
-    if source.warning is not None:
-        console.warn(source.warning)
     evaluation, tally = _measure(session, request)
     evaluation = dataclasses.replace(evaluation, measured={**evaluation.measured, "lock_sha256": locked})
     _show(evaluation, report, show_all=show_all, as_json=as_json)
     note_cut_answers(tally.outputs, params, session.llm.limits.max_model_len)
-    suggest_diagnosis(evaluation.total.counts, session.references)
+    suggest_diagnosis(evaluation.base.counts, session.references)
     if evaluation.failures:
         _finish_failed(evaluation, is_allowed=allow_failed)
     _check_minimum(evaluation, min_acceptance, gate)
@@ -241,30 +251,6 @@ def _check_lock(lock: Path | None, session: "PairSession") -> str | None:
     with console.working("hashing"):
         found.check(places)
     return found.sha256
-
-
-def _choose_prompts(
-    prompts: str | None, num_prompts: int | None, seed: int, *, draft: str | None, target: str | None
-) -> "tuple[list[PromptRow], PromptSource]":
-    """The rows to measure, in the order of their file, and where they come from."""
-    from dflash_cli.checkpoints.references import is_bundled, tiny_directory
-    from dflash_cli.evaluation.acceptance_report import PromptSource
-    from dflash_cli.generation.prompts import gather_rows, sample_rows
-
-    rows = gather_rows([], prompts, default=tiny_directory() / "prompts.jsonl")
-    num_available = len(rows)
-    is_sample = num_prompts is not None and num_prompts < num_available
-    if is_sample:
-        assert num_prompts is not None
-        rows = sample_rows(rows, num_prompts, seed=seed)
-    source = PromptSource(
-        name="bundled" if prompts is None else prompts,
-        num_available=num_available,
-        sample_seed=seed if is_sample else None,
-        is_bundled=prompts is None,
-        is_foreign=prompts is None and not all(is_bundled(item) for item in (draft, target) if item is not None),
-    )
-    return rows, source
 
 
 def _finish_failed(evaluation: "Evaluation", *, is_allowed: bool) -> None:
@@ -318,6 +304,8 @@ def _print(evaluation: "Evaluation", *, show_all: bool) -> None:
     for title, (columns, rows) in tables(evaluation, with_definitions=show_all).items():
         console.result("")
         console.table(columns, rows, title=title)
+    for match in evaluation.exact_match:
+        console.result("\n" + "\n".join(match.lines))
     for shape in evaluation.shapes:
         console.result("\n" + "\n".join(shape.lines))
 

@@ -13,6 +13,8 @@ from dflash_cli.interruption import Interrupted
 from dflash_cli.options import (
     CausalityOption,
     ChatOption,
+    DatasetFormatOption,
+    DatasetOption,
     DraftOption,
     EngineOptions,
     ForceOption,
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from dflash_cli.generation.answers import Event, Tally
     from dflash_cli.generation.loaded_pair import PairSession
     from dflash_cli.generation.outputs import Sink
+    from dflash_cli.generation.prompt_sets import PromptSet
     from dflash_cli.generation.prompts import PromptRow
     from dflash_runtime.lossless import Lossless
 
@@ -88,9 +91,11 @@ def generate(
     draft: DraftOption = None,
     target: TargetOption = None,
     prompts: PromptsOption = None,
+    dataset: DatasetOption = None,
+    dataset_format: DatasetFormatOption = None,
     output: OutputOption = None,
     max_new_tokens: MaxNewTokensOption = 256,
-    chat: ChatOption = False,
+    chat: ChatOption = None,
     chat_template_kwargs: TemplateOption = None,
     causality: CausalityOption = None,
     adaptive_width: AdaptiveWidthOption = None,
@@ -112,13 +117,13 @@ def generate(
     params, config = sampling.params(max_new_tokens), engine.config()
     from dflash_cli.generation.announcements import announce_loading, note_cut_answers, suggest_diagnosis
     from dflash_cli.generation.atomic_file import check_output
-    from dflash_cli.generation.prompts import gather_rows
 
     if output not in (None, "-"):
         check_output(Path(output), force=force)
     _note_odd_prompts(prompt or [], has_draft=draft is not None)
-    rows = gather_rows(prompt or [], prompts)
+    given = _gather(prompt or [], prompts, dataset, dataset_format)
     announce_loading(draft, target, plain=engine.num_speculative_tokens == 0, device=config.device)
+    from dflash_cli.evaluation.prompt_choice import choose_prompts
     from dflash_cli.generation.answers import Tally, answer_rows
     from dflash_cli.generation.loaded_pair import open_session
     from dflash_runtime.device.settings import can_adapt
@@ -130,14 +135,14 @@ def generate(
         draft, target, config, causality=causality, template_options=chat_template_kwargs, threads=threads
     )
     session.check_params(params)
-    session.check_chat(rows, chat=chat)
+    choice = choose_prompts(session, given, chat=chat, seed=sampling.seed)
     params = params.with_stops(session.stop_token_ids)
-    session.warm_up(params, len(rows))
+    session.warm_up(params, len(choice.rows))
     tally = Tally(session.llm.num_draft_tokens)
     started = time.perf_counter()
     with ExitStack() as stack:
-        sinks = [tally.add, *_open_sinks(session, rows, output, stack, trace=trace, as_json=as_json)]
-        interrupted = _drain(answer_rows(session, rows, lambda row: params, chat=chat), sinks)
+        sinks = [tally.add, *_open_sinks(session, choice.rows, output, stack, trace=trace, as_json=as_json)]
+        interrupted = _drain(answer_rows(session, choice.rows, lambda row: params, chat=choice.chat), sinks)
     seconds = time.perf_counter() - started
     lossless = session.llm.check_lossless(tally.outputs) if check_lossless and not interrupted else None
     if as_json:
@@ -146,8 +151,14 @@ def generate(
     note_cut_answers(tally.outputs, params, session.llm.limits.max_model_len)
     suggest_diagnosis(tally.counts, session.references)
     if interrupted:
-        _stop(tally, sum(row.num_turns for row in rows), output)
+        _stop(tally, sum(row.num_turns for row in choice.rows), output)
     _finish(tally, lossless)
+
+
+def _gather(prompt: "Sequence[str]", prompts: str | None, dataset: str | None, form: str | None) -> "PromptSet":
+    from dflash_cli.generation.prompt_sets import gather_prompts
+
+    return gather_prompts(prompt, prompts, dataset, form)
 
 
 def _open_sinks(

@@ -69,13 +69,13 @@ class AcceptanceProgress:
     def resume(self, answers: Sequence[Answer]) -> None:
         """Count answers of an earlier run, which took no time in this one."""
         for answer in answers:
-            self._acceptance.add(answer.output, answer.row.index)
+            self._acceptance.add(answer.output, answer.row.prompt_index)
         self._num_done += len(answers)
         self._meter.resume(self._num_done)
 
     def __call__(self, event: Event) -> None:
         if event.answer is not None:
-            self._acceptance.add(event.answer.output, event.answer.row.index)
+            self._acceptance.add(event.answer.output, event.answer.row.prompt_index)
             self._num_done += 1
             self._num_failed += event.answer.output.error is not None
             self._meter.update(self._num_done, self._acceptance.text)

@@ -6,10 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dflash_cli.evaluation.condition_results import ConditionResult
 from dflash_cli.evaluation.conversation_counts import ConversationCounts
 from dflash_cli.evaluation.curve_shape import CurveShape, find_shapes
+from dflash_cli.evaluation.exact_match import ExactMatch
 from dflash_cli.evaluation.resampling import MIN_UNITS
 from dflash_cli.evaluation.statistics import DEFINITIONS, MIN_FOR_POSITIONS, Interval, Summary
+from dflash_cli.generation.answers import plural
 
 Table = tuple[Sequence[str], Sequence[Sequence[str]]]
 
@@ -22,33 +25,54 @@ class Failure:
     id: str | int | None
     error: str
     exit_code: int
+    condition: str | None = None
 
     def to_json(self) -> dict[str, Any]:
-        return {"index": self.index, "id": self.id, "error": self.error}
+        return {"index": self.index, "id": self.id, "error": self.error, "condition": self.condition}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptSource:
-    """Where the prompts of an evaluation come from: `num_available` of which `sample_seed`, if any, drew a sample.
+    """Where the prompts of an evaluation come from: of `num_available`, `num_chosen` were chosen by `sample`.
 
-    With `is_foreign` they are the bundled prompts, short pieces of Python, and the pair is another than the bundled.
+    `dataset` has the facts of a dataset: repository, commit, files, format. `num_too_long` were left out because they
+    are longer by themselves than a context that was asked for.
     """
 
     name: str
     num_available: int
+    num_chosen: int | None = None
+    sample: str | None = None
     sample_seed: int | None = None
     is_bundled: bool = False
-    is_foreign: bool = False
+    version: str | None = None
+    sha256: str | None = None
+    dataset: Mapping[str, Any] | None = None
+    num_too_long: int = 0
+    warning: str | None = None
 
     @property
-    def warning(self) -> str | None:
-        """What must be said wherever a number on foreign prompts is shown."""
-        if not self.is_foreign:
-            return None
-        return "measured on the bundled prompts, short pieces of Python; measure your own use with --prompts FILE"
+    def is_named(self) -> bool:
+        """Whether the name says which prompts these are, to anybody."""
+        return self.version is not None or self.dataset is not None
+
+    @property
+    def lines(self) -> list[str]:
+        """How many were taken of how many, where that was not all."""
+        of_all = f"of {self.num_available} prompts"
+        chosen = {
+            "stratified": f"{self.num_chosen} {of_all}, drawn from each category in proportion "
+            f"(seed {self.sample_seed})",
+            "random": f"{self.num_chosen} {of_all}, drawn at random (seed {self.sample_seed})",
+            "head": f"the first {self.num_chosen} {of_all}",
+        }
+        found = [chosen[self.sample]] if self.sample is not None else []
+        if self.num_too_long:
+            found.append(f"{plural(self.num_too_long, 'prompt')} left out: longer than the shortest context asked for")
+        return found
 
     def to_json(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.__dataclass_fields__} | {"warning": self.warning}
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +80,8 @@ class Evaluation:
     """What `dflash eval-acceptance` found.
 
     `settings` decide the result, `measured` says what it was measured with, `failures` what is not in it. Of a replay,
-    `anchors` is the mean over anchors, which is another quantity than the acceptance length of a run.
+    `anchors` is the mean over anchors, which is another quantity than the acceptance length of a run. Under several
+    conditions the total pools all of them.
     """
 
     total: Summary
@@ -67,17 +92,27 @@ class Evaluation:
     conversations: tuple[ConversationCounts, ...] = ()
     failures: tuple[Failure, ...] = ()
     anchors: Summary | None = None
+    conditions: tuple[ConditionResult, ...] = ()
+    exact_match: tuple[ExactMatch, ...] = ()
     seconds: float
 
     @property
     def num_prompts(self) -> int:
-        """Prompts that were asked for, measured or not."""
-        return self.total.num_conversations + len(self.failures)
+        """Prompts that were asked for, measured or not, each under every condition."""
+        num_measured = sum(item.summary.num_conversations for item in self.conditions)
+        return (num_measured or self.total.num_conversations) + len(self.failures)
+
+    @property
+    def base(self) -> Summary:
+        """What a draft is judged by: the total, or under conditions that of the first, to which the others are held."""
+        return self.conditions[0].summary if self.conditions else self.total
 
     @property
     def shapes(self) -> list[CurveShape]:
         """What the curve by position tells of a fault; nothing where it tells of none."""
-        return find_shapes(self.total.counts, self.conversations, self.settings)
+        first = self.conditions[0].condition.name if self.conditions else None
+        conversations = [item for item in self.conversations if item.condition == first]
+        return find_shapes(self.base.counts, conversations, self.settings)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -86,6 +121,8 @@ class Evaluation:
             "num_failed": len(self.failures),
             "failed": [failure.to_json() for failure in self.failures],
             "categories": {name: summary.to_json() for name, summary in self.categories.items()},
+            "conditions": [item.to_json() for item in self.conditions],
+            "exact_match": [item.to_json() for item in self.exact_match],
             "conversations": [item.to_json() for item in self.conversations],
             "anchors": None if self.anchors is None else _anchors_json(self.anchors),
             "settings": dict(self.settings),
@@ -116,8 +153,10 @@ def headline(evaluation: Evaluation) -> str:
         parts.append(f"capped: of {block - 1} drafted tokens {_num_verified(total)} were verified")
     if evaluation.failures:
         parts.append(f"{len(evaluation.failures)} of {evaluation.num_prompts} prompts not measured")
-    if evaluation.source.is_foreign:
-        parts.append("on the bundled Python prompts")
+    if evaluation.source.is_named:
+        parts.append(f"on {evaluation.source.name}")
+    if len(evaluation.conditions) > 1:
+        parts.append(f"over {len(evaluation.conditions)} conditions")
     return ", ".join(parts)
 
 
@@ -143,18 +182,16 @@ def legend(evaluation: Evaluation) -> str:
     if evaluation.anchors is not None:
         mean = f"mean over {evaluation.anchors.counts.num_drafts} anchors {_length(evaluation.anchors)}"
         lines.append(f"{mean}: another quantity, over blocks that a run passes over too")
-    source, num_prompts = evaluation.source, evaluation.num_prompts
-    if source.sample_seed is not None:
-        lines.append(
-            f"{num_prompts} of {source.num_available} prompts, drawn from each category in proportion "
-            f"(seed {source.sample_seed})"
-        )
-    return "\n".join(lines)
+    if evaluation.conditions:
+        lines.append("by condition: tokens of a prompt on average; against the first condition, paired by prompt")
+    return "\n".join([*lines, *evaluation.source.lines])
 
 
 def tables(evaluation: Evaluation, *, with_definitions: bool = True) -> dict[str, Table]:
     """Title -> columns and rows."""
     found = {"by position": _position_table(evaluation.total)}
+    if evaluation.conditions:
+        found["by condition"] = _condition_table(evaluation)
     if evaluation.categories:
         found["by category"] = _category_table(evaluation)
     if with_definitions:
@@ -168,7 +205,9 @@ def to_markdown(evaluation: Evaluation) -> str:
     if evaluation.source.warning is not None:
         lines += [f"Note: {evaluation.source.warning}.", ""]
     lines += [line for shape in evaluation.shapes for line in (*shape.lines, "")]
-    facts = {**evaluation.settings, "prompts": evaluation.source.name, **_flat(evaluation.measured)}
+    lines += [line for item in evaluation.exact_match for line in (*item.lines, "")]
+    prompts = {f"prompts.{name}": value for name, value in _flat(evaluation.source.to_json()).items() if value}
+    facts = {**evaluation.settings, **prompts, **_flat(evaluation.measured)}
     lines += [f"- {name}: `{value}`" for name, value in facts.items() if value is not None]
     if evaluation.failures:
         lines += ["", "## Not measured", "", *(f"- {failure.error}" for failure in evaluation.failures)]
@@ -213,6 +252,28 @@ def _definition_table(total: Summary) -> Table:
         for name, meaning in DEFINITIONS.items()
     ]
     return ("definition", "value", "meaning"), rows
+
+
+def _condition_table(evaluation: Evaluation) -> Table:
+    rows = [
+        (
+            item.condition.name,
+            str(item.summary.num_conversations),
+            "-" if item.prompt_len is None else f"{item.prompt_len:.0f}",
+            _length(item.summary),
+            _against_first(item),
+        )
+        for item in evaluation.conditions
+    ]
+    return ("condition", "prompts", "tokens", "acceptance length", "against the first"), rows
+
+
+def _against_first(item: ConditionResult) -> str:
+    """`-0.51 [-0.62, -0.40]`."""
+    if item.difference is None:
+        return ""
+    interval = item.difference.interval
+    return f"{item.difference.value:+.2f} [{interval.low:+.2f}, {interval.high:+.2f}]"
 
 
 def _category_table(evaluation: Evaluation) -> Table:

@@ -1,8 +1,9 @@
 """Tokens and steps of each conversation of a result: what two results are compared by."""
 
+import hashlib
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -17,12 +18,14 @@ class ConversationCounts:
     """Tokens that the steps of one conversation gave, and how many steps there were, over all its turns.
 
     Those of its far steps, whose context is much longer than at the first, are counted by themselves too. `digest` is
-    the same for the same prompt in another result; `name` is what people call it.
+    the same for the same prompt in another result; `name` is what people call it, `condition` under what it was
+    answered, where there were several.
     """
 
     digest: str
     name: str
     category: str | None = None
+    condition: str | None = None
     num_tokens: float
     num_steps: int
     num_far_tokens: float = 0
@@ -55,14 +58,36 @@ def count_conversations(answers: "Sequence[Answer]") -> tuple[ConversationCounts
     return tuple(_count(turns[index]) for index in sorted(turns))
 
 
+def pool_conditions(conversations: Iterable[ConversationCounts]) -> tuple[ConversationCounts, ...]:
+    """The conversations, those of one prompt under several conditions added up: they are no independent ones."""
+    groups: dict[tuple[str, ...], list[ConversationCounts]] = {}
+    for item in conversations:
+        groups.setdefault((item.name,) if item.condition is not None else (item.name, item.digest), []).append(item)
+    return tuple(_add_up(members) if members[0].condition is not None else members[0] for members in groups.values())
+
+
+def _add_up(items: Sequence[ConversationCounts]) -> ConversationCounts:
+    counted = ("num_tokens", "num_steps", "num_far_tokens", "num_far_steps")
+    digests = " ".join(sorted(item.digest for item in items))
+    return replace(
+        items[0],
+        digest=hashlib.sha256(digests.encode()).hexdigest()[:16],
+        condition=", ".join(item.condition or "" for item in items),
+        **{name: sum(getattr(item, name) for item in items) for name in counted},
+    )
+
+
 def _count(answers: "Sequence[Answer]") -> ConversationCounts:
     row, outputs = answers[0].row, [answer.output for answer in answers]
     turns = [
         TurnSteps(len(output.prompt_token_ids), output.acceptance_lengths, output.committed_lengths)
         for output in outputs
     ]
-    name = str(row.id) if row.id is not None else f"prompt {row.index + 1}"
-    return ConversationCounts(digest=row.digest, name=name, category=row.category, **count_turns(turns))
+    name = str(row.id) if row.id is not None else f"prompt {row.prompt_index + 1}"
+    condition = row.condition.name if row.condition is not None else None
+    return ConversationCounts(
+        digest=row.digest, name=name, category=row.category, condition=condition, **count_turns(turns)
+    )
 
 
 def count_turns(turns: Sequence[TurnSteps]) -> dict[str, int]:

@@ -2,17 +2,21 @@
 
 import hashlib
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from dflash_cli.evaluation.acceptance_progress import AcceptanceProgress
 from dflash_cli.evaluation.acceptance_report import Evaluation, Failure, PromptSource
+from dflash_cli.evaluation.condition_results import compare_conditions
 from dflash_cli.evaluation.conversation_counts import count_conversations
+from dflash_cli.evaluation.exact_match import score
 from dflash_cli.evaluation.journal import Journal
 from dflash_cli.evaluation.resampling import MIN_UNITS
 from dflash_cli.evaluation.statistics import Summary, summarise
-from dflash_cli.generation.answers import Answer, Tally, answer_rows, plural
+from dflash_cli.generation.answers import Answer, Event, Tally, answer_rows, plural
+from dflash_cli.generation.conditions import Condition
 from dflash_cli.generation.loaded_pair import PairSession
 from dflash_cli.generation.outputs import Sink
 from dflash_cli.generation.prompts import PromptRow, digest_rows
@@ -24,14 +28,17 @@ from dflash_runtime.scheduling.request import SamplingParams
 class EvaluationRequest:
     """Prompts, how to answer them, and the interval to compute.
 
-    Each answer is written to `journal` as it ends. With `resume`, prompts answered in that file are not run again; with
-    `force` alone, the file is replaced.
+    A row says under which of the `conditions`, if any, it is answered; with `scores`, final numbers are compared with
+    those that rows state. Each answer is written to `journal` as it ends. With `resume`, prompts answered in that file
+    are not run again; with `force` alone, the file is replaced.
     """
 
     rows: Sequence[PromptRow]
     params: SamplingParams
     source: PromptSource
     chat: bool = False
+    conditions: Sequence[Condition] = ()
+    scores: bool = False
     confidence: float = 0.95
     num_resamples: int = 10_000
     journal: Path | None = None
@@ -60,28 +67,41 @@ def measure(
         if progress is not None:
             progress.resume(journal.answers)
             sinks.append(progress)
-        for event in answer_rows(session, journal.pending, lambda row: params, chat=request.chat):
+        for event in _answer(session, journal.pending, params, chat=request.chat):
             for sink in sinks:
                 sink(event)
             if event.answer is not None:
                 journal.add(event.answer)
                 failures += _failure(event.answer, failures)
     journal.drop_unfinished()
+    answers = [answer for answer in journal.answers if not answer.row.is_plain]
+    pool = partial(_pool, session=session, request=request)
     return Evaluation(
-        total=_pool(journal.answers, session, request),
-        categories={name: _pool(answers, session, request) for name, answers in by_category(journal.answers).items()},
+        total=pool(answers),
+        categories={name: pool(members) for name, members in by_category(answers).items()},
+        conditions=compare_conditions(
+            answers, request.conditions, pool, [item.condition for item in failures], request.confidence
+        ),
+        exact_match=score(journal.answers, request.confidence) if request.scores else (),
         settings={**session.references, **settings},
         source=request.source,
-        conversations=count_conversations(journal.answers),
+        conversations=count_conversations(answers),
         measured=session.describe()
         | {
-            "num_prompts": len(request.rows),
+            "num_prompts": len({row.prompt_index for row in request.rows}),
             "prompts_digest": digest_rows(request.rows),
-            "rendered_prompts_digest": _digest_rendered(journal.answers),
+            "rendered_prompts_digest": _digest_rendered(answers),
         },
         failures=tuple(failures),
         seconds=time.perf_counter() - started,
     )
+
+
+def _answer(session: PairSession, rows: Sequence[PromptRow], params: SamplingParams, *, chat: bool) -> Iterator[Event]:
+    """Answer rows with the draft, and then those that are to be without it, so that no step of theirs drafts."""
+    drafted, plain = ([row for row in rows if row.is_plain is is_plain] for is_plain in (False, True))
+    yield from answer_rows(session, drafted, lambda row: params, chat=chat)
+    yield from answer_rows(session, plain, lambda row: replace(params, verify_width=1), chat=chat)
 
 
 def _digest_rendered(answers: Sequence[Answer]) -> str:
@@ -95,19 +115,26 @@ def _digest_rendered(answers: Sequence[Answer]) -> str:
 def _failure(answer: Answer, known: Sequence[Failure]) -> list[Failure]:
     """The failure of a row, at the first of its turns that failed."""
     row, output = answer.row, answer.output
-    if output.error is None or any(item.index == row.index for item in known):
+    condition = row.condition.name if row.condition is not None else None
+    if output.error is None or any((item.index, item.condition) == (row.prompt_index, condition) for item in known):
         return []
-    return [Failure(row.index, row.id, output.error, output.exit_code)]
+    return [Failure(row.prompt_index, row.id, output.error, output.exit_code, condition)]
 
 
 def check_gate(evaluation: Evaluation, minimum: float, *, use_lower_bound: bool) -> None:
-    """Require that the acceptance length, or the lower end of its interval, is at least `minimum`.
+    """Require that the acceptance length, or the lower end of its interval, is at least `minimum` under each condition.
 
     Raises:
         GateFailed: the value is below the minimum, or there were too few steps for one.
     """
-    total = evaluation.total
     name = "lower confidence bound" if use_lower_bound else "acceptance length"
+    for item in evaluation.conditions:
+        _check_summary(item.summary, minimum, f"{item.condition.name}: {name}", use_lower_bound=use_lower_bound)
+    if not evaluation.conditions:
+        _check_summary(evaluation.total, minimum, name, use_lower_bound=use_lower_bound)
+
+
+def _check_summary(total: Summary, minimum: float, name: str, *, use_lower_bound: bool) -> None:
     lower = total.interval.low if total.interval is not None else None
     value = lower if use_lower_bound else total.counts.acceptance_len
     if value is None and 0 < total.num_conversations < MIN_UNITS and use_lower_bound:
@@ -125,7 +152,7 @@ def _pool(answers: Sequence[Answer], session: PairSession, request: EvaluationRe
     return summarise(
         [answer.output for answer in answers],
         session.llm.num_draft_tokens,
-        conversations=[answer.row.index for answer in answers],
+        conversations=[answer.row.prompt_index for answer in answers],
         confidence=request.confidence,
         num_resamples=request.num_resamples,
     )

@@ -106,13 +106,12 @@ def speed_request(
     """Rows as prompts, as many as the rounds of the largest batch can take.
 
     Raises:
-        UsageError: nothing to draft with, no batch, or chat without a template.
+        UsageError: nothing to draft with, or no batch.
     """
     if session.llm.num_draft_tokens == 0:
         raise UsageError("-k 0 runs without a draft, so there is nothing to compare")
     if not batches or min(batches) < 1:
         raise UsageError(f"batches {list(batches)}, expected numbers of requests, such as 1, 4, 16")
-    session.check_chat(rows, chat=chat)
     turns = rows[: max(batches) * num_rounds]
     prompts = [Conversation(row).next_prompt(session.tokenizer, chat=chat) for row in turns]
     return SpeedRequest(prompts=prompts, batches=batches, max_new_tokens=max_new_tokens, num_rounds=num_rounds)

@@ -29,6 +29,9 @@ class Answer:
             record["id"] = self.row.id
         if self.row.kind == "turns":
             record["turn"] = self.turn
+        if self.row.condition is not None:
+            record |= {"prompt_index": self.row.prompt_index, "condition": self.row.condition.name}
+            record |= {"is_plain": True} if self.row.is_plain else {}
         record |= {
             "prompt_token_ids": list(self.output.prompt_token_ids),
             "token_ids": list(self.output.token_ids),
@@ -171,8 +174,8 @@ def answer_rows(
 
 
 def own_seed(params: SamplingParams, row: PromptRow) -> SamplingParams:
-    """A row's own numbers: with one seed for all, rows would draw the same ones at the same positions."""
-    return params if params.seed is None else replace(params, seed=derive_seed(params.seed, row.index))
+    """A prompt's own numbers: with one seed for all, prompts would draw the same ones at the same positions."""
+    return params if params.seed is None else replace(params, seed=derive_seed(params.seed, row.prompt_index))
 
 
 def _of_row(output: RequestOutput, conversation: Conversation) -> RequestOutput:

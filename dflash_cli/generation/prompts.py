@@ -7,18 +7,19 @@ A row holds exactly one of
     turns              user messages; each is answered before the next is asked
     prompt_token_ids   ids, which need no tokenizer
 
-and may hold `id` and `category`.
+and may hold `id`, `category` and, where an answer can be scored, its `reference`.
 """
 
 import hashlib
 import json
 import random
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from dflash_cli.generation.conditions import Condition
 from dflash_cli.generation.tokenizer import Tokenizer
 from dflash_runtime.checkpoint.strict_json import parse_json
 from dflash_runtime.errors import CheckpointError, CheckpointNotFound, RequestError, UsageError
@@ -27,11 +28,17 @@ from dflash_runtime.json_values import is_int
 KINDS = ("prompt", "messages", "turns", "prompt_token_ids")
 
 Message = dict[str, Any]
+Sample = Literal["stratified", "head", "random"]
+"""How fewer rows than there are are chosen: from each category in proportion, the first ones, or whichever."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptRow:
-    """One row of prompts, as it was given. `where` names it to people: a line of a file, or a number from 1 on."""
+    """One row of prompts, as it was given. `where` names it to people: a line of a file, or a number from 1 on.
+
+    A prompt that is answered under several conditions is a row under each: `index` is then the row's own, and
+    `prompt_index` the same for all of them.
+    """
 
     index: int
     kind: str
@@ -39,15 +46,28 @@ class PromptRow:
     id: str | int | None = None
     category: str | None = None
     where: str = "prompt"
+    reference: str | None = None
+    condition: Condition | None = None
+    prompt_index: int = -1
+
+    def __post_init__(self) -> None:
+        if self.prompt_index < 0:
+            object.__setattr__(self, "prompt_index", self.index)
 
     @property
     def num_turns(self) -> int:
         return len(self.value) if self.kind == "turns" else 1
 
     @property
+    def is_plain(self) -> bool:
+        """Whether the target is to answer it without its draft."""
+        return self.condition is not None and self.condition.is_plain
+
+    @property
     def digest(self) -> str:
         """A hash of what is asked, by which a resumed run knows a row again."""
-        text = json.dumps([self.kind, self.value], ensure_ascii=False, sort_keys=True)
+        under = [] if self.condition is None else [self.condition.name]
+        text = json.dumps([self.kind, self.value, *under], ensure_ascii=False, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -89,7 +109,8 @@ class Conversation:
             self.messages = list(value)
         else:
             self.messages.append({"role": "user", "content": value[self.turn] if kind == "turns" else value})
-        return tokenizer.render(self.messages, where=self.row.where)
+        options = self.row.condition.template_options if self.row.condition is not None else None
+        return tokenizer.render(self.messages, where=self.row.where, options=options)
 
     def fail(self) -> None:
         """End it: a turn was not answered, on which the later ones build."""
@@ -145,15 +166,18 @@ def parse_rows(lines: Iterable[str], name: str) -> list[PromptRow]:
     return rows
 
 
-def sample_rows(rows: Sequence[PromptRow], count: int, *, seed: int) -> list[PromptRow]:
-    """So many rows, drawn from all categories in proportion to their sizes, in the order in which they were given.
+def sample_rows(rows: Sequence[PromptRow], count: int, *, seed: int, sample: Sample = "stratified") -> list[PromptRow]:
+    """So many rows, in the order in which they were given: drawn from all categories in proportion to their sizes, the
+    first ones, or drawn from all alike.
 
     With the same seed a smaller sample is part of a larger one, so that what was answered for it need not be again.
     """
+    if sample == "head":
+        return list(rows[:count])
     generator = random.Random(seed)
     categories: dict[str | None, list[PromptRow]] = {}
     for row in rows:
-        categories.setdefault(row.category, []).append(row)
+        categories.setdefault(None if sample == "random" else row.category, []).append(row)
     places = []
     for members in categories.values():
         drawn = generator.sample(members, len(members))
@@ -181,6 +205,15 @@ def _parse_row(line: str, where: str, index: int) -> PromptRow:
     except CheckpointError as error:
         hint = "expected JSON Lines, an object a line: jq -c '.[]' makes them of a list" if line[0] == "[" else None
         raise RequestError(error.message, hint=hint) from error
+    return make_row(row, where, index)
+
+
+def make_row(row: Mapping[str, Any], where: str, index: int) -> PromptRow:
+    """The row of an object with one of KINDS.
+
+    Raises:
+        RequestError: naming the place, the field, what was found and what was expected.
+    """
     kinds = [kind for kind in KINDS if row.get(kind) is not None]
     if len(kinds) != 1:
         found = " and ".join(kinds) or ", ".join(row) or "nothing"
@@ -198,6 +231,7 @@ def _parse_row(line: str, where: str, index: int) -> PromptRow:
         id=row.get("id"),
         category=str(category) if category is not None else None,
         where=where,
+        reference=str(row["reference"]) if isinstance(row.get("reference"), str | int | float) else None,
     )
 
 

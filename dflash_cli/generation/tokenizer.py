@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text, with the special tokens this tokenizer adds by itself."""
-        return list(self._tokenizer(text)["input_ids"])
+        return list(self._tokenizer(text, verbose=False)["input_ids"])
 
     @property
     def has_template(self) -> bool:
@@ -45,8 +45,10 @@ class Tokenizer:
         text = template if isinstance(template, str) else json.dumps(template, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16] if template else None
 
-    def render(self, messages: Sequence[dict[str, Any]], *, where: str) -> list[int]:
-        """Ids of a conversation, ready for the assistant's answer.
+    def render(
+        self, messages: Sequence[dict[str, Any]], *, where: str, options: Mapping[str, Any] | None = None
+    ) -> list[int]:
+        """Ids of a conversation, ready for the assistant's answer; `options` of the template overrule the tokenizer's.
 
         Raises:
             RequestError: the template refuses it, as some do roles that they do not know.
@@ -55,12 +57,15 @@ class Tokenizer:
 
         try:
             text = self._tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=True, **self._template_options
+                list(messages),
+                tokenize=False,
+                add_generation_prompt=True,
+                **{**self._template_options, **(options or {})},
             )
         except (TemplateError, TypeError, ValueError, KeyError) as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise RequestError(f"{where}: the chat template does not take it: {reason}") from error
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of ids, special tokens left out."""

@@ -18,6 +18,7 @@ from dflash_cli.commands.convert import convert
 from dflash_cli.commands.eval_acceptance import eval_acceptance
 from dflash_cli.commands.generate import generate
 from dflash_cli.commands.validate import validate
+from dflash_cli.evaluation.prompt_options import PromptOptions
 from dflash_cli.options import EngineOptions, SamplingOptions
 from dflash_runtime.config import EngineConfig
 from dflash_runtime.errors import UnsupportedError, UsageError
@@ -80,7 +81,6 @@ COUNTERPARTS: dict[Callable[..., Any], tuple[Callable[..., Any], dict[str, str]]
     eval_acceptance: (
         dflash_cli.evaluate,
         {
-            "num_prompts": "prompts",
             "max_new_tokens": "params",
             "rows_file": "journal",
             "bootstrap": "num_resamples",
@@ -101,6 +101,8 @@ COUNTERPARTS: dict[Callable[..., Any], tuple[Callable[..., Any], dict[str, str]]
         dflash_cli.LLM.generate,
         {
             "prompt": "prompts",
+            "dataset": "(LLM takes token ids)",
+            "dataset_format": "(LLM takes token ids)",
             "max_new_tokens": "params",
             "draft": OPENED,
             "target": OPENED,
@@ -136,6 +138,10 @@ def test_every_option_has_a_counterpart(command: Callable[..., Any]) -> None:
         if (counterpart := {name: name, **general, **names}[name]) not in taken and not counterpart.startswith("(")
     }
     assert not missing
+
+
+def test_evaluating_takes_the_options_about_prompts() -> None:
+    assert {item.name for item in fields(PromptOptions)} <= inspect.signature(dflash_cli.evaluate).parameters.keys()
 
 
 @pytest.mark.parametrize(

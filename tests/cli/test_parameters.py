@@ -1,5 +1,6 @@
 """A command's signature as flags, and typed text as values: bounds, choices, lists, and a draft given by --draft."""
 
+import inspect
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -35,6 +36,7 @@ def toy(
     out: Annotated[Path | None, typer.Option("--out")] = None,
     colour: Annotated[Colour, typer.Option("--colour")] = Colour.RED,
     chat: Annotated[bool, typer.Option("--chat/--raw")] = False,
+    adapt: Annotated[bool | None, typer.Option("--adapt/--no-adapt")] = None,
 ) -> None:
     """A toy."""
 
@@ -138,3 +140,20 @@ def test_typer_takes_what_it_is_told(signature: Signature) -> None:
     assert seen["chat"] is True
     assert seen["ids"] == ["1", "2"]
     assert seen["share"] == "0.1"
+
+
+@pytest.mark.parametrize(("typed", "value"), [([], None), (["--adapt"], True), (["--no-adapt"], False)])
+def test_a_switch_without_a_default_says_whether_it_was_typed(
+    typed: list[str], value: bool | None, signature: Signature
+) -> None:
+    app, found = typer.Typer(), []
+
+    def run(**given: Any) -> None:
+        found.append(read_values(signature, given, typed)["adapt"])
+
+    parameters = [item.for_typer() for item in signature.parameters]
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {item.name: item.annotation for item in parameters}
+    app.command()(run)
+    assert CliRunner().invoke(app, ["somewhere", *typed]).exit_code == 0
+    assert found == [value]

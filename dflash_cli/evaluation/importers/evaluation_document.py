@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from dflash_cli.evaluation.conversation_counts import ConversationCounts
+from dflash_cli.evaluation.conversation_counts import ConversationCounts, pool_conditions
 from dflash_cli.evaluation.measured_result import RESULT_FORMATS, MeasuredResult, ResultFile, ResultFormat
 from dflash_runtime.metrics import AcceptanceCounts
 
@@ -26,7 +26,7 @@ class EvaluationDocument(ResultFormat):
             name=str(file.path),
             source=self.title,
             acceptance_len=document["acceptance_len"],
-            conversations=tuple(ConversationCounts(**row) for row in rows or ()),
+            conversations=pool_conditions(ConversationCounts(**row) for row in rows or ()),
             why_no_rows=None if rows else "it was written by a release that kept no rows of prompts; measure again",
             counts=_counts(document),
             facts=document["settings"] | _plain(document["measured"]),

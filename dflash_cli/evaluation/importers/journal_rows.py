@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from dflash_cli.evaluation.conversation_counts import ConversationCounts, TurnSteps, count_turns
+from dflash_cli.evaluation.conversation_counts import ConversationCounts, TurnSteps, count_turns, pool_conditions
 from dflash_cli.evaluation.measured_result import RESULT_FORMATS, MeasuredResult, ResultFile, ResultFormat
 from dflash_runtime.metrics import AcceptanceCounts
 
@@ -19,7 +19,9 @@ class JournalRows(ResultFormat):
 
     def read(self, file: ResultFile) -> MeasuredResult:
         settings = file.rows[0]["settings"]
-        answers = {(row["index"], row["turn"]): row for row in file.rows[1:] if "error" not in row}
+        answers = {
+            (row["index"], row["turn"]): row for row in file.rows[1:] if "error" not in row and not row.get("is_plain")
+        }
         rows = [answers[key] for key in sorted(answers)]
         conversations: dict[int, list[dict[str, Any]]] = {}
         for row in rows:
@@ -36,7 +38,7 @@ class JournalRows(ResultFormat):
             name=str(file.path),
             source=self.title,
             acceptance_len=counts.acceptance_len,
-            conversations=tuple(_conversation(turns) for turns in conversations.values()),
+            conversations=pool_conditions(_conversation(turns) for turns in conversations.values()),
             counts=counts,
             facts=settings,
         )
@@ -48,7 +50,8 @@ def _conversation(rows: Sequence[Mapping[str, Any]]) -> ConversationCounts:
     ]
     return ConversationCounts(
         digest=rows[0]["digest"],
-        name=str(rows[0].get("id", f"prompt {rows[0]['index'] + 1}")),
+        name=str(rows[0].get("id", f"prompt {rows[0].get('prompt_index', rows[0]['index']) + 1}")),
         category=rows[0]["category"],
+        condition=rows[0].get("condition"),
         **count_turns(turns),
     )

@@ -32,6 +32,7 @@ def test_every_batch_size_is_measured_in_the_order_given() -> None:
     assert [item["batch"] for item in document["batches"]] == [2, 1]
     assert document["num_speculative_tokens"] == 7
     assert document["num_prompts"] == 4
+    assert document["prompts"]["name"] == "bundled"
     assert document["measured"]["max_num_requests"] == 1
     for item in document["batches"]:
         assert item["plain"]["tokens_per_step"] == pytest.approx(1)

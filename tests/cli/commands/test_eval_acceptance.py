@@ -179,22 +179,6 @@ def test_a_sample_is_said_to_be_one() -> None:
     }  # fmt: skip
 
 
-def test_a_foreign_pair_on_the_bundled_prompts_is_said_everywhere(tmp_path: Path) -> None:
-    shutil.copytree(tiny_directory() / "draft", tmp_path / "mine")
-    report = tmp_path / "report.md"
-    options = ["eval-acceptance", tmp_path / "mine", "--target", "tiny", *SMALL]
-    done = support.run_main(*options, "--report", report)
-    assert done.out.splitlines()[0].endswith(", on the bundled Python prompts")
-    assert "warning: measured on the bundled prompts, short pieces of Python" in done.err
-    assert "on the bundled Python prompts" in report.read_text().splitlines()[2]
-    assert json.loads(support.run_main(*options, "--json").out)["prompts"]["warning"].startswith(
-        "measured on the bundl"
-    )
-    own = write_prompts(tmp_path / "p.jsonl", [{"prompt": "def f("}])
-    assert "bundled" not in "".join(support.run_main(*options[:4], "-p", own, "-n", "8").out)
-    assert "bundled" not in support.run_main("eval-acceptance", "tiny", *SMALL).out
-
-
 def test_a_draft_that_was_changed_in_its_place_is_another_experiment(tmp_path: Path) -> None:
     draft, rows = tmp_path / "mine", tmp_path / "rows.jsonl"
     shutil.copytree(tiny_directory() / "draft", draft)

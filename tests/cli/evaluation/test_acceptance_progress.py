@@ -75,3 +75,14 @@ def test_a_resumed_run_counts_what_is_there(capsys: pytest.CaptureFixture[str]) 
         progress._meter.SECONDS = 0.0
         progress(Event(rows[3], (1,), "x", answers[3]))
     assert capsys.readouterr().err == "4/4 prompts  2.50\n"
+
+
+def test_a_prompt_is_one_conversation_under_all_conditions() -> None:
+    progress = AcceptanceProgress(24)
+    for index in range(24):
+        row = PromptRow(index=index, kind="prompt", value="x", prompt_index=index % 12)
+        progress(Event(row, (), None, Answer(row, 0, output(index, [2 + index % 12 % 3] * 10), "")))
+    running = RunningAcceptance()
+    for index in range(12):
+        running.add(output(index, [2 + index % 3] * 20), index)
+    assert progress.text == f"24 of 24 answered, acceptance length {running.text} so far"

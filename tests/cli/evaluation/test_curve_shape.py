@@ -79,7 +79,7 @@ def conversation(index: int, near: float, far: float, generator: np.random.Gener
         chance = np.clip((near if 60 + sum(lengths) < 316 else far) + ease, 0.05, 0.95)
         lengths.append(min(8, int(generator.geometric(1 - chance))))
     turns = [TurnSteps(60, lengths, lengths)]
-    return ConversationCounts(digest=str(index), name=str(index), category=None, **count_turns(turns))
+    return ConversationCounts(digest=str(index), name=str(index), category=None, condition=None, **count_turns(turns))
 
 
 def test_decay_with_context_is_named_where_it_is() -> None:

@@ -72,7 +72,7 @@ class Handler(BaseHTTPRequestHandler):
             self._send(404, b"", {"X-Error-Code": "RepoNotFound"}, with_body=with_body)
         elif "/tree/" in path:
             self._send_tree(repo, with_body=with_body)
-        elif path.startswith("/api/models/"):
+        elif path.startswith(("/api/models/", "/api/datasets/")):
             self._send_info(repo, path, with_body=with_body)
         elif path.startswith("/cdn/"):
             self._send_file(repo, path.rpartition("/")[2], with_body=with_body)

@@ -1,0 +1,63 @@
+"""SPEED-Bench: 880 conversations in eleven categories (qualitative), and prompts of 1k to 32k tokens (throughput).
+
+Its rows may not be passed on, and most of those on the hub are placeholders: a script of its makers fetches them from
+where they come from. The folder that the script writes is what is read here.
+"""
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from dflash_cli.generation.datasets.dataset import DATASETS, Dataset, Fields, Formats
+from dflash_cli.generation.datasets.table_files import Record
+from dflash_runtime.errors import RequestError
+
+PLACEHOLDER = "SHOULD BE FETCHED FROM THE SOURCE"
+"""In the text of a row that was not fetched."""
+
+
+def _turns(record: Record) -> list[str]:
+    """The questions: `turns` on the hub, those of the user in `messages` where the script wrote them."""
+    turns = record.values.get("turns")
+    if isinstance(turns, list):
+        return [str(turn["content"] if isinstance(turn, dict) else turn) for turn in turns]
+    messages = record.values.get("messages")
+    if not isinstance(messages, list):
+        return []
+    return [str(item["content"]) for item in messages if isinstance(item, dict) and item.get("role") == "user"]
+
+
+def _rows(records: Sequence[Record], num_turns: int | None) -> list[Fields]:
+    return [
+        {
+            "turns": _turns(item)[:num_turns],
+            "id": item.values.get("question_id"),
+            "category": item.values.get("category"),
+        }
+        for item in records
+    ]
+
+
+@DATASETS.register("speed-bench")
+class SpeedBench(Dataset):
+    """Model-Optimizer's specdec_bench asks all questions of a conversation, vLLM's bench and SGLang's the first."""
+
+    title: ClassVar[str] = "SPEED-Bench"
+    repo: ClassVar[str] = "nvidia/SPEED-Bench"
+    subset: ClassVar[str | None] = "qualitative"
+    columns: ClassVar[tuple[str, ...]] = ()
+    formats: ClassVar[Formats] = {
+        "specdec-bench": lambda records: _rows(records, None),
+        "vllm": lambda records: _rows(records, 1),
+    }
+
+    def check(self, record: Record) -> None:
+        """Refuse a row without questions, or with placeholders for them."""
+        turns = _turns(record)
+        if not turns:
+            found = ", ".join(record.values) or "nothing"
+            raise RequestError(f"{record.where}: no column turns or messages with questions; found {found}")
+        if any(PLACEHOLDER in turn for turn in turns):
+            raise RequestError(
+                f"{record.where}: a placeholder, not a prompt: the rows have to be fetched from their sources first",
+                hint="run the dataset's own prepare script, then --dataset speed-bench=FOLDER",
+            )

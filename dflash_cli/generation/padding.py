@@ -1,0 +1,124 @@
+"""Prompts filled up to a length: text of our own in front of what is asked, so that only the context grows.
+
+The filler is entries of a made-up log book, drawn sentence by sentence from patterns. It is deterministic, each prompt
+has its own, and a longer one goes on where a shorter one ends. Dedicated to the public domain (CC0).
+"""
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import count
+from typing import Any
+
+from dflash_cli.generation.prompts import Conversation, PromptRow
+from dflash_cli.generation.tokenizer import Tokenizer
+from dflash_runtime.errors import UsageError
+
+PEOPLE = (
+    "The keeper", "A trainee", "Ines Valdor", "The night crew", "Old Harkin", "Mara Lindqvist", "The harbour pilot",
+    "A visiting surveyor", "Tobias Renn", "The second engineer", "Oyelaran", "The cook's nephew", "Captain Brisk",
+    "Two students", "The quartermaster", "Silke Amundsen", "An inspector from the coast office", "Petra Holub",
+)  # fmt: skip
+DEEDS = (
+    "measured", "repaired", "sketched", "labelled", "misplaced and found again", "weighed", "cleaned", "photographed",
+    "compared notes on", "asked about", "wrote three lines on", "argued over", "replaced", "carried away", "counted",
+    "catalogued", "tested", "covered with canvas", "borrowed", "described to the others",
+)  # fmt: skip
+THINGS = (
+    "the brass barometer", "a coil of tarred rope", "the spare lamp glass", "four sacks of barley", "the tide tables",
+    "a crate of limes", "the east window", "the cracked foghorn", "a bundle of letters", "the copper kettle",
+    "an unsigned map of the shoals", "the signal flags", "a box of beeswax candles", "the weather vane", "two oars",
+    "the drain under the pantry", "a jar of pickled herring", "the clock from the mess", "the rain gauge",
+    "a crooked ladder",
+)  # fmt: skip
+PLACES = (
+    "on the lower gallery", "behind the boathouse", "at the top of the stairs", "by the north jetty", "in the workshop",
+    "under the old crane", "near the well", "at the edge of the dunes", "beside the stove", "in the attic",
+    "outside the chapel", "along the sea wall", "in the coal store", "between the two sheds",
+)  # fmt: skip
+TIMES = (
+    "before sunrise", "shortly after noon", "during the squall", "while the fog lasted", "at low water",
+    "on the way back", "when the supply boat had left", "as the wind turned", "late in the evening",
+    "between two showers", "at the change of the watch", "once the ice was gone",
+)  # fmt: skip
+RESULTS = (
+    "and noted {number} in the margin", "which took {number} minutes", "for the {number}th time that year",
+    "and found {number} small faults", "with {number} nails left over", "though only {number} of them agreed",
+    "and paid {number} coins for it", "as page {number} of the manual asks", "and lost {number} steps of the count",
+    "until the gauge read {number}",
+)  # fmt: skip
+INTRODUCTION = "From the log book of the station:"
+END = "End of the log book."
+SENTENCES_A_PARAGRAPH = 6
+MANY_TOKENS = 64
+"""More than a sentence has: by so many too long, a text may lose a sentence and is too long still."""
+
+
+def filler(seed: str) -> Iterator[str]:
+    """Sentences without end, of more than ten billion, so that two alike are not to be expected."""
+    generator = random.Random(seed)
+    for number in count(1):
+        parts = [generator.choice(words) for words in (PEOPLE, DEEDS, THINGS, PLACES, TIMES, RESULTS)]
+        sentence = " ".join(parts).format(number=generator.randrange(2, 980))
+        yield f"{sentence}. " if number % SENTENCES_A_PARAGRAPH else f"{sentence}.\n\n"
+
+
+def count_tokens(row: PromptRow, tokenizer: Tokenizer | None, *, chat: bool) -> int:
+    """Tokens of a row's first turn, the template's included.
+
+    Raises:
+        RequestError: the row cannot be rendered.
+    """
+    return len(Conversation(row).next_prompt(tokenizer, chat=chat))
+
+
+def pad_row(row: PromptRow, num_tokens: int, tokenizer: Tokenizer | None, *, chat: bool) -> PromptRow | None:
+    """The row with so much filler in front that its first turn has `num_tokens` tokens, or a sentence less.
+
+    None where it has more by itself.
+
+    Raises:
+        UsageError: a row of token ids, or without text of the user.
+        RequestError: it cannot be rendered.
+    """
+    if row.kind == "prompt_token_ids":
+        raise UsageError(f"{row.where}: --context-lengths needs text, and this row has prompt_token_ids")
+    missing = num_tokens - count_tokens(row, tokenizer, chat=chat)
+    if missing < 0:
+        return None
+    assert tokenizer is not None
+    sentences = _draw(filler(row.digest), missing, tokenizer)
+    while sentences:
+        padded = _put_in_front(row, f"{INTRODUCTION} {''.join(sentences)}{END}\n\n")
+        over = count_tokens(padded, tokenizer, chat=chat) - num_tokens
+        if over <= 0:
+            return padded
+        del sentences[-max(1, over // MANY_TOKENS) :]
+    return row
+
+
+def _draw(sentences: Iterator[str], num_tokens: int, tokenizer: Tokenizer) -> list[str]:
+    """As many sentences as have `num_tokens` tokens, counted one by one."""
+    drawn: list[str] = []
+    while num_tokens > 0:
+        drawn.append(next(sentences))
+        num_tokens -= len(tokenizer.encode(drawn[-1]))
+    return drawn
+
+
+def _put_in_front(row: PromptRow, text: str) -> PromptRow:
+    """The row with a text before the first that the user says."""
+    if row.kind == "prompt":
+        return replace(row, value=text + row.value)
+    if row.kind == "turns":
+        return replace(row, value=[text + row.value[0], *row.value[1:]])
+    return replace(row, value=_put_in_message(row, text))
+
+
+def _put_in_message(row: PromptRow, text: str) -> Sequence[dict[str, Any]]:
+    messages = list(row.value)
+    for place, message in enumerate(messages):
+        if message["role"] == "user" and isinstance(message["content"], str):
+            messages[place] = {**message, "content": text + message["content"]}
+            return messages
+    raise UsageError(f"{row.where}: --context-lengths needs a message of the user with text")

@@ -1,0 +1,134 @@
+"""Sets of prompts that have a name: the bundled ones, datasets, and files; and which of them a pair is measured on.
+
+The bundled pair is a base model for Python, so its own set is pieces of Python, and every other target is measured on
+`mix-64`, which is chats. Both go with the target: what a draft accepts depends on the text that the target writes.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from dflash_cli.checkpoints.references import is_bundled, tiny_directory
+from dflash_cli.generation.prompts import PromptRow, gather_rows, make_row
+from dflash_cli.generation.tokenizer import Tokenizer
+from dflash_runtime.errors import UsageError
+
+BUNDLED = "bundled"
+MIX = "mix-64"
+MIX_VERSION = "1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptSet:
+    """Rows, what they are called, and a hash of the file they are from.
+
+    Those `for_chat` are questions, so they go through the target's chat template unless the user says otherwise.
+    `dataset` has the facts of a dataset: repository, commit, files, format; `count` is how many of the rows were asked
+    for with its name.
+    """
+
+    name: str
+    rows: Sequence[PromptRow]
+    sha256: str | None = None
+    version: str | None = None
+    for_chat: bool = False
+    dataset: Mapping[str, Any] | None = None
+    count: int | None = None
+
+    def settle_chat(self, tokenizer: Tokenizer | None, *, chat: bool | None) -> bool:
+        """Whether rows with text go through the chat template: as the user says, else as the set and tokenizer do."""
+        if chat is not None:
+            return chat
+        return self.for_chat and tokenizer is not None and tokenizer.has_template
+
+    def as_text(self) -> "PromptSet":
+        """The same questions as plain text; of a conversation the first turn, since no template joins the turns."""
+        rows = [replace(row, kind="prompt", value=row.value[0]) if row.kind == "turns" else row for row in self.rows]
+        return replace(self, rows=rows)
+
+
+def read_prompts(
+    prompts: str | None, dataset: str | None = None, dataset_format: str | None = None, *, count: int | None = None
+) -> PromptSet | None:
+    """The set that a user names; None where none is named. `count` is that of --num-prompts.
+
+    Raises:
+        UsageError: both a file and a dataset, no such dataset or format, or two counts that differ.
+        RequestError, CheckpointNotFound: rows that are malformed, or not there.
+    """
+    if prompts is not None and dataset is not None:
+        raise UsageError("prompts are given both by --prompts and by --dataset")
+    if dataset is not None:
+        return _read_dataset(dataset, dataset_format, count)
+    if dataset_format is not None:
+        raise UsageError("--dataset-format goes with --dataset")
+    if prompts is None:
+        return None
+    sha256 = None if prompts == "-" else _hash(Path(prompts))
+    return PromptSet(name=prompts, rows=gather_rows([], prompts), sha256=sha256)
+
+
+def gather_prompts(
+    arguments: Sequence[str], prompts: str | None, dataset: str | None = None, dataset_format: str | None = None
+) -> PromptSet:
+    """The set that a user names, or the texts that are the command's arguments.
+
+    Raises:
+        UsageError: both, or neither; and what `read_prompts` raises.
+    """
+    if arguments and (prompts is not None or dataset is not None):
+        raise UsageError(
+            f"prompts are given both as arguments and by {'--prompts' if dataset is None else '--dataset'}"
+        )
+    named = read_prompts(prompts, dataset, dataset_format)
+    return named or PromptSet(name="given", rows=gather_rows(arguments, None))
+
+
+def default_prompts(target: str | None) -> PromptSet:
+    """The bundled set for a target by its reference: pieces of Python for the bundled one, the mix for any other."""
+    if target is None or is_bundled(target):
+        path = tiny_directory() / "prompts.jsonl"
+        return PromptSet(name=BUNDLED, rows=gather_rows([], str(path)), sha256=_hash(path))
+    path = Path(str(files("dflash_cli") / "mix" / f"{MIX}.jsonl"))
+    rows = gather_rows([], str(path))
+    return PromptSet(name=MIX, version=MIX_VERSION, rows=rows, sha256=_hash(path), for_chat=True)
+
+
+def _hash(path: Path) -> str | None:
+    """SHA-256 of a file; None for what is none, such as a pipe, which can be read once only."""
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
+
+
+def _read_dataset(text: str, format_name: str | None, count: int | None) -> PromptSet:
+    """Rows of a dataset as a project makes prompts of them, all of them."""
+    from dflash_cli.generation.datasets.dataset import datasets, parse_spec
+    from dflash_cli.generation.datasets.places import find_files
+    from dflash_cli.generation.datasets.table_files import read_records
+
+    spec = parse_spec(text)
+    if spec.count is not None and count not in (None, spec.count):
+        raise UsageError(f"--dataset {text} asks for {spec.count} prompts, and --num-prompts for {count}")
+    dataset = datasets()[spec.name]()
+    chosen = dataset.choose_format(format_name)
+    subset = spec.subset or dataset.subset
+    found = find_files(
+        spec.place or dataset.repo, subset=subset, split=dataset.split, is_subset_asked=spec.subset is not None
+    )
+    made = dataset.make_rows(read_records(found.paths), chosen)
+    return PromptSet(
+        name=spec.name if spec.subset is None else f"{spec.name}/{spec.subset}",
+        rows=[make_row(fields, where, index) for index, (where, fields) in enumerate(made)],
+        sha256=found.sha256,
+        for_chat=True,
+        count=spec.count,
+        dataset={
+            "source": dataset.repo if found.commit is not None and spec.place is None else spec.place,
+            "commit": found.commit,
+            "files": list(found.names),
+            "subset": subset,
+            "format": chosen,
+        },
+    )

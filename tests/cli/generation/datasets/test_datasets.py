@@ -1,0 +1,351 @@
+"""Datasets of prompts, on made-up rows in the layouts in which they are published.
+
+No row of a dataset stands here.
+"""
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dflash_cli.generation.datasets import table_files
+from dflash_cli.generation.datasets.dataset import datasets, parse_spec
+from dflash_cli.generation.datasets.places import choose_files
+from dflash_cli.generation.prompt_sets import PromptSet, read_prompts
+from dflash_runtime.errors import CheckpointNotFound, RequestError, UnsupportedError, UsageError
+from dflash_testing import checkpoints as support
+from dflash_testing import hub_server as hub
+
+GSM8K = [
+    {"question": f"There are {n} boats with 3 oars each. How many oars?", "answer": f"{n} x 3\n#### {n * 3:,}"}
+    for n in (2, 5, 7, 11, 13, 400)
+]
+MADE: dict[str, tuple[str, list[dict[str, Any]]]] = {
+    "gsm8k": ("main/test-00000-of-00001.jsonl", GSM8K),
+    "math500": (
+        "test.jsonl",
+        [{"problem": "Find x.", "solution": "x is 1", "answer": "1", "subject": "Algebra", "unique_id": "a/1.json"}],
+    ),
+    "humaneval": (
+        "openai_humaneval/test-00000-of-00001.jsonl",
+        [{"task_id": "Made/0", "prompt": "def f(x):\n", "test": "", "entry_point": "f"}],
+    ),
+    "mbpp": (
+        "sanitized/test-00000-of-00001.jsonl",
+        [{"task_id": 3, "prompt": "Write a function.", "code": "", "test_list": ["assert f(1) == 1", "assert f(2)"]}],
+    ),
+    "mt-bench": (
+        "raw/question.jsonl",
+        [{"prompt_id": 81, "category": "writing", "prompt": ["Write.", "Again."], "reference": []}],
+    ),
+    "speed-bench": (
+        "qualitative.jsonl",
+        [{"question_id": "q1", "category": "coding", "turns": ["Do this.", "And that."]}],
+    ),
+}
+"""Dataset -> a file's name in its repository, and rows made for the tests."""
+
+
+def write_rows(path: Path, rows: list[Any]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def write_dataset(folder: Path, name: str) -> Path:
+    file, rows = MADE[name]
+    write_rows(folder / file, rows)
+    return folder
+
+
+def read(text: str, form: str | None = None) -> PromptSet:
+    found = read_prompts(None, text, form)
+    assert found is not None
+    return found
+
+
+def test_every_dataset_is_tried_here() -> None:
+    assert set(MADE) == set(datasets())
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_a_dataset_is_read_from_a_folder_in_every_format(name: str, tmp_path: Path) -> None:
+    write_dataset(tmp_path, name)
+    for form in datasets()[name].formats:
+        found = read(f"{name}={tmp_path}", form)
+        assert found.name == name
+        assert found.for_chat
+        assert found.dataset is not None
+        assert found.dataset["format"] == form
+        assert found.dataset["files"] == [MADE[name][0]]
+        assert found.dataset["commit"] is None
+        assert found.rows
+
+
+ZLAB = "\nPlease reason step by step, and put your final answer within \\boxed{}."
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "value"),
+    [
+        ("gsm8k", None, GSM8K[0]["question"] + ZLAB),
+        ("gsm8k", "vllm", GSM8K[0]["question"]),
+        ("math500", None, "Find x." + ZLAB),
+        ("math500", "specforge", "Find x."),
+        (
+            "humaneval",
+            None,
+            "Write a solution to the following problem and make sure that it passes the tests:\n"
+            "```python\ndef f(x):\n\n```",
+        ),
+        ("humaneval", "vllm", "def f(x):\n"),
+        ("mbpp", None, "Write a function."),
+        (
+            "mbpp",
+            "specforge",
+            "You are an expert Python programmer, and here is your task: Write a function. Your code should pass these "
+            "tests:\n\nassert f(1) == 1\nassert f(2)\n\n[BEGIN]\n",
+        ),
+        ("mt-bench", None, ["Write.", "Again."]),
+        ("mt-bench", "vllm", ["Write."]),
+        ("speed-bench", None, ["Do this.", "And that."]),
+        ("speed-bench", "vllm", ["Do this."]),
+    ],
+)
+def test_prompts_are_made_as_the_named_project_does(name: str, form: str | None, value: Any, tmp_path: Path) -> None:
+    assert read(f"{name}={write_dataset(tmp_path, name)}", form).rows[0].value == value
+
+
+def test_examples_stand_before_the_question_and_are_not_asked(tmp_path: Path) -> None:
+    found = read(f"gsm8k={write_dataset(tmp_path, 'gsm8k')}", "specforge")
+    (row,) = found.rows
+    assert row.kind == "messages"
+    assert [item["role"] for item in row.value] == ["user", "assistant"] * 5 + ["user"]
+    assert row.value[-1]["content"] == GSM8K[5]["question"]
+    assert (row.reference, row.where) == ("1,200", f"{tmp_path}/main/test-00000-of-00001.jsonl:6")
+
+
+def test_rows_keep_what_is_known_of_them(tmp_path: Path) -> None:
+    found = {name: read(f"{name}={write_dataset(tmp_path / name, name)}").rows[0] for name in MADE}
+    assert {name: (row.id, row.category) for name, row in found.items()} == {
+        "gsm8k": (None, None), "math500": ("a/1.json", "Algebra"), "humaneval": ("Made/0", None), "mbpp": (3, None),
+        "mt-bench": (81, "writing"), "speed-bench": ("q1", "coding"),
+    }  # fmt: skip
+    assert found["gsm8k"].reference == "6"
+
+
+def test_the_script_of_speed_bench_writes_messages(tmp_path: Path) -> None:
+    row = {"question_id": "q", "category": "qa", "messages": [{"role": "user", "content": "Why?"}]}
+    write_rows(tmp_path / "qualitative.jsonl", [row])
+    write_rows(tmp_path / "throughput_1k.jsonl", [{**row, "messages": [{"role": "user", "content": "Long."}]}])
+    assert read(f"speed-bench={tmp_path}").rows[0].value == ["Why?"]
+    found = read(f"speed-bench/throughput_1k={tmp_path}")
+    assert (found.name, found.rows[0].value) == ("speed-bench/throughput_1k", ["Long."])
+    with pytest.raises(CheckpointNotFound, match=r"no file of throughput_2k; found qualitative.jsonl, throughput_1k"):
+        read(f"speed-bench/throughput_2k={tmp_path}")
+
+
+def test_a_placeholder_of_speed_bench_is_no_prompt(tmp_path: Path) -> None:
+    text = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"
+    write_rows(tmp_path / "qualitative.jsonl", [{"category": "qa", "turns": [text]}])
+    with pytest.raises(RequestError, match=r"qualitative.jsonl:1: a placeholder, not a prompt") as raised:
+        read(f"speed-bench={tmp_path}")
+    assert raised.value.hint is not None
+    assert "speed-bench=FOLDER" in raised.value.hint
+
+
+@pytest.mark.parametrize("kind", ["json", "csv", "parquet"])
+def test_a_file_of_another_kind_has_the_same_rows(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / f"test.{kind}"
+    if kind == "json":
+        path.write_text(json.dumps({"data": GSM8K}))
+    elif kind == "csv":
+        with path.open("w", newline="") as stream:
+            writer = csv.DictWriter(stream, ["question", "answer"])
+            writer.writeheader()
+            writer.writerows(GSM8K)
+    else:
+        parquet = pytest.importorskip("pyarrow.parquet")
+        parquet.write_table(pytest.importorskip("pyarrow").Table.from_pylist(GSM8K), path)
+    other = write_rows(tmp_path / "lines" / "test.jsonl", GSM8K)
+    assert [row.digest for row in read(f"gsm8k={path}").rows] == [row.digest for row in read(f"gsm8k={other}").rows]
+
+
+def test_parquet_without_pyarrow_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "test.parquet").write_bytes(b"PAR1")
+    monkeypatch.setattr(table_files, "find_spec", lambda name: None)
+    with pytest.raises(UnsupportedError, match=r"test.parquet: reading Parquet needs pyarrow") as raised:
+        read(f"gsm8k={tmp_path}")
+    assert raised.value.hint == "pip install 'dflash-cli[datasets]'"
+
+
+def test_a_broken_parquet_file_is_one_line(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    (tmp_path / "test.parquet").write_bytes(b"PAR1 and no more")
+    with pytest.raises(RequestError, match=r"test.parquet: no Parquet file that can be read"):
+        read(f"gsm8k={tmp_path}")
+
+
+LAYOUT = [
+    "README.md", "dataset_infos.json", "main/test-00000-of-00002.parquet", "main/test-00001-of-00002.parquet",
+    "main/train-00000-of-00001.parquet", "socratic/test-00000-of-00001.parquet",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("names", "chosen"),
+    [
+        (LAYOUT, ("main/test-00000-of-00002.parquet", "main/test-00001-of-00002.parquet")),
+        ([*LAYOUT, "main/test.jsonl"], ("main/test.jsonl",)),
+        (["train.jsonl", "test.jsonl"], ("test.jsonl",)),
+        (["question.jsonl"], ("question.jsonl",)),
+        (["main.jsonl", "main/coding.jsonl", "main/math.jsonl"], ("main.jsonl",)),
+    ],
+    ids=["shards", "lines before Parquet", "split", "one file", "flat before split by category"],
+)
+def test_files_are_chosen_by_subset_split_and_kind(names: list[str], chosen: tuple[str, ...]) -> None:
+    assert choose_files(names, "here", subset="main", split="test", is_subset_asked=False) == chosen
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("gsm8k", ("gsm8k", None, None, None)),
+        ("GSM8K:100", ("gsm8k", None, None, 100)),
+        ("gsm8k=./here:7", ("gsm8k", None, "./here", 7)),
+        ("speed-bench/throughput_1k=org/name@v1", ("speed-bench", "throughput_1k", "org/name@v1", None)),
+    ],
+)
+def test_a_dataset_is_named_with_subset_place_and_count(text: str, parts: tuple[Any, ...]) -> None:
+    found = parse_spec(text)
+    assert (found.name, found.subset, found.place, found.count) == parts
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "alpaca",
+            r"--dataset alpaca: no such dataset \(known: gsm8k, humaneval, math500, mbpp, mt-bench, speed-bench",
+        ),
+        ("gsm8k:0", "expected NAME"),
+        ("", "expected NAME"),
+        ("gsm8k:x", "expected NAME"),
+    ],
+)
+def test_what_names_no_dataset_is_refused(text: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        parse_spec(text)
+
+
+def test_a_format_that_nobody_has_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"--dataset-format sglang: MBPP .* is formatted as z-lab or specforge do"):
+        read(f"mbpp={write_dataset(tmp_path, 'mbpp')}", "sglang")
+
+
+def test_two_counts_that_differ_are_refused() -> None:
+    with pytest.raises(UsageError, match="asks for 5 prompts, and --num-prompts for 6"):
+        read_prompts(None, "gsm8k:5", count=6)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "no rows"),
+        ('{"question": "x"}', r"test.jsonl:1: no column answer, which GSM8K has; found question"),
+        (f"{json.dumps(GSM8K[0])}\n[1]", r"test.jsonl:2: found a row that is no object"),
+        (f"{json.dumps(GSM8K[0])}\n\n{{", r"test.jsonl:3: not valid JSON"),
+        ('{"question": 5, "answer": "#### 1"}', None),
+    ],
+)
+def test_rows_of_another_shape_are_named_by_line(content: str, message: str | None, tmp_path: Path) -> None:
+    (tmp_path / "test.jsonl").write_text(content)
+    if message is None:
+        assert read(f"gsm8k={tmp_path}").rows[0].value.startswith("5\n")
+        return
+    with pytest.raises(RequestError, match=message):
+        read(f"gsm8k={tmp_path}")
+
+
+def test_rows_without_questions_are_named(tmp_path: Path) -> None:
+    for name, message in (("mt-bench", "no column turns or prompt"), ("speed-bench", "no column turns or messages")):
+        write_rows(tmp_path / name / "rows.jsonl", [{"text": "x"}])
+        with pytest.raises(RequestError, match=rf"rows.jsonl:1: {message}.*found text"):
+            read(f"{name}={tmp_path / name}")
+
+
+def test_a_place_that_is_none_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointNotFound, match=r"nowhere/at/all: no folder, no file of rows"):
+        read("gsm8k=nowhere/at/all")
+    with pytest.raises(CheckpointNotFound, match=r"holds no file of rows \(.jsonl, .json, .csv, .parquet\)"):
+        read(f"gsm8k={tmp_path}")
+    (tmp_path / "test.json").write_text('{"a": 1}')
+    with pytest.raises(RequestError, match=r"test.json: found no list of rows"):
+        read(f"gsm8k={tmp_path}")
+
+
+@pytest.fixture(scope="module")
+def local_hub() -> Iterator[hub.LocalHub]:
+    """A hub with one dataset, and files beside it that are not to be downloaded."""
+    with hub.serving() as server:
+        rows = "".join(json.dumps(row) + "\n" for row in GSM8K).encode()
+        server.repos["openai/gsm8k"] = {
+            "README.md": b"#", "main/test-0.jsonl": rows, "main/train-0.jsonl": b"", "socratic/test-0.jsonl": b"{}",
+        }  # fmt: skip
+        yield server
+
+
+SHOW = """
+import json, sys
+from dflash_cli.generation.prompt_sets import read_prompts
+from dflash_runtime.errors import DFlashError
+try:
+    found = read_prompts(None, sys.argv[1])
+    print(json.dumps([len(found.rows), found.sha256, found.dataset]))
+except DFlashError as error:
+    print(json.dumps([error.exit_code, error.message, error.hint]))
+"""
+
+
+def show(text: str, environment: dict[str, str]) -> Any:
+    """What a process of its own reads, since the hub's library takes its settings when it is imported."""
+    done = subprocess.run(
+        [sys.executable, "-c", SHOW, text],
+        env={**os.environ, **support.IMPORT_PATHS, **environment},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return json.loads(done.stdout)
+
+
+def test_a_dataset_comes_from_the_hub_and_then_from_its_cache(local_hub: hub.LocalHub, tmp_path: Path) -> None:
+    environment = hub.environment(local_hub, tmp_path)
+    local_hub.forget()
+    count, sha256, facts = show("gsm8k", environment)
+    assert (count, len(sha256)) == (6, 64)
+    assert facts == {
+        "source": "openai/gsm8k", "commit": hub.COMMIT, "files": ["main/test-0.jsonl"], "subset": "main",
+        "format": "z-lab",
+    }  # fmt: skip
+    assert not any("train" in path or "socratic" in path for path, _ in local_hub.asked if "/resolve/" in path)
+    assert [sha256, facts] == show("gsm8k", {**environment, "HF_HUB_OFFLINE": "1"})[1:]
+    assert show("gsm8k=openai/gsm8k@v2", environment)[2]["source"] == "openai/gsm8k@v2"
+
+
+def test_a_hub_that_is_not_reached_points_to_a_folder(local_hub: hub.LocalHub, tmp_path: Path) -> None:
+    environment = hub.environment(local_hub, tmp_path) | {"HF_ENDPOINT": "http://127.0.0.1:9"}
+    code, message, hint = show("gsm8k", environment)
+    assert code == 4
+    assert message.startswith("openai/gsm8k: the hub cannot be reached")
+    assert hint == "check the network and HF_ENDPOINT; or give a folder that holds it: --dataset NAME=DIR"
+    assert show("gsm8k=acme/absent", hub.environment(local_hub, tmp_path))[:2] == [
+        4,
+        "acme/absent: not found on the hub",
+    ]

@@ -1,0 +1,63 @@
+"""Conditions of a run: what is typed, what each is called, and how a prompt under one is told from another."""
+
+from dataclasses import replace
+
+import pytest
+
+from dflash_cli.generation.conditions import make_conditions, parse_context_lengths, parse_thinking
+from dflash_cli.generation.prompts import PromptRow
+from dflash_runtime.errors import UsageError
+
+
+def names(thinking: str | None = None, lengths: str | None = None, **options: object) -> list[str]:
+    settings = {"with_plain": False, "template_options": None} | options
+    made = make_conditions(parse_thinking(thinking), parse_context_lengths(lengths), **settings)  # type: ignore[arg-type]
+    return [item.name for item in made]
+
+
+def test_every_combination_is_a_condition_and_those_without_a_draft_come_last() -> None:
+    assert names() == []
+    assert names("on,off") == ["thinking on", "thinking off"]
+    assert names("off", "1k,500") == ["thinking off, 1k", "thinking off, 500"]
+    assert names("on", with_plain=True) == ["thinking on", "thinking on, no draft"]
+    assert names(with_plain=True) == ["", "no draft"]
+
+
+def test_lengths_are_tokens_and_a_k_is_1024() -> None:
+    assert parse_context_lengths("1k, 4K,500") == (1024, 4096, 500)
+
+
+@pytest.mark.parametrize("text", ["", "1k,", "k", "-1", "1k,1024", "1.5k", "0"])
+def test_what_is_no_length_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match=f"--context-lengths {text}: expected numbers of tokens"):
+        parse_context_lengths(text)
+
+
+@pytest.mark.parametrize("text", ["", "on,", "on,on"])
+def test_what_is_no_way_of_thinking_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="expected on, off or on,off"):
+        parse_thinking(text)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (None, {"enable_thinking": True}),
+        ('{"thinking": "$thinking", "date": "today"}', {"thinking": True}),
+        ("not JSON", {"enable_thinking": True}),
+    ],
+)
+def test_a_template_may_call_the_switch_something_else(options: str | None, expected: dict[str, object]) -> None:
+    (made,) = make_conditions(("on",), (), with_plain=False, template_options=options)
+    assert made.template_options == expected
+
+
+def test_a_level_that_is_no_switch_is_handed_on_as_it_is() -> None:
+    made = make_conditions(("low", "high"), (), with_plain=False, template_options='{"reasoning_effort": "$thinking"}')
+    assert [item.template_options for item in made] == [{"reasoning_effort": "low"}, {"reasoning_effort": "high"}]
+
+
+def test_a_prompt_has_another_digest_under_each_condition() -> None:
+    row = PromptRow(index=0, kind="prompt", value="x")
+    made = make_conditions(("on", "off"), (), with_plain=True, template_options=None)
+    assert len({row.digest, *(replace(row, condition=item).digest for item in made)}) == 5

@@ -1,0 +1,80 @@
+"""Prompts filled up to a length: exact enough, deterministic, without repeating itself, the question at the end."""
+
+from itertools import islice
+from typing import Any
+
+import pytest
+
+from dflash_cli.checkpoints.references import tiny_directory
+from dflash_cli.generation.padding import count_tokens, filler, pad_row
+from dflash_cli.generation.prompts import PromptRow
+from dflash_cli.generation.tokenizer import Tokenizer, find_tokenizer
+from dflash_runtime.errors import UsageError
+
+MOST_MISSING = 64
+"""Tokens of the longest sentence, in the bundled tokenizer, which was made for Python."""
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    found = find_tokenizer(tiny_directory() / "target")
+    assert found is not None
+    return found
+
+
+def make_row(kind: str, value: Any) -> PromptRow:
+    return PromptRow(index=0, kind=kind, value=value, where="rows.jsonl:1")
+
+
+ROWS = {
+    "prompt": ("prompt", "What is a fjord?"),
+    "turns": ("turns", ["What is a fjord?", "And a skerry?"]),
+    "messages": ("messages", [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is it?"}]),
+}
+
+
+def test_no_sentence_comes_twice_and_a_seed_is_a_text() -> None:
+    sentences = list(islice(filler("a"), 5000))
+    assert len({item.strip() for item in sentences}) == 5000
+    assert sentences[:50] == list(islice(filler("a"), 50)) != list(islice(filler("b"), 50))
+    assert all(item.rstrip().endswith(".") for item in sentences)
+
+
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("length", [300, 1024, 4096])
+def test_a_prompt_gets_the_length_that_was_asked_for(name: str, length: int, tokenizer: Tokenizer) -> None:
+    row = make_row(*ROWS[name])
+    padded = pad_row(row, length, tokenizer, chat=True)
+    assert padded is not None
+    assert length - MOST_MISSING <= count_tokens(padded, tokenizer, chat=True) <= length
+
+
+def test_the_question_stays_last_and_the_rest_as_it_was(tokenizer: Tokenizer) -> None:
+    prompt, turns, messages = (pad_row(make_row(*ROWS[name]), 500, tokenizer, chat=True) for name in ROWS)
+    assert prompt is not None
+    assert turns is not None
+    assert messages is not None
+    assert prompt.value.endswith("End of the log book.\n\nWhat is a fjord?")
+    assert turns.value[0].endswith("\n\nWhat is a fjord?")
+    assert turns.value[1] == "And a skerry?"
+    assert messages.value[0] == {"role": "system", "content": "Be brief."}
+    assert messages.value[1]["content"].endswith("\n\nWhat is it?")
+
+
+def test_a_longer_filler_goes_on_where_a_shorter_one_ends(tokenizer: Tokenizer) -> None:
+    row = make_row(*ROWS["prompt"])
+    short, long = (pad_row(row, length, tokenizer, chat=False) for length in (400, 900))
+    assert short is not None
+    assert long is not None
+    assert long.value.startswith(short.value.partition("End of the log book.")[0])
+
+
+def test_a_prompt_that_is_longer_already_is_left_out(tokenizer: Tokenizer) -> None:
+    assert pad_row(make_row("prompt", "word " * 500), 100, tokenizer, chat=False) is None
+
+
+def test_a_prompt_without_text_of_the_user_is_refused(tokenizer: Tokenizer) -> None:
+    with pytest.raises(UsageError, match=r"rows.jsonl:1: --context-lengths needs text, and this row has prompt_token_"):
+        pad_row(make_row("prompt_token_ids", [1, 2]), 100, tokenizer, chat=False)
+    with pytest.raises(UsageError, match=r"rows.jsonl:1: --context-lengths needs a message of the user with text"):
+        pad_row(make_row("messages", [{"role": "system", "content": "x"}]), 300, tokenizer, chat=False)
