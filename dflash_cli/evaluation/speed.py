@@ -158,20 +158,31 @@ def check_speedup(speeds: Sequence[BatchSpeed], minimum: float) -> None:
 
 
 def _measure(pair: LoadedPair, request: SpeedRequest, batch: int, count: Callable[[], None]) -> Speed:
-    """All rounds of a batch size. The first is run twice: once more before, to compile kernels and capture graphs."""
-    rounds = request.rounds(batch)
-    llm = LLM(_sized(pair, rounds, request.max_new_tokens))
-    windows = []
-    for prompts in [rounds[0], *rounds]:
-        windows.append(_run(llm, prompts, request.max_new_tokens))
-        _check_steps(windows[-1][1])
-        count()
-    num_tokens, num_steps, seconds = (sum(column) for column in zip(*windows[1:], strict=True))
+    """All rounds of a batch size as one."""
+    windows = measure_rounds(pair, request, batch, count)
+    num_tokens, num_steps, seconds = (sum(column) for column in zip(*windows, strict=True))
     return Speed(
         tokens_per_second=num_tokens / seconds,
         step_ms=1000 * seconds / num_steps,
         tokens_per_step=num_tokens / num_steps / batch,
     )
+
+
+def measure_rounds(
+    pair: LoadedPair, request: SpeedRequest, batch: int, count: Callable[[], None], verify_width: int | None = None
+) -> list[tuple[int, int, float]]:
+    """Tokens, steps and seconds of each round of a batch size.
+
+    The first is run twice: once more before, to compile kernels and capture graphs.
+    """
+    rounds = request.rounds(batch)
+    llm = LLM(_sized(pair, rounds, request.max_new_tokens))
+    windows = []
+    for prompts in [rounds[0], *rounds]:
+        windows.append(_run(llm, prompts, request.max_new_tokens, verify_width))
+        _check_steps(windows[-1][1])
+        count()
+    return windows[1:]
 
 
 def _measure_parts(
@@ -204,9 +215,11 @@ def _sized(pair: LoadedPair, rounds: list[list[Sequence[int]]], max_new_tokens: 
     return replace(pair, config=config, limits=replace(limits, max_num_requests=batch, max_batched_tokens=num_rows))
 
 
-def _run(llm: LLM, prompts: list[Sequence[int]], max_new_tokens: int) -> tuple[int, int, float]:
+def _run(
+    llm: LLM, prompts: list[Sequence[int]], max_new_tokens: int, verify_width: int | None = None
+) -> tuple[int, int, float]:
     """One round: fill the batch, then step until the first answer ends -> tokens, steps and seconds of that time."""
-    params = SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True)
+    params = SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True, verify_width=verify_width)
     requests = [
         Request(index=index, prompt_token_ids=tuple(prompt), params=params) for index, prompt in enumerate(prompts)
     ]
