@@ -2,9 +2,10 @@
 
     speed-up = acceptance length x milliseconds of a plain step / milliseconds of a drafting step
 
-The three are measured apart, so that each has an interval of its own: the acceptance length by resampling prompts, the
-times by Student's t over the rounds that were timed. On a log scale the speed-up is a sum, whose interval is recovered
-from those of its terms (MOVER: Zou and Donner 2008). A time that is given once is taken as it is.
+Acceptance length and times are measured apart, so that each has an interval of its own: that of the length by
+resampling prompts, that of the ratio of times by Student's t over the rounds that were timed, which both sides have in
+common. On a log scale the speed-up is a sum, whose interval is recovered from those of its terms (MOVER: Zou and Donner
+2008). A time that is given once is taken as it is.
 
 Against the best candidate a plain step plays no part, and prompts are paired: what counts is tokens a millisecond. A
 candidate is level with the best unless an interval that is corrected for how many are compared says that it is slower.
@@ -164,9 +165,10 @@ def speedup(
     if summary.interval is None:
         return Speedup(candidate=candidate, value=value, interval=None)
     confidence = summary.interval.confidence
-    above = math.log(summary.interval.high / length), _half_width(plain, confidence), _half_width(times, confidence)
-    below = math.log(length / summary.interval.low), *above[1:]
-    interval = Interval(value * math.exp(-math.hypot(*below)), value * math.exp(math.hypot(*above)), confidence)
+    of_times = _ratio_width(plain, times, confidence)
+    above = math.hypot(math.log(summary.interval.high / length), of_times)
+    below = math.hypot(math.log(length / summary.interval.low), of_times)
+    interval = Interval(value * math.exp(-below), value * math.exp(above), confidence)
     return Speedup(candidate=candidate, value=value, interval=interval)
 
 
@@ -198,13 +200,20 @@ def is_slower(arm: Arm, best: Arm, confidence: float) -> bool:
     difference, length = paired_difference(best.counts, scaled, confidence), tokens_per_step(scaled)
     if difference is None or length is None:
         return False
-    of_times = math.hypot(_half_width(best.times, confidence), _half_width(arm.times, confidence))
+    of_times = _ratio_width(best.times, arm.times, confidence)
     return difference.value + math.hypot(difference.interval.high - difference.value, length * of_times) < 0
 
 
-def _half_width(times: Times, confidence: float) -> float:
-    """Of an interval of the logarithm of the mean; 0 for a time that is known once, whose spread is not."""
-    if len(times) < 2:
+def _ratio_width(times: Times, others: Times, confidence: float) -> float:
+    """Half the width of an interval of the logarithm of a ratio of times, paired by round where they can be."""
+    if len(times) == len(others):
+        logs = [math.log(one / other) for one, other in zip(times, others, strict=True)]
+        return _half_width(logs, confidence)
+    return math.hypot(*(_half_width([math.log(item) for item in side], confidence) for side in (times, others)))
+
+
+def _half_width(values: Sequence[float], confidence: float) -> float:
+    """Of an interval of their mean; 0 for one value, whose spread is not known."""
+    if len(values) < 2:
         return 0.0
-    error = stdev(times) / fmean(times) / math.sqrt(len(times))
-    return student_quantile((1 + confidence) / 2, len(times) - 1) * error
+    return student_quantile((1 + confidence) / 2, len(values) - 1) * stdev(values) / math.sqrt(len(values))

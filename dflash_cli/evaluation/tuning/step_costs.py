@@ -5,7 +5,8 @@ A file has milliseconds of a step, one number or one for each time it was measur
     {"plain": {"1": 5.1, "8": [5.3, 5.4]}, "resized": {"7": {"1": 6.5, "8": 7.4}}, "narrowed": {...}, "source": "..."}
 
 Keys of the outer objects are K, those of the inner ones batch sizes. The trained K may stand under either way. The
-document of `dflash tune --json` has the same under `step_times`, and is read too.
+document of `dflash tune --json` has the same under `step_times`, and is read too. Lists of one length are taken to be
+of the same rounds, one after the other, so that what disturbed a round is not taken for a difference.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -115,19 +116,13 @@ def measure_step_costs(
         num_done += 1
         observe(num_done)
 
-    def times_of(arm: LoadedPair, batch: int, width: int | None = None) -> Times:
-        windows = measure_rounds(arm, request, batch, count, width)
-        return tuple(1000 * seconds / num_steps for _, num_steps, seconds in windows)
-
-    arms = {candidate: resize(pair, candidate, config) for candidate in candidates}
-    return StepCosts(
-        plain={batch: times_of(pair.without_draft(), batch) for batch in request.batches},
-        drafting={
-            candidate: {batch: times_of(arm, batch, candidate.verify_width) for batch in request.batches}
-            for candidate, arm in arms.items()
-        },
-        source="measured here",
-    )
+    arms = [(pair.without_draft(), None), *((resize(pair, item, config), item.verify_width) for item in candidates)]
+    found: list[dict[int, Times]] = [{} for _ in arms]
+    for batch in request.batches:
+        for times, windows in zip(found, measure_rounds(arms, request, batch, count), strict=True):
+            times[batch] = tuple(1000 * seconds / num_steps for _, num_steps, seconds in windows)
+    plain, *drafting = found
+    return StepCosts(plain=plain, drafting=dict(zip(candidates, drafting, strict=True)), source="measured here")
 
 
 def num_timed_rounds(candidates: Sequence[Candidate], request: SpeedRequest) -> int:

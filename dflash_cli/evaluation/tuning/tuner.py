@@ -198,10 +198,10 @@ def _compare_ways(evaluations: Mapping[Candidate, Evaluation], confidence: float
     for number in numbers:
         sides = [_result(way, evaluations[Candidate(number, way)]) for way in WAYS]
         found[number] = compare_results(sides, confidence=confidence)[0].total
-    return correct(found)
+    return _correct(found)
 
 
-def correct(lines: Mapping[int, Contrast]) -> dict[int, Contrast]:
+def _correct(lines: Mapping[int, Contrast]) -> dict[int, Contrast]:
     """P-values corrected for the number of lines; without an interval a line has none."""
     tested = {name: line.difference.p_value for name, line in lines.items() if line.difference is not None}
     values = dict(zip(tested, holm(list(tested.values())), strict=True))

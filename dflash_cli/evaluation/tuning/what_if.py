@@ -83,7 +83,7 @@ def rounded(pair: LoadedPair, source: TargetSource, what_if: WhatIf) -> LoadedPa
 def _load(pair: LoadedPair, source: TargetSource, placement: Placement, name: str | None) -> Target:
     if pair.target_runtime != "native":
         raise UnsupportedError(
-            f"{source.checkpoint.path}: the target is run by transformers' code, whose weights and KV are not rounded here",
+            f"{source.checkpoint.path}: transformers' code runs the target, whose weights and KV are not rounded here",
             hint="--what-if draft=... rounds the draft alone",
         )
     weights = load_weights(source.checkpoint, target_shapes(source), placement)
