@@ -173,7 +173,7 @@ def speedup(
 
 
 @dataclass(frozen=True, slots=True)
-class Arm:
+class _Arm:
     """What one side of a comparison gave: its conversations, and the times of its steps."""
 
     conversations: Sequence[ConversationCounts]
@@ -184,12 +184,12 @@ class Arm:
         return [(item.num_tokens, item.num_steps) for item in self.conversations]
 
 
-def _arm(evaluation: Evaluation, category: str | None, times: Times | None) -> Arm:
+def _arm(evaluation: Evaluation, category: str | None, times: Times | None) -> _Arm:
     assert times is not None, "a candidate that has a speed-up"
-    return Arm([item for item in evaluation.conversations if category in (None, item.category)], times)
+    return _Arm([item for item in evaluation.conversations if category in (None, item.category)], times)
 
 
-def is_slower(arm: Arm, best: Arm, confidence: float) -> bool:
+def is_slower(arm: _Arm, best: _Arm, confidence: float) -> bool:
     """Whether an arm is shown to give fewer tokens a millisecond than the best one, on the same prompts.
 
     Its tokens a step are counted in steps of the best, which makes of both a difference of two ratios; to the error of

@@ -48,7 +48,7 @@ class TuningProgress(Protocol):
         ...
 
 
-class Silence:
+class _Silence:
     """Progress that nobody sees."""
 
     def answers(self, name: str, num_answers: int) -> AbstractContextManager[AcceptanceProgress | None]:
@@ -108,10 +108,12 @@ def tune(session: PairSession, request: TuningRequest, progress: TuningProgress 
         UsageError: a K, a batch size or a file of step times that does not suit the pair.
         RequestError: a prompt that cannot be served.
     """
-    shown, started = progress or Silence(), time.perf_counter()
+    shown, started = progress or _Silence(), time.perf_counter()
     trained, confidence = session.llm.num_draft_tokens, request.evaluation.confidence
-    given = _read_given(request, trained)
+    given = read_step_costs(request.step_times, trained) if request.step_times is not None else None
     candidates = candidates_for(_numbers(request, trained, given), trained)
+    if given is not None:
+        given = _at_batches(given, request)
     evaluations = {item: _measure(session, item, request, shown) for item in candidates}
     costs = given or _find_step_costs(session, candidates, request, shown)
     what_ifs = {
@@ -131,14 +133,11 @@ def tune(session: PairSession, request: TuningRequest, progress: TuningProgress 
     )
 
 
-def _read_given(request: TuningRequest, trained: int) -> StepCosts | None:
-    """The times of the request's file, at the batch sizes that are asked for."""
-    if request.step_times is None:
-        return None
-    found = read_step_costs(request.step_times, trained)
-    batches = request.batches or found.batches
-    check_complete(found, request.numbers or (), batches)
-    return replace(found, plain={batch: found.plain[batch] for batch in batches})
+def _at_batches(given: StepCosts, request: TuningRequest) -> StepCosts:
+    """The times of a file at the batch sizes that are asked for, by default all of them."""
+    batches = request.batches or given.batches
+    check_complete(given, request.numbers or (), batches)
+    return replace(given, plain={batch: given.plain[batch] for batch in batches})
 
 
 def _numbers(request: TuningRequest, trained: int, given: StepCosts | None) -> Sequence[int]:

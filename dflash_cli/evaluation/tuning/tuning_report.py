@@ -14,13 +14,14 @@ from dflash_cli.evaluation.tuning.tuner import Tuning
 
 CATEGORY_WIDTH = 14
 WAYS_LEGEND = """resized: the draft is given a block of K + 1 rows, as engines do
-narrowed: it fills the block it was trained for, of which K + 1 rows are verified
+narrowed: it fills its trained block, of which K + 1 rows are verified
 difference: narrowed - resized, paired by prompt; p is corrected (Holm)"""
 SPEED_LEGEND = """times as fast as plain decoding: acceptance length x plain ms / drafting ms
 * best at its batch size, = not to be told from the best"""
 CATEGORY_LEGEND = """the best K by category, and its speed-up; r resized, n narrowed
 ? undecided whether any pays, - none pays"""
-WHAT_IF_LEGEND = "simulated: values are rounded to the format and computed with in {dtype}; no step times"
+WHAT_IF_LEGEND = """simulated: values are rounded to the format and computed with in {dtype}
+what a format does to step times is not part of it"""
 
 
 def to_json(tuning: Tuning) -> dict[str, Any]:
