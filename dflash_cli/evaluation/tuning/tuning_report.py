@@ -83,7 +83,7 @@ def _advice(choice: Choice) -> str:
 def ways_table(tuning: Tuning) -> Table:
     """K -> acceptance length in both ways, and how far they are apart."""
     columns = ("K", "resized", "narrowed", "difference", "p", "verdict")
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (str(number), _number(line.base_len), _number(line.other_len), difference_text(line),
          p_value_text(line.p_value), line.verdict)
         for number, line in tuning.ways.items()

@@ -10,6 +10,7 @@ import pytest
 import dflash_cli
 from dflash_cli.engines.tuned_engines import tuned_engines
 from dflash_cli.evaluation.tuning import tuner
+from dflash_cli.evaluation.tuning.step_costs import StepCosts
 from dflash_runtime.config import EngineConfig
 from dflash_runtime.scheduling.request import SamplingParams
 from dflash_testing import checkpoints as support
@@ -144,11 +145,11 @@ def test_step_times_are_kept_and_not_measured_again(tmp_path: Path, monkeypatch:
     """Unless something that decides them is another than it was."""
     measured: list[int] = []
 
-    def made(*arguments: Any) -> tuner.StepCosts:
+    def made(*arguments: Any) -> StepCosts:
         measured.append(1)
         candidates = arguments[1]
         times = {1: (10.0, 11.0)}
-        return tuner.StepCosts(plain=times, drafting=dict.fromkeys(candidates, times), source="measured here")
+        return StepCosts(plain=times, drafting=dict.fromkeys(candidates, times), source="measured here")
 
     monkeypatch.setattr(tuner, "measure_step_costs", made)
     options: dict[str, Any] = {
