@@ -106,7 +106,7 @@ def test_text_leads_with_advice_and_fits_80_columns(tmp_path: Path) -> None:
     assert [line.split(":")[0] for line in lines[:4]] == ["batch 1", "batch 2", "batch 4", "batch 8"]
     tables = outcome.out[outcome.out.index("\n\n") : outcome.out.index("# sglang")]
     assert max(map(len, tables.splitlines())) <= 80
-    assert "note: engines resize the block; their settings are of K " in outcome.err
+    assert "note: engines resize the block: their settings are of K " in outcome.err
 
 
 def test_where_nothing_pays_no_engine_is_told_anything(tmp_path: Path) -> None:

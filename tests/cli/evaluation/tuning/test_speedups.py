@@ -130,6 +130,15 @@ def test_the_best_k_falls_with_the_batch_size_until_none_pays() -> None:
     assert found[1].level == ()
 
 
+def test_one_candidate_that_may_pay_leaves_it_undecided() -> None:
+    """The other is shown to be slower than plain decoding; of the best, whose steps vary, that cannot be said."""
+    costs = costs_of({1: (10.0, 10.0, 10.0)}, resized1={1: (40.0,) * 3}, whole7={1: (30.0, 40.0, 50.0)})
+    choice = choices_of(costs)[1]
+    assert [item.payoff for item in choice.speedups] == ["undecided", "does not pay"]
+    assert choice.payoff == "undecided"
+    assert batch_schedule([choice]) == [(1, 1, 7)]
+
+
 def test_what_cannot_be_told_from_the_best_is_level_with_it() -> None:
     """Two candidates of the same speed, by acceptance that differs from row to row; a third is half as fast."""
     evaluations = {THREE: evaluation_of(spread(3, seed=1)), SEVEN: evaluation_of(spread(3, seed=2)), ONE: LENGTHS[ONE]}
