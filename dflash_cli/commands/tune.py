@@ -248,29 +248,29 @@ def _measure(session: "PairSession", request: "TuningRequest") -> "Tuning":
 def _engine_settings(tuning: "Tuning", engines: str) -> list[dict[str, Any]]:
     """What each engine is told, or why it is told nothing; none where drafting pays nowhere."""
     from dflash_cli.engines.tuned_engines import tuned_engines
-    from dflash_cli.evaluation.tuning.speedups import batch_schedule, overall_best
 
-    best = overall_best(tuning.choices)
-    if best is None:
+    if tuning.overall is None:
         return []
-    console.note(
-        f"engines resize the block: their settings are of K {best.num_draft_tokens}, the best of those overall"
-    )
     references = tuning.session.references
     return tuned_engines(
-        engines, references["draft"] or "", references["target"] or "", best.num_draft_tokens,
-        tuple(batch_schedule(tuning.choices)),
-    )  # fmt: skip
+        engines,
+        references["draft"] or "",
+        references["target"] or "",
+        tuning.overall.num_draft_tokens,
+        tuple(tuning.schedule),
+    )
 
 
 def _print(tuning: "Tuning", settings: list[dict[str, Any]]) -> None:
-    from dflash_cli.evaluation.tuning.tuning_report import advice, tables
+    from dflash_cli.evaluation.tuning.tuning_report import advice, settings_line, tables
 
     for line in advice(tuning.choices):
         console.result(line)
     for legend, (columns, rows) in tables(tuning):
         console.result(f"\n{legend}")
         console.table(columns, rows)
+    if settings:
+        console.result(f"\n{settings_line(tuning)}")
     for item in settings:
-        console.result(f"\n# {item['engine']}")
+        console.result(f"# {item['engine']}")
         console.result(item["text"] or f"# {item['refusal']}")

@@ -16,7 +16,7 @@ from dflash_cli.evaluation.measured_result import MeasuredResult, ResultFile
 from dflash_cli.evaluation.result_comparison import Contrast, compare_results
 from dflash_cli.evaluation.speed import speed_request
 from dflash_cli.evaluation.tuning.candidates import Candidate, candidates_for, default_numbers, measure_candidate
-from dflash_cli.evaluation.tuning.speedups import Choice, choose
+from dflash_cli.evaluation.tuning.speedups import Choice, batch_schedule, choose, overall_best
 from dflash_cli.evaluation.tuning.step_costs import (
     WAYS,
     StepCosts,
@@ -92,6 +92,16 @@ class Tuning:
     session: PairSession
     request: TuningRequest
     seconds: float
+
+    @property
+    def overall(self) -> Candidate | None:
+        """See `overall_best`."""
+        return overall_best(self.choices)
+
+    @property
+    def schedule(self) -> list[tuple[int, int, int]]:
+        """See `batch_schedule`."""
+        return batch_schedule(self.choices)
 
     @property
     def whole(self) -> Evaluation:

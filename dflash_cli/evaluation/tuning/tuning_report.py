@@ -34,6 +34,8 @@ def to_json(tuning: Tuning) -> dict[str, Any]:
         "ways": [{"num_speculative_tokens": number, **contrast_json(line)} for number, line in tuning.ways.items()],
         "step_times": tuning.costs.to_json(),
         "choices": [item.to_json() for item in tuning.choices],
+        "num_speculative_tokens": tuning.overall.num_draft_tokens if tuning.overall else None,
+        "schedule": [list(item) for item in tuning.schedule],
         "advice": list(advice(tuning.choices)),
         "what_ifs": [{"what_if": name, **contrast_json(line)} for name, line in tuning.what_ifs.items()],
         "settings": dict(whole.settings),
@@ -78,6 +80,17 @@ def _advice(choice: Choice) -> str:
         return f"{start}drafting does not pay: the best, {number}, is {gain} times as fast; decode plainly"
     more = "measure more prompts or rounds" if best.interval is not None else "measure more prompts"
     return f"{start}undecided whether drafting pays: the best, {number}, is {gain} times as fast; {more}"
+
+
+def settings_line(tuning: Tuning) -> str:
+    """What the settings of engines are of."""
+    assert tuning.overall is not None, "a pair for which drafting pays somewhere"
+    number = tuning.overall.num_draft_tokens
+    line = f"engines resize the block: of those K {number} is best over these batch sizes, in the geometric mean"
+    if len(tuning.schedule) < 2:
+        return line
+    ranges = ", ".join(f"{first}-{last}: {number}" for first, last, number in tuning.schedule)
+    return f"{line}\nwhere an engine takes a K for each batch size, it is told {ranges}"
 
 
 def ways_table(tuning: Tuning) -> Table:
