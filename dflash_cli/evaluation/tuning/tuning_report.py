@@ -89,7 +89,7 @@ def settings_line(tuning: Tuning) -> str:
     line = f"engines resize the block: of those K {number} is best over these batch sizes, in the geometric mean"
     if len(tuning.schedule) < 2:
         return line
-    ranges = ", ".join(f"{first}-{last}: {number}" for first, last, number in tuning.schedule)
+    ranges = ", ".join(f"{number} up to {last}" for _, last, number in tuning.schedule)
     return f"{line}\nwhere an engine takes a K for each batch size, it is told {ranges}"
 
 
@@ -110,7 +110,8 @@ def ways_table(tuning: Tuning) -> Table:
 def times_table(tuning: Tuning, batches: Sequence[int]) -> Table:
     """Batch sizes -> milliseconds of a step, plainly and of each candidate."""
     rows = [("plain", *(f"{fmean(tuning.costs.plain[batch]):.2f}" for batch in batches))]
-    for candidate, times in sorted(tuning.costs.drafting.items()):
+    for candidate in sorted(tuning.costs.drafting.keys() & tuning.evaluations.keys()):
+        times = tuning.costs.drafting[candidate]
         cells = [f"{fmean(times[batch]):.2f}" if batch in times else "-" for batch in batches]
         rows.append((_name(candidate), *cells))
     return _columns("ms of a step", batches), rows
@@ -153,7 +154,8 @@ def _what_if_row(name: str, line: Contrast) -> tuple[str, ...]:
 
 def tables(tuning: Tuning) -> Iterator[tuple[str, Table]]:
     """Legends, and the tables below them; one with many batch sizes is cut in several."""
-    yield WAYS_LEGEND, ways_table(tuning)
+    if tuning.ways:
+        yield WAYS_LEGEND, ways_table(tuning)
     for batches in _cut(tuning.costs.batches, 6):
         yield f"step times: {tuning.costs.source}", times_table(tuning, batches)
     for batches in _cut(tuning.costs.batches, 3):

@@ -189,19 +189,18 @@ def test_engines_are_not_told_of_narrowed_blocks() -> None:
 
 
 def test_intervals_cover_the_truth_as_often_as_they_say() -> None:
-    """400 worlds of 24 prompts, easy and hard ones, and 5 rounds of noisy times.
+    """400 worlds of 24 prompts, each easy or hard, and 5 rounds of noisy times.
 
-    364 intervals or more cover but for one run in 5,000 if 95% of all do, and in one of 30 if 88% do.
+    From 364 to 394 intervals cover but for one run in 2,000 if 95% of all do; in one of 30 if 88% do.
     """
     generator, covered = random.Random(5), 0
     truth = 2.5 * 10 / 14
     for _ in range(400):
-        rows = [[generator.choice((1, 2)) if index % 2 else generator.choice((3, 4)) for _ in range(12)]
-                for index in range(24)]  # fmt: skip
+        rows = [[generator.choice(kind) for _ in range(12)] for kind in generator.choices(((1, 2), (3, 4)), k=24)]
         plain, drafting = (tuple(ms * generator.gauss(1, 0.05) for _ in range(5)) for ms in (10.0, 14.0))
         evaluation = evaluation_of(rows, num_resamples=200)
         found = speedup(evaluation, costs_of({1: plain}, whole7={1: drafting}), SEVEN, None, 1)
         assert found is not None
         assert found.interval is not None
         covered += found.interval.low <= truth <= found.interval.high
-    assert covered >= 364
+    assert 364 <= covered <= 394
