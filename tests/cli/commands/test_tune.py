@@ -141,6 +141,18 @@ def test_a_run_goes_on_where_it_was_interrupted(tmp_path: Path) -> None:
     assert whole.read_text().startswith("".join(lines[:5]))
 
 
+def test_an_interrupted_run_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(*arguments: Any, **options: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tuner, "measure_candidate", stopped)
+    outcome = tune(tmp_path, "--rows", tmp_path / "rows")
+    assert outcome.code == 130
+    assert "error: interrupted\nhint: answers are kept in " in outcome.err
+    assert "the same command with --resume" in outcome.err
+    assert "hint: with --rows FOLDER answers are kept" in tune(tmp_path).err
+
+
 def test_step_times_are_kept_and_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless something that decides them is another than it was."""
     measured: list[int] = []
