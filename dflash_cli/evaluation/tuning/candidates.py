@@ -94,8 +94,9 @@ def measure_candidate(
     Raises:
         RequestError: a prompt that cannot be served; candidates have to be measured on the same ones.
     """
-    gc.collect()  # the KV cache of the candidate before, which a GPU may not hold beside this one's
-    torch.cuda.empty_cache()
+    if session.llm.device.type == "cuda":
+        gc.collect()  # the KV cache of the candidate before, which the GPU may not hold beside this one's
+        torch.cuda.empty_cache()
     params = replace(request.params, verify_width=candidate.verify_width)
     own = replace(session, llm=LLM(resize(pair or session.llm.pair, candidate, config)))
     own.check_params(params)

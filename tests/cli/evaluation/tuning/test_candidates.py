@@ -31,7 +31,7 @@ def test_each_number_below_the_trained_one_is_tried_in_both_ways() -> None:
 def request_for(count: int, **params: Any) -> EvaluationRequest:
     return EvaluationRequest(
         rows=bundled_rows(count),
-        params=SamplingParams(max_new_tokens=24, **params),
+        params=SamplingParams(max_new_tokens=16, **params),
         source=PromptSource(name="bundled", num_available=count),
         num_resamples=0,
     )
@@ -50,11 +50,11 @@ def test_a_candidate_is_the_run_with_its_options(
     candidate: Candidate, engine: dict[str, Any], params: dict[str, Any]
 ) -> None:
     """A resized block is that of `-k`, a narrowed one that of `--verify-width`, conversation by conversation."""
-    found = measure_candidate(open_session(TINY, None, smallest(EXACT)), candidate, request_for(4), EXACT)
-    expected = measure(open_session(TINY, None, replace(EXACT, **engine)), request_for(4, **params))
+    found = measure_candidate(open_session(TINY, None, smallest(EXACT)), candidate, request_for(2), EXACT)
+    expected = measure(open_session(TINY, None, replace(EXACT, **engine)), request_for(2, **params))
     assert found.conversations == expected.conversations
     assert found.settings == expected.settings
-    assert sum(item.num_steps for item in found.conversations) > 20
+    assert sum(item.num_steps for item in found.conversations) > 8
 
 
 def test_a_prompt_that_cannot_be_served_ends_the_run() -> None:

@@ -198,7 +198,7 @@ def test_intervals_cover_the_truth_as_often_as_they_say() -> None:
     for _ in range(400):
         rows = [[generator.choice(kind) for _ in range(12)] for kind in generator.choices(((1, 2), (3, 4)), k=24)]
         plain, drafting = (tuple(ms * generator.gauss(1, 0.05) for _ in range(5)) for ms in (10.0, 14.0))
-        evaluation = evaluation_of(rows, num_resamples=200)
+        evaluation = evaluation_of(rows, num_resamples=120)
         found = speedup(evaluation, costs_of({1: plain}, whole7={1: drafting}), SEVEN, None, 1)
         assert found is not None
         assert found.interval is not None

@@ -18,7 +18,7 @@ from dflash_cli.evaluation.tuning.step_costs import (
 from dflash_cli.generation.loaded_pair import open_session
 from dflash_runtime.config import EngineConfig
 from dflash_runtime.errors import CheckpointNotFound, UsageError
-from dflash_testing.dumps import bundled_rows
+from dflash_testing.dumps import rows_of
 
 
 def written(path: Path, document: Any) -> Path:
@@ -82,7 +82,7 @@ def test_every_candidate_is_timed_as_often_as_asked() -> None:
     """How long steps took is not looked at, only that they were timed, in turns, and that each was counted."""
     config, seen = EngineConfig(device="cpu"), list[int]()
     session = open_session(TINY, None, smallest(config))
-    request = speed_request(session, bundled_rows(2), [2, 1], max_new_tokens=24, num_rounds=2, chat=False)
+    request = speed_request(session, rows_of([[5, 6, 7], [8, 9]]), [2, 1], max_new_tokens=16, num_rounds=2, chat=False)
     candidates = candidates_for([3], 7)
     costs = measure_step_costs(session.llm.pair, candidates, request, config, seen.append)
     assert seen == list(range(1, num_timed_rounds(candidates, request) + 1))

@@ -32,7 +32,7 @@ def pair_of(session: PairSession, text: str) -> LoadedPair:
 
 def answers(pair: LoadedPair) -> tuple[list[RequestOutput], LLM]:
     llm = LLM(pair)
-    return llm.generate(bundled_prompts()[:3], PARAMS), llm
+    return llm.generate(bundled_prompts()[:2], PARAMS), llm
 
 
 def test_parts_and_formats_are_parsed() -> None:
