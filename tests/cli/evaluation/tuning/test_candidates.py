@@ -42,9 +42,8 @@ def request_for(count: int, **params: Any) -> EvaluationRequest:
     [
         (Candidate(3, "resized"), {"num_draft_tokens": 3}, {}),
         (Candidate(3, "narrowed"), {}, {"verify_width": 4}),
-        (Candidate(7, "whole"), {}, {}),
     ],
-    ids=["resized", "narrowed", "whole"],
+    ids=["resized", "narrowed"],
 )
 def test_a_candidate_is_the_run_with_its_options(
     candidate: Candidate, engine: dict[str, Any], params: dict[str, Any]
