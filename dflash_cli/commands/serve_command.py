@@ -6,18 +6,12 @@ from typing import Annotated, Any
 import typer
 
 from dflash_cli import console
-from dflash_cli.checkpoints.pair_references import complete_pair, served_name
+from dflash_cli.checkpoints.pair_references import complete_pair
 from dflash_cli.checkpoints.references import find_checkpoint
-from dflash_cli.engines.served_pair import refusal_of, served_pair
-from dflash_cli.engines.serving_engine import (
-    ServeCommand,
-    ServingEngine,
-    known_engines,
-    parse_engines,
-)
+from dflash_cli.engines.pair_serving import judge_pair
+from dflash_cli.engines.serving_engine import ServeCommand, ServingEngine, known_engines, parse_engines
 from dflash_cli.options import DraftArg, JsonOption, TargetOption
 from dflash_cli.validation.report import Report
-from dflash_cli.validation.validator import ValidationRequest, open_requested, validate_subject
 from dflash_cli.validation.verdict import Verdict
 from dflash_runtime.errors import UsageError
 
@@ -54,34 +48,21 @@ def serve_command(
     if not engines:
         raise UsageError(f"--engine {engine!r}, expected an engine (known: {known_engines()})")
     pair = complete_pair(draft, target, find=find_checkpoint)
-    location, target_location = pair.draft_location, pair.find_target(find_checkpoint)
-    assert location is not None
-    assert pair.target is not None
     if pair.note is not None:
         console.note(pair.note)
-    request = ValidationRequest(
-        draft=location,
-        draft_reference=draft,
-        target=target_location,
-        target_reference=pair.target,
-        engines=engines,
-        num_speculative_tokens=num_speculative_tokens,
-    )
-    subject = open_requested(request)
-    report = validate_subject(subject, request)
-    refusals = {verdict.engine.name: refusal_of(verdict, report) for verdict in report.verdicts}
-    first = next((error for error in refusals.values() if error is not None), None)
-    if first is not None and None not in refusals.values():
+    judged = judge_pair(pair, engines, num_speculative_tokens)
+    first = judged.first_refusal
+    if first is not None and None not in judged.refusals.values():
         raise first
-    served = served_pair(subject, report, served_name(pair.target, target_location))
-    for item in (location, target_location):
+    served = judged.served
+    for item in judged.locations:
         if not isinstance(item, Path):
             console.status(f"{item.path}: {item.traffic.text}")
-    for finding in report.findings:
+    for finding in judged.report.findings:
         if finding.severity != "info":
             console.warn(f"{finding.id} {finding.location}: {finding.message}; {finding.effect}")
-    commands = {item: item.serve_command(served) for item in engines if refusals[item.name] is None}
-    _print(commands, report, as_json=as_json)
+    commands = {item: item.serve_command(served) for item in engines if judged.refusals[item.name] is None}
+    _print(commands, judged.report, as_json=as_json)
     if first is not None:
         raise first
 
