@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from dflash_cli.conversion.request import Verification
     from dflash_cli.evaluation.acceptance_report import Evaluation
     from dflash_cli.evaluation.speed import BatchSpeed
+    from dflash_cli.evaluation.tuning.tuner import Tuning
     from dflash_cli.generation.prompt_sets import PromptSet
     from dflash_cli.generation.prompts import Sample
     from dflash_cli.validation.report import Report
@@ -273,6 +274,84 @@ def measure_speed(
         session, choice.rows, batches, max_new_tokens=max_new_tokens, num_rounds=num_rounds, chat=choice.chat
     )
     return list(measure_speeds(session.llm.pair, request))
+
+
+def tune(
+    draft: Reference,
+    target: Reference | None = None,
+    *,
+    prompts: Prompts | None = None,
+    dataset: str | None = None,
+    dataset_format: str | None = None,
+    num_prompts: int | None = None,
+    params: SamplingParams | None = None,
+    numbers: Sequence[int] | None = None,
+    batches: Sequence[int] | None = None,
+    num_rounds: int = 4,
+    step_times: Path | None = None,
+    what_ifs: str | None = None,
+    chat: bool | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    config: EngineConfig | None = None,
+    causality: Causality | None = None,
+    confidence: float = 0.95,
+    num_resamples: int = 10_000,
+    folder: Path | None = None,
+    resume: bool = False,
+) -> "Tuning":
+    """Find out how many tokens to draft at each batch size, as `dflash tune` does.
+
+    `numbers` are those to try, by default 1, 3, 7, ... and the trained one; `step_times` is a file of times that were
+    measured elsewhere; `what_ifs` is what `--what-if` takes. Answers and step times are kept in `folder`, which exists,
+    and with `resume` those that are in it are not measured again.
+
+    `Tuning.choices` has for each batch size every candidate's speed-up, the best first, and whether drafting pays.
+
+    Raises:
+        UsageError, RequestError: what does not suit the pair, or prompts that cannot be served; and whatever loading
+            raises.
+    """
+    from dflash_cli.evaluation.measure import EvaluationRequest
+    from dflash_cli.evaluation.prompt_choice import choose_prompts
+    from dflash_cli.evaluation.speed import smallest
+    from dflash_cli.evaluation.tuning.tuner import TuningRequest
+    from dflash_cli.evaluation.tuning.tuner import tune as run
+    from dflash_cli.evaluation.tuning.what_if import parse_what_ifs
+    from dflash_cli.generation.loaded_pair import open_session
+
+    config, params = (
+        replace(config or EngineConfig(), adaptive_width=False),
+        params or SamplingParams(max_new_tokens=128),
+    )
+    given = _prompt_set(prompts, dataset, dataset_format, num_prompts)
+    session = open_session(
+        str(draft),
+        None if target is None else str(target),
+        smallest(config),
+        causality=causality,
+        template_options=_to_text(chat_template_kwargs),
+    )
+    choice = choose_prompts(session, given, chat=chat, count=num_prompts, seed=params.seed or 0)
+    evaluation = EvaluationRequest(
+        rows=choice.rows,
+        params=params,
+        source=choice.source,
+        chat=choice.chat,
+        confidence=confidence,
+        num_resamples=num_resamples,
+        resume=resume,
+    )
+    request = TuningRequest(
+        evaluation=evaluation,
+        config=config,
+        numbers=numbers,
+        batches=batches,
+        num_rounds=num_rounds,
+        step_times=step_times,
+        what_ifs=parse_what_ifs(what_ifs) if what_ifs is not None else (),
+        folder=folder,
+    )
+    return run(session, request)
 
 
 def _to_text(options: Mapping[str, Any] | None) -> str | None:

@@ -87,6 +87,18 @@ COMMANDS = {
         ),
         draft="draft",
     ),
+    "tune": Entry(
+        function="dflash_cli.commands.tune:tune",
+        section=RUN,
+        summary="Find out how many tokens to draft, and whether drafting pays.",
+        examples=(
+            "dflash tune tiny --batch-sizes 1,4",
+            "dflash tune org/draft -p prompts.jsonl --chat --step-times vllm.json",
+            "dflash tune org/draft -p prompts.jsonl --what-if draft=fp8,kv=fp8,target=int4",
+        ),
+        docs="docs/tuning.md",
+        draft="draft",
+    ),
     "diagnose": Entry(
         function="dflash_cli.commands.diagnose:diagnose",
         section=CHECK,

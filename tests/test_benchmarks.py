@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from dflash_cli.evaluation.tuning.candidates import candidates_for
+from dflash_cli.evaluation.tuning.step_costs import read_step_costs
 from dflash_kernels.step_rows import Bounds, RowState
 from dflash_kernels.suite import REFERENCE, Kernels
 from dflash_testing.paths import ROOT
@@ -22,6 +24,7 @@ import experts
 import hosted
 import load
 import step_time
+import tune_times
 from timing import accounting, engine_arms, forced, plan, report
 from timing.floors import Rates, StepFloor, least_ms
 from timing.pairs import BLOCK, SHAPES
@@ -64,6 +67,16 @@ def test_a_hosted_target_is_timed_and_its_text_judged(
     assert [(row[0], row[3], row[-2:]) for row in cells] == [
         ("transformers-cache", arm, ["0", "0"]) for arm in ("plain", "dflash")
     ]
+
+
+def test_times_of_every_k_are_written_as_tune_reads_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    out = tmp_path / "times.json"
+    arguments = ["--batches", "1,2", "--context", "8", "--steps", "6", "--rounds", "1", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", ["tune_times.py", *SMALL, *arguments])
+    assert tune_times.main() == 0
+    costs = read_step_costs(out, BLOCK - 1)
+    assert costs.drafting.keys() == set(candidates_for([1, 3, 7], BLOCK - 1))
+    assert all(times.keys() == {1, 2} for times in (costs.plain, *costs.drafting.values()))
 
 
 def test_step_times_are_written_as_json_lines(

@@ -37,6 +37,7 @@ def read_schema(kind: str) -> dict[str, Any]:
     """The schema of a kind, complete in itself: with every definition that it refers to."""
     found: dict[str, Any] = json.loads((_folder() / f"{kind}.json").read_text(encoding="utf-8"))
     common = json.loads((_folder() / f"{COMMON}.json").read_text(encoding="utf-8"))["$defs"]
+    common |= found.pop("$defs", {})
     needed: dict[str, Any] = {}
     waiting = list(_references(found))
     while waiting:

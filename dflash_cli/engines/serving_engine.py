@@ -53,7 +53,11 @@ class ServeCommand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedPair:
-    """What a serve command is made of: names as an engine takes them, and the `serve_flag` of each finding."""
+    """What a serve command is made of: names as an engine takes them, and the `serve_flag` of each finding.
+
+    `schedule` has a K for ranges of batch sizes, both ends included, where one K does not suit all; an engine without
+    such a setting takes `num_draft_tokens`.
+    """
 
     draft: str
     target: str
@@ -61,6 +65,7 @@ class ServedPair:
     target_facts: TargetFacts
     num_draft_tokens: int
     flags: frozenset[str]
+    schedule: tuple[tuple[int, int, int], ...] = ()
 
     @property
     def context_limit(self) -> int | None:

@@ -50,6 +50,8 @@ takes for every layer (vllm-project/vllm#47745). Before it, dflash_config.causal
 """
 READS_IS_CAUSAL: Release = (0, 28)
 """The first that reads is_causal, which it prefers to dflash_config.causal, and tensors under names of an encoder."""
+READS_SCHEDULE: Release = (0, 28)
+"""The first in which num_speculative_tokens_per_batch_size was read, as a list of ranges (vllm-project/vllm#45953)."""
 READS_ROPE_STYLE: Release = (0, 29)
 """The first that reads is_neox_style; 0.28 puts the target's own rope style there."""
 FIX_SERVE = "dflash serve-command {draft} --target {target} --engine vllm"
@@ -111,9 +113,13 @@ class VllmEngine(ServingEngine):
     def serve_command(self, pair: ServedPair) -> ServeCommand:
         """num_speculative_tokens is block_size - 1."""
         model, _, revision = pair.draft.partition("@")
-        speculative = {"method": "dflash", "model": model, "num_speculative_tokens": pair.num_draft_tokens}
+        speculative: Json = {"method": "dflash", "model": model, "num_speculative_tokens": pair.num_draft_tokens}
         if revision:
             speculative["revision"] = revision
+        if pair.schedule and self.release >= READS_SCHEDULE:
+            # Buffers are made for num_speculative_tokens, which bounds what the schedule may ask for.
+            speculative["num_speculative_tokens"] = max(number for *_, number in pair.schedule)
+            speculative["num_speculative_tokens_per_batch_size"] = [list(item) for item in pair.schedule]
         target, _, target_revision = pair.target.partition("@")
         words = ["vllm", "serve", target, "--speculative-config", json.dumps(speculative)]
         if target_revision:

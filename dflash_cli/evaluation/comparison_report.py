@@ -43,7 +43,7 @@ def headline(comparison: Comparison, place: int) -> str:
     interval = total.difference.interval
     return (
         f"{start}{total.difference.value:+.3f} [{interval.low:+.3f}, {interval.high:+.3f}], "
-        f"p {_p_value(total.p_value, '= ')}, {total.verdict}"
+        f"p {p_value_text(total.p_value, '= ')}, {total.verdict}"
     )
 
 
@@ -75,8 +75,8 @@ def _row(line: Contrast) -> tuple[str, ...]:
         str(line.num_conversations),
         _length(line.base_len),
         _length(line.other_len),
-        _difference(line),
-        _p_value(line.p_value),
+        difference_text(line),
+        p_value_text(line.p_value),
         line.verdict,
     )
 
@@ -100,8 +100,8 @@ def to_json(comparisons: Sequence[Comparison], tolerance: float | None) -> dict[
                 "base": item.base.name,
                 "other": item.other.name,
                 "is_paired": item.is_paired,
-                **_contrast_json(item.total),
-                "categories": {line.category: _contrast_json(line) for line in item.categories},
+                **contrast_json(item.total),
+                "categories": {line.category: contrast_json(line) for line in item.categories},
                 "unlike": {name: list(values) for name, values in item.unlike.items()},
             }
             for item in comparisons
@@ -120,7 +120,7 @@ def _result_json(result: MeasuredResult) -> dict[str, Any]:
     }
 
 
-def _contrast_json(line: Contrast) -> Mapping[str, Any]:
+def contrast_json(line: Contrast) -> Mapping[str, Any]:
     return {
         "acceptance_lens": [line.base_len, line.other_len],
         "num_conversations": line.num_conversations,
@@ -137,14 +137,14 @@ def _length(length: float | None) -> str:
     return "-" if length is None else f"{length:.2f}"
 
 
-def _difference(line: Contrast) -> str:
+def difference_text(line: Contrast) -> str:
     if line.difference is not None:
         interval = line.difference.interval
         return f"{line.difference.value:+.2f} [{interval.low:+.2f}, {interval.high:+.2f}]"
     return "-" if line.change is None else f"{line.change:+.2f}"
 
 
-def _p_value(value: float | None, equals: str = "") -> str:
+def p_value_text(value: float | None, equals: str = "") -> str:
     """`0.012`, or `<0.001`."""
     if value is None:
         return "-"

@@ -26,6 +26,9 @@ from dflash_runtime.scheduling.request import Request, SamplingParams
 MIN_STEPS = 4
 """Fewer steps than this in a round are no measurement."""
 
+Window = tuple[int, int, float]
+"""Tokens, steps and seconds of a round while all its requests were at work."""
+
 PART_TOKENS = 32
 """Tokens of an answer with either model left out; all but the first take a step each."""
 
@@ -157,20 +160,33 @@ def check_speedup(speeds: Sequence[BatchSpeed], minimum: float) -> None:
 
 
 def _measure(pair: LoadedPair, request: SpeedRequest, batch: int, count: Callable[[], None]) -> Speed:
-    """All rounds of a batch size. The first is run twice: once more before, to compile kernels and capture graphs."""
-    rounds = request.rounds(batch)
-    llm = LLM(_sized(pair, rounds, request.max_new_tokens))
-    windows = []
-    for prompts in [rounds[0], *rounds]:
-        windows.append(_run(llm, prompts, request.max_new_tokens))
-        _check_steps(windows[-1][1])
-        count()
-    num_tokens, num_steps, seconds = (sum(column) for column in zip(*windows[1:], strict=True))
+    """All rounds of a batch size as one."""
+    (windows,) = measure_rounds([(pair, None)], request, batch, count)
+    num_tokens, num_steps, seconds = (sum(column) for column in zip(*windows, strict=True))
     return Speed(
         tokens_per_second=num_tokens / seconds,
         step_ms=1000 * seconds / num_steps,
         tokens_per_step=num_tokens / num_steps / batch,
     )
+
+
+def measure_rounds(
+    arms: Sequence[tuple[LoadedPair, int | None]], request: SpeedRequest, batch: int, count: Callable[[], None]
+) -> list[list[Window]]:
+    """Every round of a batch size, for each pair and its verify width; None is the whole block.
+
+    Rounds take turns, so that what disturbs the machine for a while disturbs all. The first is run twice: once more
+    before, to compile kernels and capture graphs.
+    """
+    rounds = request.rounds(batch)
+    llms = [(LLM(_sized(pair, rounds, request.max_new_tokens)), width) for pair, width in arms]
+    windows: list[list[Window]] = [[] for _ in arms]
+    for prompts in [rounds[0], *rounds]:
+        for (llm, width), of_arm in zip(llms, windows, strict=True):
+            of_arm.append(_run(llm, prompts, request.max_new_tokens, width))
+            _check_steps(of_arm[-1][1])
+            count()
+    return [of_arm[1:] for of_arm in windows]
 
 
 def _measure_parts(
@@ -203,9 +219,9 @@ def _sized(pair: LoadedPair, rounds: list[list[Sequence[int]]], max_new_tokens: 
     return replace(pair, config=config, limits=replace(limits, max_num_requests=batch, max_batched_tokens=num_rows))
 
 
-def _run(llm: LLM, prompts: list[Sequence[int]], max_new_tokens: int) -> tuple[int, int, float]:
+def _run(llm: LLM, prompts: list[Sequence[int]], max_new_tokens: int, verify_width: int | None = None) -> Window:
     """One round: fill the batch, then step until the first answer ends -> tokens, steps and seconds of that time."""
-    params = SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True)
+    params = SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True, verify_width=verify_width)
     requests = [
         Request(index=index, prompt_token_ids=tuple(prompt), params=params) for index, prompt in enumerate(prompts)
     ]

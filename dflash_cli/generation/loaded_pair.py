@@ -75,6 +75,7 @@ class PairSession:
             "target_runtime": pair.target_runtime,
             "device_map": pair.config.device_map,
             "target_quantization": pair.target_quantization,
+            **({} if pair.rounding is None else {"rounding": pair.rounding}),
             "causality": self.causality,
             "chat": chat,
             "chat_template_kwargs": self.template_options,

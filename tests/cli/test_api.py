@@ -17,6 +17,7 @@ from dflash_cli.commands.bench import bench
 from dflash_cli.commands.convert import convert
 from dflash_cli.commands.eval_acceptance import eval_acceptance
 from dflash_cli.commands.generate import generate
+from dflash_cli.commands.tune import tune
 from dflash_cli.commands.validate import validate
 from dflash_cli.evaluation.prompt_options import PromptOptions
 from dflash_cli.options import EngineOptions, SamplingOptions
@@ -28,7 +29,7 @@ from dflash_testing.paths import ROOT
 
 NAMES = {
     "LLM", "SamplingParams", "__version__", "convert_draft", "evaluate", "load_pair", "measure_speed", "open_draft",
-    "open_target", "validate_draft",
+    "open_target", "tune", "validate_draft",
 }  # fmt: skip
 
 
@@ -96,6 +97,19 @@ COUNTERPARTS: dict[Callable[..., Any], tuple[Callable[..., Any], dict[str, str]]
     bench: (
         dflash_cli.measure_speed,
         {"rounds": "num_rounds", "min_speedup": "(a comparison with BatchSpeed.speedup)"},
+    ),
+    tune: (
+        dflash_cli.tune,
+        {
+            "num_prompts": "prompts",
+            "max_new_tokens": "params",
+            "batch_sizes": "batches",
+            "rounds": "num_rounds",
+            "what_if": "what_ifs",
+            "bootstrap": "num_resamples",
+            "engines": "(of dflash_cli.engines.tuned_engines)",
+            "force": "(of the command's outputs)",
+        },
     ),
     generate: (
         dflash_cli.LLM.generate,

@@ -34,7 +34,8 @@ class LoadedPair:
     """Models on a device with all that was resolved for them; any number of `LLM`s may run on one.
 
     In `config`, features that exclude each other are switched off, and `warnings` has a sentence about each. `draft`
-    can be any object with the interface of `drafts.draft.Draft`.
+    can be any object with the interface of `drafts.draft.Draft`. `rounding` names what was rounded after loading, to
+    see what another number format does.
     """
 
     target: Target
@@ -46,6 +47,7 @@ class LoadedPair:
     draft_weights: Weights | None = None
     target_runtime: TargetRuntime = "native"
     target_quantization: str | None = None
+    rounding: str | None = None
 
     @property
     def has_graphs(self) -> bool:

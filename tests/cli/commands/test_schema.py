@@ -19,6 +19,7 @@ FEW = ["--num-prompts", "2", "-n", "8"]
 DOCUMENTS: dict[str, list[str]] = {
     "eval-acceptance": ["eval-acceptance", "tiny", "--num-prompts", "12", "-n", "8"],
     "bench": ["bench", "tiny", "--batches", "1", "-n", "16", "--rounds", "1"],
+    "tune": ["tune", "tiny", *FEW, "--num-speculative-tokens-list", "7", "--step-times", "times.json"],
     "generate": ["generate", "def f", "-n", "8", "--check-lossless", "--trace"],
     "generate plainly": ["generate", "def f", "-n", "4", "-k", "0"],
     "inspect": ["inspect", "tiny", "--tensors"],
@@ -40,6 +41,7 @@ def test_what_a_command_prints_is_as_its_schema_says(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    Path("times.json").write_text('{"plain": {"1": 5}, "resized": {"7": {"1": 6}}}')
     document = json.loads(support.run_main(*DOCUMENTS[name], "--json").out)
     assert (document["kind"], document["schema_version"]) == (name.split()[0], 1)
     check_document(document)

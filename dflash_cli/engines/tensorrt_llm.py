@@ -1,0 +1,26 @@
+"""TensorRT-LLM's settings for a draft. It is no engine that drafts are judged for: no rule here knows its loader."""
+
+import json
+from collections.abc import Sequence
+
+NAME = "tensorrt-llm"
+
+
+def without(engines: str) -> str:
+    """A list of engines, `vllm,tensorrt-llm`, without this one."""
+    return ",".join(part for part in engines.split(",") if part.strip() != NAME)
+
+
+def speculative_settings(draft: str, num_draft_tokens: int, schedule: Sequence[tuple[int, int, int]] = ()) -> str:
+    """What goes into the YAML file of `trtllm-serve --config`; max_draft_len is block_size - 1.
+
+    Keys of draft_len_schedule are the largest batch sizes of ranges; early releases took them for the smallest.
+    Source: NVIDIA/TensorRT-LLM llmapi/llm_args.py::DFlashDecodingConfig, _torch/speculative/utils.py, of 1.4.0rc1.
+    """
+    longest = max((number for *_, number in schedule), default=num_draft_tokens)
+    lines = ["speculative_config:", "  decoding_type: DFlash", f"  speculative_model: {json.dumps(draft)}"]
+    lines.append(f"  max_draft_len: {longest}")
+    if schedule:
+        inner = ", ".join(f"{last}: {number}" for _, last, number in schedule)
+        lines.append(f"  draft_len_schedule: {{{inner}}}")
+    return "\n".join(lines)

@@ -1,0 +1,1 @@
+"""What K a draft should be served with, and whether at all."""

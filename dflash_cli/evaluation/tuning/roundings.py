@@ -1,0 +1,115 @@
+"""Number formats as roundings: values are rounded to a format and kept in the dtype of the run.
+
+What a format does to acceptance is seen that way without kernels for it; what it does to the time of a step is not.
+Weights are rounded to the nearest, without calibration, so that methods which calibrate (GPTQ, AWQ) do no worse.
+
+Axis letters: T rows, KV heads of keys and values, D head dim, S slots, L layers.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dflash_kernels.rope_store import KVPlace
+from dflash_kernels.suite import Kernels
+from dflash_runtime.models.weights import Weights
+
+GROUP = 128
+"""Weights of a row that share a scale in int4, as GPTQ and AWQ checkpoints have them."""
+
+FP8 = torch.float8_e4m3fn
+FP8_MAX = torch.finfo(FP8).max
+
+NOT_ROUNDED = ("embed_tokens", "lm_head")
+"""Matrices that quantised checkpoints leave as they are."""
+
+Rounding = Callable[[Tensor], Tensor]
+"""Values [..., N] -> the nearest ones of a format, in the same dtype; scales are over the last axis."""
+
+
+def to_bfloat16(values: Tensor) -> Tensor:
+    """bfloat16."""
+    return values.to(torch.bfloat16).to(values.dtype)
+
+
+def to_fp8(values: Tensor) -> Tensor:
+    """FP8 (e4m3) with a scale of 1; what is too large becomes the largest, 448."""
+    return values.clamp(-FP8_MAX, FP8_MAX).to(FP8).to(values.dtype)
+
+
+def to_scaled_fp8(values: Tensor) -> Tensor:
+    """FP8 (e4m3) with a scale for each row, by which its largest value becomes 448."""
+    scales = _scales(values, FP8_MAX)
+    return (to_fp8((values / scales).float()) * scales).to(values.dtype)
+
+
+def to_int8(values: Tensor) -> Tensor:
+    """Whole numbers from -127 to 127 with a scale for each row."""
+    return _to_whole(values, 127)
+
+
+def to_int4(values: Tensor) -> Tensor:
+    """Whole numbers from -7 to 7 with a scale for each `GROUP` values of a row."""
+    width = values.shape[-1]
+    group = GROUP if width % GROUP == 0 else width
+    return _to_whole(values.unflatten(-1, (-1, group)), 7).flatten(-2)
+
+
+def _to_whole(values: Tensor, largest: int) -> Tensor:
+    scales = _scales(values, largest)
+    return ((values / scales).float().round() * scales).to(values.dtype)
+
+
+def _scales(values: Tensor, largest: float) -> Tensor:
+    """What each row is divided by so that its largest value becomes `largest`, in float32; 1 for a row of zeros."""
+    scales = values.abs().amax(dim=-1, keepdim=True).float() / largest
+    return torch.where(scales > 0, scales, torch.ones_like(scales))
+
+
+WEIGHTS: Mapping[str, Rounding] = {"bf16": to_bfloat16, "fp8": to_scaled_fp8, "int8": to_int8, "int4": to_int4}
+"""Of weights, which have a scale for each output."""
+
+KV: Mapping[str, Rounding] = {"bf16": to_bfloat16, "fp8": to_fp8, "fp8-head": to_scaled_fp8, "int8-head": to_int8}
+"""Of keys and values: with a scale of 1, as engines store them where none was calibrated, or one for each head."""
+
+
+def round_weights(weights: Weights, name: str) -> Weights:
+    """Every matrix rounded, but for embeddings and heads; norms and biases stay as they are."""
+    return {key: WEIGHTS[name](tensor) if _is_rounded(key, tensor) else tensor for key, tensor in weights.items()}
+
+
+def _is_rounded(key: str, tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.dim() > 1 and not any(part in key for part in NOT_ROUNDED)
+
+
+def round_kv(kernels: Kernels, name: str) -> Kernels:
+    """The same kernels, which round keys and values where these are made: what is kept and what is read at once.
+
+    Queries stay as they are. Shapes decide all that happens, so steps can be captured.
+    """
+    rounding = KV[name]
+
+    def kv_store(keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
+        kernels.kv_store(rounding(keys), rounding(values), key_cache, value_cache, slots)
+
+    def rope_store(
+        parts: Tensor, head_norms: Tensor | None, eps: float, cos: Tensor, sin: Tensor, num_kv: int,
+        place: KVPlace | None,
+    ) -> Tensor:  # fmt: skip
+        rows = kernels.rope_store(parts, head_norms, eps, cos, sin, num_kv, None)
+        rows = torch.cat((rows[:, : -2 * num_kv], rounding(rows[:, -2 * num_kv :])), dim=1)
+        if place is not None:
+            kernels.kv_store(rows[:, -2 * num_kv : -num_kv], rows[:, -num_kv:], *place)
+        return rows
+
+    def context_kv_store(*arguments: Any) -> None:
+        kernels.context_kv_store(*arguments)
+        *_, key_cache, value_cache, slots = arguments
+        places = slots.clamp(min=0)  # those of dropped rows become slot 0, which lies in a page that is never used
+        for cache in (key_cache, value_cache):
+            cache[:, places] = rounding(cache[:, places])
+
+    return replace(kernels, kv_store=kv_store, rope_store=rope_store, context_kv_store=context_kv_store)

@@ -1,0 +1,206 @@
+"""`dflash tune`: from step times that are given to advice and settings of engines, and how a run goes on."""
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dflash_cli
+from dflash_cli.engines.tuned_engines import tuned_engines
+from dflash_cli.evaluation.tuning import tuner
+from dflash_cli.evaluation.tuning.step_costs import StepCosts
+from dflash_runtime.config import EngineConfig
+from dflash_runtime.scheduling.request import SamplingParams
+from dflash_testing import checkpoints as support
+
+TIMES = {
+    "plain": {"1": 10.0, "64": 10.0},
+    "resized": {"3": {"1": 30.0, "64": 400.0}, "7": {"1": [11.0, 11.1, 11.2], "64": 500.0}},
+    "source": "made",
+}
+"""At batch 1 the whole block pays; at 64 nothing does."""
+
+
+def tune(folder: Path, *more: object, times: dict[str, Any] = TIMES) -> support.Outcome:
+    file, prompts = folder / "times.json", folder / "prompts.jsonl"
+    file.write_text(json.dumps(times))
+    rows = [{"prompt_token_ids": [40 + place, 50, 60], "category": "ab"[place % 2]} for place in range(12)]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    small = ["--prompts", prompts, "-n", 8, "--bootstrap", 200, "--device", "cpu"]
+    return support.invoke("tune", "tiny", *small, "--step-times", file, *more)
+
+
+@pytest.fixture(scope="module")
+def document(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    outcome = tune(tmp_path_factory.mktemp("tune"), "--what-if", "draft=int4,kv=fp8", "--json")
+    assert outcome.code == 0, outcome.err
+    found: dict[str, Any] = json.loads(outcome.out)
+    return found
+
+
+def test_every_k_of_the_file_is_measured_in_both_ways(document: dict[str, Any]) -> None:
+    names = [(item["num_speculative_tokens"], item["way"]) for item in document["candidates"]]
+    assert names == [(3, "resized"), (3, "narrowed"), (7, "whole")]
+    (way,) = document["ways"]
+    lengths = {item["way"]: item["acceptance_len"] for item in document["candidates"]}
+    assert way["acceptance_lens"] == pytest.approx([lengths["resized"], lengths["narrowed"]])
+    assert way["num_conversations"] == 12
+    assert way["interval"]["low"] <= way["difference"] <= way["interval"]["high"]
+
+
+def test_what_pays_is_chosen_by_batch_size(document: dict[str, Any]) -> None:
+    choices = {item["batch"]: item for item in document["choices"] if item["category"] is None}
+    assert (choices[1]["payoff"], choices[64]["payoff"]) == ("pays", "does not pay")
+    best, whole = choices[1]["speedups"][0], document["candidates"][-1]
+    assert (best["num_speculative_tokens"], best["way"]) == (7, "whole")
+    assert best["speedup"] == pytest.approx(whole["acceptance_len"] * 10 / 11.1)
+    assert best["interval"]["low"] < best["speedup"] < best["interval"]["high"]
+    first, second = document["advice"]
+    assert first.startswith("batch 1: K 7 pays, ")
+    assert second.startswith("batch 64: drafting does not pay: the best, K 3 resized, is ")
+    assert second.endswith("decode plainly")
+    categories = {item["category"] for item in document["choices"]}
+    assert categories == {None, "a", "b"}
+
+
+def test_engines_are_told_a_k_for_each_batch_size_where_they_can_be(document: dict[str, Any]) -> None:
+    assert (document["num_speculative_tokens"], document["schedule"]) == (7, [[1, 7, 7], [8, 64, 0]])
+    texts = {item["engine"].split()[0]: item["text"] for item in document["engines"]}
+    assert texts.keys() == {"vllm", "sglang", "llama.cpp", "tensorrt-llm"}
+    words = shlex.split(texts["vllm"])
+    speculative = json.loads(words[words.index("--speculative-config") + 1])
+    assert speculative["num_speculative_tokens"] == 7
+    assert speculative["num_speculative_tokens_per_batch_size"] == [[1, 7, 7], [8, 64, 0]]
+    assert texts["sglang"].endswith("--speculative-num-draft-tokens 8")
+    assert texts["llama.cpp"].endswith("--spec-draft-n-max 7")
+    lines = texts["tensorrt-llm"].splitlines()
+    assert lines[:2] == ["speculative_config:", "  decoding_type: DFlash"]
+    assert lines[3:] == ["  max_draft_len: 7", "  draft_len_schedule: {7: 7, 64: 0}"]
+
+
+def test_a_release_without_a_schedule_is_told_one_k() -> None:
+    for release, is_told in (("0.27", False), ("0.28", True)):
+        (row,) = tuned_engines(f"vllm@{release}", "tiny", "tiny", 3, ((1, 2, 7), (3, 8, 3)))
+        assert ("num_speculative_tokens_per_batch_size" in row["text"]) == is_told
+        assert f'"num_speculative_tokens": {7 if is_told else 3}' in row["text"]
+
+
+def test_a_schedule_of_one_k_is_none() -> None:
+    rows = tuned_engines("vllm,tensorrt-llm", "tiny", "tiny", 7, ((1, 8, 7),))
+    assert not [row for row in rows if "per_batch_size" in row["text"] or "schedule" in row["text"]]
+
+
+def test_what_ifs_are_paired_with_the_pair_as_it_is(document: dict[str, Any]) -> None:
+    assert [item["what_if"] for item in document["what_ifs"]] == ["draft=int4", "kv=fp8"]
+    whole = document["candidates"][-1]["acceptance_len"]
+    for item in document["what_ifs"]:
+        assert item["acceptance_lens"][0] == pytest.approx(whole)
+        assert item["difference"] == pytest.approx(item["acceptance_lens"][1] - whole)
+        assert item["verdict"] in ("lower", "higher", "undecided")
+
+
+def test_text_leads_with_advice_and_fits_80_columns(tmp_path: Path) -> None:
+    batches = {str(batch): 10.0 for batch in (1, 2, 4, 8)}
+    times = {"plain": batches, "resized": {"1": batches, "7": batches}, "source": "made"}
+    outcome = tune(tmp_path, "--engine", "sglang", times=times)
+    lines = outcome.out.splitlines()
+    assert [line.split(":")[0] for line in lines[:4]] == ["batch 1", "batch 2", "batch 4", "batch 8"]
+    tables = outcome.out[outcome.out.index("\n\n") : outcome.out.index("engines resize the block: of those K ")]
+    assert max(map(len, tables.splitlines())) <= 80
+
+
+def test_where_nothing_pays_no_engine_is_told_anything(tmp_path: Path) -> None:
+    times = {"plain": {"1": 1.0}, "resized": {"7": {"1": 100.0}}}
+    outcome = tune(tmp_path, times=times)
+    assert outcome.code == 0
+    assert "batch 1: drafting does not pay: the best, K 7, is " in outcome.out
+    assert "# vllm" not in outcome.out
+
+
+def test_an_engine_that_would_not_serve_the_pair_is_told_why() -> None:
+    (row,) = tuned_engines("sglang", "tiny:reduced", "tiny", 7, ())
+    assert row["text"] is None
+    assert row["refusal"].startswith("sglang 0.5.23 cannot serve the draft: S09 ")
+
+
+def test_a_run_goes_on_where_it_was_interrupted(tmp_path: Path) -> None:
+    rows = tmp_path / "rows"
+    assert tune(tmp_path, "--rows", rows).code == 0
+    files = sorted(rows.iterdir())
+    assert [file.name for file in files] == ["narrowed-3.jsonl", "resized-3.jsonl", "whole-7.jsonl"]
+    again = tune(tmp_path, "--rows", rows)
+    assert (again.code, "pass --resume to continue it" in again.err) == (2, True)
+    whole = rows / "whole-7.jsonl"
+    lines = whole.read_text().splitlines(keepends=True)
+    whole.write_text("".join(lines[:5]))
+    before = {file: file.read_bytes() for file in files if file != whole}
+    resumed = tune(tmp_path, "--rows", rows, "--resume")
+    assert resumed.code == 0, resumed.err
+    assert {file: file.read_bytes() for file in before} == before
+    assert len(whole.read_text().splitlines()) == len(lines)
+    assert whole.read_text().startswith("".join(lines[:5]))
+
+
+def test_an_interrupted_run_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(*arguments: Any, **options: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tuner, "measure_candidate", stopped)
+    outcome = tune(tmp_path, "--rows", tmp_path / "rows")
+    assert outcome.code == 130
+    assert "error: interrupted\nhint: answers are kept in " in outcome.err
+    assert "the same command with --resume" in outcome.err
+    assert "hint: with --rows FOLDER answers are kept" in tune(tmp_path).err
+
+
+def test_step_times_are_kept_and_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless something that decides them is another than it was."""
+    measured: list[int] = []
+
+    def made(*arguments: Any) -> StepCosts:
+        measured.append(1)
+        candidates = arguments[1]
+        times = {1: (10.0, 11.0)}
+        return StepCosts(plain=times, drafting=dict.fromkeys(candidates, times), source="measured here")
+
+    monkeypatch.setattr(tuner, "measure_step_costs", made)
+    options: dict[str, Any] = {
+        "params": SamplingParams(max_new_tokens=24),
+        "prompts": [[5, 6, 7], [8, 9]],
+        "batches": [1],
+        "config": EngineConfig(device="cpu"),
+        "folder": tmp_path,
+        "numbers": [7],
+    }
+    first = dflash_cli.tune("tiny", **options)
+    second = dflash_cli.tune("tiny", resume=True, **options)
+    assert (len(measured), second.costs) == (1, first.costs)
+    dflash_cli.tune("tiny", resume=True, **options, num_rounds=5)
+    assert len(measured) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["-k", "3"], "-k and --verify-width are what is tried here"),
+        (["--verify-width", "3"], "-k and --verify-width are what is tried here"),
+        (["--num-speculative-tokens-list", "1,x"], "--num-speculative-tokens-list 1,x: expected whole numbers"),
+        (["--num-speculative-tokens-list", "9"], "9 speculative tokens, expected 1 to 7"),
+        (["--batch-sizes", "0"], "--batch-sizes 0: expected whole numbers"),
+        (["--batch-sizes", "2"], "made: plain.2: missing"),
+        (["--resume"], "--resume needs --rows FOLDER"),
+        (["--confidence", "1"], "--confidence 1, expected a number between 0 and 1"),
+        (["--what-if", "draft=fp7"], "--what-if draft=fp7: expected PART=FORMAT"),
+        (["--engine", "vlm"], "unknown engine 'vlm'"),
+        (["--rows", "no/such/folder"], "--rows no/such/folder: cannot be made"),
+    ],
+)
+def test_what_cannot_be_tuned_is_refused(
+    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    outcome = tune(tmp_path, *arguments)
+    assert outcome.code == 2
+    assert message in outcome.err
