@@ -38,7 +38,7 @@ RowsOption = Annotated[
     typer.Option(
         "--rows",
         metavar="FILE",
-        help="Write answers as they end, as JSON Lines; rows.jsonl becomes rows.at-1.jsonl, rows.at-8.jsonl, ...",
+        help="Write answers as they end, as JSON Lines; rows.jsonl becomes rows.1.jsonl, rows.8.jsonl, ...",
         rich_help_panel=ESSENTIALS,
     ),
 ]
@@ -116,7 +116,7 @@ def probe(
 
 def _choose_prompts(prompts: str | None, num_prompts: int | None, options: ProbeOptions) -> ProbePrompts:
     """The rows to ask, and where they come from; with a target, what renders them."""
-    from dflash_cli.checkpoints.references import Role, fetch_directory, tiny_directory
+    from dflash_cli.checkpoints.references import Role, fetch_directory, is_bundled, tiny_directory
     from dflash_cli.evaluation.acceptance_report import PromptSource
     from dflash_cli.generation.prompts import gather_rows, sample_rows
 
@@ -131,7 +131,7 @@ def _choose_prompts(prompts: str | None, num_prompts: int | None, options: Probe
         num_available=num_available,
         sample_seed=options.seed if is_sample else None,
         is_bundled=prompts is None,
-        is_foreign=prompts is None,
+        is_foreign=prompts is None and not (options.target is not None and is_bundled(options.target)),
     )
     target = None if options.target is None else fetch_directory(options.target, Role.TARGET)
     return ProbePrompts(rows=rows, source=source, target_path=target)

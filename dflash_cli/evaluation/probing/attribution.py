@@ -101,7 +101,7 @@ def attribute(evidence: Evidence) -> Attribution:
 
 
 def _not_drafting(evidence: Evidence) -> Attribution | None:
-    if any(run.is_engaged for run in evidence.runs):
+    if any(run.is_engaged or not run.is_known for run in evidence.runs):
         return None
     configured = "a draft is configured, and " if evidence.facts.is_drafting else ""
     return Attribution(

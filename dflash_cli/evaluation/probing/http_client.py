@@ -37,11 +37,10 @@ class HttpClient:
         key: str | None = None,
         timeout_s: float = 120.0,
         num_retries: int = 3,
-        first_pause_s: float = FIRST_PAUSE_S,
     ) -> None:
         self._library: Any = import_module("httpx2" if find_spec("httpx2") else "httpx")
         self.url = _base_url(url)
-        self._num_retries, self._first_pause_s, self._timeout_s = num_retries, first_pause_s, timeout_s
+        self._num_retries, self._timeout_s = num_retries, timeout_s
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         limits = self._library.Limits(max_connections=None)
         self._client = self._library.Client(headers=headers, timeout=timeout_s, limits=limits)
@@ -101,7 +100,7 @@ class HttpClient:
             if attempt < self._num_retries:
                 with self._count:
                     self.num_retried += 1
-                time.sleep(self._first_pause_s * 2**attempt)
+                time.sleep(FIRST_PAUSE_S * 2**attempt)
         tries = "1 try" if not self._num_retries else f"{self._num_retries + 1} tries"
         raise self._unreachable(path, f"{trouble}, after {tries}", "raise --timeout, or see the server's log")
 

@@ -16,12 +16,7 @@ from dflash_cli.generation.answers import plural
 
 WIDTH = 78
 SHOWN_DIFFERENCES = 5
-ORIGINS = {
-    "answers": "steps of each answer",
-    "counters": "counters",
-    "timings": "sums in answers",
-    "nothing": "-",
-}
+ORIGINS = {"answers": "answers", "counters": "counters", "timings": "sums", "nothing": "-"}
 
 
 def to_json(found: Probed) -> dict[str, Any]:
@@ -51,10 +46,11 @@ def headline(found: Probed) -> list[str]:
     facts, first = found.facts, found.runs[0]
     engine = f"{facts.engine} {facts.release}" if facts.release else facts.engine
     if not found.is_engaged:
-        return [f"{engine} serves {facts.model}, and drafts nothing"]
+        what = "it is not known whether it drafts" if found.is_engaged is None else "it drafts nothing"
+        return [f"{engine} serves {facts.model}: {what}"]
     width = first.total.counts.num_speculative_tokens or facts.num_draft_tokens
     drafts = f"drafts {width} tokens a step" if width else "drafts"
-    lines = [f"{engine} serves {facts.model} and {drafts}", f"acceptance length {_length(first)} {first.name}"]
+    lines = [f"{engine} serves {facts.model} and {drafts}", f"acceptance length {_length(first)}, {first.name}"]
     value = first.total.definitions.get(found.definition)
     if found.definition != "vllm" and value is not None:
         lines += textwrap.wrap(f"{value:.3f} as {found.facts.engine} says it: {DEFINITIONS[found.definition]}", WIDTH)

@@ -25,6 +25,8 @@ from dflash_runtime.errors import DFlashError, RequestError, UnsupportedError, U
 
 TRIAL_LEN = 16
 """Tokens of the one answer that is asked for before anything is measured."""
+BESIDE = "beside"
+"""The name of the run of the other server."""
 Observe = Callable[[str], Callable[[Event], None]]
 
 
@@ -65,8 +67,11 @@ class Probed:
     notes: tuple[str, ...] = ()
 
     @property
-    def is_engaged(self) -> bool:
-        return any(run.is_engaged for run in self.runs)
+    def is_engaged(self) -> bool | None:
+        """Whether a token was drafted; None where that is not known."""
+        if any(run.is_engaged for run in self.runs):
+            return True
+        return False if all(run.is_known for run in self.runs) else None
 
     @property
     def all_runs(self) -> tuple[ServerRun, ...]:
@@ -86,14 +91,14 @@ def probe(request: ProbeRequest, observe: Observe | None = None) -> Probed:
     _check_prompts(own, request)
     facts = _try_out(request.server, request.asking)
     runs = [
-        _run(request, request.server, facts, f"at {number}", number, observe)
+        _run(request, request.server, facts, f"{number} at a time", number, observe)
         for number in _in_reach(request.concurrencies, facts)
     ]
     beside = None
     if request.beside is not None:
         others = _try_out(request.beside, request.asking)
         number = _in_reach(request.concurrencies, others)[0]
-        beside = _run(request, request.beside, others, "beside", number, observe)
+        beside = _run(request, request.beside, others, BESIDE, number, observe)
     loads, references = _compare(runs, [*([own] if own else []), *_results([beside])], request.asking.confidence)
     alike, unlike = _compare_tokens(request, runs, beside)
     evidence = Evidence(
@@ -122,9 +127,10 @@ def probe(request: ProbeRequest, observe: Observe | None = None) -> Probed:
     )
 
 
-def rows_path(path: Path | None, name: str) -> Path | None:
-    """`rows.at-8.jsonl` of `rows.jsonl`: each run has a file of its own, which `dflash compare` reads."""
-    return None if path is None else path.with_name(f"{path.stem}.{name.replace(' ', '-')}{path.suffix}")
+def rows_path(path: Path | None, concurrency: int, *, is_beside: bool = False) -> Path | None:
+    """`rows.8.jsonl` of `rows.jsonl`: each run has a file of its own, which `dflash compare` reads."""
+    middle = f"{BESIDE}.{concurrency}" if is_beside else str(concurrency)
+    return None if path is None else path.with_name(f"{path.stem}.{middle}{path.suffix}")
 
 
 def _in_reach(concurrencies: Sequence[int], facts: ServerFacts) -> list[int]:
@@ -169,7 +175,7 @@ def _run(
     concurrency: int,
     observe: Observe | None,
 ) -> ServerRun:
-    asking = replace(request.asking, journal=rows_path(request.asking.journal, name))
+    asking = replace(request.asking, journal=rows_path(request.asking.journal, concurrency, is_beside=name == BESIDE))
     watching = observe(name) if observe is not None else None
     return run_server(server, facts, asking, name=name, concurrency=concurrency, observe=watching)
 

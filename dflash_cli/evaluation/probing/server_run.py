@@ -52,7 +52,8 @@ class ServerRun:
     """What a server gave with `concurrency` requests at a time.
 
     `origin` says what acceptance was read from: the steps of each answer, the server's counters, or sums in answers.
-    `counted` is what the server counted meanwhile; `notes` are what should be known about the figures.
+    `counted` is what the server counted meanwhile, None where that is of no use, and `has_counters` whether it counts.
+    `notes` are what should be known about the figures.
     """
 
     name: str
@@ -65,14 +66,20 @@ class ServerRun:
     conversations: tuple[ConversationCounts, ...]
     answers: tuple[Answer, ...]
     counted: ServerCounters | None
+    has_counters: bool
     failures: tuple[Failure, ...]
     notes: tuple[str, ...]
     seconds: float
 
     @property
     def is_engaged(self) -> bool:
-        """Whether a single token was drafted."""
+        """Whether a single token is known to have been drafted."""
         return self.total.counts.num_drafts > 0
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it is known if one was: without steps of answers, the counters have to be of use."""
+        return self.is_engaged or self.counted is not None or not self.has_counters
 
     @property
     def shapes(self) -> list[CurveShape]:
@@ -99,7 +106,7 @@ class ServerRun:
             "name": self.name,
             "concurrency": self.concurrency,
             "origin": self.origin,
-            "is_engaged": self.is_engaged,
+            "is_engaged": self.is_engaged if self.is_known else None,
             "counted": self.counted.to_json() if self.counted else None,
             "notes": list(self.notes),
             "shapes": [shape.to_json() for shape in self.shapes],
@@ -160,6 +167,7 @@ def run_server(
         conversations=_conversations(journal.answers, is_ordered=is_ordered) if origin == "answers" else (),
         answers=tuple(journal.answers),
         counted=counted,
+        has_counters=before is not None,
         failures=tuple(failures),
         notes=(*notes, *why, *_disagreement(origin, total, counted, num_resumed)),
         seconds=time.perf_counter() - started,
@@ -239,6 +247,9 @@ def _count(
     risen = None if now is None else now.since(before)
     if risen is None:
         return None, ["a counter fell: the server was started anew meanwhile, so its counters are not used"]
+    if risen.num_requests is not None and risen.num_requests < len(found):
+        few = f"the server counted {plural(risen.num_requests, 'request')} of {len(found)}"
+        return None, [f"{few}: it was started anew meanwhile, or counts late, so its counters are not used"]
     notes = []
     if risen.num_requests is not None and risen.num_requests > len(found) + num_extra:
         others = plural(risen.num_requests - len(found), "request")
@@ -283,7 +294,7 @@ def _pool(
         counts = AcceptanceCounts(
             0, sum(item.num_steps or 0 for item in sums), sum(item.num_accepted or 0 for item in sums)
         )
-        note = "steps are found from the tokens that no draft gave, and positions are not known"
+        note = "steps are counted from below, so the length is one from above, and positions are not known"
         return _summary(counts, len(sums), num_tokens, "answers bring sums, not steps"), "timings", [note]
     none = _summary(AcceptanceCounts(facts.num_draft_tokens or 0), len(answers), num_tokens, "no verify steps")
     return none, "nothing", []

@@ -2,11 +2,12 @@
 24536 and 26389.
 
 An answer's `timings` have how many tokens were drafted and accepted, and neither steps nor positions. With `--metrics`
-the server counts both over all requests, from the counters of which each answer's own are taken while requests come one
-at a time. Without it the number of steps is found from the tokens that no draft gave: each is the target's own token of
-one step, but for the first, which is the prompt's.
+the server counts both over all requests, and each answer's own are what the counters rise by while requests come one at
+a time. Without it the number of steps is known from below: there are no fewer than tokens that no draft gave, but for
+the first, which is the prompt's; and no fewer than it takes to draft so many tokens. So the length is one from above.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -41,18 +42,21 @@ class LlamaCppServer(InferenceServer):
     how_to_report: ClassVar[str] = "--model-draft and --metrics"
     how_to_report_steps: ClassVar[str] = "--metrics, and ask with --concurrency 1"
 
+    _num_draft_tokens: int | None = None
+
     def describe(self) -> ServerFacts:
         found = self.client.find("/props")
         props = found if isinstance(found, dict) else {}
         params = (props.get("default_generation_settings") or {}).get("params") or {}
         kind = params.get("speculative.type", params.get("speculative.types"))
         is_drafting = None if kind is None else kind not in NO_DRAFT
+        self._num_draft_tokens = params.get("speculative.n_max") if is_drafting else None
         return ServerFacts(
             engine=self.name,
             release=props.get("build_info"),
             model=self.model,
             is_drafting=is_drafting,
-            num_draft_tokens=params.get("speculative.n_max") if is_drafting else None,
+            num_draft_tokens=self._num_draft_tokens,
             max_concurrency=props.get("total_slots"),
         )
 
@@ -75,12 +79,19 @@ class LlamaCppServer(InferenceServer):
                 token_ids=token_ids,
                 text=document["content"],
                 finish_reason="length" if document.get("stop_type") == "limit" else "stop",
-                num_steps=max(0, timings["predicted_n"] - 1 - accepted) if timings.get("draft_n") else None,
+                num_steps=self._least_steps(timings),
                 num_accepted=accepted,
                 num_drafted=timings.get("draft_n"),
             )
         except (LookupError, TypeError, AttributeError, ValueError) as error:
             raise self.no_answer(COMPLETION, error) from error
+
+    def _least_steps(self, timings: Mapping[str, Any]) -> int | None:
+        if not timings.get("draft_n"):
+            return None
+        num_drafted: int = timings["draft_n"]
+        undrafted: int = timings["predicted_n"] - 1 - timings["draft_n_accepted"]
+        return max(1, undrafted, math.ceil(num_drafted / (self._num_draft_tokens or num_drafted)))
 
     def next_logprobs(self, text_ids: Sequence[int]) -> Mapping[int, float]:
         body = {
