@@ -22,6 +22,8 @@ from dflash_runtime.scheduling.request import SamplingParams
 if TYPE_CHECKING:
     from dflash_cli.conversion.request import Verification
     from dflash_cli.evaluation.acceptance_report import Evaluation
+    from dflash_cli.evaluation.probing.probe_options import ProbeOptions
+    from dflash_cli.evaluation.probing.server_probe import Probed
     from dflash_cli.evaluation.speed import BatchSpeed
     from dflash_cli.generation.prompts import PromptRow
     from dflash_cli.validation.report import Report
@@ -250,6 +252,49 @@ def measure_speed(
         session, _rows(prompts), batches, max_new_tokens=max_new_tokens, num_rounds=num_rounds, chat=chat
     )
     return list(measure_speeds(session.llm.pair, request))
+
+
+def probe_server(
+    url: str,
+    options: "ProbeOptions | None" = None,
+    *,
+    prompts: Prompts | None = None,
+    max_new_tokens: int = 128,
+    chat: bool = False,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    journal: Path | None = None,
+    resume: bool = False,
+    force: bool = False,
+) -> "Probed":
+    """Ask a running server whether its draft is engaged and at what length, as `dflash probe` does.
+
+    `options` say how it is reached and what it is held against. `Probed.runs` are the runs by concurrency, and
+    `Probed.attribution` says whose a low number is.
+
+    Raises:
+        ServerUnreachable, UnsupportedError: the server does not answer, or says nothing of acceptance.
+        UsageError: the result it is held against has none of the prompts; and whatever reading prompts raises.
+    """
+    from dflash_cli.engines.served_faults import known_faults
+    from dflash_cli.evaluation.acceptance_report import PromptSource
+    from dflash_cli.evaluation.probing.probe_options import ProbeOptions, ProbePrompts, open_probe
+    from dflash_cli.evaluation.probing.server_probe import probe
+
+    options = options or ProbeOptions()
+    rows = _rows(prompts)
+    asked = ProbePrompts(
+        rows=rows,
+        source=PromptSource(name="given", num_available=len(rows), is_bundled=prompts is None),
+        max_new_tokens=max_new_tokens,
+        chat=chat,
+        template_options=_to_text(chat_template_kwargs),
+        target_path=None if options.target is None else fetch_directory(options.target, Role.TARGET),
+        journal=journal,
+        resume=resume,
+        force=force,
+    )
+    with open_probe(url, options, asked) as request:
+        return probe(replace(request, known_faults=known_faults(options, request.server)))
 
 
 def _to_text(options: Mapping[str, Any] | None) -> str | None:

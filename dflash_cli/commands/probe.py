@@ -97,6 +97,8 @@ def probe(
     """
     if resume and rows_file is None:
         raise UsageError("--resume needs --rows FILE to resume from")
+    from dflash_cli.engines.served_faults import known_faults
+
     asked = _choose_prompts(prompts, num_prompts, options)
     asked = replace(
         asked,
@@ -109,7 +111,8 @@ def probe(
     )
     console.status(f"asking {url} ...")
     with open_probe(url, options, asked) as request:
-        found = _probe(replace(request, known_faults=_known_faults(options, request), minimum=min_acceptance))
+        faults = known_faults(options, request.server)
+        found = _probe(replace(request, known_faults=faults, minimum=min_acceptance))
     _show(found, as_json=as_json)
     _finish(found, min_acceptance, use_lower_bound=gate == "lower", allow_failed=allow_failed)
 
@@ -135,18 +138,6 @@ def _choose_prompts(prompts: str | None, num_prompts: int | None, options: Probe
     )
     target = None if options.target is None else fetch_directory(options.target, Role.TARGET)
     return ProbePrompts(rows=rows, source=source, target_path=target)
-
-
-def _known_faults(options: ProbeOptions, request: "ProbeRequest") -> list[str]:
-    """What rules say of the draft on this engine, where a draft is named."""
-    if options.draft is None:
-        return []
-    from dflash_cli.engines.served_faults import served_faults
-
-    facts = request.server.describe()
-    return served_faults(
-        options.draft, options.target, facts.engine, facts.release, num_draft_tokens=facts.num_draft_tokens
-    )
 
 
 def _probe(request: "ProbeRequest") -> "Probed":

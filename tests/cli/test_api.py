@@ -17,6 +17,7 @@ from dflash_cli.commands.bench import bench
 from dflash_cli.commands.convert import convert
 from dflash_cli.commands.eval_acceptance import eval_acceptance
 from dflash_cli.commands.generate import generate
+from dflash_cli.commands.probe import probe
 from dflash_cli.commands.validate import validate
 from dflash_cli.options import EngineOptions, SamplingOptions
 from dflash_runtime.config import EngineConfig
@@ -27,7 +28,7 @@ from dflash_testing.paths import ROOT
 
 NAMES = {
     "LLM", "SamplingParams", "__version__", "convert_draft", "evaluate", "load_pair", "measure_speed", "open_draft",
-    "open_target", "validate_draft",
+    "open_target", "probe_server", "validate_draft",
 }  # fmt: skip
 
 
@@ -96,6 +97,16 @@ COUNTERPARTS: dict[Callable[..., Any], tuple[Callable[..., Any], dict[str, str]]
     bench: (
         dflash_cli.measure_speed,
         {"rounds": "num_rounds", "min_speedup": "(a comparison with BatchSpeed.speedup)"},
+    ),
+    probe: (
+        dflash_cli.probe_server,
+        {
+            "num_prompts": "prompts",
+            "rows_file": "journal",
+            "min_acceptance": "(a comparison with ServerRun.total)",
+            "gate": "(a comparison with ServerRun.total)",
+            "allow_failed": "(ServerRun.failures)",
+        },
     ),
     generate: (
         dflash_cli.LLM.generate,

@@ -1,7 +1,10 @@
 """`dflash probe` against servers on this machine: figures, faults on the way, exit codes, and what is kept."""
 
 import json
+import os
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,12 +12,15 @@ from typing import Any
 
 import pytest
 
+import dflash_cli
 from dflash_cli.evaluation.probing import http_client
+from dflash_cli.evaluation.probing.probe_options import ProbeOptions
 from dflash_cli.generation.tokenizer import Tokenizer
 from dflash_testing import checkpoints as support
 from dflash_testing.inference_servers import FakeEngine, make_text, prompt_rows, serving, texts_of_rows
 from dflash_testing.paths import ROOT
 
+ENV = os.environ | {"PYTHONPATH": os.pathsep.join(str(ROOT / folder) for folder in (".", "runtime", "kernels"))}
 FEW = ("--concurrency", "1", "-n", "40")
 
 
@@ -310,3 +316,32 @@ def test_conversations_are_rendered_by_the_server_and_go_on_with_its_answers(
 def test_numbers_of_requests_are_checked(text: str) -> None:
     done = support.invoke("probe", "http://localhost", "--concurrency", text)
     assert (done.code, "--concurrency" in done.err) == (2, True)
+
+
+def test_known_faults_of_the_engine_are_said(prompts: Path) -> None:
+    with serving(FakeEngine(style="sglang", release="0.5.23.post1")) as engine:
+        faults = probe(engine, "-p", prompts, *FEW, "-d", "tiny:reduced")["known_faults"]
+    assert {fault.split()[0] for fault in faults} >= {"S09", "S10"}
+
+
+def test_a_program_asks_as_the_command_does(engine: FakeEngine, prompts: Path, tmp_path: Path) -> None:
+    found = dflash_cli.probe_server(
+        engine.url,
+        ProbeOptions(concurrency="2,4"),
+        prompts=[row["prompt_token_ids"] for row in map(json.loads, prompts.read_text().splitlines())],
+        max_new_tokens=40,
+        journal=tmp_path / "rows.jsonl",
+    )
+    assert [run.concurrency for run in found.runs] == [2, 4]
+    by_command = probe(engine, "-p", prompts, *FEW)["runs"][0]
+    assert found.runs[0].total.counts.per_pos_accepted == by_command["per_pos_accepted"]
+    assert (tmp_path / "rows.4.jsonl").exists()
+
+
+def test_asking_a_server_takes_no_torch() -> None:
+    code = (
+        "import sys; from dflash_cli.evaluation.probing import probe_options, probe_report; "
+        "print(*sorted({'torch', 'transformers', 'numpy', 'httpx', 'httpx2'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT, env=ENV)
+    assert done.stdout.split() == []

@@ -40,7 +40,8 @@ def run(length: float, name: str = "1 at a time", num_drafts: int = 800) -> Serv
     )  # fmt: skip
     return ServerRun(
         name=name, facts=FACTS, asked=Asked(max_new_tokens=64), chat=False, concurrency=1, origin="answers",
-        total=total, conversations=conversations(length), answers=(), counted=None, has_counters=False, failures=(), notes=(), seconds=1.0,
+        total=total, conversations=conversations(length), answers=(), counted=None, has_counters=False, failures=(),
+        notes=(), seconds=1.0,
     )  # fmt: skip
 
 
