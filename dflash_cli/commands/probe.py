@@ -92,7 +92,7 @@ def probe(
     """Ask a running server: is its draft engaged, how many tokens does a step give, and whose is a low number?
 
     It is asked with several numbers of requests at a time, and its answers at temperature 0 are held against each
-    other. With --result or --beside it is held against a reference, and the cause of a lower number is named. Without
+    other. With --result or --beside it is held against a yardstick, and the cause of a lower number is named. Without
     --prompts, the bundled ones are used: 64 pieces of Python.
     """
     if resume and rows_file is None:
@@ -172,7 +172,7 @@ def _show(found: "Probed", *, as_json: bool) -> None:
     for title, (columns, rows) in probe_report.all_tables(found).items():
         console.result("")
         console.table(columns, rows, title=title)
-    lines = [*probe_report.reference_lines(found), *probe_report.equality_lines(found)]
+    lines = [*probe_report.yardstick_lines(found), *probe_report.equality_lines(found)]
     shapes = [line for shape in found.runs[0].shapes for line in shape.lines]
     for block in (lines, shapes, probe_report.attribution_lines(found.attribution)):
         if block:

@@ -3,17 +3,17 @@
 The rules, in order; the first that holds decides, and docs/probe.md has them for people:
 
 1. not one token was drafted                                           engine
-2. the server's length is lower than the reference's, which drafted
+2. the server's length is lower than the yardstick's, which drafted
    another number of tokens a step                                     settings
-3. it is lower, and prompts came to other tokens than the reference's  settings
+3. it is lower, and prompts came to other tokens than the yardstick's  settings
 4. it is lower                                                         engine, with its known faults
 5. it is lower with more requests at a time                            engine
 6. greedy answers differ by more than near-ties                        engine
-7. the length is low, and the reference's is not higher                checkpoint
-8. there is a reference, and nothing of the above                      none
+7. the length is low, and the yardstick's is not higher                checkpoint
+8. there is a yardstick, and nothing of the above                      none
 9. there is none                                                       undecided
 
-A reference is our own number on the same prompts, or that of another server.
+A yardstick is our own number on the same prompts, or that of another server.
 """
 
 from collections.abc import Iterable, Sequence
@@ -54,7 +54,7 @@ class Attribution:
 class Evidence:
     """All that an attribution rests on.
 
-    `runs` are those of the server, by concurrency; `loads` hold those after the first against it, `references` our own
+    `runs` are those of the server, by concurrency; `loads` hold those after the first against it, `yardsticks` our own
     number and another server's. `known_faults` are rules that find fault with the checkpoint on this engine and
     release. `minimum` is the least length that is wanted, where one is.
     """
@@ -62,21 +62,21 @@ class Evidence:
     facts: ServerFacts
     runs: Sequence[ServerRun]
     loads: Sequence[Comparison] = ()
-    references: Sequence[Comparison] = ()
+    yardsticks: Sequence[Comparison] = ()
     equalities: Sequence[TokenEquality] = ()
-    reference_equalities: Sequence[TokenEquality] = ()
+    yardstick_equalities: Sequence[TokenEquality] = ()
     known_faults: Sequence[str] = ()
     minimum: float | None = None
 
     @property
     def lower_than(self) -> list[Comparison]:
-        """The references that the server is shown to be below."""
-        return [item for item in self.references if _is_higher(item)]
+        """The yardsticks that the server is shown to be below."""
+        return [item for item in self.yardsticks if _is_higher(item)]
 
     @property
     def has_other_text(self) -> bool:
-        """Whether greedy answers differ from the references' by more than near-ties."""
-        return any(item.num_unexplained for item in self.reference_equalities)
+        """Whether greedy answers differ from the yardsticks' by more than near-ties."""
+        return any(item.num_unexplained for item in self.yardstick_equalities)
 
     @property
     def is_low(self) -> bool:
@@ -92,10 +92,9 @@ def attribute(evidence: Evidence) -> Attribution:
         found = rule(evidence)
         if found is not None:
             return found
-    if evidence.references:
-        return Attribution(
-            owner="none", rule=8, evidence="the server does as the reference does", hint="nothing is to be done"
-        )
+    if evidence.yardsticks:
+        names = " and ".join(item.other.name for item in evidence.yardsticks)
+        return Attribution(owner="none", rule=8, evidence=f"it is not below {names}", hint="nothing is to be done")
     hint = "measure the pair here with eval-acceptance --rows OWN.jsonl and give that as --result, or name --beside"
     return Attribution(owner="undecided", rule=9, evidence="there is nothing to compare with", hint=hint)
 
@@ -120,9 +119,9 @@ def _other_settings(evidence: Evidence) -> Attribution | None:
                 owner="settings",
                 rule=2,
                 evidence=f"the server drafts {widths[0]} tokens a step, {item.other.name} {widths[1]}",
-                hint="start the server with as many, or measure the reference with -k as many as the server",
+                hint="start the server with as many, or measure the yardstick with -k as many as the server",
             )
-    unlike = [item for item in evidence.reference_equalities if item.num_unlike]
+    unlike = [item for item in evidence.yardstick_equalities if item.num_unlike]
     if evidence.lower_than and unlike:
         return Attribution(
             owner="settings",
@@ -137,7 +136,7 @@ def _lower(evidence: Evidence) -> Attribution | None:
     if not evidence.lower_than:
         return None
     item = evidence.lower_than[0]
-    hint = "dflash validate DRAFT --target TARGET --engine NAME@RELEASE says what it reads otherwise"
+    hint = f"dflash validate DRAFT --target TARGET --engine {evidence.facts.engine} says what it reads otherwise"
     if evidence.has_other_text:
         hint = "the texts differ too, by more than near-ties: is the same target served, in the same precision?"
     return Attribution(
@@ -176,9 +175,9 @@ def _unequal(evidence: Evidence) -> Attribution | None:
 
 
 def _checkpoint(evidence: Evidence) -> Attribution | None:
-    if not evidence.references or not evidence.is_low:
+    if not evidence.yardsticks or not evidence.is_low:
         return None
-    item = evidence.references[0]
+    item = evidence.yardsticks[0]
     return Attribution(
         owner="checkpoint",
         rule=7,

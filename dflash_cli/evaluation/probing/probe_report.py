@@ -21,7 +21,7 @@ ORIGINS = {"answers": "answers", "counters": "counters", "timings": "sums", "not
 
 def to_json(found: Probed) -> dict[str, Any]:
     """The document of `dflash probe --json`."""
-    comparisons = (*found.loads, *found.references)
+    comparisons = (*found.loads, *found.yardsticks)
     compared = comparison_report.to_json(comparisons, None) if comparisons else {"results": [], "comparisons": []}
     return {
         "url": found.url,
@@ -58,7 +58,9 @@ def headline(found: Probed) -> list[str]:
 
 
 def legend(found: Probed) -> list[str]:
-    """What the lengths count."""
+    """What the lengths count, where there are any."""
+    if not found.is_engaged:
+        return []
     interval = found.runs[0].total.interval
     lines = ["average number of tokens a verify step gives, the target's own included (vLLM's definition)"]
     if interval is not None:
@@ -89,9 +91,9 @@ def as_evaluation(run: ServerRun, found: Probed) -> Evaluation:
     )
 
 
-def reference_lines(found: Probed) -> list[str]:
-    """`own.json 3.439: the server -0.012 [-0.101, +0.077], p = 0.79, undecided`, a line for each reference."""
-    return [f"{item.other.name}: {item.other.acceptance_len:.3f}, {_change(item)}" for item in found.references]
+def yardstick_lines(found: Probed) -> list[str]:
+    """`own.jsonl: 3.439, +0.012 [-0.101, +0.077] against the server, undecided`, a line for each yardstick."""
+    return [f"{item.other.name}: {item.other.acceptance_len:.3f}, {_change(item)}" for item in found.yardsticks]
 
 
 def equality_lines(found: Probed) -> list[str]:

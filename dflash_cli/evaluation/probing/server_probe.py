@@ -1,4 +1,4 @@
-"""Is a server's draft engaged, at what length, beside what reference, and whose is it if that is low?"""
+"""Is a server's draft engaged, at what length, beside what yardstick, and whose is it if that is low?"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -51,7 +51,7 @@ class ProbeRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probed:
-    """What a probe found. `loads` hold the later runs against the first, `references` hold other results."""
+    """What a probe found. `loads` hold the later runs against the first, `yardsticks` hold other results."""
 
     url: str
     facts: ServerFacts
@@ -61,7 +61,7 @@ class Probed:
     attribution: Attribution
     beside: ServerRun | None = None
     loads: tuple[Comparison, ...] = ()
-    references: tuple[Comparison, ...] = ()
+    yardsticks: tuple[Comparison, ...] = ()
     equalities: tuple[TokenEquality, ...] = ()
     known_faults: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -84,7 +84,7 @@ def probe(request: ProbeRequest, observe: Observe | None = None) -> Probed:
 
     Raises:
         UnsupportedError: the server says nothing of acceptance.
-        UsageError: the reference has none of the prompts.
+        UsageError: the yardstick has none of the prompts.
         ServerUnreachable: the server stops answering.
     """
     own = None if request.result is None else read_result(request.result)
@@ -99,15 +99,15 @@ def probe(request: ProbeRequest, observe: Observe | None = None) -> Probed:
         others = _try_out(request.beside, request.asking)
         number = _in_reach(request.concurrencies, others)[0]
         beside = _run(request, request.beside, others, BESIDE, number, observe)
-    loads, references = _compare(runs, [*([own] if own else []), *_results([beside])], request.asking.confidence)
+    loads, yardsticks = _compare(runs, [*([own] if own else []), *_results([beside])], request.asking.confidence)
     alike, unlike = _compare_tokens(request, runs, beside)
     evidence = Evidence(
         facts=facts,
         runs=runs,
         loads=loads,
-        references=references,
+        yardsticks=yardsticks,
         equalities=alike,
-        reference_equalities=unlike,
+        yardstick_equalities=unlike,
         known_faults=request.known_faults,
         minimum=request.minimum,
     )
@@ -120,7 +120,7 @@ def probe(request: ProbeRequest, observe: Observe | None = None) -> Probed:
         attribution=attribute(evidence),
         beside=beside,
         loads=tuple(loads),
-        references=tuple(references),
+        yardsticks=tuple(yardsticks),
         equalities=(*alike, *unlike),
         known_faults=tuple(request.known_faults),
         notes=tuple(_notes(request, facts, runs)),
@@ -181,7 +181,7 @@ def _run(
 
 
 def _check_prompts(own: MeasuredResult | None, request: ProbeRequest) -> None:
-    """Refuse a reference of other prompts before anything is asked."""
+    """Refuse a yardstick of other prompts before anything is asked."""
     if own is None or not own.conversations:
         return
     asked = {row.digest for row in request.asking.rows}
@@ -196,7 +196,7 @@ def _results(runs: Sequence[ServerRun | None]) -> list[MeasuredResult]:
 def _compare(
     runs: Sequence[ServerRun], others: Sequence[MeasuredResult], confidence: float
 ) -> tuple[list[Comparison], list[Comparison]]:
-    """The later runs and the references, each against the first run, on the prompts that both have."""
+    """The later runs and the yardsticks, each against the first run, on the prompts that both have."""
     if not runs[0].is_engaged:
         return [], []
     base, *later = _results(runs)
@@ -218,7 +218,7 @@ def _pair(base: MeasuredResult, other: MeasuredResult, confidence: float) -> Com
 def _compare_tokens(
     request: ProbeRequest, runs: Sequence[ServerRun], beside: ServerRun | None
 ) -> tuple[list[TokenEquality], list[TokenEquality]]:
-    """Greedy answers of the first run against the later ones, and against the references."""
+    """Greedy answers of the first run against the later ones, and against the yardsticks."""
     if request.asking.asked.temperature > 0:
         return [], []
     texts = texts_of_answers(runs[0].answers)

@@ -263,7 +263,7 @@ def test_a_number_as_low_as_our_own_is_the_checkpoints(prompts: Path) -> None:
     assert "cause: checkpoint (rule 7)" in done.out
 
 
-def test_another_server_is_a_reference(engine: FakeEngine, prompts: Path) -> None:
+def test_another_server_is_a_yardstick(engine: FakeEngine, prompts: Path) -> None:
     with serving(FakeEngine(style="sglang", release="0.5.23")) as other:
         document = probe(engine, "-p", prompts, *FEW, "--beside", other.url)
     assert document["beside"]["server"]["engine"] == "sglang"
@@ -295,7 +295,7 @@ def test_a_length_below_the_gate_is_an_exit_code(engine: FakeEngine, prompts: Pa
     assert (done.code, "expected at least 5" in done.err) == (3, True)
 
 
-def test_a_reference_of_other_prompts_is_refused_before_anything_is_asked(engine: FakeEngine, prompts: Path) -> None:
+def test_a_yardstick_of_other_prompts_is_refused_before_anything_is_asked(engine: FakeEngine, prompts: Path) -> None:
     own = own_result(engine, prompts)
     prompts.write_text('{"prompt_token_ids": [1, 2]}\n')
     done = support.invoke("probe", engine.url, "-p", prompts, *FEW, "--result", own)

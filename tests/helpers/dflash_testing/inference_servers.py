@@ -445,9 +445,9 @@ METRICS = {"vllm": vllm_metrics, "sglang": sglang_metrics, "llama.cpp": llama_me
 
 
 @contextmanager
-def serving(engine: FakeEngine) -> Iterator[FakeEngine]:
+def serving(engine: FakeEngine, port: int = 0) -> Iterator[FakeEngine]:
     """The engine behind a URL on this machine."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
     server.daemon_threads = True
     server.engine = engine  # type: ignore[attr-defined]
     engine.url = f"http://127.0.0.1:{server.server_address[1]}"

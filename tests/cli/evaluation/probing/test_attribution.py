@@ -45,7 +45,7 @@ def run(length: float, name: str = "1 at a time", num_drafts: int = 800) -> Serv
     )  # fmt: skip
 
 
-def reference(length: float, *, rows: bool = True, **facts: Any) -> MeasuredResult:
+def yardstick(length: float, *, rows: bool = True, **facts: Any) -> MeasuredResult:
     return MeasuredResult(
         name="own.json",
         source="test",
@@ -67,38 +67,38 @@ def equality(gap: float | None, *, num_unlike: int = 0) -> TokenEquality:
 
 def evidence(length: float = 3.4, own: MeasuredResult | None = None, **changes: Any) -> Evidence:
     first = run(length)
-    references = [against(first, own)] if own is not None else []
-    return replace(Evidence(facts=FACTS, runs=[first], references=references), **changes)
+    yardsticks = [against(first, own)] if own is not None else []
+    return replace(Evidence(facts=FACTS, runs=[first], yardsticks=yardsticks), **changes)
 
 
 SLOW = run(3.0, "8 at a time").as_result()
 CASES = {
     "not one token drafted": (evidence(runs=[run(1.0, num_drafts=0)]), ("engine", 1)),
-    "fewer tokens drafted than for the reference": (
-        evidence(2.4, reference(3.4, num_speculative_tokens=15)),
+    "fewer tokens drafted than for the yardstick": (
+        evidence(2.4, yardstick(3.4, num_speculative_tokens=15)),
         ("settings", 2),
     ),
     "other tokens in the prompts": (
-        evidence(2.4, reference(3.4), reference_equalities=[equality(0.1, num_unlike=40)]),
+        evidence(2.4, yardstick(3.4), yardstick_equalities=[equality(0.1, num_unlike=40)]),
         ("settings", 3),
     ),
-    "lower than the reference": (evidence(2.4, reference(3.4)), ("engine", 4)),
-    "lower than totals of the reference, by much": (evidence(2.4, reference(3.4, rows=False)), ("engine", 4)),
+    "lower than the yardstick": (evidence(2.4, yardstick(3.4)), ("engine", 4)),
+    "lower than totals of the yardstick, by much": (evidence(2.4, yardstick(3.4, rows=False)), ("engine", 4)),
     "lower with more requests": (evidence(loads=[against(run(3.4), SLOW)]), ("engine", 5)),
     "answers that differ by more than near-ties": (evidence(equalities=[equality(2.0)]), ("engine", 6)),
-    "low here and there": (evidence(1.2, reference(1.2)), ("checkpoint", 7)),
-    "less than wanted, here and there": (evidence(3.4, reference(3.4), minimum=4.0), ("checkpoint", 7)),
-    "as the reference": (evidence(3.4, reference(3.41)), ("none", 8)),
-    "above the reference": (evidence(3.4, reference(2.4)), ("none", 8)),
-    "more drafted than for the reference, and not lower": (
-        evidence(3.4, reference(3.4, num_speculative_tokens=15)),
+    "low here and there": (evidence(1.2, yardstick(1.2)), ("checkpoint", 7)),
+    "less than wanted, here and there": (evidence(3.4, yardstick(3.4), minimum=4.0), ("checkpoint", 7)),
+    "as the yardstick": (evidence(3.4, yardstick(3.41)), ("none", 8)),
+    "above the yardstick": (evidence(3.4, yardstick(2.4)), ("none", 8)),
+    "more drafted than for the yardstick, and not lower": (
+        evidence(3.4, yardstick(3.4, num_speculative_tokens=15)),
         ("none", 8),
     ),
-    "a little lower, however sure": (evidence(3.4, reference(3.44)), ("none", 8)),
-    "lower than totals, by little": (evidence(3.2, reference(3.4, rows=False)), ("none", 8)),
-    "near-ties alone": (evidence(3.4, reference(3.4), equalities=[equality(0.1)]), ("none", 8)),
-    "differences that were not judged": (evidence(3.4, reference(3.4), equalities=[equality(None)]), ("none", 8)),
-    "low, and no reference": (evidence(1.2), ("undecided", 9)),
+    "a little lower, however sure": (evidence(3.4, yardstick(3.44)), ("none", 8)),
+    "lower than totals, by little": (evidence(3.2, yardstick(3.4, rows=False)), ("none", 8)),
+    "near-ties alone": (evidence(3.4, yardstick(3.4), equalities=[equality(0.1)]), ("none", 8)),
+    "differences that were not judged": (evidence(3.4, yardstick(3.4), equalities=[equality(None)]), ("none", 8)),
+    "low, and no yardstick": (evidence(1.2), ("undecided", 9)),
 }
 
 
@@ -111,7 +111,7 @@ def test_the_first_rule_that_holds_decides(name: str) -> None:
 
 
 def test_known_faults_and_other_texts_are_said_with_the_engine() -> None:
-    found = attribute(evidence(2.4, reference(3.4), known_faults=["C20 causal"]))
+    found = attribute(evidence(2.4, yardstick(3.4), known_faults=["C20 causal"]))
     assert found.evidence == "2.410 tokens a step, own.json 3.410 on the same prompts; known of this engine: C20 causal"
-    found = attribute(evidence(2.4, reference(3.4), reference_equalities=[equality(3.0)]))
+    found = attribute(evidence(2.4, yardstick(3.4), yardstick_equalities=[equality(3.0)]))
     assert "is the same target served" in found.hint

@@ -106,6 +106,24 @@ def test_the_steps_of_a_summary_by_draft_length_keep_both_numbers() -> None:
     assert sorted(zip(steps.drafted, steps.accepted, strict=True)) == [(1, 0), (2, 1), (2, 2)]
 
 
+@pytest.mark.parametrize(("reports", "is_ordered"), [("summary", False), ("detailed", True)])
+def test_decay_with_context_is_looked_for_only_where_the_order_of_steps_is_known(
+    reports: Any, is_ordered: bool
+) -> None:
+    texts = {ids: make_text(ids, length=400) for ids in PROMPTS[:2]}
+    with serving(FakeEngine(reports=reports, texts=texts)) as engine:
+        server = open_fake(engine)
+        request = ServerRequest(
+            rows=[PromptRow(index=index, kind="prompt_token_ids", value=list(ids)) for index, ids in enumerate(texts)],
+            asked=Asked(max_new_tokens=400),
+            tokenizer=ServerTokenizer(server),
+        )
+        run = run_server(server, server.describe(), request, name="run", concurrency=1)
+    for answer, text in zip(run.answers, texts.values(), strict=True):
+        assert (answer.output.acceptance_lengths == tuple(number + 1 for number in text.accepted)) == is_ordered
+    assert all((item.num_far_steps > 0) == is_ordered for item in run.conversations)
+
+
 @pytest.fixture(params=["vllm", "sglang", "llama.cpp"])
 def engine(request: pytest.FixtureRequest) -> Iterator[FakeEngine]:
     with serving(FakeEngine(style=request.param)) as engine:
