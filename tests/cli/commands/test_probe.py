@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import dflash_cli
-from dflash_cli.evaluation.probing import http_client
+from dflash_cli.evaluation.probing import http_client, served_answers
 from dflash_cli.evaluation.probing.probe_options import ProbeOptions
 from dflash_cli.generation.tokenizer import Tokenizer
 from dflash_testing import checkpoints as support
@@ -27,6 +27,7 @@ FEW = ("--concurrency", "1", "-n", "40")
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_client, "FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(served_answers, "COUNTER_PAUSE_S", 0.002)
 
 
 @pytest.fixture
@@ -61,7 +62,7 @@ def own_result(engine: FakeEngine, prompts: Path, **changes: Any) -> Path:
 def test_a_probe_equals_our_own_evaluation_step_for_step(tmp_path: Path) -> None:
     """The server is driven by our engine on the bundled pair, and reports its steps as vLLM would."""
     own, seen = tmp_path / "own.jsonl", tmp_path / "seen.jsonl"
-    sample = ("--num-prompts", "12", "-n", "24")
+    sample = ("--num-prompts", "12", "-n", "12")
     evaluated = json.loads(support.invoke("eval-acceptance", "tiny", *sample, "--rows", own, "--json").out)
     tokenizer = Tokenizer(ROOT / "dflash_cli" / "tiny" / "target")
     engine = FakeEngine(reports="detailed", texts=texts_of_rows(own), encode=tokenizer.encode)
@@ -103,7 +104,7 @@ def test_prompts_are_asked_as_ids_and_at_the_concurrency_that_is_said(engine: Fa
 @pytest.mark.parametrize("fault", ["500", "timeout"])
 def test_troubles_that_pass_are_tried_again(engine: FakeEngine, prompts: Path, fault: Any) -> None:
     engine.faults = {1: fault, 4: fault, 5: fault}
-    document = probe(engine, "-p", prompts, *FEW, "--timeout", "0.3")
+    document = probe(engine, "-p", prompts, *FEW, "--timeout", "0.15")
     assert document["runs"][0]["failed"] == []
     assert document["runs"][0]["num_conversations"] == 14
 

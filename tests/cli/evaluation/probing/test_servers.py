@@ -110,7 +110,7 @@ def test_the_steps_of_a_summary_by_draft_length_keep_both_numbers() -> None:
 def test_decay_with_context_is_looked_for_only_where_the_order_of_steps_is_known(
     reports: Any, is_ordered: bool
 ) -> None:
-    texts = {ids: make_text(ids, length=400) for ids in PROMPTS[:2]}
+    texts: dict[tuple[int, ...], Text] = {ids: make_text(ids, length=400) for ids in PROMPTS[:2]}
     with serving(FakeEngine(reports=reports, texts=texts)) as engine:
         server = open_fake(engine)
         request = ServerRequest(
@@ -120,6 +120,7 @@ def test_decay_with_context_is_looked_for_only_where_the_order_of_steps_is_known
         )
         run = run_server(server, server.describe(), request, name="run", concurrency=1)
     for answer, text in zip(run.answers, texts.values(), strict=True):
+        assert list(answer.output.acceptance_lengths) != sorted(answer.output.acceptance_lengths)
         assert (answer.output.acceptance_lengths == tuple(number + 1 for number in text.accepted)) == is_ordered
     assert all((item.num_far_steps > 0) == is_ordered for item in run.conversations)
 
