@@ -83,7 +83,7 @@ COMMANDS = {
         summary="Ask a running server whether its draft is engaged, and at what length.",
         examples=(
             "dflash probe http://localhost:8000",
-            "dflash probe http://localhost:8000 -p prompts.jsonl --result own.jsonl -d org/draft",
+            "dflash probe http://localhost:8000 -p prompts.jsonl --result own.jsonl",
             "dflash probe http://localhost:30000 --beside http://localhost:8000",
         ),
         docs="docs/probe.md",

@@ -59,10 +59,9 @@ class VllmServer(InferenceServer):
             "prompt": list(prompt_ids),
             "max_tokens": asked.max_new_tokens,
             "temperature": asked.temperature,
-            "seed": asked.seed,
             "ignore_eos": asked.ignore_eos,
             "return_token_ids": True,
-        }
+        } | ({"seed": asked.seed} if asked.temperature else {})
         document = self.client.post(COMPLETIONS, body)
         try:
             choice = document["choices"][0]
