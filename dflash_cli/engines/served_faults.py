@@ -1,19 +1,24 @@
 """What rules say of a draft on the engine of a running server, at the release that the server states."""
 
 import re
+from typing import TYPE_CHECKING
 
-from dflash_cli.checkpoints.pair_references import complete_pair
-from dflash_cli.checkpoints.references import fetch_directory
 from dflash_cli.engines.serving_engine import all_engines, parse_engines, release_text
-from dflash_cli.evaluation.probing.inference_server import InferenceServer
-from dflash_cli.evaluation.probing.probe_options import ProbeOptions
-from dflash_cli.validation.validator import ValidationRequest, validate_draft
+
+if TYPE_CHECKING:
+    from dflash_cli.evaluation.probing.inference_server import InferenceServer
+    from dflash_cli.evaluation.probing.probe_options import ProbeOptions
 
 
-def known_faults(options: ProbeOptions, server: InferenceServer) -> list[str]:
+def known_faults(options: "ProbeOptions", server: "InferenceServer") -> list[str]:
     """`C20 message` of each rule that finds an error in the draft that was named; nothing where none was."""
     if options.draft is None:
         return []
+    # Every module of this folder is imported to find the engines, also for a page of help.
+    from dflash_cli.checkpoints.pair_references import complete_pair
+    from dflash_cli.checkpoints.references import fetch_directory
+    from dflash_cli.validation.validator import ValidationRequest, validate_draft
+
     facts = server.describe()
     pair = complete_pair(options.draft, options.target, find=fetch_directory)
     assert pair.draft_location is not None
