@@ -145,19 +145,22 @@ def _probe(request: "ProbeRequest") -> "Probed":
     from dflash_cli.evaluation.probing.server_probe import probe as run_probe
 
     num_answers = sum(row.num_turns for row in request.asking.rows)
+    progress = AcceptanceProgress(num_answers)
     with ExitStack() as shown:
 
         def observe(name: str) -> "Callable[[Event], None]":
+            nonlocal progress
             shown.close()
             console.status(f"{name} ...")
-            return shown.enter_context(AcceptanceProgress(num_answers))
+            progress = shown.enter_context(AcceptanceProgress(num_answers))
+            return progress
 
         try:
             return run_probe(request, observe)
         except KeyboardInterrupt as error:
             kept = "the answers are kept; give the same command with --resume to go on"
             lost = "nothing is kept; with --rows FILE answers are, and --resume goes on from them"
-            raise Interrupted(hint=lost if request.asking.journal is None else kept) from error
+            raise Interrupted(progress.text, hint=lost if request.asking.journal is None else kept) from error
 
 
 def _show(found: "Probed", *, as_json: bool) -> None:
@@ -174,7 +177,7 @@ def _show(found: "Probed", *, as_json: bool) -> None:
         console.table(columns, rows, title=title)
     lines = [*probe_report.yardstick_lines(found), *probe_report.equality_lines(found)]
     shapes = [line for shape in found.runs[0].shapes for line in shape.lines]
-    for block in (lines, shapes, probe_report.attribution_lines(found.attribution)):
+    for block in (lines, shapes, probe_report.fault_lines(found), probe_report.attribution_lines(found.attribution)):
         if block:
             console.result("\n" + "\n".join(block))
 
@@ -188,11 +191,12 @@ def _finish(found: "Probed", minimum: float | None, *, use_lower_bound: bool, al
     """
     from dflash_cli.evaluation.measure import check_gate
     from dflash_cli.evaluation.probing.probe_report import as_evaluation
+    from dflash_cli.generation.answers import plural
 
     failures = [failure for run in found.all_runs for failure in run.failures]
     if failures:
         say = console.warn if allow_failed else console.error
-        say(f"{len(failures)} prompts not answered, and not in the result:")
+        say(f"{plural(len(failures), 'prompt')} not answered, and not in the result:")
         for failure in failures[:SHOWN_FAILURES]:
             console.error_text(f"    {failure.error}")
         if not allow_failed:

@@ -101,6 +101,15 @@ def equality_lines(found: Probed) -> list[str]:
     return [line for item in found.equalities for line in _equality(item)]
 
 
+def fault_lines(found: Probed) -> list[str]:
+    """What rules say of the draft on this engine, where it was named."""
+    return [
+        line
+        for fault in found.known_faults
+        for line in textwrap.wrap(f"known of {found.facts.engine}: {fault}", WIDTH, subsequent_indent="  ")
+    ]
+
+
 def attribution_lines(attribution: Attribution) -> list[str]:
     """`cause: engine (rule 4): ...`, and what to do next."""
     text = f"cause: {attribution.owner} (rule {attribution.rule}): {attribution.evidence}"

@@ -40,7 +40,7 @@ def stand_in() -> None:
 
     names: dict[str, dict[str, Any]] = {
         PACKAGE: {"register_instrumentator_api_routers": add_routes, "__path__": []},
-        f"{PACKAGE}.basic": {"base": lambda request: request.app.state.openai_serving_tokenization},
+        f"{PACKAGE}.basic": {"base": lambda request: request.app.state.serving_tokenization},
         f"{PACKAGE}.health": {"health": health},
     }
     for name, members in names.items():

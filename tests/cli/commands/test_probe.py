@@ -113,7 +113,7 @@ def test_a_prompt_that_is_not_answered_is_named_and_left_out(engine: FakeEngine,
     engine.faults = {3: "400"}
     done = support.invoke("probe", engine.url, "-p", prompts, *FEW)
     assert done.code == 2
-    assert "1 prompts not answered" in done.err
+    assert "1 prompt not answered" in done.err
     assert f"prompts.jsonl:3: {engine.url}/v1/completions: answered 400: the prompt is longer" in done.err
     engine.faults = {engine.num_answers + 3: "400"}
     assert support.invoke("probe", engine.url, "-p", prompts, *FEW, "--allow-failed").code == 0
@@ -226,6 +226,15 @@ def test_answers_and_counters_that_disagree_are_noticed(prompts: Path) -> None:
     assert f"answers report {steps} steps, the server's counters {2 * steps}" in run["notes"]
 
 
+def test_counters_without_positions_and_requests_give_the_length_alone(prompts: Path) -> None:
+    with serving(FakeEngine(missing=("per_pos", "request_success"))) as engine:
+        (run,) = probe(engine, "-p", prompts, "--concurrency", "4", "-n", "40")["runs"]
+        page = support.invoke("probe", engine.url, "-p", prompts, *FEW).out
+    assert (run["origin"], run["per_pos_accepted"], run["counted"]["num_requests"]) == ("counters", [], None)
+    assert run["acceptance_len"] == 1 + run["num_accepted_tokens"] / run["num_drafts"]
+    assert "by position" not in page
+
+
 def test_counters_that_have_no_text_are_one_line(prompts: Path) -> None:
     with serving(FakeEngine(metrics_text='a{b="\n')) as engine:
         done = support.invoke("probe", engine.url, "-p", prompts, *FEW)
@@ -322,7 +331,9 @@ def test_numbers_of_requests_are_checked(text: str) -> None:
 def test_known_faults_of_the_engine_are_said(prompts: Path) -> None:
     with serving(FakeEngine(style="sglang", release="0.5.23.post1")) as engine:
         faults = probe(engine, "-p", prompts, *FEW, "-d", "tiny:reduced")["known_faults"]
+        page = support.invoke("probe", engine.url, "-p", prompts, *FEW, "-d", "tiny:reduced").out
     assert {fault.split()[0] for fault in faults} >= {"S09", "S10"}
+    assert "\nknown of sglang: S10 1024 of the target's 2048 ids" in page
 
 
 def test_a_program_asks_as_the_command_does(engine: FakeEngine, prompts: Path, tmp_path: Path) -> None:

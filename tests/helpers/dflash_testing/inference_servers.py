@@ -9,7 +9,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -82,6 +82,8 @@ class FakeEngine:
     changes_at     the place at which an answer differs while more than one request runs
     gap            nats between the two tokens there
     old_names      SGLang's names of earlier releases
+    metrics_text   shown in place of its own
+    missing        names whose lines it leaves out of its metrics
     """
 
     style: Literal["vllm", "sglang", "llama.cpp"] = "vllm"
@@ -102,6 +104,7 @@ class FakeEngine:
     old_names: bool = False
     key: str | None = None
     metrics_text: str | None = None
+    missing: tuple[str, ...] = ()
     pause_s: float = 0.002
     url: str = ""
     num_answers: int = 0
@@ -166,7 +169,11 @@ class Handler(BaseHTTPRequestHandler):
         if self._is_closed():
             return
         if self.path == "/metrics" and engine.has_metrics:
-            self._send(200, (engine.metrics_text or METRICS[engine.style](engine)).encode())
+            text = engine.metrics_text or METRICS[engine.style](engine)
+            lines = [
+                line for line in text.splitlines(keepends=True) if not any(name in line for name in engine.missing)
+            ]
+            self._send(200, "".join(lines).encode())
         elif (found := documents(engine).get(self.path)) is not None:
             self._send_json(found)
         else:
@@ -234,10 +241,11 @@ class Handler(BaseHTTPRequestHandler):
         self._send(200, json.dumps(document).encode())
 
     def _send(self, status: int, data: bytes) -> None:
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
+        with suppress(ConnectionError):  # whoever asked has given up
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
 
 
 PATHS = {"vllm": "/v1/completions", "sglang": "/generate", "llama.cpp": "/completion"}
