@@ -17,7 +17,8 @@ from dflash_cli.evaluation.probing import http_client, served_answers
 from dflash_cli.evaluation.probing.probe_options import ProbeOptions
 from dflash_cli.generation.tokenizer import Tokenizer
 from dflash_testing import checkpoints as support
-from dflash_testing.inference_servers import FakeEngine, make_text, prompt_rows, serving, texts_of_rows
+from dflash_testing.fake_engines import FakeEngine, make_text, prompt_rows, texts_of_rows
+from dflash_testing.inference_servers import serving
 from dflash_testing.paths import ROOT
 
 ENV = os.environ | {"PYTHONPATH": os.pathsep.join(str(ROOT / folder) for folder in (".", "runtime", "kernels"))}

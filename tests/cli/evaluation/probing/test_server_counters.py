@@ -5,7 +5,8 @@ import pytest
 from dflash_cli.evaluation.probing.inference_server import SERVERS, server_engines
 from dflash_cli.evaluation.probing.server_counters import CounterNames, ServerCounters, read_counters
 from dflash_runtime.errors import UnsupportedError
-from dflash_testing.inference_servers import METRICS, FakeEngine, Text
+from dflash_testing.fake_engines import FakeEngine, Text
+from dflash_testing.server_forms import METRICS
 
 TEXT = Text(tuple(range(20)), (3, 0, 7, 2))
 """Four steps: positions 1 to 7 are accepted 3, 3, 2, 1, 1, 1, 1 times."""

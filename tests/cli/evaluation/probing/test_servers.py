@@ -19,7 +19,8 @@ from dflash_cli.evaluation.probing.server_run import ServerRequest, run_server
 from dflash_cli.evaluation.statistics import Summary
 from dflash_cli.generation.prompts import PromptRow
 from dflash_runtime.errors import RequestError, UnsupportedError, UsageError
-from dflash_testing.inference_servers import FakeEngine, K, Text, make_text, serving
+from dflash_testing.fake_engines import FakeEngine, K, Text, make_text
+from dflash_testing.inference_servers import serving
 
 PROMPTS = [(7, 8, 9 + index) for index in range(14)]
 LENGTH = 40
