@@ -1,6 +1,6 @@
 """Documents, answers and texts of metrics, in the shape that each engine prints them.
 
-`prometheus_client` is behind the metrics of vLLM and SGLang, and adds `_total`, `_created` and labels; those of llama.cpp
+`prometheus_client` is behind the metrics of vLLM and SGLang, and adds `_total`, `_created` and labels; llama.cpp's
 are as `server-task.cpp` writes them.
 """
 
