@@ -15,6 +15,8 @@ from urllib.parse import urlsplit, urlunsplit
 from dflash_runtime.errors import CheckpointNotFound, RequestError, UnsupportedError, UsageError
 
 BUSY = 429
+REDIRECTED = 300
+"""From here on there is no answer: what is asked of one server is not asked of another that it names."""
 CLOSED = (401, 403)
 FIRST_PAUSE_S = 0.5
 
@@ -63,7 +65,7 @@ class HttpClient:
     def find(self, path: str) -> Any | None:
         """The JSON document at a path, or None where the server has none there."""
         response = self._ask("GET", path)
-        if response.status_code >= 400:
+        if response.status_code >= REDIRECTED:
             return None
         try:
             return response.json()
@@ -73,7 +75,7 @@ class HttpClient:
     def find_text(self, path: str) -> str | None:
         """The text at a path, or None where the server has none there."""
         response = self._ask("GET", path)
-        return None if response.status_code >= 400 else str(response.text)
+        return None if response.status_code >= REDIRECTED else str(response.text)
 
     def post(self, path: str, body: Mapping[str, Any]) -> Any:
         """The JSON document that answers a request.
@@ -113,7 +115,7 @@ class HttpClient:
         return response
 
     def _read(self, path: str, response: Any) -> Any:
-        if response.status_code >= 400:
+        if response.status_code >= REDIRECTED:
             said = _reason(response)
             raise RequestError(f"{self.url}{path}: answered {response.status_code}{said}")
         try:

@@ -133,7 +133,8 @@ class InferenceServer(ABC):
 
     def counters(self) -> ServerCounters | None:
         """What the server has counted so far; None where it counts no drafts, or does not show it."""
-        text = self.client.find_text("/metrics")
+        # An application that is mounted there may want the slash.
+        text = self.client.find_text("/metrics") or self.client.find_text("/metrics/")
         return None if text is None else read_counters(text, self.counter_names, f"{self.client.url}/metrics")
 
     def no_answer(self, path: str, error: Exception) -> UnsupportedError:

@@ -77,6 +77,7 @@ class FakeEngine:
     old_names      SGLang's names of earlier releases
     metrics_text   shown in place of its own
     missing        names whose lines it leaves out of its metrics
+    metrics_slash  its metrics are at a path that ends with it, to which it redirects
     """
 
     style: Literal["vllm", "sglang", "llama.cpp"] = "vllm"
@@ -98,6 +99,7 @@ class FakeEngine:
     key: str | None = None
     metrics_text: str | None = None
     missing: tuple[str, ...] = ()
+    metrics_slash: Literal["", "/"] = ""
     pause_s: float = 0.002
     url: str = ""
     num_answers: int = 0

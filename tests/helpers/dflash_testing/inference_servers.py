@@ -27,12 +27,14 @@ class Handler(BaseHTTPRequestHandler):
         engine = self.engine
         if self._is_closed():
             return
-        if self.path == "/metrics" and engine.has_metrics:
+        if self.path == f"/metrics{engine.metrics_slash}" and engine.has_metrics:
             text = engine.metrics_text or METRICS[engine.style](engine)
             lines = [
                 line for line in text.splitlines(keepends=True) if not any(name in line for name in engine.missing)
             ]
             self._send(200, "".join(lines).encode())
+        elif self.path == "/metrics" and engine.metrics_slash:
+            self._send(307, b"")
         elif (found := documents(engine).get(self.path)) is not None:
             self._send_json(found)
         else:

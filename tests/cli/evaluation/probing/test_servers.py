@@ -28,6 +28,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "vLLM that reports a summary": {"reports": "summary"},
     "vLLM that reports each step": {"reports": "detailed"},
     "vLLM before 0.29, by its counters": {"release": "0.24.0"},
+    "vLLM, by counters that it redirects to": {"release": "0.24.0", "metrics_slash": "/"},
     "SGLang": {"style": "sglang", "release": "0.5.23"},
     "SGLang with earlier names": {"style": "sglang", "release": "0.5.10", "old_names": True},
     "llama.cpp, by its counters": {"style": "llama.cpp"},
