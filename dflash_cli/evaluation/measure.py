@@ -5,6 +5,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dflash_cli.evaluation.acceptance_progress import AcceptanceProgress
 from dflash_cli.evaluation.acceptance_report import Evaluation, Failure, PromptSource
@@ -13,11 +14,13 @@ from dflash_cli.evaluation.journal import Journal
 from dflash_cli.evaluation.resampling import MIN_UNITS
 from dflash_cli.evaluation.statistics import Summary, summarise
 from dflash_cli.generation.answers import Answer, Tally, answer_rows, plural
-from dflash_cli.generation.loaded_pair import PairSession
 from dflash_cli.generation.outputs import Sink
 from dflash_cli.generation.prompts import PromptRow, digest_rows
 from dflash_runtime.errors import GateFailed
 from dflash_runtime.scheduling.request import SamplingParams
+
+if TYPE_CHECKING:
+    from dflash_cli.generation.loaded_pair import PairSession
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +43,7 @@ class EvaluationRequest:
 
 
 def measure(
-    session: PairSession,
+    session: "PairSession",
     request: EvaluationRequest,
     *,
     tally: Tally | None = None,
@@ -121,7 +124,7 @@ def check_gate(evaluation: Evaluation, minimum: float, *, use_lower_bound: bool)
         raise GateFailed(f"{name} {value:.3f}, expected at least {minimum:g}")
 
 
-def _pool(answers: Sequence[Answer], session: PairSession, request: EvaluationRequest) -> Summary:
+def _pool(answers: Sequence[Answer], session: "PairSession", request: EvaluationRequest) -> Summary:
     return summarise(
         [answer.output for answer in answers],
         session.llm.num_draft_tokens,

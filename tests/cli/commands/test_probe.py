@@ -351,10 +351,12 @@ def test_a_program_asks_as_the_command_does(engine: FakeEngine, prompts: Path, t
     assert (tmp_path / "rows.4.jsonl").exists()
 
 
-def test_asking_a_server_takes_no_torch() -> None:
+def test_asking_a_server_takes_no_torch(engine: FakeEngine, prompts: Path) -> None:
+    arguments = ["dflash", "probe", engine.url, "-p", str(prompts), *FEW, "--min-acceptance", "1", "-q"]
     code = (
-        "import sys; from dflash_cli.evaluation.probing import probe_options, probe_report; "
-        "print(*sorted({'torch', 'transformers', 'numpy', 'httpx', 'httpx2'} & set(sys.modules)))"
+        "import sys; sys.modules |= dict.fromkeys(('torch', 'transformers', 'tokenizers')); "
+        f"sys.argv = {arguments!r}; from dflash_cli.main import main; main()"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT, env=ENV)
-    assert done.stdout.split() == []
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=ENV)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "cause: undecided" in done.stdout
