@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Any
 from dflash_cli.version import __version__
 
 if TYPE_CHECKING:
-    from dflash_cli.api import convert_draft, evaluate, measure_speed, open_draft, open_target, tune, validate_draft
+    from dflash_cli.api import (
+        convert_draft,
+        evaluate,
+        measure_speed,
+        open_draft,
+        open_target,
+        probe_server,
+        tune,
+        validate_draft,
+    )
     from dflash_runtime.device.loading import load_pair
     from dflash_runtime.llm import LLM
     from dflash_runtime.scheduling.request import SamplingParams
@@ -23,6 +32,7 @@ __all__ = [
     "measure_speed",
     "open_draft",
     "open_target",
+    "probe_server",
     "tune",
     "validate_draft",
 ]
@@ -36,6 +46,7 @@ _HOMES = {
     "measure_speed": "dflash_cli.api",
     "open_draft": "dflash_cli.api",
     "open_target": "dflash_cli.api",
+    "probe_server": "dflash_cli.api",
     "tune": "dflash_cli.api",
     "validate_draft": "dflash_cli.api",
 }

@@ -22,6 +22,8 @@ from dflash_runtime.scheduling.request import SamplingParams
 if TYPE_CHECKING:
     from dflash_cli.conversion.request import Verification
     from dflash_cli.evaluation.acceptance_report import Evaluation
+    from dflash_cli.evaluation.probing.probe_options import ProbeOptions
+    from dflash_cli.evaluation.probing.server_probe import Probed
     from dflash_cli.evaluation.speed import BatchSpeed
     from dflash_cli.evaluation.tuning.tuner import Tuning
     from dflash_cli.generation.prompt_sets import PromptSet
@@ -319,10 +321,8 @@ def tune(
     from dflash_cli.evaluation.tuning.what_if import parse_what_ifs
     from dflash_cli.generation.loaded_pair import open_session
 
-    config, params = (
-        replace(config or EngineConfig(), adaptive_width=False),
-        params or SamplingParams(max_new_tokens=128),
-    )
+    config = replace(config or EngineConfig(), adaptive_width=False)
+    params = params or SamplingParams(max_new_tokens=128)
     given = _prompt_set(prompts, dataset, dataset_format, num_prompts)
     session = open_session(
         str(draft),
@@ -352,6 +352,50 @@ def tune(
         folder=folder,
     )
     return run(session, request)
+
+
+def probe_server(
+    url: str,
+    options: "ProbeOptions | None" = None,
+    *,
+    prompts: Prompts | None = None,
+    dataset: str | None = None,
+    dataset_format: str | None = None,
+    num_prompts: int | None = None,
+    max_new_tokens: int = 128,
+    chat: bool | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    journal: Path | None = None,
+    resume: bool = False,
+    force: bool = False,
+) -> "Probed":
+    """Ask a running server whether its draft is engaged and at what length, as `dflash probe` does.
+
+    `options` say how it is reached and what it is held against. `Probed.runs` are the runs by concurrency, and
+    `Probed.attribution` says whose a low number is.
+
+    Raises:
+        ServerUnreachable, UnsupportedError: the server does not answer, or says nothing of acceptance.
+        UsageError: the result it is held against has none of the prompts; and whatever reading prompts raises.
+    """
+    from dflash_cli.engines.served_faults import known_faults
+    from dflash_cli.evaluation.probing.probe_options import ProbeOptions, ProbePrompts, open_probe
+    from dflash_cli.evaluation.probing.server_probe import probe
+
+    options = options or ProbeOptions()
+    asked = ProbePrompts(
+        given=_prompt_set(prompts, dataset, dataset_format, num_prompts),
+        num_prompts=num_prompts,
+        max_new_tokens=max_new_tokens,
+        chat=chat,
+        template_options=_to_text(chat_template_kwargs),
+        target_path=None if options.target is None else fetch_directory(options.target, Role.TARGET),
+        journal=journal,
+        resume=resume,
+        force=force,
+    )
+    with open_probe(url, options, asked) as request:
+        return probe(replace(request, known_faults=known_faults(options, request.server)))
 
 
 def _to_text(options: Mapping[str, Any] | None) -> str | None:

@@ -77,6 +77,17 @@ COMMANDS = {
         ),
         docs="docs/replay.md",
     ),
+    "probe": Entry(
+        function="dflash_cli.commands.probe:probe",
+        section=RUN,
+        summary="Ask a running server whether its draft is engaged, and at what length.",
+        examples=(
+            "dflash probe http://localhost:8000",
+            "dflash probe http://localhost:8000 -p prompts.jsonl --result own.jsonl",
+            "dflash probe http://localhost:30000 --beside http://localhost:8000",
+        ),
+        docs="docs/probe.md",
+    ),
     "bench": Entry(
         function="dflash_cli.commands.bench:bench",
         section=RUN,

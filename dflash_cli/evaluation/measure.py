@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dflash_cli.evaluation.acceptance_progress import AcceptanceProgress
 from dflash_cli.evaluation.acceptance_report import Evaluation, Failure, PromptSource
@@ -17,11 +18,13 @@ from dflash_cli.evaluation.resampling import MIN_UNITS
 from dflash_cli.evaluation.statistics import Summary, summarise
 from dflash_cli.generation.answers import Answer, Event, Tally, answer_rows, plural
 from dflash_cli.generation.conditions import Condition
-from dflash_cli.generation.loaded_pair import PairSession
 from dflash_cli.generation.outputs import Sink
 from dflash_cli.generation.prompts import PromptRow, digest_rows
 from dflash_runtime.errors import GateFailed
 from dflash_runtime.scheduling.request import SamplingParams
+
+if TYPE_CHECKING:
+    from dflash_cli.generation.loaded_pair import PairSession
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +50,7 @@ class EvaluationRequest:
 
 
 def measure(
-    session: PairSession,
+    session: "PairSession",
     request: EvaluationRequest,
     *,
     tally: Tally | None = None,
@@ -97,7 +100,9 @@ def measure(
     )
 
 
-def _answer(session: PairSession, rows: Sequence[PromptRow], params: SamplingParams, *, chat: bool) -> Iterator[Event]:
+def _answer(
+    session: "PairSession", rows: Sequence[PromptRow], params: SamplingParams, *, chat: bool
+) -> Iterator[Event]:
     """Answer rows with the draft, and then those that are to be without it, so that no step of theirs drafts."""
     drafted, plain = ([row for row in rows if row.is_plain is is_plain] for is_plain in (False, True))
     yield from answer_rows(session, drafted, lambda row: params, chat=chat)
@@ -148,7 +153,7 @@ def _check_summary(total: Summary, minimum: float, name: str, *, use_lower_bound
         raise GateFailed(f"{name} {value:.3f}, expected at least {minimum:g}")
 
 
-def _pool(answers: Sequence[Answer], session: PairSession, request: EvaluationRequest) -> Summary:
+def _pool(answers: Sequence[Answer], session: "PairSession", request: EvaluationRequest) -> Summary:
     return summarise(
         [answer.output for answer in answers],
         session.llm.num_draft_tokens,

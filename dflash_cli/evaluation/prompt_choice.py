@@ -2,16 +2,20 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from dflash_cli import console
 from dflash_cli.evaluation.acceptance_report import PromptSource
 from dflash_cli.evaluation.exact_match import parse_number
 from dflash_cli.generation.conditions import Condition
-from dflash_cli.generation.loaded_pair import PairSession
 from dflash_cli.generation.padding import pad_row
 from dflash_cli.generation.prompt_sets import BUNDLED, PromptSet, default_prompts
 from dflash_cli.generation.prompts import Conversation, PromptRow, Sample, sample_rows
 from dflash_runtime.errors import UsageError
+
+if TYPE_CHECKING:
+    from dflash_cli.generation.loaded_pair import PairSession
+    from dflash_cli.generation.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +28,7 @@ class PromptChoice:
 
 
 def choose_prompts(
-    session: PairSession,
+    session: "PairSession",
     given: PromptSet | None,
     *,
     chat: bool | None = None,
@@ -40,35 +44,53 @@ def choose_prompts(
         RequestError: a row that is to be filled up cannot be rendered.
     """
     prompts = given or default_prompts(session.references["target"])
-    is_chat = prompts.settle_chat(session.tokenizer, chat=chat)
     session.check_chat(prompts.rows, chat=bool(chat))
+    choice = choose_rows(
+        prompts, session.tokenizer, chat=chat, count=count, sample=sample, seed=seed, is_default=given is None
+    )
+    rows = choice.rows
+    if any(item.is_plain for item in conditions) and all(parse_number(row.reference) is None for row in rows):
+        raise UsageError(
+            "--exact-match both: no prompt has a reference number", hint="gsm8k has; rows of your own may state one"
+        )
+    asked = _put_under(rows, conditions, session, chat=choice.chat, stride=len(prompts.rows))
+    source = replace(choice.source, num_too_long=len(rows) - len({row.prompt_index for row in asked}))
+    if source.warning is not None:
+        console.warn(source.warning)
+    return PromptChoice(rows=asked, source=source, chat=choice.chat)
+
+
+def choose_rows(
+    prompts: PromptSet,
+    tokenizer: "Tokenizer | None",
+    *,
+    chat: bool | None = None,
+    count: int | None = None,
+    sample: Sample = "stratified",
+    seed: int = 0,
+    is_default: bool = False,
+) -> PromptChoice:
+    """Which rows of a set are asked, once each; `is_default` says that nobody named the set."""
+    is_chat = prompts.settle_chat(tokenizer, chat=chat)
     is_text = prompts.for_chat and not is_chat
     if is_text:
         prompts = prompts.as_text()
     count = prompts.count or count
     is_sample = count is not None and count < len(prompts.rows)
     rows = prompts.rows if not is_sample else sample_rows(prompts.rows, count or 0, seed=seed, sample=sample)
-    if any(item.is_plain for item in conditions) and all(parse_number(row.reference) is None for row in rows):
-        raise UsageError(
-            "--exact-match both: no prompt has a reference number", hint="gsm8k has; rows of your own may state one"
-        )
-    asked = _put_under(rows, conditions, session, chat=is_chat, stride=len(prompts.rows))
     source = PromptSource(
         name=prompts.name,
         num_available=len(prompts.rows),
         num_chosen=len(rows),
         sample=sample if is_sample else None,
         sample_seed=seed if is_sample and sample != "head" else None,
-        is_bundled=prompts.name == BUNDLED and given is None,
+        is_bundled=prompts.name == BUNDLED and is_default,
         version=prompts.version,
         sha256=prompts.sha256,
         dataset=prompts.dataset,
-        num_too_long=len(rows) - len({row.prompt_index for row in asked}),
         warning=_warn_of_text(prompts.name) if is_text and chat is None else None,
     )
-    if source.warning is not None:
-        console.warn(source.warning)
-    return PromptChoice(rows=asked, source=source, chat=is_chat)
+    return PromptChoice(rows=rows, source=source, chat=is_chat)
 
 
 def _warn_of_text(name: str) -> str:
@@ -76,7 +98,7 @@ def _warn_of_text(name: str) -> str:
 
 
 def _put_under(
-    rows: Sequence[PromptRow], conditions: Sequence[Condition], session: PairSession, *, chat: bool, stride: int
+    rows: Sequence[PromptRow], conditions: Sequence[Condition], session: "PairSession", *, chat: bool, stride: int
 ) -> list[PromptRow]:
     """Every row under every condition; prompts that are longer than a context is to be are in none of them.
 
@@ -97,7 +119,7 @@ def _put_under(
     return [row for members in found for row in members]
 
 
-def _put(row: PromptRow, condition: Condition, session: PairSession, *, chat: bool) -> PromptRow | None:
+def _put(row: PromptRow, condition: Condition, session: "PairSession", *, chat: bool) -> PromptRow | None:
     named = replace(row, condition=condition if condition.name else None)
     if condition.context_len is None:
         return named
@@ -105,7 +127,7 @@ def _put(row: PromptRow, condition: Condition, session: PairSession, *, chat: bo
 
 
 def _check_thinking(
-    rows: Sequence[PromptRow], conditions: Sequence[Condition], session: PairSession, *, chat: bool
+    rows: Sequence[PromptRow], conditions: Sequence[Condition], session: "PairSession", *, chat: bool
 ) -> None:
     """Refuse a switch that changes nothing.
 

@@ -2,15 +2,17 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from dflash_cli.generation.loaded_pair import PairSession
 from dflash_cli.generation.prompts import Conversation, PromptRow
 from dflash_cli.generation.tokenizer import StreamDecoder, Tokenizer
 from dflash_runtime.errors import RequestError
-from dflash_runtime.lossless import Lossless
 from dflash_runtime.metrics import AcceptanceCounts, count_acceptance, count_widths
 from dflash_runtime.scheduling.request import DraftStep, FinishReason, RequestOutput, SamplingParams, derive_seed
+
+if TYPE_CHECKING:
+    from dflash_cli.generation.loaded_pair import PairSession
+    from dflash_runtime.lossless import Lossless
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +115,7 @@ class Tally:
         return ", ".join(parts)
 
     def to_json(
-        self, session: PairSession, seconds: float, *, with_trace: bool = False, lossless: Lossless | None = None
+        self, session: "PairSession", seconds: float, *, with_trace: bool = False, lossless: "Lossless | None" = None
     ) -> dict[str, Any]:
         """The document of `dflash generate --json`."""
         answers = sorted(self.answers, key=lambda item: (item.row.index, item.turn))
@@ -137,7 +139,7 @@ def plural(count: int, noun: str) -> str:
 
 
 def answer_rows(
-    session: PairSession,
+    session: "PairSession",
     rows: Sequence[PromptRow],
     params: Callable[[PromptRow], SamplingParams],
     *,

@@ -110,14 +110,24 @@ def find_tokenizer(path: Path, template_options: str | None = None) -> Tokenizer
 
     `template_options` is a JSON object passed to the chat template, such as `{"enable_thinking": false}`.
     """
-    options: dict[str, Any] = {}
-    if template_options:
-        try:
-            options = json.loads(template_options)
-        except ValueError as error:
-            raise UsageError(f"--chat-template-kwargs: not valid JSON: {error}") from error
-        if not isinstance(options, dict):
-            raise UsageError("--chat-template-kwargs: expected a JSON object")
+    options = template_arguments(template_options)
     if not any((path / name).exists() for name in TOKENIZER_FILES):
         return None
     return Tokenizer(path, options)
+
+
+def template_arguments(text: str | None) -> dict[str, Any]:
+    """The arguments of a chat template, from a JSON object.
+
+    Raises:
+        UsageError: it is none.
+    """
+    if not text:
+        return {}
+    try:
+        options = json.loads(text)
+    except ValueError as error:
+        raise UsageError(f"--chat-template-kwargs: not valid JSON: {error}") from error
+    if not isinstance(options, dict):
+        raise UsageError("--chat-template-kwargs: expected a JSON object")
+    return options

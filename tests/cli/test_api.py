@@ -17,6 +17,7 @@ from dflash_cli.commands.bench import bench
 from dflash_cli.commands.convert import convert
 from dflash_cli.commands.eval_acceptance import eval_acceptance
 from dflash_cli.commands.generate import generate
+from dflash_cli.commands.probe import probe
 from dflash_cli.commands.tune import tune
 from dflash_cli.commands.validate import validate
 from dflash_cli.evaluation.prompt_options import PromptOptions
@@ -29,7 +30,7 @@ from dflash_testing.paths import ROOT
 
 NAMES = {
     "LLM", "SamplingParams", "__version__", "convert_draft", "evaluate", "load_pair", "measure_speed", "open_draft",
-    "open_target", "tune", "validate_draft",
+    "open_target", "probe_server", "tune", "validate_draft",
 }  # fmt: skip
 
 
@@ -101,7 +102,6 @@ COUNTERPARTS: dict[Callable[..., Any], tuple[Callable[..., Any], dict[str, str]]
     tune: (
         dflash_cli.tune,
         {
-            "num_prompts": "prompts",
             "max_new_tokens": "params",
             "batch_sizes": "batches",
             "rounds": "num_rounds",
@@ -109,6 +109,15 @@ COUNTERPARTS: dict[Callable[..., Any], tuple[Callable[..., Any], dict[str, str]]
             "bootstrap": "num_resamples",
             "engines": "(of dflash_cli.engines.tuned_engines)",
             "force": "(of the command's outputs)",
+        },
+    ),
+    probe: (
+        dflash_cli.probe_server,
+        {
+            "rows_file": "journal",
+            "min_acceptance": "(a comparison with ServerRun.total)",
+            "gate": "(a comparison with ServerRun.total)",
+            "allow_failed": "(ServerRun.failures)",
         },
     ),
     generate: (

@@ -1,0 +1,1 @@
+"""Measuring a running server: what it answers, what it counts, and whose a low acceptance is."""

@@ -1,0 +1,1 @@
+"""How each engine is asked, one file an engine."""

@@ -1,0 +1,365 @@
+"""`dflash probe` against servers on this machine: figures, faults on the way, exit codes, and what is kept."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dflash_cli
+from dflash_cli.evaluation.probing import http_client, served_answers
+from dflash_cli.evaluation.probing.probe_options import ProbeOptions
+from dflash_cli.generation.tokenizer import Tokenizer
+from dflash_testing import checkpoints as support
+from dflash_testing.fake_engines import FakeEngine, make_text, prompt_rows, texts_of_rows
+from dflash_testing.inference_servers import serving
+from dflash_testing.paths import ROOT
+
+ENV = os.environ | {"PYTHONPATH": os.pathsep.join(str(ROOT / folder) for folder in (".", "runtime", "kernels"))}
+FEW = ("--concurrency", "1", "-n", "40")
+
+
+@pytest.fixture(autouse=True)
+def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_client, "FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(served_answers, "COUNTER_PAUSE_S", 0.002)
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in prompt_rows(14)))
+    return path
+
+
+@pytest.fixture
+def engine() -> Iterator[FakeEngine]:
+    with serving(FakeEngine(reports="summary")) as engine:
+        yield engine
+
+
+def probe(engine: FakeEngine, *args: object) -> dict[str, Any]:
+    """The document of a probe that ends with 0."""
+    done = support.invoke("probe", engine.url, *args, "--json")
+    assert done.code == 0, done.err
+    document: dict[str, Any] = json.loads(done.out)
+    return document
+
+
+def own_result(engine: FakeEngine, prompts: Path, **changes: Any) -> Path:
+    """A file of `eval-acceptance --rows`, of answers that another engine gives: the form of our own number."""
+    path = prompts.with_name("own.jsonl")
+    with serving(FakeEngine(reports="detailed", **changes)) as other:
+        probe(other, "-p", prompts, *FEW, "--rows", path)
+    return path.with_name("own.1.jsonl")
+
+
+def test_a_probe_equals_our_own_evaluation_step_for_step(tmp_path: Path) -> None:
+    """The server is driven by our engine on the bundled pair, and reports its steps as vLLM would."""
+    own, seen = tmp_path / "own.jsonl", tmp_path / "seen.jsonl"
+    sample = ("--num-prompts", "12", "-n", "12")
+    evaluated = json.loads(support.invoke("eval-acceptance", "tiny", *sample, "--rows", own, "--json").out)
+    tokenizer = Tokenizer(ROOT / "dflash_cli" / "tiny" / "target")
+    engine = FakeEngine(reports="detailed", texts=texts_of_rows(own), encode=tokenizer.encode)
+    on_bundled = ("-p", ROOT / "dflash_cli" / "tiny" / "prompts.jsonl")
+    with serving(engine):
+        document = probe(
+            engine, *sample, "-p", bundled, "--concurrency", "1,4", "--rows", seen, "--result", own, "-d", "tiny"
+        )
+    for run in document["runs"]:
+        for name in ("num_drafts", "per_pos_accepted", "acceptance_len", "acceptance_len_interval", "histogram"):
+            assert run[name] == evaluated[name], name
+        assert run["definitions"] == pytest.approx(evaluated["definitions"])
+    for name in ("seen.1.jsonl", "seen.4.jsonl"):
+        rows = [[json.loads(line) for line in path.read_text().splitlines()[1:]] for path in (own, tmp_path / name)]
+        first, second = ({row["index"]: row for row in side} for side in rows)
+        for index, row in first.items():
+            for field in ("prompt_token_ids", "token_ids", "acceptance_lengths", "finish_reason"):
+                assert second[index][field] == row[field]
+    assert [item["num_same"] for item in document["equalities"]] == [12, 12]
+    assert document["comparisons"][-1]["difference"] == 0
+    assert document["attribution"]["owner"] == "none"
+
+
+def test_the_page_names_server_lengths_and_cause(engine: FakeEngine, prompts: Path) -> None:
+    done = support.invoke("probe", engine.url, "-p", prompts, "-n", "40")
+    assert done.code == 0
+    lines = done.out.splitlines()
+    assert lines[0] == "vllm 0.33.0 serves org/model and drafts 7 tokens a step"
+    assert lines[1].startswith("acceptance length 3.")
+    assert "answers 1 at a time and 8 at a time: 14 of 14 the same" in lines
+    assert "cause: undecided (rule 9): there is nothing to compare with" in lines
+    assert all(len(line) <= 80 for line in lines if "▇" not in line and not line.startswith(("position", "average")))
+
+
+def test_prompts_are_asked_as_ids_and_at_the_concurrency_that_is_said(engine: FakeEngine, prompts: Path) -> None:
+    probe(engine, "-p", prompts, "--concurrency", "2", "-n", "24")
+    assert engine.num_answers == 1 + 14
+    assert {tuple(body["ids"]) for body in engine.bodies} == {(7, 8, 9 + index) for index in range(14)}
+    assert {body["temperature"] for body in engine.bodies} == {0.0}
+
+
+@pytest.mark.parametrize("fault", ["500", "timeout"])
+def test_troubles_that_pass_are_tried_again(engine: FakeEngine, prompts: Path, fault: Any) -> None:
+    engine.faults = {1: fault, 4: fault, 5: fault}
+    document = probe(engine, "-p", prompts, *FEW, "--timeout", "0.15")
+    assert document["runs"][0]["failed"] == []
+    assert document["runs"][0]["num_conversations"] == 14
+
+
+def test_a_prompt_that_is_not_answered_is_named_and_left_out(engine: FakeEngine, prompts: Path) -> None:
+    engine.faults = {3: "400"}
+    done = support.invoke("probe", engine.url, "-p", prompts, *FEW)
+    assert done.code == 2
+    assert "1 prompt not answered" in done.err
+    assert f"prompts.jsonl:3: {engine.url}/v1/completions: answered 400: the prompt is longer" in done.err
+    engine.faults = {engine.num_answers + 3: "400"}
+    assert support.invoke("probe", engine.url, "-p", prompts, *FEW, "--allow-failed").code == 0
+
+
+def test_a_server_that_goes_is_one_line_and_the_rest_is_asked_later(engine: FakeEngine, prompts: Path) -> None:
+    rows = prompts.with_name("rows.jsonl")
+    engine.faults = dict.fromkeys(range(6, 40), "500")
+    done = support.invoke("probe", engine.url, "-p", prompts, *FEW, "--rows", rows, "--retries", "0")
+    assert done.code == 4
+    assert "answered 500, after 1 try; 5 answers kept in" in done.err
+    assert "--resume" in done.err
+    assert not done.out
+    assert len(prompts.with_name("rows.1.jsonl").read_text().splitlines()) == 1 + 5
+    engine.faults = {}
+    time.sleep(0.1)  # a request that was under way
+    before = engine.num_answers
+    document = probe(engine, "-p", prompts, *FEW, "--rows", rows, "--resume")
+    assert engine.num_answers - before == 1 + 14 - 5
+    assert document["runs"][0]["num_conversations"] == 14
+    whole = probe(engine, "-p", prompts, *FEW)
+    assert document["runs"][0]["per_pos_accepted"] == whole["runs"][0]["per_pos_accepted"]
+
+
+def test_rows_of_other_settings_are_not_gone_on_with(engine: FakeEngine, prompts: Path) -> None:
+    rows = prompts.with_name("rows.jsonl")
+    probe(engine, "-p", prompts, *FEW, "--rows", rows)
+    done = support.invoke(
+        "probe", engine.url, "-p", prompts, "--concurrency", "1", "-n", "8", "--rows", rows, "--resume"
+    )
+    assert (done.code, "made with max_new_tokens 40" in done.err) == (2, True)
+
+
+def test_nobody_there_is_one_line() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    done = support.invoke("probe", f"http://127.0.0.1:{port}")
+    assert done.code == 4
+    assert f"error: http://127.0.0.1:{port}/v1/models: the connection was refused" in done.err
+    assert "Traceback" not in done.err
+
+
+def test_what_is_no_server_of_models_is_refused(prompts: Path) -> None:
+    with serving(FakeEngine(metrics_text="x")) as engine:
+        done = support.invoke("probe", f"{engine.url}/elsewhere", "-p", prompts)
+    assert (done.code, "found no list of models at /v1/models" in done.err) == (5, True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "how"),
+    [
+        ({"style": "vllm"}, "--speculative-config, and without --disable-log-stats"),
+        ({"style": "vllm", "has_metrics": False}, "--speculative-config, and without --disable-log-stats"),
+        ({"style": "sglang"}, "--speculative-algorithm DFLASH"),
+        ({"style": "llama.cpp"}, "--model-draft and --metrics"),
+    ],
+)
+def test_a_server_without_speculative_decoding_is_one_line(changes: dict[str, Any], how: str, prompts: Path) -> None:
+    with serving(FakeEngine(has_draft=False, **changes)) as engine:
+        done = support.invoke("probe", engine.url, "-p", prompts, *FEW)
+    assert done.code == 5
+    assert "reports no speculative decoding: it runs without a draft, or does not show what it counts" in done.err
+    assert f"hint: start it with {how}" in done.err
+    assert not done.out
+
+
+@pytest.mark.parametrize("style", ["vllm", "sglang", "llama.cpp"])
+def test_a_draft_that_is_configured_and_not_engaged_is_said(style: Any, prompts: Path) -> None:
+    with serving(FakeEngine(style=style, is_engaged=False)) as engine:
+        done = support.invoke("probe", engine.url, "-p", prompts, *FEW)
+    assert done.code == 3
+    assert "serves org/model: it drafts nothing" in done.out
+    assert "cause: engine (rule 1): a draft is configured, and not one token was" in done.out
+
+
+@pytest.mark.parametrize(
+    ("num_before", "note"),
+    [
+        (0, "of 14: it was started anew meanwhile, or counts late, so its counters are not used"),
+        (30, "a counter fell: the server was started anew meanwhile, so its counters are not used"),
+    ],
+)
+def test_counters_that_begin_anew_are_not_used(num_before: int, note: str, prompts: Path) -> None:
+    with serving(FakeEngine(resets_at=8)) as engine:
+        for index in range(num_before):
+            engine.count(make_text((index,)))
+        done = support.invoke("probe", engine.url, "-p", prompts, "--concurrency", "4", "-n", "40", "--json")
+    document = json.loads(done.out)
+    (run,) = document["runs"]
+    assert (run["origin"], run["counted"]) == ("nothing", None)
+    assert note in run["notes"][0]
+    assert (run["is_engaged"], document["is_engaged"], document["attribution"]["owner"]) == (None, None, "undecided")
+
+
+def test_traffic_of_others_is_noticed(prompts: Path) -> None:
+    with serving(FakeEngine(is_shared=True)) as engine:
+        together = probe(engine, "-p", prompts, "--concurrency", "4", "-n", "40")["runs"][0]
+        alone = probe(engine, "-p", prompts, *FEW)["runs"][0]
+    assert any("14 requests more than were asked here" in note for note in together["notes"])
+    assert together["origin"] == alone["origin"] == "counters"
+    assert "14 answers without steps of its own: others asked meanwhile" in alone["notes"]
+
+
+def test_answers_and_counters_that_disagree_are_noticed(prompts: Path) -> None:
+    with serving(FakeEngine(reports="summary", is_shared=True)) as engine:
+        (run,) = probe(engine, "-p", prompts, *FEW)["runs"]
+    assert run["origin"] == "answers"
+    steps = run["num_drafts"]
+    assert f"answers report {steps} steps, the server's counters {2 * steps}" in run["notes"]
+
+
+def test_counters_without_positions_and_requests_give_the_length_alone(prompts: Path) -> None:
+    with serving(FakeEngine(missing=("per_pos", "request_success"))) as engine:
+        (run,) = probe(engine, "-p", prompts, "--concurrency", "4", "-n", "40")["runs"]
+        page = support.invoke("probe", engine.url, "-p", prompts, *FEW).out
+    assert (run["origin"], run["per_pos_accepted"], run["counted"]["num_requests"]) == ("counters", [], None)
+    assert run["acceptance_len"] == 1 + run["num_accepted_tokens"] / run["num_drafts"]
+    assert "by position" not in page
+
+
+def test_counters_that_have_no_text_are_one_line(prompts: Path) -> None:
+    with serving(FakeEngine(metrics_text='a{b="\n')) as engine:
+        done = support.invoke("probe", engine.url, "-p", prompts, *FEW)
+    assert (done.code, "/metrics: found no text in Prometheus' format" in done.err) == (5, True)
+
+
+def test_a_key_is_sent_and_never_shown(prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_KEY", "very-secret")
+    with serving(FakeEngine(reports="summary", key="very-secret")) as engine, serving(FakeEngine()) as other:
+        refused = support.invoke("probe", engine.url, "-p", prompts, *FEW)
+        assert (refused.code, "answered 401" in refused.err, "--api-key-env" in refused.err) == (4, True, True)
+        done = support.invoke(
+            "probe", engine.url, "-p", prompts, *FEW, "--api-key-env", "MY_KEY", "--beside", other.url, "--json"
+        )
+        assert done.code == 0
+    assert "very-secret" not in done.out + done.err
+    assert not any("Authorization" in headers for headers in other.headers)
+    missing = support.invoke("probe", engine.url, "--api-key-env", "ABSENT_KEY")
+    assert (missing.code, "ABSENT_KEY" in missing.err) == (2, True)
+
+
+def test_a_lower_number_than_our_own_is_the_engines(engine: FakeEngine, prompts: Path) -> None:
+    own = own_result(engine, prompts, rate=0.7)
+    with serving(FakeEngine(reports="summary", rate=0.4)) as worse:
+        done = support.invoke("probe", worse.url, "-p", prompts, *FEW, "--result", own)
+    assert done.code == 3
+    assert "cause: engine (rule 4)" in done.out
+    assert "own.1.jsonl: 3." in done.out
+
+
+def test_a_number_as_low_as_our_own_is_the_checkpoints(prompts: Path) -> None:
+    with serving(FakeEngine(reports="summary", rate=0.1)) as engine:
+        own = own_result(engine, prompts, rate=0.1)
+        done = support.invoke("probe", engine.url, "-p", prompts, *FEW, "--result", own)
+    assert done.code == 3
+    assert "cause: checkpoint (rule 7)" in done.out
+
+
+def test_another_server_is_a_yardstick(engine: FakeEngine, prompts: Path) -> None:
+    with serving(FakeEngine(style="sglang", release="0.5.23")) as other:
+        document = probe(engine, "-p", prompts, *FEW, "--beside", other.url)
+    assert document["beside"]["server"]["engine"] == "sglang"
+    assert document["comparisons"][0]["difference"] == 0
+    assert document["equalities"][0]["num_same"] == 14
+    assert document["attribution"]["owner"] == "none"
+
+
+def test_a_draft_that_suffers_under_load_is_the_engines(prompts: Path) -> None:
+    with serving(FakeEngine(reports="summary", worse_loaded=1, pause_s=0.01)) as engine:
+        done = support.invoke("probe", engine.url, "-p", prompts, "--concurrency", "1,8", "-n", "40")
+    assert done.code == 3
+    assert "cause: engine (rule 5)" in done.out
+
+
+@pytest.mark.parametrize(("gap", "code"), [(0.05, 0), (2.0, 3)])
+def test_answers_that_change_under_load_are_near_ties_or_faults(prompts: Path, gap: float, code: int) -> None:
+    with serving(FakeEngine(reports="summary", changes_at=5, gap=gap, pause_s=0.01)) as engine:
+        done = support.invoke("probe", engine.url, "-p", prompts, "--concurrency", "1,8", "-n", "40", "--json")
+    assert done.code == code
+    (equality,) = json.loads(done.out)["equalities"]
+    assert equality["num_near_ties" if code == 0 else "num_unexplained"] == len(equality["differences"]) > 8
+    assert {item["position"] for item in equality["differences"]} == {5}
+
+
+def test_a_length_below_the_gate_is_an_exit_code(engine: FakeEngine, prompts: Path) -> None:
+    assert support.invoke("probe", engine.url, "-p", prompts, *FEW, "--min-acceptance", "3").code == 0
+    done = support.invoke("probe", engine.url, "-p", prompts, *FEW, "--min-acceptance", "5")
+    assert (done.code, "expected at least 5" in done.err) == (3, True)
+
+
+def test_a_yardstick_of_other_prompts_is_refused_before_anything_is_asked(engine: FakeEngine, prompts: Path) -> None:
+    own = own_result(engine, prompts)
+    prompts.write_text('{"prompt_token_ids": [1, 2]}\n')
+    done = support.invoke("probe", engine.url, "-p", prompts, *FEW, "--result", own)
+    assert (done.code, engine.num_answers) == (2, 0)
+    assert "has none of the prompts" in done.err
+
+
+def test_conversations_are_rendered_by_the_server_and_go_on_with_its_answers(
+    engine: FakeEngine, tmp_path: Path
+) -> None:
+    path = tmp_path / "turns.jsonl"
+    path.write_text(json.dumps({"turns": ["one", "two"]}) + "\n")
+    (run,) = probe(engine, "-p", path, *FEW)["runs"]
+    assert (run["num_requests"], run["num_conversations"]) == (2, 1)
+
+
+@pytest.mark.parametrize("text", ["0", "1,1", "x", ""])
+def test_numbers_of_requests_are_checked(text: str) -> None:
+    done = support.invoke("probe", "http://localhost", "--concurrency", text)
+    assert (done.code, "--concurrency" in done.err) == (2, True)
+
+
+def test_known_faults_of_the_engine_are_said(prompts: Path) -> None:
+    with serving(FakeEngine(style="sglang", release="0.5.23.post1")) as engine:
+        faults = probe(engine, "-p", prompts, *FEW, "-d", "tiny:reduced")["known_faults"]
+        page = support.invoke("probe", engine.url, "-p", prompts, *FEW, "-d", "tiny:reduced").out
+    assert {fault.split()[0] for fault in faults} >= {"S09", "S10"}
+    assert "\nknown of sglang: S10 1024 of the target's 2048 ids" in page
+
+
+def test_a_program_asks_as_the_command_does(engine: FakeEngine, prompts: Path, tmp_path: Path) -> None:
+    found = dflash_cli.probe_server(
+        engine.url,
+        ProbeOptions(concurrency="2,4"),
+        prompts=[row["prompt_token_ids"] for row in map(json.loads, prompts.read_text().splitlines())],
+        max_new_tokens=40,
+        journal=tmp_path / "rows.jsonl",
+    )
+    assert [run.concurrency for run in found.runs] == [2, 4]
+    by_command = probe(engine, "-p", prompts, *FEW)["runs"][0]
+    assert found.runs[0].total.counts.per_pos_accepted == by_command["per_pos_accepted"]
+    assert (tmp_path / "rows.4.jsonl").exists()
+
+
+def test_asking_a_server_takes_no_torch(engine: FakeEngine, prompts: Path) -> None:
+    arguments = ["dflash", "probe", engine.url, "-p", str(prompts), *FEW, "--min-acceptance", "1", "-q"]
+    code = (
+        "import sys; sys.modules |= dict.fromkeys(('torch', 'transformers', 'tokenizers')); "
+        f"sys.argv = {arguments!r}; from dflash_cli.main import main; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=ENV)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "cause: undecided" in done.stdout

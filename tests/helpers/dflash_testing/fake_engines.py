@@ -1,0 +1,153 @@
+"""An engine behind a server of the tests: what it answers, what it counts, and the faults it has on request."""
+
+import hashlib
+import json
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+Fault = Literal["500", "timeout", "garbage", "cut", "400"]
+Reports = Literal["nothing", "summary", "detailed"]
+K = 7
+Ids = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Text:
+    """An answer, and how many drafts each of its steps accepted."""
+
+    token_ids: Ids
+    accepted: Ids
+    is_stopped: bool = False
+
+    def cut(self, num_tokens: int) -> "Text":
+        """The answer with a limit: the steps that are done until then."""
+        if num_tokens >= len(self.token_ids):
+            return self
+        steps, given = 0, 1
+        while given < num_tokens:
+            given += self.accepted[steps] + 1
+            steps += 1
+        return Text(self.token_ids[:num_tokens], self.accepted[:steps])
+
+
+def make_text(prompt: Ids, *, length: int = 48, rate: float = 0.7) -> Text:
+    """An answer that follows from its prompt: each draft is accepted with `rate` where those before it are."""
+    numbers = iter(range(10**6))
+
+    def draw() -> float:
+        digest = hashlib.sha256(f"{list(prompt)} {next(numbers)}".encode()).digest()
+        return int.from_bytes(digest[:4], "big") / 2**32
+
+    accepted: list[int] = []
+    while 1 + sum(accepted) + len(accepted) < length:
+        accepted.append(next((place for place in range(K) if draw() >= rate), K))
+    return Text(tuple(100 + int(900 * draw()) for _ in range(length)), tuple(accepted))
+
+
+def texts_of_rows(path: Path) -> dict[Ids, Text]:
+    """The answers in a file of `--rows`, by the ids of their prompts."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()[1:]]
+    return {
+        tuple(row["prompt_token_ids"]): Text(
+            tuple(row["token_ids"]),
+            tuple(length - 1 for length in row["acceptance_lengths"]),
+            is_stopped=row["finish_reason"] == "stop",
+        )
+        for row in rows
+    }
+
+
+@dataclass
+class FakeEngine:
+    """What the server is and does.
+
+    reports        what answers bring of their steps
+    has_draft      whether it was started with a draft; without, it has no counters of one
+    is_engaged     whether it drafts at all
+    has_metrics    whether it shows counters
+    faults         by the number of the request for an answer, from 0 on; the first is the probe's trial
+    resets_at      the request before which counters fall to 0
+    is_shared      every request comes with one of somebody else
+    worse_loaded   how many fewer drafts are accepted while more than one request runs
+    changes_at     the place at which an answer differs while more than one request runs
+    gap            nats between the two tokens there
+    old_names      SGLang's names of earlier releases
+    metrics_text   shown in place of its own
+    missing        names whose lines it leaves out of its metrics
+    metrics_slash  its metrics are at a path that ends with it, to which it redirects
+    """
+
+    style: Literal["vllm", "sglang", "llama.cpp"] = "vllm"
+    release: str = "0.33.0"
+    reports: Reports = "nothing"
+    has_draft: bool = True
+    is_engaged: bool = True
+    has_metrics: bool = True
+    texts: Mapping[Ids, Text] = field(default_factory=dict)
+    rate: float = 0.7
+    encode: Callable[[str], list[int]] = lambda text: [ord(letter) for letter in text[-24:]]
+    faults: Mapping[int, Fault] = field(default_factory=dict)
+    resets_at: int | None = None
+    is_shared: bool = False
+    worse_loaded: int = 0
+    changes_at: int | None = None
+    gap: float = 0.05
+    old_names: bool = False
+    key: str | None = None
+    metrics_text: str | None = None
+    missing: tuple[str, ...] = ()
+    metrics_slash: Literal["", "/"] = ""
+    pause_s: float = 0.002
+    url: str = ""
+    num_answers: int = 0
+    num_active: int = 0
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+    headers: list[dict[str, str]] = field(default_factory=list)
+    counts: dict[str, Any] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.counts = {"drafts": 0, "drafted": 0, "accepted": 0, "positions": [0] * K, "requests": 0, "tokens": 0}
+
+    def text_of(self, prompt: Ids, num_tokens: int, *, is_loaded: bool) -> Text:
+        text = self.texts.get(prompt) or make_text(prompt, rate=self.rate, length=max(48, num_tokens))
+        text = text.cut(num_tokens)
+        accepted = text.accepted if self.is_engaged and self.has_draft else ()
+        token_ids = list(text.token_ids)
+        if is_loaded:
+            accepted = tuple(max(0, number - self.worse_loaded) for number in accepted)
+            if self.changes_at is not None and self.changes_at < len(token_ids):
+                token_ids[self.changes_at] += 1
+        return Text(tuple(token_ids), accepted, text.is_stopped)
+
+    def likeliest(self, ids: Ids) -> dict[int, float]:
+        """What may follow a text that begins with a known prompt."""
+        prompts = [tuple(body["ids"]) for body in self.bodies if body["num_tokens"] > 1]
+        prompt = next(item for item in prompts if ids[: len(item)] == item)
+        token = self.text_of(prompt, 10**4 if prompt in self.texts else 48, is_loaded=False).token_ids[
+            len(ids) - len(prompt)
+        ]
+        return {token: -0.1, token + 1: -0.1 - self.gap, 5: -9.0}
+
+    def count(self, text: Text) -> None:
+        counts, steps = self.counts, text.accepted
+        for _ in range(2 if self.is_shared else 1):
+            counts["requests"] += 1
+            counts["tokens"] += len(text.token_ids)
+            counts["drafts"] += len(steps)
+            counts["drafted"] += K * len(steps)
+            counts["accepted"] += sum(steps)
+            for number in steps:
+                for place in range(number):
+                    counts["positions"][place] += 1
+
+
+def prompt_rows(count: int) -> list[dict[str, Sequence[int] | str]]:
+    """Prompts as ids, which no tokenizer is needed for."""
+    return [{"id": f"p{index}", "prompt_token_ids": [7, 8, 9 + index]} for index in range(count)]
