@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 SCHEMA_VERSION = 1
+ASCII_MARKS = str.maketrans({"█": "#", "░": "-", "…": "~"})
+"""What tables draw with, for a terminal that has ASCII only."""
 
 _is_quiet = False
 _kind: str | None = None
@@ -93,7 +95,7 @@ def error_text(text: str) -> None:
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str | None = None) -> None:
     """A table on stdout. The first column is left-aligned, a column of numbers right-aligned."""
-    rows = [list(map(str, row)) for row in rows]
+    rows = [[_encodable(str(cell)) for cell in row] for row in rows]
     if not is_terminal():
         _plain_table(columns, rows, title)
         return
@@ -269,6 +271,15 @@ def _rich_stdout() -> "Console":
     from rich.console import Console
 
     return Console(highlight=False, soft_wrap=False)
+
+
+def _encodable(text: str) -> str:
+    """The text, drawn in ASCII where stdout takes no other characters."""
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:
+        return text.translate(ASCII_MARKS).encode("ascii", "backslashreplace").decode()
+    return text
 
 
 def _is_column_numeric(rows: Sequence[Sequence[str]], index: int) -> bool:

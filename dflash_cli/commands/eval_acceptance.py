@@ -104,7 +104,21 @@ AllowFailedOption = Annotated[
 ]
 AllOption = Annotated[
     bool,
-    typer.Option("--all", help="Also show the figure by the definition of each other project.", rich_help_panel=OUTPUT),
+    typer.Option(
+        "--all",
+        help="Also show the tokens most often rejected, and the figure by each project's definition.",
+        rich_help_panel=OUTPUT,
+    ),
+]
+TraceOption = Annotated[
+    int,
+    typer.Option(
+        "--trace",
+        min=0,
+        metavar="N",
+        help="Also show each step of the first N prompts: what was accepted, the target's own token, what it replaced.",
+        rich_help_panel=OUTPUT,
+    ),
 ]
 ReportOption = Annotated[
     Path | None,
@@ -135,6 +149,7 @@ def eval_acceptance(
     causality: CausalityOption = None,
     threads: ThreadsOption = None,
     show_all: AllOption = False,
+    trace: TraceOption = 0,
     force: ForceOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -148,6 +163,8 @@ def eval_acceptance(
         raise UsageError("-k 0 runs without a draft, so there is no acceptance to measure")
     if sampling.verify_width == 1:
         raise UsageError("--verify-width 1 verifies no drafted token, so there is no acceptance to measure")
+    if trace and as_json:
+        raise UsageError("--json and --trace both write to stdout", hint="--rows keeps every step")
     params, config = sampling.params(max_new_tokens), engine.config()
     from dflash_cli.generation.announcements import announce_loading, note_cut_answers, suggest_diagnosis
 
@@ -157,7 +174,7 @@ def eval_acceptance(
             {"--prompts": prompts, "--num-prompts": num_prompts, "--target": target, "--chat": chat, "--resume": resume,
              "--chat-template-kwargs": chat_template_kwargs, "--temperature": sampling.temperature,
              "--draft-sampling probabilistic": config.draft_sampling != "greedy",
-             "--verify-width": sampling.verify_width}
+             "--verify-width": sampling.verify_width, "--trace": trace}
         )  # fmt: skip
         opened = open_replay(draft, replay, config, causality=causality, threads=threads)
         evaluation = run_replay(
@@ -170,6 +187,7 @@ def eval_acceptance(
     announce_loading(draft, target, device=config.device)
     from dflash_cli.evaluation.measure import EvaluationRequest
     from dflash_cli.generation.loaded_pair import open_session
+    from dflash_cli.generation.outputs import show_steps
 
     request = EvaluationRequest(
         rows=rows,
@@ -192,6 +210,7 @@ def eval_acceptance(
     evaluation, tally = _measure(session, request)
     evaluation = dataclasses.replace(evaluation, measured={**evaluation.measured, "lock_sha256": locked})
     _show(evaluation, report, show_all=show_all, as_json=as_json)
+    show_steps(tally.answers, session.tokenizer, trace)
     note_cut_answers(tally.outputs, params, session.llm.limits.max_model_len)
     suggest_diagnosis(evaluation.total.counts, session.references)
     if evaluation.failures:
@@ -315,7 +334,7 @@ def _print(evaluation: "Evaluation", *, show_all: bool) -> None:
 
     console.result(headline(evaluation))
     console.result(legend(evaluation))
-    for title, (columns, rows) in tables(evaluation, with_definitions=show_all).items():
+    for title, (columns, rows) in tables(evaluation, is_full=show_all).items():
         console.result("")
         console.table(columns, rows, title=title)
     for shape in evaluation.shapes:

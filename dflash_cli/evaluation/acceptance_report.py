@@ -1,6 +1,5 @@
 """One evaluation as JSON, as tables, and as Markdown."""
 
-import math
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,10 +7,15 @@ from typing import Any
 
 from dflash_cli.evaluation.conversation_counts import ConversationCounts
 from dflash_cli.evaluation.curve_shape import CurveShape, find_shapes
+from dflash_cli.evaluation.rejected_tokens import RejectedToken
 from dflash_cli.evaluation.resampling import MIN_UNITS
 from dflash_cli.evaluation.statistics import DEFINITIONS, MIN_FOR_POSITIONS, Interval, Summary
 
 Table = tuple[Sequence[str], Sequence[Sequence[str]]]
+BAR_WIDTH = 24
+NAME_WIDTH = 16
+SHOWN_TOKENS, SHOWN_REPLACEMENTS = 10, 2
+"""Of the tokens that were rejected most often, and of what the target chose instead; JSON has more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +71,7 @@ class Evaluation:
     conversations: tuple[ConversationCounts, ...] = ()
     failures: tuple[Failure, ...] = ()
     anchors: Summary | None = None
+    rejected_tokens: tuple[RejectedToken, ...] = ()
     seconds: float
 
     @property
@@ -88,6 +93,7 @@ class Evaluation:
             "categories": {name: summary.to_json() for name, summary in self.categories.items()},
             "conversations": [item.to_json() for item in self.conversations],
             "anchors": None if self.anchors is None else _anchors_json(self.anchors),
+            "rejected_tokens": [item.to_json() for item in self.rejected_tokens],
             "settings": dict(self.settings),
             "prompts": self.source.to_json(),
             "measured": dict(self.measured),
@@ -140,6 +146,7 @@ def legend(evaluation: Evaluation) -> str:
             lines.append(f"positions have an interval from {MIN_FOR_POSITIONS} prompts on")
     else:
         lines[1] += f"; no interval: {evaluation.total.no_interval}"
+    lines.append("conditional: of the steps that accepted the position before; light: the interval")
     if evaluation.anchors is not None:
         mean = f"mean over {evaluation.anchors.counts.num_drafts} anchors {_length(evaluation.anchors)}"
         lines.append(f"{mean}: another quantity, over blocks that a run passes over too")
@@ -152,12 +159,14 @@ def legend(evaluation: Evaluation) -> str:
     return "\n".join(lines)
 
 
-def tables(evaluation: Evaluation, *, with_definitions: bool = True) -> dict[str, Table]:
-    """Title -> columns and rows."""
+def tables(evaluation: Evaluation, *, is_full: bool = True) -> dict[str, Table]:
+    """Title -> columns and rows; those that explain the figure only where it is full. All fit 80 columns."""
     found = {"by position": _position_table(evaluation.total)}
     if evaluation.categories:
         found["by category"] = _category_table(evaluation)
-    if with_definitions:
+    if is_full and evaluation.rejected_tokens:
+        found["tokens most often rejected"] = _rejected_table(evaluation.rejected_tokens)
+    if is_full:
         found["by each project's own definition"] = _definition_table(evaluation.total)
     return found
 
@@ -197,14 +206,14 @@ def _position_table(total: Summary) -> Table:
             f"{accepted}",
             _rate(rate) + _span(total.per_pos_intervals[place]),
             _rate(conditional),
-            _bar(rate),
+            _bar(rate, total.per_pos_intervals[place]),
         )
         for place, (accepted, rate, conditional) in enumerate(
             zip(counts.per_pos_accepted, counts.per_pos_acceptance_rates, total.conditional_rates, strict=False)
         )
         if counts.per_pos_verified[place]
     ]
-    return ("position", "accepted", "share of steps", "share if the position before was accepted", ""), rows
+    return ("position", "accepted", "share of steps", "conditional", ""), rows
 
 
 def _definition_table(total: Summary) -> Table:
@@ -217,7 +226,12 @@ def _definition_table(total: Summary) -> Table:
 
 def _category_table(evaluation: Evaluation) -> Table:
     rows = [
-        (name, str(summary.num_conversations), str(summary.counts.num_drafts), _length(summary) + _lack(summary))
+        (
+            _short(name),
+            str(summary.num_conversations),
+            str(summary.counts.num_drafts),
+            _length(summary) + _lack(summary),
+        )
         for name, summary in evaluation.categories.items()
     ]
     total = evaluation.total
@@ -237,15 +251,37 @@ def _span(interval: Interval | None) -> str:
 
 def _lack(summary: Summary) -> str:
     """Why a category has no interval, where that is for its size."""
-    return " (too few prompts for an interval)" if 0 < summary.num_conversations < MIN_UNITS else ""
+    return " (too few prompts)" if 0 < summary.num_conversations < MIN_UNITS else ""
 
 
 def _rate(rate: float | None) -> str:
     return "-" if rate is None else f"{rate:.3f}"
 
 
-def _bar(rate: float) -> str:
-    return "▇" * math.ceil(rate * 20)
+def _bar(rate: float, interval: Interval | None) -> str:
+    """The rate as a bar; with an interval it is solid up to the lower end, and light from there to the upper one."""
+    solid, light = (interval.low, interval.high) if interval is not None else (rate, rate)
+    num_solid = round(solid * BAR_WIDTH)
+    return "█" * num_solid + "░" * (round(light * BAR_WIDTH) - num_solid)
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= NAME_WIDTH else f"{name[: NAME_WIDTH - 1]}…"
+
+
+def _rejected_table(tokens: Sequence[RejectedToken]) -> Table:
+    """Tokens in brackets, so that spaces at their ends show."""
+    rows = [
+        (
+            _short(f"[{item.text}]"),
+            str(item.num_rejected),
+            str(item.num_judged),
+            f"{item.rate:.2f}",
+            "  ".join(f"{_short(f'[{other.text}]')} {other.count}" for other in item.replacements[:SHOWN_REPLACEMENTS]),
+        )
+        for item in tokens[:SHOWN_TOKENS]
+    ]
+    return ("token", "rejected", "judged", "share", "the target chose"), rows
 
 
 def _markdown_row(cells: Sequence[str]) -> str:

@@ -10,6 +10,7 @@ from dflash_cli.evaluation.acceptance_progress import AcceptanceProgress
 from dflash_cli.evaluation.acceptance_report import Evaluation, Failure, PromptSource
 from dflash_cli.evaluation.conversation_counts import count_conversations
 from dflash_cli.evaluation.journal import Journal
+from dflash_cli.evaluation.rejected_tokens import find_rejected
 from dflash_cli.evaluation.resampling import MIN_UNITS
 from dflash_cli.evaluation.statistics import Summary, summarise
 from dflash_cli.generation.answers import Answer, Tally, answer_rows, plural
@@ -73,6 +74,7 @@ def measure(
         settings={**session.references, **settings},
         source=request.source,
         conversations=count_conversations(journal.answers),
+        rejected_tokens=find_rejected([answer.output for answer in journal.answers], session.tokenizer),
         measured=session.describe()
         | {
             "num_prompts": len(request.rows),

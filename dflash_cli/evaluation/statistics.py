@@ -80,14 +80,18 @@ class Summary:
 
 
 DEFINITIONS = {
-    "vllm": "1 + accepted / steps, over all steps, counting whole blocks (vLLM, speculators)",
-    "zlab": "mean over prompts of tokens / steps, not counting past the end of the answer (z-lab dflash 0.1.0)",
-    "zlab_untruncated": "mean over prompts of tokens / steps, counting whole blocks (z-lab, before 0.1.0)",
-    "sglang": "mean over prompts of answer tokens / steps, with the token after the prompt (SGLang, per request)",
-    "committed": "tokens / steps, over all steps, not counting past the end of the answer",
-    "mlx_ratio": "accepted tokens / generated tokens (dflash-mlx; a ratio, not a length)",
+    "vllm": "1 + accepted / steps, whole blocks (vLLM, speculators)",
+    "zlab": "mean over prompts, as committed (z-lab, dflash 0.1.0)",
+    "zlab_untruncated": "mean over prompts, whole blocks (z-lab, before)",
+    "sglang": "mean over prompts, with the prompt's token (SGLang)",
+    "committed": "tokens / steps, not counting past the answer's end",
+    "mlx_ratio": "accepted / generated tokens, a ratio (dflash-mlx)",
 }
-"""How each project defines acceptance; the keys are those of the JSON output."""
+"""How each project defines acceptance, in words that fit beside the figure; the keys are those of the JSON output.
+
+A mean over prompts is of their tokens / steps. With whole blocks, what stops and limits cut off counts as well; with
+the prompt's token, the one that comes with the prompt, which no step gave.
+"""
 
 
 def summarise(
