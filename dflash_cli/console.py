@@ -49,6 +49,17 @@ def result(text: str, *, end: str = "\n") -> None:
     sys.stdout.flush()
 
 
+def result_bytes(content: bytes) -> None:
+    """Write a result that is a file's content to stdout, as it is."""
+    sys.stdout.flush()
+    stream = getattr(sys.stdout, "buffer", None)
+    if stream is None:
+        result(content.decode(), end="")
+    else:
+        stream.write(content)
+        stream.flush()
+
+
 def result_json(document: dict[str, Any]) -> None:
     """Write the one JSON document of a `--json` run, with its schema version and its kind first.
 

@@ -67,6 +67,16 @@ COMMANDS = {
         ),
         docs="docs/comparing.md",
     ),
+    "report": Entry(
+        function="dflash_cli.commands.report:report",
+        section=RUN,
+        summary="Write a report on measured acceptance: HTML, PNG, Markdown or CSV.",
+        examples=(
+            "dflash report result.json -o report.html",
+            "dflash report old.json new.json -o report.csv",
+        ),
+        docs="docs/publishing.md",
+    ),
     "dump": Entry(
         function="dflash_cli.commands.dump:dump",
         section=RUN,

@@ -171,20 +171,35 @@ def tables(evaluation: Evaluation, *, is_full: bool = True) -> dict[str, Table]:
     return found
 
 
-def to_markdown(evaluation: Evaluation) -> str:
+def to_markdown(evaluation: Evaluation, title: str = "Acceptance") -> str:
     """A report to keep beside a checkpoint."""
-    lines = ["# Acceptance", "", f"**{headline(evaluation)}**", "", legend(evaluation), ""]
+    lines = [f"# {title}", "", f"**{headline(evaluation)}**", "", legend(evaluation), ""]
     if evaluation.source.warning is not None:
         lines += [f"Note: {evaluation.source.warning}.", ""]
     lines += [line for shape in evaluation.shapes for line in (*shape.lines, "")]
-    facts = {**evaluation.settings, "prompts": evaluation.source.name, **_flat(evaluation.measured)}
-    lines += [f"- {name}: `{value}`" for name, value in facts.items() if value is not None]
+    lines += [f"- {name}: `{value}`" for name, value in provenance(evaluation).items()]
     if evaluation.failures:
         lines += ["", "## Not measured", "", *(f"- {failure.error}" for failure in evaluation.failures)]
-    for title, (columns, rows) in tables(evaluation).items():
-        lines += ["", f"## {title.capitalize()}", "", _markdown_row(columns), _markdown_row(["---"] * len(columns))]
-        lines += [_markdown_row(row) for row in rows]
+    for name, (columns, rows) in tables(evaluation).items():
+        lines += ["", f"## {name.capitalize()}", "", *markdown_table(columns, rows)]
     return "\n".join(lines) + "\n"
+
+
+def provenance(evaluation: Evaluation) -> dict[str, Any]:
+    """What was measured, with which settings and versions, by which command and when; what is not known is left out."""
+    facts = {**evaluation.settings, "prompts": evaluation.source.name, **_flat(evaluation.measured)}
+    return {name: value for name, value in facts.items() if value is not None}
+
+
+def command_line(evaluation: Evaluation) -> str:
+    """The command that measured it, as it would be typed."""
+    argv = evaluation.measured.get("argv") or ["dflash", "eval-acceptance"]
+    return shlex.join(["dflash", *map(str, argv[1:])])
+
+
+def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table; what would end a cell is escaped."""
+    return [_markdown_row(columns), _markdown_row(["---"] * len(columns)), *map(_markdown_row, rows)]
 
 
 def _flat(measured: Mapping[str, Any]) -> dict[str, Any]:
@@ -285,4 +300,4 @@ def _rejected_table(tokens: Sequence[RejectedToken]) -> Table:
 
 
 def _markdown_row(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

@@ -1,0 +1,74 @@
+"""A report as one HTML page that needs nothing else: no network, no script, light and dark by the reader's setting."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from dflash_cli.evaluation.acceptance_report import Evaluation, command_line, headline, legend, provenance, tables
+from dflash_cli.evaluation.comparison_report import letter
+from dflash_cli.evaluation.stored_evaluation import StoredEvaluation
+from dflash_cli.publishing.figures import find_figures
+from dflash_cli.publishing.svg_figure import draw_svg
+from dflash_cli.version import __version__
+
+MARKS = "●■◆"
+
+
+def to_html(results: Sequence[StoredEvaluation]) -> str:
+    """The page; whatever a result says is escaped in it."""
+    folder = FileSystemLoader(Path(__file__).parent)
+    page = Environment(loader=folder, autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True)
+    figures = [
+        {
+            "title": figure.title,
+            "caption": figure.caption,
+            "drawing": Markup(draw_svg(figure, number)),  # every text in it is escaped
+            "columns": [figure.axis, *(series.name for series in figure.series)],
+            "rows": figure.rows,
+        }
+        for number, figure in enumerate(find_figures(results))
+    ]
+    evaluations = [item.evaluation for item in results]
+    return page.get_template("page.html").render(
+        title="Acceptance of " + " and ".join(dict.fromkeys(str(item.settings.get("draft")) for item in evaluations)),
+        subtitle=f"Tokens that each verify step commits, measured with dflash {__version__}",
+        results=[_result(place, item) for place, item in enumerate(results)],
+        notes=[item.source.warning for item in evaluations[:1] if item.source.warning],
+        legend=legend(evaluations[0]).replace("\n", "; "),
+        figures=figures,
+    )
+
+
+def _result(place: int, stored: StoredEvaluation) -> dict[str, Any]:
+    evaluation = stored.evaluation
+    length, _, others = headline(evaluation).removeprefix("acceptance length ").partition(",")
+    value, _, interval = length.partition(" ")
+    return {
+        "letter": letter(place),
+        "mark": MARKS[place % len(MARKS)],
+        "name": stored.name,
+        "length": value,
+        "interval": _interval_text(evaluation, interval),
+        "facts": f"{_facts(evaluation)};{others}",
+        "shapes": evaluation.shapes,
+        "tables": [(title.capitalize(), columns, rows) for title, (columns, rows) in tables(evaluation).items()],
+        "failures": [failure.error for failure in evaluation.failures],
+        "command": command_line(evaluation),
+        "provenance": [(name, str(value)) for name, value in provenance(evaluation).items()],
+    }
+
+
+def _interval_text(evaluation: Evaluation, interval: str) -> str:
+    found = evaluation.total.interval
+    if found is None:
+        return f"tokens a step; no interval: {evaluation.total.no_interval}"
+    return f"tokens a step, {100 * found.confidence:g}% interval {interval}"
+
+
+def _facts(evaluation: Evaluation) -> str:
+    total, settings = evaluation.total, evaluation.settings
+    pair = f"{settings.get('draft')} for {settings.get('target')}"
+    return f"{pair}; {total.num_conversations} prompts, {total.counts.num_drafts} steps"
