@@ -330,10 +330,10 @@ def _how_to_go_on(request: "EvaluationRequest") -> str:
 
 
 def _print(evaluation: "Evaluation", *, show_all: bool) -> None:
-    from dflash_cli.evaluation.acceptance_report import headline, legend, tables
+    from dflash_cli.evaluation.acceptance_report import TABLE_NOTE, headline, legend, tables
 
     console.result(headline(evaluation))
-    console.result(legend(evaluation))
+    console.result(legend(evaluation) + "\n" + TABLE_NOTE)
     for title, (columns, rows) in tables(evaluation, is_full=show_all).items():
         console.result("")
         console.table(columns, rows, title=title)

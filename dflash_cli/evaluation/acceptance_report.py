@@ -12,6 +12,7 @@ from dflash_cli.evaluation.resampling import MIN_UNITS
 from dflash_cli.evaluation.statistics import DEFINITIONS, MIN_FOR_POSITIONS, Interval, Summary
 
 Table = tuple[Sequence[str], Sequence[Sequence[str]]]
+TABLE_NOTE = "conditional: of the steps that accepted the position before; light: the interval"
 BAR_WIDTH = 24
 NAME_WIDTH = 16
 SHOWN_TOKENS, SHOWN_REPLACEMENTS = 10, 2
@@ -146,7 +147,6 @@ def legend(evaluation: Evaluation) -> str:
             lines.append(f"positions have an interval from {MIN_FOR_POSITIONS} prompts on")
     else:
         lines[1] += f"; no interval: {evaluation.total.no_interval}"
-    lines.append("conditional: of the steps that accepted the position before; light: the interval")
     if evaluation.anchors is not None:
         mean = f"mean over {evaluation.anchors.counts.num_drafts} anchors {_length(evaluation.anchors)}"
         lines.append(f"{mean}: another quantity, over blocks that a run passes over too")
@@ -173,7 +173,7 @@ def tables(evaluation: Evaluation, *, is_full: bool = True) -> dict[str, Table]:
 
 def to_markdown(evaluation: Evaluation, title: str = "Acceptance") -> str:
     """A report to keep beside a checkpoint."""
-    lines = [f"# {title}", "", f"**{headline(evaluation)}**", "", legend(evaluation), ""]
+    lines = [f"# {title}", "", f"**{headline(evaluation)}**", "", legend(evaluation), TABLE_NOTE, ""]
     if evaluation.source.warning is not None:
         lines += [f"Note: {evaluation.source.warning}.", ""]
     lines += [line for shape in evaluation.shapes for line in (*shape.lines, "")]

@@ -88,6 +88,7 @@ def _summary(document: Json) -> Summary:
         interval=_interval(document["acceptance_len_interval"]),
         no_interval=document["acceptance_len_no_interval"],
         per_pos_intervals=tuple(_interval(item) for item in document["per_pos_intervals"]),
+        conditional_intervals=_conditional_intervals(document, len(accepted)),
         histogram=tuple(_whole_numbers(document["histogram"])),
         definitions={name: document["definitions"].get(name) for name in DEFINITIONS},
     )
@@ -105,9 +106,15 @@ def _anchors(document: Json) -> Summary:
         interval=_interval(document["mean_over_anchors_interval"]),
         no_interval=None,
         per_pos_intervals=(),
+        conditional_intervals=(),
         histogram=tuple(histogram),
         definitions={},
     )
+
+
+def _conditional_intervals(document: Json, num_positions: int) -> tuple[Interval | None, ...]:
+    """None each in a document of a release that had none."""
+    return tuple(_interval(item) for item in document.get("per_pos_conditional_intervals", [None] * num_positions))
 
 
 def _rejected(document: Json) -> RejectedToken:

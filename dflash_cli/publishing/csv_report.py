@@ -49,7 +49,7 @@ def _rows(summary: Summary) -> Iterator[Row]:
     for place, conditional in enumerate(summary.conditional_rates):
         if conditional is not None:
             reached = [counts.num_drafts, *counts.per_pos_accepted][place]
-            yield _row("conditional_share", place + 1, conditional, None, reached)
+            yield _row("conditional_share", place + 1, conditional, summary.conditional_intervals[place], reached)
     for place, number in enumerate(summary.histogram):
         yield _row("steps_giving", place + 1, number / counts.num_drafts, None, number)
     for name, value in summary.definitions.items():

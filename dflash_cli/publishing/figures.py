@@ -98,12 +98,15 @@ def _conditional(summaries: Sequence[tuple[str, Summary]]) -> Figure:
         kind="curve",
         title="Accepted where the position before was",
         caption="Of the steps that accepted the position before, the share that accepted this one as well; a sound "
-        "draft falls slowly here.",
+        "draft falls slowly here. Where fewer than 32 prompts got so far there is no band.",
         axis="position",
         labels=_places(summaries, first=1),
         series=_series(
             summaries,
-            lambda summary: [None if rate is None else Point(rate) for rate in summary.conditional_rates],
+            lambda summary: [
+                None if rate is None else Point(rate, interval)
+                for rate, interval in zip(summary.conditional_rates, summary.conditional_intervals, strict=True)
+            ],
         ),
         low=0,
         high=1,

@@ -9,10 +9,10 @@ from markupsafe import Markup
 
 from dflash_cli.evaluation.acceptance_report import Evaluation, command_line, headline, legend, provenance, tables
 from dflash_cli.evaluation.comparison_report import letter
+from dflash_cli.evaluation.statistics import Summary
 from dflash_cli.evaluation.stored_evaluation import StoredEvaluation
 from dflash_cli.publishing.figures import find_figures
 from dflash_cli.publishing.svg_figure import draw_svg
-from dflash_cli.version import __version__
 
 MARKS = "●■◆"
 
@@ -34,7 +34,7 @@ def to_html(results: Sequence[StoredEvaluation]) -> str:
     evaluations = [item.evaluation for item in results]
     return page.get_template("page.html").render(
         title="Acceptance of " + " and ".join(dict.fromkeys(str(item.settings.get("draft")) for item in evaluations)),
-        subtitle=f"Tokens that each verify step commits, measured with dflash {__version__}",
+        subtitle="Tokens that each verify step commits, in total, by position and by category",
         results=[_result(place, item) for place, item in enumerate(results)],
         notes=[item.source.warning for item in evaluations[:1] if item.source.warning],
         legend=legend(evaluations[0]).replace("\n", "; "),
@@ -44,31 +44,38 @@ def to_html(results: Sequence[StoredEvaluation]) -> str:
 
 def _result(place: int, stored: StoredEvaluation) -> dict[str, Any]:
     evaluation = stored.evaluation
-    length, _, others = headline(evaluation).removeprefix("acceptance length ").partition(",")
-    value, _, interval = length.partition(" ")
     return {
         "letter": letter(place),
         "mark": MARKS[place % len(MARKS)],
         "name": stored.name,
-        "length": value,
-        "interval": _interval_text(evaluation, interval),
-        "facts": f"{_facts(evaluation)};{others}",
+        "length": f"{evaluation.total.counts.acceptance_len:.3f}",
+        "interval": _interval_text(evaluation.total),
+        "facts": _facts(evaluation),
         "shapes": evaluation.shapes,
-        "tables": [(title.capitalize(), columns, rows) for title, (columns, rows) in tables(evaluation).items()],
+        "tables": [
+            (title.capitalize(), *_without_bars(columns, rows)) for title, (columns, rows) in tables(evaluation).items()
+        ],
         "failures": [failure.error for failure in evaluation.failures],
         "command": command_line(evaluation),
         "provenance": [(name, str(value)) for name, value in provenance(evaluation).items()],
     }
 
 
-def _interval_text(evaluation: Evaluation, interval: str) -> str:
-    found = evaluation.total.interval
+def _interval_text(total: Summary) -> str:
+    found = total.interval
     if found is None:
-        return f"tokens a step; no interval: {evaluation.total.no_interval}"
-    return f"tokens a step, {100 * found.confidence:g}% interval {interval}"
+        return f"tokens a step; no interval: {total.no_interval}"
+    return f"tokens a step; {100 * found.confidence:g}% interval [{found.low:.3f}, {found.high:.3f}]"
 
 
 def _facts(evaluation: Evaluation) -> str:
     total, settings = evaluation.total, evaluation.settings
     pair = f"{settings.get('draft')} for {settings.get('target')}"
-    return f"{pair}; {total.num_conversations} prompts, {total.counts.num_drafts} steps"
+    more = headline(evaluation).partition(", at most ")[2]
+    return f"{pair}; {total.num_conversations} prompts, {total.counts.num_drafts} steps; at most {more}"
+
+
+def _without_bars(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> tuple[Sequence[str], list[list[str]]]:
+    """A table without the column that a terminal draws in, which has no name: the page has figures."""
+    kept = [place for place, column in enumerate(columns) if column]
+    return [columns[place] for place in kept], [[row[place] for place in kept] for row in rows]

@@ -3,6 +3,7 @@
 A series is told by its mark as well as by its colour, whose classes `s0` to `s5` the page defines.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -13,7 +14,7 @@ WIDTH, ROW, PLOT_HEIGHT = 640, 26, 260
 LEFT, RIGHT, TOP, BOTTOM = 46, 14, 12, 40
 NAME_LEFT, NAME_LENGTH = 150, 20
 COLOURS = 6
-TICKS = 5
+TICKS = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +42,12 @@ class _Plot:
 
     @property
     def ticks(self) -> list[float]:
-        span = self.figure.high - self.figure.low
-        return [self.figure.low + span * place / TICKS for place in range(TICKS + 1)]
+        """Round numbers on the axis of values, of which there are at most `TICKS`."""
+        low, high = self.figure.low, self.figure.high
+        rough = (high - low) / TICKS
+        unit = 10 ** math.floor(math.log10(rough))
+        step = unit * next(size for size in (1, 2, 5, 10) if size * unit >= rough)
+        return [place * step for place in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
 def draw_svg(figure: Figure, number: int) -> str:
@@ -73,7 +78,7 @@ def _columns(plot: _Plot) -> Iterator[str]:
     for tick in plot.ticks:
         height = plot.up(tick)
         yield f'<line class="grid" x1="{plot.left}" x2="{right}" y1="{height:.1f}" y2="{height:.1f}"/>'
-        yield f'<text x="{plot.left - 6}" y="{height + 4:.1f}" text-anchor="end">{tick:.2f}</text>'
+        yield f'<text x="{plot.left - 6}" y="{height + 4:.1f}" text-anchor="end">{tick:.3g}</text>'
     count = len(plot.figure.labels)
     every = 1 + count // 24
     for place, label in enumerate(plot.figure.labels):
@@ -90,7 +95,7 @@ def _rows(plot: _Plot) -> Iterator[str]:
     for tick in plot.ticks:
         place = plot.along(tick)
         yield f'<line class="grid" x1="{place:.1f}" x2="{place:.1f}" y1="{plot.top}" y2="{bottom}"/>'
-        yield f'<text x="{place:.1f}" y="{bottom + 17}" text-anchor="middle">{tick:.2f}</text>'
+        yield f'<text x="{place:.1f}" y="{bottom + 17}" text-anchor="middle">{tick:.3g}</text>'
     for place, label in enumerate(plot.figure.labels):
         shown = label if len(label) <= NAME_LENGTH else f"{label[: NAME_LENGTH - 1]}…"
         yield f'<text x="{plot.left - 8}" y="{_row(plot, place) + 4:.1f}" text-anchor="end">{escape(shown)}</text>'
