@@ -153,6 +153,16 @@ COMMANDS = {
         ),
         draft="draft",
     ),
+    "export": Entry(
+        function="dflash_cli.commands.export:export",
+        section=DEPLOY,
+        summary="Write a measured acceptance in the form that another program takes.",
+        examples=(
+            "dflash export result.json --to speculation-profile -o speculation_profile.json",
+            "dflash export result.json --to vllm-rates",
+        ),
+        docs="docs/publishing.md",
+    ),
     "launch": replace(SERVE_COMMAND, is_hidden=True),
     "schema": Entry(
         function="dflash_cli.commands.schema:schema",
