@@ -6,22 +6,14 @@ from typing import Annotated, Any
 import typer
 
 from dflash_cli import console
-from dflash_cli.checkpoints.pair_references import complete_pair, served_name
+from dflash_cli.checkpoints.pair_references import complete_pair
 from dflash_cli.checkpoints.references import find_checkpoint
-from dflash_cli.engines.serving_engine import (
-    ServeCommand,
-    ServedPair,
-    ServingEngine,
-    known_engines,
-    parse_engines,
-)
+from dflash_cli.engines.pair_serving import judge_pair
+from dflash_cli.engines.serving_engine import ServeCommand, ServingEngine, known_engines, parse_engines
 from dflash_cli.options import DraftArg, JsonOption, TargetOption
 from dflash_cli.validation.report import Report
-from dflash_cli.validation.rule import Finding
-from dflash_cli.validation.subject import Subject
-from dflash_cli.validation.validator import ValidationRequest, open_requested, validate_subject
 from dflash_cli.validation.verdict import Verdict
-from dflash_runtime.errors import CheckpointError, UnsupportedError, UsageError
+from dflash_runtime.errors import UsageError
 
 EngineOption = Annotated[
     str,
@@ -56,68 +48,23 @@ def serve_command(
     if not engines:
         raise UsageError(f"--engine {engine!r}, expected an engine (known: {known_engines()})")
     pair = complete_pair(draft, target, find=find_checkpoint)
-    location, target_location = pair.draft_location, pair.find_target(find_checkpoint)
-    assert location is not None
-    assert pair.target is not None
     if pair.note is not None:
         console.note(pair.note)
-    request = ValidationRequest(
-        draft=location,
-        draft_reference=draft,
-        target=target_location,
-        target_reference=pair.target,
-        engines=engines,
-        num_speculative_tokens=num_speculative_tokens,
-    )
-    subject = open_requested(request)
-    report = validate_subject(subject, request)
-    refusals = {verdict.engine.name: _refusal(verdict, report) for verdict in report.verdicts}
-    first = next((error for error in refusals.values() if error is not None), None)
-    if first is not None and None not in refusals.values():
+    judged = judge_pair(pair, engines, num_speculative_tokens)
+    first = judged.first_refusal
+    if first is not None and None not in judged.refusals.values():
         raise first
-    served = _served_pair(subject, report, served_name(pair.target, target_location))
-    for item in (location, target_location):
+    served = judged.served
+    for item in judged.locations:
         if not isinstance(item, Path):
             console.status(f"{item.path}: {item.traffic.text}")
-    for finding in report.findings:
+    for finding in judged.report.findings:
         if finding.severity != "info":
             console.warn(f"{finding.id} {finding.location}: {finding.message}; {finding.effect}")
-    commands = {item: item.serve_command(served) for item in engines if refusals[item.name] is None}
-    _print(commands, report, as_json=as_json)
+    commands = {item: item.serve_command(served) for item in engines if judged.refusals[item.name] is None}
+    _print(commands, judged.report, as_json=as_json)
     if first is not None:
         raise first
-
-
-def _served_pair(subject: Subject, report: Report, target: str) -> ServedPair:
-    """The pair as the engines are told of it.
-
-    Raises:
-        UsageError: more speculative tokens than the trained block has, or neither is known.
-        CheckpointError, UnsupportedError: a config that cannot be read, though no engine would stop at it.
-    """
-    if subject.parsed is None and subject.parse_error is not None:
-        if subject.block_size is None and subject.num_speculative_tokens is None:
-            raise UsageError(
-                f"{subject.path}: states no block_size, so how many tokens to draft is not known",
-                hint="pass -k with the number that it was trained to draft",
-            ) from subject.parse_error
-        raise subject.parse_error
-    assert subject.parsed is not None
-    assert subject.target is not None
-    config, asked = subject.parsed.config, subject.num_speculative_tokens
-    most = config.num_draft_tokens
-    if asked is not None and asked > most:
-        raise UsageError(
-            f"{asked} speculative tokens, expected at most {most}: the draft was trained for blocks of {most + 1}"
-        )
-    return ServedPair(
-        draft=subject.served_name,
-        target=target,
-        config=config,
-        target_facts=subject.target,
-        num_draft_tokens=most if asked is None else asked,
-        flags=frozenset(item.serve_flag for item in report.findings if item.serve_flag is not None),
-    )
 
 
 def _print(commands: dict[ServingEngine, ServeCommand], report: Report, *, as_json: bool) -> None:
@@ -134,16 +81,3 @@ def _print(commands: dict[ServingEngine, ServeCommand], report: Report, *, as_js
 
 def _document(engine: ServingEngine, command: ServeCommand, verdict: Verdict) -> dict[str, Any]:
     return {"engine": str(engine), **command.to_json(), "verdict": verdict.to_json()}
-
-
-def _refusal(verdict: Verdict, report: Report) -> UnsupportedError | CheckpointError | None:
-    """Why the engine would not serve the pair: it is not for this engine, or not sound, or not for this target."""
-    errors = [item for item in report.findings if item.severity == "error" and item.concerns(verdict.engine.name)]
-    stopping = [item for item in errors if item.outcome == "stops"]
-    if not stopping:
-        return None
-    about_engine = [item for item in stopping if item.engines or item.stage == "identity"]
-    first: Finding = (about_engine or stopping)[0]
-    text = f"{verdict.engine} cannot serve the draft: {first.id} {first.location}: {first.message}"
-    kind = UnsupportedError if about_engine and len(about_engine) == len(stopping) else CheckpointError
-    return kind(text, hint=first.fix)

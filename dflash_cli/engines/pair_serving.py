@@ -1,0 +1,109 @@
+"""Which engines serve a pair, and what each is told of it. Nothing is run."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from dflash_cli.checkpoints.pair_references import PairReferences, served_name
+from dflash_cli.checkpoints.references import Location, find_checkpoint
+from dflash_cli.engines.serving_engine import ServedPair, ServingEngine
+from dflash_cli.validation.report import Report
+from dflash_cli.validation.rule import Finding
+from dflash_cli.validation.subject import Subject
+from dflash_cli.validation.validator import ValidationRequest, open_requested, validate_subject
+from dflash_cli.validation.verdict import Verdict
+from dflash_runtime.errors import CheckpointError, UnsupportedError, UsageError
+
+Refusal = UnsupportedError | CheckpointError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JudgedPair:
+    """A pair, what engines make of it, and why each would not serve it: None for one that does."""
+
+    subject: Subject
+    report: Report
+    target_name: str
+    locations: tuple[Location, Location]
+    refusals: Mapping[str, Refusal | None]
+
+    @property
+    def first_refusal(self) -> Refusal | None:
+        return next((error for error in self.refusals.values() if error is not None), None)
+
+    @property
+    def served(self) -> ServedPair:
+        """The pair as the engines are told of it.
+
+        Raises:
+            UsageError: more speculative tokens than the trained block has, or neither is known.
+            CheckpointError, UnsupportedError: a config that cannot be read, though no engine would stop at it.
+        """
+        subject = self.subject
+        if subject.parsed is None and subject.parse_error is not None:
+            if subject.block_size is None and subject.num_speculative_tokens is None:
+                raise UsageError(
+                    f"{subject.path}: states no block_size, so how many tokens to draft is not known",
+                    hint="pass -k with the number that it was trained to draft",
+                ) from subject.parse_error
+            raise subject.parse_error
+        assert subject.parsed is not None
+        assert subject.target is not None
+        config, asked = subject.parsed.config, subject.num_speculative_tokens
+        most = config.num_draft_tokens
+        if asked is not None and asked > most:
+            raise UsageError(
+                f"{asked} speculative tokens, expected at most {most}: the draft was trained for blocks of {most + 1}"
+            )
+        flags = (item.serve_flag for item in self.report.findings)
+        return ServedPair(
+            draft=subject.served_name,
+            target=self.target_name,
+            config=config,
+            target_facts=subject.target,
+            num_draft_tokens=most if asked is None else asked,
+            flags=frozenset(flag for flag in flags if flag is not None),
+        )
+
+
+def judge_pair(
+    pair: PairReferences[Location], engines: Sequence[ServingEngine], num_speculative_tokens: int | None
+) -> JudgedPair:
+    """Validate a complete pair for some engines, by headers.
+
+    Raises:
+        CheckpointNotFound, CheckpointError, UnsupportedError, UsageError: it cannot be opened.
+    """
+    location, target_location = pair.draft_location, pair.find_target(find_checkpoint)
+    assert location is not None
+    assert pair.draft is not None
+    assert pair.target is not None
+    request = ValidationRequest(
+        draft=location,
+        draft_reference=pair.draft,
+        target=target_location,
+        target_reference=pair.target,
+        engines=tuple(engines),
+        num_speculative_tokens=num_speculative_tokens,
+    )
+    subject = open_requested(request)
+    report = validate_subject(subject, request)
+    return JudgedPair(
+        subject=subject,
+        report=report,
+        target_name=served_name(pair.target, target_location),
+        locations=(location, target_location),
+        refusals={verdict.engine.name: _refusal(verdict, report) for verdict in report.verdicts},
+    )
+
+
+def _refusal(verdict: Verdict, report: Report) -> Refusal | None:
+    """Why the engine would not serve the pair: it is not for this engine, or not sound, or not for this target."""
+    errors = [item for item in report.findings if item.severity == "error" and item.concerns(verdict.engine.name)]
+    stopping = [item for item in errors if item.outcome == "stops"]
+    if not stopping:
+        return None
+    about_engine = [item for item in stopping if item.engines or item.stage == "identity"]
+    first: Finding = (about_engine or stopping)[0]
+    text = f"{verdict.engine} cannot serve the draft: {first.id} {first.location}: {first.message}"
+    kind = UnsupportedError if about_engine and len(about_engine) == len(stopping) else CheckpointError
+    return kind(text, hint=first.fix)
