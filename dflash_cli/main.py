@@ -153,6 +153,13 @@ COMMANDS = {
         ),
         draft="draft",
     ),
+    "card": Entry(
+        function="dflash_cli.commands.card:card",
+        section=DEPLOY,
+        summary="Write the part of a model card that says what a draft gives.",
+        examples=("dflash card result.json", "dflash card result.json --insert README.md"),
+        docs="docs/publishing.md",
+    ),
     "export": Entry(
         function="dflash_cli.commands.export:export",
         section=DEPLOY,

@@ -1,9 +1,9 @@
 """Which engines serve a pair, and what each is told of it. Nothing is run."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from dflash_cli.checkpoints.pair_references import PairReferences, served_name
+from dflash_cli.checkpoints.pair_references import PairReferences, complete_pair, served_name
 from dflash_cli.checkpoints.references import Location, find_checkpoint
 from dflash_cli.engines.serving_engine import ServedPair, ServingEngine
 from dflash_cli.validation.report import Report
@@ -94,6 +94,31 @@ def judge_pair(
         locations=(location, target_location),
         refusals={verdict.engine.name: _refusal(verdict, report) for verdict in report.verdicts},
     )
+
+
+def find_serve_commands(
+    draft: str | None,
+    target: str | None,
+    engines: Sequence[ServingEngine],
+    num_speculative_tokens: int,
+    *,
+    names: tuple[str | None, str | None],
+) -> tuple[dict[str, str], list[str]]:
+    """The command of each engine that serves a pair, and why others do not.
+
+    `names` are what draft and target are called in the commands, where that is not how they were found.
+
+    Raises:
+        CheckpointNotFound, CheckpointError, UnsupportedError, UsageError: the pair cannot be looked at.
+    """
+    judged = judge_pair(complete_pair(draft, target, find=find_checkpoint), engines, num_speculative_tokens)
+    refusals = [error.message for error in judged.refusals.values() if error is not None]
+    serving = [engine for engine in engines if judged.refusals[engine.name] is None]
+    if not serving:
+        return {}, refusals
+    served = judged.served
+    served = replace(served, draft=names[0] or served.draft, target=names[1] or served.target)
+    return {str(engine): engine.serve_command(served).text for engine in serving}, refusals
 
 
 def _refusal(verdict: Verdict, report: Report) -> Refusal | None:
