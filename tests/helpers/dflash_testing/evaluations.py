@@ -56,6 +56,7 @@ def drawn_evaluation(chance: float = 0.6, *, count: int = 40, num_drafted: int =
             ConversationCounts(
                 digest=str(item.index),
                 name=f"row {item.index}",
+                category=CATEGORIES[item.index % 2],
                 num_tokens=sum(item.acceptance_lengths),
                 num_steps=len(item.acceptance_lengths),
             )
