@@ -82,7 +82,9 @@ def test_shown_output_is_compared_but_for_its_numbers() -> None:
     assert not is_printed("3.4 of 8", "3.4, at most 8")
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/replay.md"])
+@pytest.mark.parametrize(
+    "document", ["README.md", "docs/replay.md", pytest.param("docs/publishing.md", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("is_whole", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["fewer", "whole"])
 def test_documents_run_when_pasted(
     document: str, is_whole: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
