@@ -10,8 +10,8 @@ from dflash_cli.options import ForceOption, JsonOption
 from dflash_runtime.errors import CheckpointNotFound, DFlashError, UsageError
 
 if TYPE_CHECKING:
+    from dflash_cli.evaluation.publishing.card_insertion import Insertion
     from dflash_cli.evaluation.stored_evaluation import StoredEvaluation
-    from dflash_cli.publishing.card_insertion import Insertion
 
 ResultArg = Annotated[Path, typer.Argument(metavar="RESULT", help="A file that eval-acceptance --json has written.")]
 OutputOption = Annotated[
@@ -62,10 +62,10 @@ def card(
     """
     if output is not None and insert is not None:
         raise UsageError("--output and --insert name two cards, expected one")
+    from dflash_cli.evaluation.publishing.card_insertion import insert_card
+    from dflash_cli.evaluation.publishing.model_card import make_card
     from dflash_cli.evaluation.stored_evaluation import read_evaluations
     from dflash_cli.generation.atomic_file import check_output, write_whole
-    from dflash_cli.publishing.card_insertion import insert_card
-    from dflash_cli.publishing.model_card import make_card
 
     if output is not None:
         check_output(output, force=force)

@@ -46,9 +46,9 @@ def export(
 
     Results of runs that did not verify every drafted token are refused: what the others give is not known.
     """
+    from dflash_cli.evaluation.exports.export_format import ExportRequest, find_export
     from dflash_cli.evaluation.stored_evaluation import read_evaluations
     from dflash_cli.generation.atomic_file import atomic_text, check_output
-    from dflash_cli.publishing.exports.export_format import ExportRequest, find_export
 
     chosen = find_export(to)
     if output is not None:

@@ -40,9 +40,9 @@ def report(
         raise UsageError("--json and the report both write to stdout", hint="name a file with -o")
     if output is None and format == "png" and sys.stdout.isatty():
         raise UsageError("a PNG is not written to a terminal", hint="name a file with -o")
+    from dflash_cli.evaluation.publishing.report_format import choose_format, write_report
     from dflash_cli.evaluation.stored_evaluation import read_evaluations
     from dflash_cli.generation.atomic_file import check_output, write_whole
-    from dflash_cli.publishing.report_format import choose_format, write_report
 
     chosen = choose_format(output, format)
     if output is not None:

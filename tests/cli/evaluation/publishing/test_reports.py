@@ -13,10 +13,10 @@ from xml.etree import ElementTree
 
 import pytest
 
+from dflash_cli.evaluation.publishing.csv_report import COLUMNS
+from dflash_cli.evaluation.publishing.figures import find_figures
+from dflash_cli.evaluation.publishing.report_format import WRITERS
 from dflash_cli.evaluation.stored_evaluation import read_evaluations
-from dflash_cli.publishing.csv_report import COLUMNS
-from dflash_cli.publishing.figures import find_figures
-from dflash_cli.publishing.report_format import WRITERS
 from dflash_testing import checkpoints as support
 from dflash_testing.evaluations import HOSTILE, drawn_evaluation, write_evaluation
 from dflash_testing.paths import ROOT
@@ -239,4 +239,4 @@ def first_pixels(path: Path) -> list[tuple[int, ...]]:
 
 
 def test_the_page_is_part_of_the_package() -> None:
-    assert (ROOT / "dflash_cli" / "publishing" / "page.html").is_file()
+    assert (ROOT / "dflash_cli" / "evaluation" / "publishing" / "page.html").is_file()

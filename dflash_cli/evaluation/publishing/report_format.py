@@ -39,19 +39,19 @@ def write_report(results: Results, chosen: ReportFormat) -> bytes:
 
 
 def _html(results: Results) -> bytes:
-    from dflash_cli.publishing.html_report import to_html
+    from dflash_cli.evaluation.publishing.html_report import to_html
 
     return to_html(results).encode()
 
 
 def _png(results: Results) -> bytes:
-    from dflash_cli.publishing.png_report import to_png
+    from dflash_cli.evaluation.publishing.png_report import to_png
 
     return to_png(results)
 
 
 def _csv(results: Results) -> bytes:
-    from dflash_cli.publishing.csv_report import to_csv
+    from dflash_cli.evaluation.publishing.csv_report import to_csv
 
     return to_csv(results).encode()
 

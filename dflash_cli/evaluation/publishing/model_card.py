@@ -11,9 +11,9 @@ import yaml
 from huggingface_hub import EvalResult, ModelCardData
 
 from dflash_cli.evaluation.acceptance_report import Evaluation, command_line, headline, markdown_table
+from dflash_cli.evaluation.exports.export_format import name_of
 from dflash_cli.evaluation.statistics import Summary
 from dflash_cli.evaluation.stored_evaluation import StoredEvaluation
-from dflash_cli.publishing.exports.export_format import name_of
 
 TAGS = ("dflash", "speculative-decoding")
 METRIC = "acceptance_length"

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from dflash_cli.publishing.model_card import ModelCard, to_yaml
+from dflash_cli.evaluation.publishing.model_card import ModelCard, to_yaml
 from dflash_runtime.errors import UsageError
 
 BLOCK_MARKS = "<!-- dflash card: begin -->", "<!-- dflash card: end -->"

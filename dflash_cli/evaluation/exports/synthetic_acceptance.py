@@ -8,7 +8,7 @@ import shlex
 from typing import Any, ClassVar
 
 from dflash_cli.evaluation.acceptance_report import Evaluation
-from dflash_cli.publishing.exports.export_format import EXPORTS, Exported, ExportFormat, ExportRequest, name_of
+from dflash_cli.evaluation.exports.export_format import EXPORTS, Exported, ExportFormat, ExportRequest, name_of
 
 DIGITS = 4
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from dflash_cli.evaluation.acceptance_report import headline
 from dflash_cli.evaluation.comparison_report import letter
+from dflash_cli.evaluation.publishing.figures import Figure, find_figures
 from dflash_cli.evaluation.stored_evaluation import StoredEvaluation
-from dflash_cli.publishing.figures import Figure, find_figures
 from dflash_runtime.errors import UnsupportedError
 
 COLOURS = ("#1f66c1", "#b4530a", "#137a55", "#8a3ab9", "#a81d4a", "#5b6770")

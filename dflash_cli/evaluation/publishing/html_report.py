@@ -5,14 +5,13 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
 
 from dflash_cli.evaluation.acceptance_report import Evaluation, command_line, headline, legend, provenance, tables
 from dflash_cli.evaluation.comparison_report import letter
+from dflash_cli.evaluation.publishing.figures import find_figures
+from dflash_cli.evaluation.publishing.svg_figure import draw_svg
 from dflash_cli.evaluation.statistics import Summary
 from dflash_cli.evaluation.stored_evaluation import StoredEvaluation
-from dflash_cli.publishing.figures import find_figures
-from dflash_cli.publishing.svg_figure import draw_svg
 
 MARKS = "●■◆"
 
@@ -25,7 +24,7 @@ def to_html(results: Sequence[StoredEvaluation]) -> str:
         {
             "title": figure.title,
             "caption": figure.caption,
-            "drawing": Markup(draw_svg(figure, number)),  # every text in it is escaped
+            "drawing": draw_svg(figure, number),
             "columns": [figure.axis, *(series.name for series in figure.series)],
             "rows": figure.rows,
         }

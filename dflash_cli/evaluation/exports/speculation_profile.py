@@ -8,7 +8,7 @@ import json
 from typing import Any, ClassVar
 
 from dflash_cli.evaluation.acceptance_report import Evaluation
-from dflash_cli.publishing.exports.export_format import EXPORTS, Exported, ExportFormat, ExportRequest
+from dflash_cli.evaluation.exports.export_format import EXPORTS, Exported, ExportFormat, ExportRequest
 
 DRAFT = "draft: after NVIDIA/Model-Optimizer#2313, #2247, #2315 and #2316, which are open; fields may change"
 TOLERANCE = 0.02

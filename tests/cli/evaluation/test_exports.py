@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from dflash_cli.commands.export import export
-from dflash_cli.publishing.exports.export_format import EXPORTS, PACKAGE
+from dflash_cli.evaluation.exports.export_format import EXPORTS, PACKAGE
 from dflash_testing import checkpoints as support
 from dflash_testing.evaluations import drawn_evaluation, write_evaluation
 

@@ -7,8 +7,8 @@ import pytest
 import yaml
 from huggingface_hub import ModelCard as HubCard
 
-from dflash_cli.publishing.card_insertion import BLOCK_MARKS, METADATA_MARKS, insert_card
-from dflash_cli.publishing.model_card import ModelCard
+from dflash_cli.evaluation.publishing.card_insertion import BLOCK_MARKS, METADATA_MARKS, insert_card
+from dflash_cli.evaluation.publishing.model_card import ModelCard
 from dflash_runtime.errors import UsageError
 from dflash_testing import checkpoints as support
 from dflash_testing.evaluations import drawn_evaluation, write_evaluation

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from dflash_cli.publishing.figures import Figure, Point, Series
+from dflash_cli.evaluation.publishing.figures import Figure, Point, Series
 
 WIDTH, ROW, PLOT_HEIGHT = 640, 26, 260
 LEFT, RIGHT, TOP, BOTTOM = 46, 14, 12, 40

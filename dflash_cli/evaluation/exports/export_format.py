@@ -10,7 +10,7 @@ from dflash_cli.evaluation.acceptance_report import Evaluation
 from dflash_cli.evaluation.stored_evaluation import StoredEvaluation, refuse_capped
 from dflash_runtime.registry import Registry
 
-PACKAGE = "dflash_cli.publishing.exports"
+PACKAGE = "dflash_cli.evaluation.exports"
 Thinking = Literal["on", "off"]
 
 

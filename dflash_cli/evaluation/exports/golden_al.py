@@ -10,8 +10,7 @@ from typing import Any, ClassVar
 import yaml
 
 from dflash_cli.evaluation.acceptance_report import Evaluation
-from dflash_cli.evaluation.statistics import Summary
-from dflash_cli.publishing.exports.export_format import (
+from dflash_cli.evaluation.exports.export_format import (
     EXPORTS,
     Exported,
     ExportFormat,
@@ -20,6 +19,7 @@ from dflash_cli.publishing.exports.export_format import (
     name_of,
     template_options,
 )
+from dflash_cli.evaluation.statistics import Summary
 from dflash_runtime.errors import LossyConversion, UsageError
 
 CATEGORY, ANSWER_LEN = "coding", 4096
