@@ -1,5 +1,6 @@
 """One evaluation as JSON, as tables, and as Markdown."""
 
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from dflash_cli.evaluation.statistics import DEFINITIONS, MIN_FOR_POSITIONS, Int
 
 Table = tuple[Sequence[str], Sequence[Sequence[str]]]
 TABLE_NOTE = "conditional: of the steps that accepted the position before; light: the interval"
+REJECTED = "tokens most often rejected"
 BAR_WIDTH = 24
 NAME_WIDTH = 16
 SHOWN_TOKENS, SHOWN_REPLACEMENTS = 10, 2
@@ -165,7 +167,7 @@ def tables(evaluation: Evaluation, *, is_full: bool = True) -> dict[str, Table]:
     if evaluation.categories:
         found["by category"] = _category_table(evaluation)
     if is_full and evaluation.rejected_tokens:
-        found["tokens most often rejected"] = _rejected_table(evaluation.rejected_tokens)
+        found[REJECTED] = _rejected_table(evaluation.rejected_tokens)
     if is_full:
         found["by each project's own definition"] = _definition_table(evaluation.total)
     return found
@@ -181,6 +183,8 @@ def to_markdown(evaluation: Evaluation, title: str = "Acceptance") -> str:
     if evaluation.failures:
         lines += ["", "## Not measured", "", *(f"- {failure.error}" for failure in evaluation.failures)]
     for name, (columns, rows) in tables(evaluation).items():
+        if name == REJECTED:
+            rows = [(_as_code(token), *numbers, _as_code(chosen)) for token, *numbers, chosen in rows]
         lines += ["", f"## {name.capitalize()}", "", *markdown_table(columns, rows)]
     return "\n".join(lines) + "\n"
 
@@ -301,3 +305,9 @@ def _rejected_table(tokens: Sequence[RejectedToken]) -> Table:
 
 def _markdown_row(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _as_code(text: str) -> str:
+    """Text in which nothing is Markdown or HTML; spaces within it stay."""
+    fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
+    return f"{fence} {text} {fence}" if "`" in text else f"{fence}{text}{fence}"

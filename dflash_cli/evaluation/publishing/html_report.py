@@ -6,7 +6,15 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from dflash_cli.evaluation.acceptance_report import Evaluation, command_line, headline, legend, provenance, tables
+from dflash_cli.evaluation.acceptance_report import (
+    REJECTED,
+    Evaluation,
+    command_line,
+    headline,
+    legend,
+    provenance,
+    tables,
+)
 from dflash_cli.evaluation.comparison_report import letter
 from dflash_cli.evaluation.publishing.figures import find_figures
 from dflash_cli.evaluation.publishing.svg_figure import draw_svg
@@ -38,6 +46,7 @@ def to_html(results: Sequence[StoredEvaluation]) -> str:
         notes=[item.source.warning for item in evaluations[:1] if item.source.warning],
         legend=legend(evaluations[0]).replace("\n", "; "),
         figures=figures,
+        rejected=REJECTED,
     )
 
 

@@ -146,7 +146,8 @@ def test_a_table_is_tidy(files: Path) -> None:
 def test_markdown_of_one_is_that_of_the_evaluation_and_of_several_has_all(files: Path) -> None:
     one = support.run_main("report", "a.json").out
     assert one.startswith("# Acceptance\n")
-    assert "| [ a\\|b] 2 |" in one
+    assert "| `[ a\\|b] 2` |" in one
+    assert f"| `[{HOSTILE[:14]}…` |" in one, "a token is code, so that nothing in it is taken for HTML"
     both = written("a.json", "b.json", "-o", "report.md")
     assert both.startswith("# Acceptance of several results\n")
     assert one.partition("\n")[2] in both
