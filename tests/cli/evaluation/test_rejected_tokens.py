@@ -32,9 +32,12 @@ def output(*steps: tuple[list[int], list[int]]) -> RequestOutput:
 
 
 def test_counts_by_hand() -> None:
-    """7 is refused twice, for 8 and 9, and accepted once; what is drafted behind a refused token is not judged."""
-    found = find_rejected([output(([5, 7, 7], [5, 8]), ([7, 5, 6], [9])), output(([7, 6, 5], [7, 6, 4]))], None)
-    assert [(item.token_id, item.num_rejected, item.num_judged) for item in found] == [(7, 2, 3), (5, 1, 2)]
+    """7 is refused twice, for 8 and 9, and accepted once; neither what is drafted behind a refused token is judged, nor
+    what the target says itself, as 7 in the last step."""
+    first, second = output(([5, 7, 7], [5, 8]), ([7, 5, 6], [9])), output(([7, 6, 5], [7, 6, 4]), ([6, 1, 1], [7]))
+    found = find_rejected([first, second], None)
+    counts = [(item.token_id, item.num_rejected, item.num_judged) for item in found]
+    assert counts == [(7, 2, 3), (5, 1, 2), (6, 1, 2)]
     assert [(item.token_id, item.count) for item in found[0].replacements] == [(8, 1), (9, 1)]
     assert found[0].rate == 2 / 3
     assert found[0].text == "7"
