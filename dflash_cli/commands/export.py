@@ -10,7 +10,7 @@ from dflash_cli.options import ForceOption, JsonOption
 
 ResultArg = Annotated[Path, typer.Argument(metavar="RESULT", help="A file that eval-acceptance --json has written.")]
 ToOption = Annotated[
-    Literal["speculation-profile", "golden-al", "vllm-rates", "vllm-length", "sglang", "tensorrt-llm"],
+    Literal["speculation-profile", "golden-al", "vllm-rates", "vllm-length", "sglang-length", "tensorrt-llm-length"],
     typer.Option(
         "--to", help="The form: a file that travels with a draft, or what makes an engine accept as measured."
     ),

@@ -41,7 +41,7 @@ class VllmLength(ExportFormat):
         return Exported(_speculative_config(request, {"synthetic_acceptance_length": length}))
 
 
-@EXPORTS.register("sglang")
+@EXPORTS.register("sglang-length")
 class SglangLength(ExportFormat):
     """SGLang's environment variables. Source: speculative/dflash_utils.py of SGLang 0.5.23."""
 
@@ -56,7 +56,7 @@ class SglangLength(ExportFormat):
         )
 
 
-@EXPORTS.register("tensorrt-llm")
+@EXPORTS.register("tensorrt-llm-length")
 class TensorrtLength(ExportFormat):
     """TensorRT-LLM's environment variable. Source: NVIDIA/TensorRT-LLM#9371 and #13569."""
 

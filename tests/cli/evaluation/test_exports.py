@@ -55,8 +55,8 @@ def test_vllm_gets_marginal_rates_as_it_checks_them() -> None:
 
 
 def test_tensorrt_counts_no_bonus_and_sglang_does() -> None:
-    assert exported("tensorrt-llm") == "TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS=1.8\n"
-    assert exported("sglang").splitlines()[0] == "SGLANG_SIMULATE_ACC_LEN=2.8"
+    assert exported("tensorrt-llm-length") == "TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS=1.8\n"
+    assert exported("sglang-length").splitlines()[0] == "SGLANG_SIMULATE_ACC_LEN=2.8"
 
 
 def test_a_profile_has_both_conventions_and_agrees_with_itself() -> None:
@@ -77,7 +77,7 @@ def test_a_profile_has_both_conventions_and_agrees_with_itself() -> None:
     assert found["measurement_conditions"]["dataset"] == "my prompts.jsonl"
 
 
-@pytest.mark.parametrize("to", ["speculation-profile", "vllm-rates", "golden-al", "sglang"])
+@pytest.mark.parametrize("to", ["speculation-profile", "vllm-rates", "golden-al", "sglang-length"])
 def test_a_run_without_a_draft_or_with_narrow_steps_is_not_exported(to: str) -> None:
     plain: dict[str, Any] = {"num_drafts": 0, "per_pos_accepted": [], "per_pos_verified": [], "histogram": [0]}
     for name, changes in (("plain", plain), ("narrow", BY_HAND | {"per_pos_verified": [10, 10, 10, 0]})):
@@ -152,6 +152,6 @@ def test_thinking_has_to_be_known() -> None:
 
 
 def test_the_document_has_the_content() -> None:
-    document = json.loads(exported("sglang", "--json"))
-    assert (document["kind"], document["to"], document["output"]) == ("export", "sglang", None)
-    assert document["content"] == exported("sglang")
+    document = json.loads(exported("sglang-length", "--json"))
+    assert (document["kind"], document["to"], document["output"]) == ("export", "sglang-length", None)
+    assert document["content"] == exported("sglang-length")
