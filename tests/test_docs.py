@@ -83,9 +83,16 @@ def test_shown_output_is_compared_but_for_its_numbers() -> None:
 
 
 @pytest.mark.parametrize(
-    "document", ["README.md", "docs/replay.md", pytest.param("docs/publishing.md", marks=pytest.mark.slow)]
+    ("document", "is_whole"),
+    [
+        ("README.md", False),
+        ("docs/replay.md", False),
+        *(
+            pytest.param(document, True, marks=pytest.mark.slow)
+            for document in ("README.md", "docs/replay.md", "docs/publishing.md")
+        ),
+    ],
 )
-@pytest.mark.parametrize("is_whole", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["fewer", "whole"])
 def test_documents_run_when_pasted(
     document: str, is_whole: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -57,7 +57,8 @@ def evaluation_from_json(document: Json) -> Evaluation:
     Raises:
         LookupError, TypeError, ValueError: it is something else.
     """
-    source = {name: document["prompts"][name] for name in PromptSource.__dataclass_fields__}
+    prompts = document["prompts"]
+    source = {name: prompts[name] for name in PromptSource.__dataclass_fields__ if name in prompts}
     return Evaluation(
         total=_summary(document),
         categories={name: _summary(item) for name, item in document["categories"].items()},
