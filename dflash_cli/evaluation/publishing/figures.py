@@ -51,6 +51,11 @@ class Figure:
     high: float
 
     @property
+    def columns(self) -> list[str]:
+        """The heading of that table."""
+        return ["category" if self.kind == "dots" else self.axis, *(item.name for item in self.series)]
+
+    @property
     def rows(self) -> list[list[str]]:
         """The figure as a table: a row a label, a column a series."""
         return [

@@ -33,7 +33,7 @@ def to_html(results: Sequence[StoredEvaluation]) -> str:
             "title": figure.title,
             "caption": figure.caption,
             "drawing": draw_svg(figure, number),
-            "columns": [figure.axis, *(series.name for series in figure.series)],
+            "columns": figure.columns,
             "rows": figure.rows,
         }
         for number, figure in enumerate(find_figures(results))

@@ -114,6 +114,9 @@ def test_bands_are_there_where_intervals_are(files: Path) -> None:
     conditional = figures["Accepted where the position before was"].series[0].points
     assert conditional[0] is not None
     assert conditional[0].interval == first.points[0].interval if first.points[0] else False
+    assert [figure.columns for figure in figures.values()] == [
+        [name, "A", "B"] for name in ("position", "position", "tokens", "category")
+    ]
     page = written("a.json", "b.json", "-o", "report.html")
     assert page.count('class="band s0"') == 2
     assert page.count('class="band s1"') == 0
