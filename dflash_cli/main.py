@@ -165,7 +165,7 @@ COMMANDS = {
         section=DEPLOY,
         summary="Write a measured acceptance in the form that another program takes.",
         examples=(
-            "dflash export result.json --to speculation-profile -o speculation_profile.json",
+            "dflash export result.json --to speculation-profile -o profile.json",
             "dflash export result.json --to vllm-rates",
         ),
         docs="docs/publishing.md",

@@ -12,7 +12,10 @@ ResultArg = Annotated[Path, typer.Argument(metavar="RESULT", help="A file that e
 ToOption = Annotated[
     Literal["speculation-profile", "golden-al", "vllm-rates", "vllm-length", "sglang-length", "tensorrt-llm-length"],
     typer.Option(
-        "--to", help="The form: a file that travels with a draft, or what makes an engine accept as measured."
+        "--to",
+        metavar="FORM",
+        help="speculation-profile, which travels with a draft; golden-al, a table of lengths by model; or what makes an "
+        "engine accept as measured: vllm-rates, vllm-length, sglang-length, tensorrt-llm-length.",
     ),
 ]
 OutputOption = Annotated[

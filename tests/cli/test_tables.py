@@ -13,7 +13,6 @@ from dflash_testing.evaluations import drawn_evaluation, write_evaluation
 
 COMMANDS = {
     "eval-acceptance": ["eval-acceptance", "tiny", "--num-prompts", "12", "-n", "8", "--all"],
-    "bench": ["bench", "tiny", "--batches", "1,4", "-n", "16", "--rounds", "1"],
     "compare": ["compare", "a.json", "b.json"],
 }
 

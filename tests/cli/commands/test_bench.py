@@ -55,6 +55,7 @@ def test_text_leads_with_the_speedup() -> None:
         ["batch", "plain", name] for name in ("tokens/s", "ms")
     ]
     assert [line.split()[0] for line in (lines[-4], lines[-1])] == ["1", "1"]
+    assert max(map(len, lines[-5:])) <= 80
 
 
 def test_tokens_a_step_are_the_engines_acceptance() -> None:
