@@ -14,8 +14,8 @@ ToOption = Annotated[
     typer.Option(
         "--to",
         metavar="FORM",
-        help="speculation-profile, which travels with a draft; golden-al, a table of lengths by model; or what makes an "
-        "engine accept as measured: vllm-rates, vllm-length, sglang-length, tensorrt-llm-length.",
+        help="speculation-profile, which travels with a draft; golden-al, a table of lengths by model; or what makes "
+        "an engine accept as measured: vllm-rates, vllm-length, sglang-length, tensorrt-llm-length.",
     ),
 ]
 OutputOption = Annotated[
