@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 SCHEMA_VERSION = 1
+ASCII_MARKS = str.maketrans({"█": "#", "░": "-", "…": "~"})
+"""What tables draw with, for a terminal that has ASCII only."""
 
 _is_quiet = False
 _kind: str | None = None
@@ -45,6 +47,17 @@ def result(text: str, *, end: str = "\n") -> None:
     """Write a command's result to stdout, as it is."""
     sys.stdout.write(text + end)
     sys.stdout.flush()
+
+
+def result_bytes(content: bytes) -> None:
+    """Write a result that is a file's content to stdout, as it is."""
+    sys.stdout.flush()
+    stream = getattr(sys.stdout, "buffer", None)
+    if stream is None:
+        result(content.decode(), end="")
+    else:
+        stream.write(content)
+        stream.flush()
 
 
 def result_json(document: dict[str, Any]) -> None:
@@ -93,7 +106,7 @@ def error_text(text: str) -> None:
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str | None = None) -> None:
     """A table on stdout. The first column is left-aligned, a column of numbers right-aligned."""
-    rows = [list(map(str, row)) for row in rows]
+    rows = [[_encodable(str(cell)) for cell in row] for row in rows]
     if not is_terminal():
         _plain_table(columns, rows, title)
         return
@@ -269,6 +282,15 @@ def _rich_stdout() -> "Console":
     from rich.console import Console
 
     return Console(highlight=False, soft_wrap=False)
+
+
+def _encodable(text: str) -> str:
+    """The text, drawn in ASCII where stdout takes no other characters."""
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:
+        return text.translate(ASCII_MARKS).encode("ascii", "backslashreplace").decode()
+    return text
 
 
 def _is_column_numeric(rows: Sequence[Sequence[str]], index: int) -> bool:

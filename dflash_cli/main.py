@@ -67,6 +67,16 @@ COMMANDS = {
         ),
         docs="docs/comparing.md",
     ),
+    "report": Entry(
+        function="dflash_cli.commands.report:report",
+        section=RUN,
+        summary="Write a report on measured acceptance: HTML, PNG, Markdown or CSV.",
+        examples=(
+            "dflash report result.json -o report.html",
+            "dflash report old.json new.json -o report.csv",
+        ),
+        docs="docs/publishing.md",
+    ),
     "dump": Entry(
         function="dflash_cli.commands.dump:dump",
         section=RUN,
@@ -165,6 +175,23 @@ COMMANDS = {
             "dflash eval-acceptance org/draft --lock dflash.lock",
         ),
         draft="draft",
+    ),
+    "card": Entry(
+        function="dflash_cli.commands.card:card",
+        section=DEPLOY,
+        summary="Write the part of a model card that says what a draft gives.",
+        examples=("dflash card result.json", "dflash card result.json --insert README.md"),
+        docs="docs/publishing.md",
+    ),
+    "export": Entry(
+        function="dflash_cli.commands.export:export",
+        section=DEPLOY,
+        summary="Write a measured acceptance in the form that another program takes.",
+        examples=(
+            "dflash export result.json --to speculation-profile -o profile.json",
+            "dflash export result.json --to vllm-rates",
+        ),
+        docs="docs/publishing.md",
     ),
     "launch": replace(SERVE_COMMAND, is_hidden=True),
     "schema": Entry(

@@ -82,8 +82,17 @@ def test_shown_output_is_compared_but_for_its_numbers() -> None:
     assert not is_printed("3.4 of 8", "3.4, at most 8")
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/replay.md"])
-@pytest.mark.parametrize("is_whole", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["fewer", "whole"])
+@pytest.mark.parametrize(
+    ("document", "is_whole"),
+    [
+        ("README.md", False),
+        ("docs/replay.md", False),
+        *(
+            pytest.param(document, True, marks=pytest.mark.slow)
+            for document in ("README.md", "docs/replay.md", "docs/publishing.md")
+        ),
+    ],
+)
 def test_documents_run_when_pasted(
     document: str, is_whole: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

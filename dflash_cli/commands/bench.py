@@ -28,10 +28,8 @@ if TYPE_CHECKING:
     from dflash_cli.evaluation.speed import BatchSpeed, Speed, SpeedRequest
     from dflash_cli.generation.loaded_pair import PairSession
 
-COLUMNS = (
-    "batch", "plain tokens/s", "drafting tokens/s", "speedup", "tokens a step", "plain ms", "drafting ms", "draft",
-    "verify", "rest",
-)  # fmt: skip
+SPEED_COLUMNS = ("batch", "plain tokens/s", "drafting tokens/s", "speedup", "tokens a step")
+STEP_COLUMNS = ("batch", "plain ms", "drafting ms", "draft", "verify", "rest")
 LEGEND = """decoding only, while all requests of a batch are at work
 tokens a step: committed for each request by a step that drafts; ms: of a step
 draft, verify, rest: parts of the drafting ms, found by leaving out the draft's work, then the target's"""
@@ -150,7 +148,10 @@ def _print(speeds: "Sequence[BatchSpeed]") -> None:
     console.result(f"speedup by drafting: {gains}")
     console.result(LEGEND)
     console.result("")
-    console.table(COLUMNS, [row for speed in speeds for row in _rows(speed)])
+    rows = [row for speed in speeds for row in _rows(speed)]
+    console.table(SPEED_COLUMNS, [row[: len(SPEED_COLUMNS)] for row in rows])
+    console.result("")
+    console.table(STEP_COLUMNS, [(row[0], *row[len(SPEED_COLUMNS) :]) for row in rows])
 
 
 def _rows(speed: "BatchSpeed") -> list[tuple[str, ...]]:
@@ -170,5 +171,5 @@ def _row(speed: "BatchSpeed", name: str, arm: "Speed", parts_ms: "Sequence[float
         f"{arm.tokens_per_second / plain.tokens_per_second:.2f}", f"{arm.tokens_per_step:.2f}",
         f"{plain.step_ms:.2f}", f"{arm.step_ms:.2f}",
     )  # fmt: skip
-    shown = [f"{ms:.2f}" for ms in parts_ms] or [""] * 3
+    shown = [f"{ms:.2f}" for ms in parts_ms] or ["-"] * 3
     return (name, *figures, *shown)

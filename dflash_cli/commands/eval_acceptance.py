@@ -105,7 +105,21 @@ AllowFailedOption = Annotated[
 ]
 AllOption = Annotated[
     bool,
-    typer.Option("--all", help="Also show the figure by the definition of each other project.", rich_help_panel=OUTPUT),
+    typer.Option(
+        "--all",
+        help="Also show the tokens most often rejected, and the figure by each project's definition.",
+        rich_help_panel=OUTPUT,
+    ),
+]
+TraceOption = Annotated[
+    int,
+    typer.Option(
+        "--trace",
+        min=0,
+        metavar="N",
+        help="Also show each step of the first N prompts: what was accepted, the target's own token, what it replaced.",
+        rich_help_panel=OUTPUT,
+    ),
 ]
 ReportOption = Annotated[
     Path | None,
@@ -137,6 +151,7 @@ def eval_acceptance(
     causality: CausalityOption = None,
     threads: ThreadsOption = None,
     show_all: AllOption = False,
+    trace: TraceOption = 0,
     force: ForceOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -151,6 +166,8 @@ def eval_acceptance(
         raise UsageError("-k 0 runs without a draft, so there is no acceptance to measure")
     if sampling.verify_width == 1:
         raise UsageError("--verify-width 1 verifies no drafted token, so there is no acceptance to measure")
+    if trace and as_json:
+        raise UsageError("--json and --trace both write to stdout", hint="--rows keeps every step")
     params, config = sampling.params(max_new_tokens), engine.config()
     from dflash_cli.generation.announcements import announce_loading, note_cut_answers, suggest_diagnosis
 
@@ -161,7 +178,7 @@ def eval_acceptance(
              "--dataset": asked.dataset, "--thinking": asked.thinking, "--context-lengths": asked.context_lengths,
              "--chat-template-kwargs": chat_template_kwargs, "--temperature": sampling.temperature,
              "--draft-sampling probabilistic": config.draft_sampling != "greedy",
-             "--verify-width": sampling.verify_width}
+             "--verify-width": sampling.verify_width, "--trace": trace}
         )  # fmt: skip
         opened = open_replay(draft, replay, config, causality=causality, threads=threads)
         evaluation = run_replay(
@@ -178,6 +195,7 @@ def eval_acceptance(
     from dflash_cli.evaluation.measure import EvaluationRequest
     from dflash_cli.evaluation.prompt_choice import choose_prompts
     from dflash_cli.generation.loaded_pair import open_session
+    from dflash_cli.generation.outputs import show_steps
 
     session = open_session(
         draft, target, config, causality=causality, template_options=chat_template_kwargs, threads=threads
@@ -202,6 +220,7 @@ def eval_acceptance(
     evaluation, tally = _measure(session, request)
     evaluation = dataclasses.replace(evaluation, measured={**evaluation.measured, "lock_sha256": locked})
     _show(evaluation, report, show_all=show_all, as_json=as_json)
+    show_steps(tally.answers, session.tokenizer, trace)
     note_cut_answers(tally.outputs, params, session.llm.limits.max_model_len)
     suggest_diagnosis(evaluation.base.counts, session.references)
     if evaluation.failures:
@@ -297,11 +316,11 @@ def _how_to_go_on(request: "EvaluationRequest") -> str:
 
 
 def _print(evaluation: "Evaluation", *, show_all: bool) -> None:
-    from dflash_cli.evaluation.acceptance_report import headline, legend, tables
+    from dflash_cli.evaluation.acceptance_report import TABLE_NOTE, headline, legend, tables
 
     console.result(headline(evaluation))
-    console.result(legend(evaluation))
-    for title, (columns, rows) in tables(evaluation, with_definitions=show_all).items():
+    console.result(legend(evaluation) + "\n" + TABLE_NOTE)
+    for title, (columns, rows) in tables(evaluation, is_full=show_all).items():
         console.result("")
         console.table(columns, rows, title=title)
     for match in evaluation.exact_match:

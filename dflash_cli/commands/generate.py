@@ -169,7 +169,7 @@ def _open_sinks(
     from dflash_cli.generation.outputs import ProgressSink, TextSink, TraceSink, open_row_sink
 
     if output is not None:
-        yield open_row_sink(rows, output, stack, with_trace=trace)
+        yield open_row_sink(rows, output, stack, session.llm.num_draft_tokens, with_trace=trace)
     if output is not None or as_json:
         yield ProgressSink(sum(row.num_turns for row in rows), stack)
     elif trace:

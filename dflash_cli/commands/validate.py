@@ -275,9 +275,9 @@ def _print_search(report: Report) -> None:
         interval = item.interval
         span = "" if item.num_prompts else "estimated"
         if interval is not None:
-            span = f"{interval.low:+.2f} to {interval.high:+.2f} on {item.num_prompts} new prompts"
+            span = f"{interval.low:+.2f} to {interval.high:+.2f} ({item.num_prompts} new prompts)"
         rows.append((item.reading.name, f"{item.acceptance_len:.2f}", f"{item.difference:+.2f}", span))
-    console.table(("draft run with", "tokens per step", "change", "interval of the change"), rows)
+    console.table(("draft run with", "tokens", "change", "interval of the change"), rows)
     rest = search.num_readings - len(rows) + 1
     if rest > 0:
         console.result(f"{INDENT}and {rest} other settings, none of them better")

@@ -1,6 +1,6 @@
 """One evaluation as JSON, as tables, and as Markdown."""
 
-import math
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,11 +10,18 @@ from dflash_cli.evaluation.condition_results import ConditionResult
 from dflash_cli.evaluation.conversation_counts import ConversationCounts
 from dflash_cli.evaluation.curve_shape import CurveShape, find_shapes
 from dflash_cli.evaluation.exact_match import ExactMatch
+from dflash_cli.evaluation.rejected_tokens import RejectedToken
 from dflash_cli.evaluation.resampling import MIN_UNITS
 from dflash_cli.evaluation.statistics import DEFINITIONS, MIN_FOR_POSITIONS, Interval, Summary
 from dflash_cli.generation.answers import plural
 
 Table = tuple[Sequence[str], Sequence[Sequence[str]]]
+TABLE_NOTE = "conditional: of the steps that accepted the position before; light: the interval"
+REJECTED = "tokens most often rejected"
+BAR_WIDTH = 24
+NAME_WIDTH = 16
+SHOWN_TOKENS, SHOWN_REPLACEMENTS = 10, 2
+"""Of the tokens that were rejected most often, and of what the target chose instead; JSON has more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +101,7 @@ class Evaluation:
     anchors: Summary | None = None
     conditions: tuple[ConditionResult, ...] = ()
     exact_match: tuple[ExactMatch, ...] = ()
+    rejected_tokens: tuple[RejectedToken, ...] = ()
     seconds: float
 
     @property
@@ -125,6 +133,7 @@ class Evaluation:
             "exact_match": [item.to_json() for item in self.exact_match],
             "conversations": [item.to_json() for item in self.conversations],
             "anchors": None if self.anchors is None else _anchors_json(self.anchors),
+            "rejected_tokens": [item.to_json() for item in self.rejected_tokens],
             "settings": dict(self.settings),
             "prompts": self.source.to_json(),
             "measured": dict(self.measured),
@@ -187,34 +196,53 @@ def legend(evaluation: Evaluation) -> str:
     return "\n".join([*lines, *evaluation.source.lines])
 
 
-def tables(evaluation: Evaluation, *, with_definitions: bool = True) -> dict[str, Table]:
-    """Title -> columns and rows."""
+def tables(evaluation: Evaluation, *, is_full: bool = True) -> dict[str, Table]:
+    """Title -> columns and rows; those that explain the figure only where it is full. All fit 80 columns."""
     found = {"by position": _position_table(evaluation.total)}
     if evaluation.conditions:
         found["by condition"] = _condition_table(evaluation)
     if evaluation.categories:
         found["by category"] = _category_table(evaluation)
-    if with_definitions:
+    if is_full and evaluation.rejected_tokens:
+        found[REJECTED] = _rejected_table(evaluation.rejected_tokens)
+    if is_full:
         found["by each project's own definition"] = _definition_table(evaluation.total)
     return found
 
 
-def to_markdown(evaluation: Evaluation) -> str:
+def to_markdown(evaluation: Evaluation, title: str = "Acceptance") -> str:
     """A report to keep beside a checkpoint."""
-    lines = ["# Acceptance", "", f"**{headline(evaluation)}**", "", legend(evaluation), ""]
+    lines = [f"# {title}", "", f"**{headline(evaluation)}**", "", legend(evaluation), TABLE_NOTE, ""]
     if evaluation.source.warning is not None:
         lines += [f"Note: {evaluation.source.warning}.", ""]
     lines += [line for shape in evaluation.shapes for line in (*shape.lines, "")]
     lines += [line for item in evaluation.exact_match for line in (*item.lines, "")]
-    prompts = {f"prompts.{name}": value for name, value in _flat(evaluation.source.to_json()).items() if value}
-    facts = {**evaluation.settings, **prompts, **_flat(evaluation.measured)}
-    lines += [f"- {name}: `{value}`" for name, value in facts.items() if value is not None]
+    lines += [f"- {name}: `{value}`" for name, value in provenance(evaluation).items()]
     if evaluation.failures:
         lines += ["", "## Not measured", "", *(f"- {failure.error}" for failure in evaluation.failures)]
-    for title, (columns, rows) in tables(evaluation).items():
-        lines += ["", f"## {title.capitalize()}", "", _markdown_row(columns), _markdown_row(["---"] * len(columns))]
-        lines += [_markdown_row(row) for row in rows]
+    for name, (columns, rows) in tables(evaluation).items():
+        if name == REJECTED:
+            rows = [(_as_code(token), *numbers, _as_code(chosen)) for token, *numbers, chosen in rows]
+        lines += ["", f"## {name.capitalize()}", "", *markdown_table(columns, rows)]
     return "\n".join(lines) + "\n"
+
+
+def provenance(evaluation: Evaluation) -> dict[str, Any]:
+    """What was measured, with which settings and versions, by which command and when; what is not known is left out."""
+    prompts = {f"prompts.{name}": value for name, value in _flat(evaluation.source.to_json()).items() if value}
+    facts = {**evaluation.settings, **prompts, **_flat(evaluation.measured)}
+    return {name: value for name, value in facts.items() if value is not None}
+
+
+def command_line(evaluation: Evaluation) -> str:
+    """The command that measured it, as it would be typed."""
+    argv = evaluation.measured.get("argv") or ["dflash", "eval-acceptance"]
+    return shlex.join(["dflash", *map(str, argv[1:])])
+
+
+def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table; what would end a cell is escaped."""
+    return [_markdown_row(columns), _markdown_row(["---"] * len(columns)), *map(_markdown_row, rows)]
 
 
 def _flat(measured: Mapping[str, Any]) -> dict[str, Any]:
@@ -236,14 +264,14 @@ def _position_table(total: Summary) -> Table:
             f"{accepted}",
             _rate(rate) + _span(total.per_pos_intervals[place]),
             _rate(conditional),
-            _bar(rate),
+            _bar(rate, total.per_pos_intervals[place]),
         )
         for place, (accepted, rate, conditional) in enumerate(
             zip(counts.per_pos_accepted, counts.per_pos_acceptance_rates, total.conditional_rates, strict=False)
         )
         if counts.per_pos_verified[place]
     ]
-    return ("position", "accepted", "share of steps", "share if the position before was accepted", ""), rows
+    return ("position", "accepted", "share of steps", "conditional", ""), rows
 
 
 def _definition_table(total: Summary) -> Table:
@@ -270,15 +298,20 @@ def _condition_table(evaluation: Evaluation) -> Table:
 
 def _against_first(item: ConditionResult) -> str:
     """`-0.51 [-0.62, -0.40]`."""
-    if item.difference is None:
+    interval = item.difference_interval
+    if item.difference is None or interval is None:
         return ""
-    interval = item.difference.interval
-    return f"{item.difference.value:+.2f} [{interval.low:+.2f}, {interval.high:+.2f}]"
+    return f"{item.difference:+.2f} [{interval.low:+.2f}, {interval.high:+.2f}]"
 
 
 def _category_table(evaluation: Evaluation) -> Table:
     rows = [
-        (name, str(summary.num_conversations), str(summary.counts.num_drafts), _length(summary) + _lack(summary))
+        (
+            _short(name),
+            str(summary.num_conversations),
+            str(summary.counts.num_drafts),
+            _length(summary) + _lack(summary),
+        )
         for name, summary in evaluation.categories.items()
     ]
     total = evaluation.total
@@ -298,16 +331,44 @@ def _span(interval: Interval | None) -> str:
 
 def _lack(summary: Summary) -> str:
     """Why a category has no interval, where that is for its size."""
-    return " (too few prompts for an interval)" if 0 < summary.num_conversations < MIN_UNITS else ""
+    return " (too few prompts)" if 0 < summary.num_conversations < MIN_UNITS else ""
 
 
 def _rate(rate: float | None) -> str:
     return "-" if rate is None else f"{rate:.3f}"
 
 
-def _bar(rate: float) -> str:
-    return "▇" * math.ceil(rate * 20)
+def _bar(rate: float, interval: Interval | None) -> str:
+    """The rate as a bar; with an interval it is solid up to the lower end, and light from there to the upper one."""
+    solid, light = (interval.low, interval.high) if interval is not None else (rate, rate)
+    num_solid = round(solid * BAR_WIDTH)
+    return "█" * num_solid + "░" * (round(light * BAR_WIDTH) - num_solid)
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= NAME_WIDTH else f"{name[: NAME_WIDTH - 1]}…"
+
+
+def _rejected_table(tokens: Sequence[RejectedToken]) -> Table:
+    """Tokens in brackets, so that spaces at their ends show."""
+    rows = [
+        (
+            _short(f"[{item.text}]"),
+            str(item.num_rejected),
+            str(item.num_judged),
+            f"{item.rate:.2f}",
+            "  ".join(f"{_short(f'[{other.text}]')} {other.count}" for other in item.replacements[:SHOWN_REPLACEMENTS]),
+        )
+        for item in tokens[:SHOWN_TOKENS]
+    ]
+    return ("token", "rejected", "judged", "share", "the target chose"), rows
 
 
 def _markdown_row(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _as_code(text: str) -> str:
+    """Text in which nothing is Markdown or HTML; spaces within it stay."""
+    fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
+    return f"{fence} {text} {fence}" if "`" in text else f"{fence}{text}{fence}"

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from dflash_cli.evaluation.acceptance_difference import AcceptanceDifference, paired_difference
+from dflash_cli.evaluation.acceptance_difference import paired_difference
 from dflash_cli.evaluation.conversation_counts import count_conversations
-from dflash_cli.evaluation.statistics import Summary
+from dflash_cli.evaluation.statistics import Interval, Summary
 from dflash_cli.generation.answers import Answer
 from dflash_cli.generation.conditions import Condition
 
@@ -24,10 +24,11 @@ class ConditionResult:
     num_failed: int
     prompt_len: float | None
     num_pairs: int = 0
-    difference: AcceptanceDifference | None = None
+    difference: float | None = None
+    difference_interval: Interval | None = None
 
     def to_json(self) -> dict[str, Any]:
-        difference = self.difference
+        interval = self.difference_interval
         return {
             **self.summary.to_json(),
             "name": self.condition.name,
@@ -36,8 +37,8 @@ class ConditionResult:
             "prompt_len": self.prompt_len,
             "num_failed": self.num_failed,
             "num_pairs": self.num_pairs,
-            "difference": difference.value if difference is not None else None,
-            "difference_interval": difference.interval.to_json() if difference is not None else None,
+            "difference": self.difference,
+            "difference_interval": interval.to_json() if interval is not None else None,
         }
 
 
@@ -58,6 +59,7 @@ def compare_conditions(
         shared = [key for key in base if key in counts[name]]
         sides = [base[key] for key in shared], [counts[name][key] for key in shared]
         is_first = condition is drafted[0]
+        difference = None if is_first else paired_difference(*sides, confidence)
         found.append(
             ConditionResult(
                 condition=condition,
@@ -65,7 +67,8 @@ def compare_conditions(
                 num_failed=failed.count(name),
                 prompt_len=_mean_prompt_len(groups[name]),
                 num_pairs=0 if is_first else len(shared),
-                difference=None if is_first else paired_difference(*sides, confidence),
+                difference=difference.value if difference is not None else None,
+                difference_interval=difference.interval if difference is not None else None,
             )
         )
     return tuple(found)

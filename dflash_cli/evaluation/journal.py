@@ -88,7 +88,7 @@ class Journal:
         """Keep an answer, in memory and on disk, unless it failed."""
         if answer.output.error is None:
             self._answers[answer.row.index, answer.turn] = answer
-            self._write(_to_json(answer))
+            self._write(_to_json(answer, self._settings.get("num_speculative_tokens", 0)))
 
     def drop_unfinished(self) -> None:
         """Take out what there is of conversations that lack a turn; on disk it stays."""
@@ -200,8 +200,8 @@ def _lock(output: Output) -> None:
             raise UsageError(f"{output.path}: another run is writing to it") from error
 
 
-def _to_json(answer: Answer) -> dict[str, Any]:
-    return answer.to_json() | {
+def _to_json(answer: Answer, num_speculative_tokens: int) -> dict[str, Any]:
+    return answer.to_json(num_speculative_tokens) | {
         "turn": answer.turn,
         "digest": answer.row.digest,
         "category": answer.row.category,
@@ -218,6 +218,7 @@ def _from_json(record: Mapping[str, Any], row: PromptRow) -> Answer:
         acceptance_lengths=tuple(record["acceptance_lengths"]),
         committed_lengths=tuple(record["committed_lengths"]),
         verify_widths=tuple(record.get("verify_widths", ())),
+        rejected_ids=tuple(record.get("rejected_ids", ())),
     )
     return Answer(row, record["turn"], output, record["text"])
 

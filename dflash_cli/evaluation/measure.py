@@ -14,6 +14,7 @@ from dflash_cli.evaluation.condition_results import compare_conditions
 from dflash_cli.evaluation.conversation_counts import count_conversations
 from dflash_cli.evaluation.exact_match import score
 from dflash_cli.evaluation.journal import Journal
+from dflash_cli.evaluation.rejected_tokens import find_rejected
 from dflash_cli.evaluation.resampling import MIN_UNITS
 from dflash_cli.evaluation.statistics import Summary, summarise
 from dflash_cli.generation.answers import Answer, Event, Tally, answer_rows, plural
@@ -89,6 +90,7 @@ def measure(
         settings={**session.references, **settings},
         source=request.source,
         conversations=count_conversations(answers),
+        rejected_tokens=find_rejected([answer.output for answer in answers], session.tokenizer),
         measured=session.describe()
         | {
             "num_prompts": len({row.prompt_index for row in request.rows}),

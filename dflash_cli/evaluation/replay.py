@@ -24,6 +24,7 @@ from dflash_cli.evaluation.borrowed_ends import borrow_ends
 from dflash_cli.evaluation.dumps.dump_format import Dump, DumpedText, check_ids_within
 from dflash_cli.evaluation.journal import Journal
 from dflash_cli.evaluation.measure import by_category
+from dflash_cli.evaluation.rejected_tokens import find_rejected
 from dflash_cli.evaluation.statistics import Summary, summarise
 from dflash_cli.generation.answers import Answer
 from dflash_cli.generation.loaded_pair import describe_run
@@ -87,6 +88,7 @@ class Replayed:
             acceptance_lengths=tuple(step.num_accepted + 1 for step in steps),
             verify_widths=tuple(step.verify_width for step in steps),
             committed_lengths=tuple(step.num_committed for step in steps),
+            rejected_ids=tuple(step.rejected_id for step in steps),
             drafts=tuple(steps),
         )
 
@@ -235,6 +237,7 @@ def replay(request: ReplayRequest) -> Evaluation:
         categories={name: _summarise(members, ready) for name, members in by_category(answers).items()},
         anchors=_summarise(sampled, ready) if request.every else None,
         settings=settings,
+        rejected_tokens=find_rejected([answer.output for answer in answers], None),
         source=PromptSource(name=request.dump.path.name, num_available=len(rows)),
         measured={
             **_describe(request),

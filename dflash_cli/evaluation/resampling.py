@@ -37,9 +37,9 @@ MAX_DRAWN = 4_000_000
 def resampled_bounds(units: "Floats", *, confidence: float, num_resamples: int, seed: int) -> "Floats":
     """Lower and upper ends `[W, 2]` of W intervals over the same units.
 
-    `units` is `[W, sides, U, 2]`: of each unit numerator and denominator, which is not 0. With one side the quantity is
-    the ratio of the sums, with two it is how much larger that of the second side is. Each resample draws the same units
-    for all.
+    `units` is `[W, sides, U, 2]`: of each unit numerator and denominator, which may be 0 for some of many. With one
+    side the quantity is the ratio of the sums, with two it is how much larger that of the second side is. Each resample
+    draws the same units for all.
     """
     import numpy as np
 

@@ -7,7 +7,6 @@ an interval is taken is in `resampling.py`.
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from statistics import fmean
 from typing import TYPE_CHECKING
 
@@ -48,6 +47,7 @@ class Summary:
     interval: Interval | None
     no_interval: str | None
     per_pos_intervals: tuple[Interval | None, ...]
+    conditional_intervals: tuple[Interval | None, ...]
     histogram: tuple[int, ...]
     definitions: dict[str, float | None]
 
@@ -71,6 +71,7 @@ class Summary:
             "acceptance_len_no_interval": self.no_interval,
             "per_pos_intervals": [item.to_json() if item else None for item in self.per_pos_intervals],
             "per_pos_conditional_rates": self.conditional_rates,
+            "per_pos_conditional_intervals": [item.to_json() if item else None for item in self.conditional_intervals],
             "histogram": list(self.histogram),
             "num_requests": self.num_requests,
             "num_conversations": self.num_conversations,
@@ -80,14 +81,18 @@ class Summary:
 
 
 DEFINITIONS = {
-    "vllm": "1 + accepted / steps, over all steps, counting whole blocks (vLLM, speculators)",
-    "zlab": "mean over prompts of tokens / steps, not counting past the end of the answer (z-lab dflash 0.1.0)",
-    "zlab_untruncated": "mean over prompts of tokens / steps, counting whole blocks (z-lab, before 0.1.0)",
-    "sglang": "mean over prompts of answer tokens / steps, with the token after the prompt (SGLang, per request)",
-    "committed": "tokens / steps, over all steps, not counting past the end of the answer",
-    "mlx_ratio": "accepted tokens / generated tokens (dflash-mlx; a ratio, not a length)",
+    "vllm": "1 + accepted / steps, whole blocks (vLLM, speculators)",
+    "zlab": "mean over prompts, as committed (z-lab, dflash 0.1.0)",
+    "zlab_untruncated": "mean over prompts, whole blocks (z-lab, before)",
+    "sglang": "mean over prompts, with the prompt's token (SGLang)",
+    "committed": "tokens / steps, not counting past the answer's end",
+    "mlx_ratio": "accepted / generated tokens, a ratio (dflash-mlx)",
 }
-"""How each project defines acceptance; the keys are those of the JSON output."""
+"""How each project defines acceptance, in words that fit beside the figure; the keys are those of the JSON output.
+
+A mean over prompts is of their tokens / steps. With whole blocks, what stops and limits cut off counts as well; with
+the prompt's token, the one that comes with the prompt, which no step gave.
+"""
 
 
 def summarise(
@@ -107,10 +112,13 @@ def summarise(
     counts = count_acceptance(outputs, num_speculative_tokens)
     lengths = _lengths_by_conversation(outputs, names, num_speculative_tokens)
     reason = _why_none(len(lengths), num_resamples)
-    intervals: list[Interval | None] = [None] * (num_speculative_tokens + 1)
+    intervals: list[Interval | None] = [None] * (2 * num_speculative_tokens + 1)
     if reason is None:
-        units = _acceptance_units(lengths)[: None if len(lengths) >= MIN_FOR_POSITIONS else 1]
-        intervals = _intervals(units, confidence=confidence, num_resamples=num_resamples, seed=seed)
+        units = _acceptance_units(lengths)
+        asked = _enough_for_interval(units)
+        found = _intervals(units[asked], confidence=confidence, num_resamples=num_resamples, seed=seed)
+        for place, interval in zip(asked, found, strict=True):
+            intervals[place] = interval
     return Summary(
         counts=counts,
         num_requests=len(outputs),
@@ -120,7 +128,13 @@ def summarise(
         no_interval=reason,
         per_pos_intervals=tuple(
             interval if verified and interval is not None and interval.low < interval.high else None
-            for interval, verified in zip_longest(intervals[1:], counts.per_pos_verified)
+            for interval, verified in zip(
+                intervals[1 : num_speculative_tokens + 1], counts.per_pos_verified, strict=True
+            )
+        ),
+        conditional_intervals=tuple(
+            interval if interval is not None and interval.low < interval.high else None
+            for interval in intervals[num_speculative_tokens + 1 :]
         ),
         histogram=tuple(map(sum, zip(*lengths, strict=True))) or (0,) * (num_speculative_tokens + 1),
         definitions=_definitions(outputs, counts),
@@ -219,14 +233,23 @@ def _lengths_by_conversation(
 
 
 def _acceptance_units(lengths: Sequence[Sequence[int]]) -> "Floats":
-    """Units `[K + 1, 1, U, 2]` of tokens per step, and of the share of steps that accepted each position."""
+    """Units `[2K + 1, 1, U, 2]` of tokens per step, then of the share of steps that accepted each position, then of
+    the share of those that accepted the position before."""
     import numpy as np
 
     counts = np.array(lengths, dtype=np.float64)
     num_steps = counts.sum(axis=1)
     accepted = num_steps[:, None] - counts.cumsum(axis=1)[:, :-1]
-    numerators = np.concatenate([num_steps[:, None] + accepted.sum(axis=1, keepdims=True), accepted], axis=1)
-    return np.stack([numerators.T, np.broadcast_to(num_steps, numerators.T.shape)], axis=-1)[:, None]
+    numerators = np.concatenate([num_steps[:, None] + accepted.sum(axis=1, keepdims=True), accepted, accepted], axis=1)
+    steps = np.repeat(num_steps[:, None], accepted.shape[1] + 1, axis=1)
+    reached = np.concatenate([num_steps[:, None], accepted[:, :-1]], axis=1)
+    return np.stack([numerators.T, np.concatenate([steps, reached], axis=1).T], axis=-1)[:, None]
+
+
+def _enough_for_interval(units: "Floats") -> list[int]:
+    """The quantities that enough conversations speak of: positions take more of them than all steps together."""
+    num_speaking = (units[:, 0, :, 1] > 0).sum(axis=1).tolist()
+    return [place for place, count in enumerate(num_speaking) if place == 0 or count >= MIN_FOR_POSITIONS]
 
 
 def _definitions(outputs: Sequence[RequestOutput], counts: AcceptanceCounts) -> dict[str, float | None]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from dflash_cli.generation.prompts import Conversation, PromptRow
 from dflash_cli.generation.tokenizer import StreamDecoder, Tokenizer
 from dflash_runtime.errors import RequestError
-from dflash_runtime.metrics import AcceptanceCounts, count_acceptance, count_widths
+from dflash_runtime.metrics import AcceptanceCounts, count_acceptance, count_widths, request_metrics
 from dflash_runtime.scheduling.request import DraftStep, FinishReason, RequestOutput, SamplingParams, derive_seed
 
 if TYPE_CHECKING:
@@ -24,8 +24,8 @@ class Answer:
     output: RequestOutput
     text: str | None
 
-    def to_json(self, *, with_trace: bool = False) -> dict[str, Any]:
-        """The row `dflash generate --output` writes."""
+    def to_json(self, num_speculative_tokens: int, *, with_trace: bool = False) -> dict[str, Any]:
+        """The row `dflash generate --output` writes, of a run that drafts so many tokens a step."""
         record: dict[str, Any] = {"index": self.row.index}
         if self.row.id is not None:
             record["id"] = self.row.id
@@ -41,6 +41,8 @@ class Answer:
             "finish_reason": str(self.output.finish_reason),
             "acceptance_lengths": list(self.output.acceptance_lengths),
             "verify_widths": list(self.output.verify_widths),
+            "rejected_ids": list(self.output.rejected_ids),
+            "metrics": request_metrics(self.output, num_speculative_tokens),
         }
         if with_trace:
             record["trace"] = [_step_json(step, self.output.token_ids) for step in self.output.drafts]
@@ -54,7 +56,7 @@ def split_step(step: DraftStep, token_ids: Sequence[int]) -> tuple[tuple[int, ..
     and the drafted token that the bonus replaced."""
     kept = tuple(token_ids[step.start : step.start + step.num_committed])
     accepted, bonus = kept[: step.num_accepted], kept[step.num_accepted :]
-    return accepted, bonus, step.draft_ids[step.num_accepted : step.num_accepted + 1] if bonus else ()
+    return accepted, bonus, () if step.rejected_id is None else (step.rejected_id,)
 
 
 def _step_json(step: DraftStep, token_ids: Sequence[int]) -> dict[str, Any]:
@@ -129,7 +131,7 @@ class Tally:
             "verify_width_histogram": count_widths(self.outputs),
             "lossless": lossless.to_json() if lossless is not None else None,
             "measured": session.describe(),
-            "rows": [answer.to_json(with_trace=with_trace) for answer in answers],
+            "rows": [answer.to_json(self.num_speculative_tokens, with_trace=with_trace) for answer in answers],
         }
 
 

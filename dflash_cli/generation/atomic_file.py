@@ -84,11 +84,15 @@ def atomic_text(path: Path) -> Iterator[Output]:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """A file that appears under its name with all of these bytes, or not at all.
+    """A file that appears under its name with all of these bytes, or not at all. A device or a pipe is written to.
 
     Raises:
         OSError: it cannot be written, as on a full disk.
     """
+    if is_stream(path):
+        with naming_output(path):
+            path.write_bytes(data)
+        return
     partial = path.with_name(f"{partial_prefix(path)}{os.getpid()}")
     try:
         with naming_output(path):

@@ -1,14 +1,16 @@
 """Where the events of a run go: text to stdout, rows to a file, figures to a progress line."""
 
-from collections.abc import Callable, Iterator, Sequence
+import unicodedata
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 from dflash_cli import console
 from dflash_cli.generation.answers import Answer, Event, split_step
 from dflash_cli.generation.atomic_file import atomic_text, json_line
 from dflash_cli.generation.prompts import PromptRow
-from dflash_cli.generation.tokenizer import Tokenizer
+from dflash_cli.generation.tokenizer import REPLACEMENT, StreamDecoder, Tokenizer
 
 Sink = Callable[[Event], None]
 """Takes the events of a run. A sink that must be closed is closed by the `ExitStack` it was opened on."""
@@ -76,6 +78,8 @@ class TextSink:
 TRACE_LEGEND = (
     "each line is a step: accepted/drafted [accepted tokens][the target's own token][the drafted token it replaced]"
 )
+POSITION_STYLES = tuple(f"color({number})" for number in (28, 29, 30, 31, 32, 33))
+"""Of accepted tokens by position in the block, from green to blue; later ones have the last. Legible on any ground."""
 
 
 class TraceSink:
@@ -99,19 +103,29 @@ class TraceSink:
 class RowSink:
     """Writes one JSON line per answer, in the order of the prompts and of their turns."""
 
-    def __init__(self, rows: Sequence[PromptRow], write: Callable[[str], object], *, with_trace: bool = False) -> None:
+    def __init__(
+        self,
+        rows: Sequence[PromptRow],
+        write: Callable[[str], object],
+        num_speculative_tokens: int,
+        *,
+        with_trace: bool = False,
+    ) -> None:
         self._in_order = InOrder(rows)
         self._write = write
+        self._num_speculative_tokens = num_speculative_tokens
         self._with_trace = with_trace
 
     def __call__(self, event: Event) -> None:
-        for answer in self._in_order.push(event):
-            self._write(json_line(answer.to_json(with_trace=self._with_trace)))
+        self._write_all(self._in_order.push(event))
 
     def close(self) -> None:
         """Write the answers still held back for earlier rows that will not come, as after an interruption."""
-        for answer in self._in_order.rest():
-            self._write(json_line(answer.to_json(with_trace=self._with_trace)))
+        self._write_all(self._in_order.rest())
+
+    def _write_all(self, answers: Iterable[Answer]) -> None:
+        for answer in answers:
+            self._write(json_line(answer.to_json(self._num_speculative_tokens, with_trace=self._with_trace)))
 
 
 class InOrder:
@@ -153,15 +167,22 @@ class ProgressSink:
         self._meter.update(self._num_answers, length)
 
 
-def open_row_sink(rows: Sequence[PromptRow], output: str, stack: ExitStack, *, with_trace: bool = False) -> RowSink:
+def open_row_sink(
+    rows: Sequence[PromptRow],
+    output: str,
+    stack: ExitStack,
+    num_speculative_tokens: int,
+    *,
+    with_trace: bool = False,
+) -> RowSink:
     """A sink that writes rows to stdout (`-`) or to a file that appears when the run is complete.
 
     It is closed by `stack`, before the file is.
     """
-    if output == "-":
-        sink = RowSink(rows, lambda line: console.result(line, end=""), with_trace=with_trace)
-    else:
-        sink = RowSink(rows, stack.enter_context(atomic_text(Path(output))).write, with_trace=with_trace)
+    write: Callable[[str], object] = partial(console.result, end="")
+    if output != "-":
+        write = stack.enter_context(atomic_text(Path(output))).write
+    sink = RowSink(rows, write, num_speculative_tokens, with_trace=with_trace)
     stack.callback(sink.close)
     return sink
 
@@ -174,7 +195,7 @@ def trace_lines(answer: Answer, tokenizer: Tokenizer | None) -> list[list[tuple[
         lines.append(
             [
                 (f"{step.num_accepted}/{len(step.draft_ids)} ", "dim"),
-                (show(accepted, tokenizer), "green"),
+                *_by_position(accepted, tokenizer),
                 (show(bonus, tokenizer), "bold"),
                 (show(replaced, tokenizer), "red strike"),
             ]
@@ -182,11 +203,54 @@ def trace_lines(answer: Answer, tokenizer: Tokenizer | None) -> list[list[tuple[
     return lines
 
 
+def show_steps(answers: Sequence[Answer], tokenizer: Tokenizer | None, num_prompts: int) -> None:
+    """Print the steps of the first prompts that have answers; nothing for none."""
+    if not num_prompts:
+        return
+    console.status(TRACE_LEGEND)
+    chosen = sorted({answer.row.index for answer in answers})[:num_prompts]
+    for answer in sorted(answers, key=lambda item: (item.row.index, item.turn)):
+        if answer.row.index in chosen:
+            console.result(f"\nsteps of {answer.row.where}")
+            for line in trace_lines(answer, tokenizer):
+                console.spans(line)
+
+
 def show(token_ids: Sequence[int], tokenizer: Tokenizer | None) -> str:
     """Tokens on one line, in brackets, so that their bounds show without colour."""
+    return f"[{visible(token_ids, tokenizer)}]" if token_ids else ""
+
+
+def visible(token_ids: Sequence[int], tokenizer: Tokenizer | None) -> str:
+    """Text of tokens on one line, in which nothing is hidden or acts on a terminal; ids where they have no text."""
+    if tokenizer is None:
+        return " ".join(map(str, token_ids))
+    text = tokenizer.decode(token_ids)
+    if not text or text == REPLACEMENT:
+        return " ".join(f"<{token_id}>" for token_id in token_ids)
+    return _escaped(text)
+
+
+def _escaped(text: str) -> str:
+    return "".join(map(_escape, text))
+
+
+def _escape(character: str) -> str:
+    is_hidden = unicodedata.category(character)[0] == "C" or character in "\u2028\u2029\\"
+    return character.encode("unicode_escape").decode() if is_hidden else character
+
+
+def _by_position(token_ids: Sequence[int], tokenizer: Tokenizer | None) -> list[tuple[str, str]]:
+    """Accepted tokens as `show` has them, each in the style of its position."""
     if not token_ids:
-        return ""
-    text = tokenizer.decode(token_ids) if tokenizer is not None else " ".join(map(str, token_ids))
-    for character, shown in (("\\", "\\\\"), ("\n", "\\n"), ("\r", "\\r"), ("\t", "\\t")):
-        text = text.replace(character, shown)
-    return f"[{text}]"
+        return []
+    if tokenizer is None:
+        pieces = [str(token_id) for token_id in token_ids]
+        pieces[1:] = [f" {piece}" for piece in pieces[1:]]
+    else:
+        decoder = StreamDecoder(tokenizer)
+        pieces = [_escaped(decoder.push([token_id])) for token_id in token_ids]
+        pieces[-1] += _escaped(decoder.finish())
+    last = len(POSITION_STYLES) - 1
+    inside = [(piece, POSITION_STYLES[min(place, last)]) for place, piece in enumerate(pieces)]
+    return [("[", "dim"), *inside, ("]", "dim")]

@@ -8,6 +8,7 @@ accepted nor refused, so that step says nothing of its position.
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from dflash_runtime.scheduling.request import RequestOutput
 
@@ -81,7 +82,32 @@ class AcceptanceCounts:
             "per_pos_accepted": self.per_pos_accepted,
             "per_pos_verified": self.per_pos_verified,
             "per_pos_acceptance_rates": self.per_pos_acceptance_rates,
+            "metrics": self.metrics,
         }
+
+    @property
+    def accepted_histogram(self) -> list[int]:
+        """How many steps accepted 0, 1, ... K drafts, the bonus not counted."""
+        return [before - after for before, after in pairwise((self.num_drafts, *self.per_pos_accepted, 0))]
+
+    @property
+    def metrics(self) -> dict[str, dict[str, object]] | None:
+        """The same under the names and definitions of vLLM's responses; None without a draft, as there.
+
+        Without steps the length is 1 and the rate 0. Source: `RequestSpecDecodeMetrics.to_dict` of vLLM 0.33.
+        """
+        if not self.num_speculative_tokens:
+            return None
+        found: dict[str, object] = {
+            "mean_acceptance_length": self.acceptance_len or 1.0,
+            "draft_acceptance_rate": self.overall_acceptance_rate or 0.0,
+            "acceptance_histogram": self.accepted_histogram,
+            "num_spec_steps": self.num_drafts,
+            "num_accepted_draft_tokens": self.num_accepted_tokens,
+            "num_draft_tokens": self.num_draft_tokens,
+            "num_spec_tokens": self.num_speculative_tokens,
+        }
+        return {"speculative_decoding": found}
 
 
 def count_acceptance(outputs: Iterable[RequestOutput], num_speculative_tokens: int) -> AcceptanceCounts:
@@ -92,6 +118,18 @@ def count_acceptance(outputs: Iterable[RequestOutput], num_speculative_tokens: i
         for length, width in zip(output.acceptance_lengths, widths, strict=True):
             counts.add(length - 1, width - 1)
     return counts
+
+
+def request_metrics(output: RequestOutput, num_speculative_tokens: int) -> dict[str, dict[str, object]] | None:
+    """`AcceptanceCounts.metrics` of one request, with what vLLM adds to it for each step."""
+    metrics = count_acceptance([output], num_speculative_tokens).metrics if num_speculative_tokens else None
+    if metrics is not None and output.acceptance_lengths:
+        widths = output.verify_widths or [num_speculative_tokens + 1] * len(output.acceptance_lengths)
+        metrics["speculative_decoding"] |= {
+            "per_step_accepted": [length - 1 for length in output.acceptance_lengths],
+            "per_step_drafted": [width - 1 for width in widths],
+        }
+    return metrics
 
 
 def count_widths(outputs: Iterable[RequestOutput]) -> dict[int, int]:

@@ -92,6 +92,7 @@ COUNTERPARTS: dict[Callable[..., Any], tuple[Callable[..., Any], dict[str, str]]
             "report": "(of dflash_cli.evaluation.acceptance_report.to_markdown)",
             "allow_failed": "(Evaluation.failures)",
             "show_all": RENDERED,
+            "trace": RENDERED,
             "force": "(of the command's outputs)",
         },
     ),

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from dflash_runtime.metrics import AcceptanceCounts, count_acceptance
+from dflash_runtime.metrics import AcceptanceCounts, count_acceptance, request_metrics
 from dflash_runtime.scheduling.request import FinishReason, RequestOutput
 
 
@@ -30,7 +30,42 @@ def test_counts_by_hand() -> None:
         "per_pos_accepted": [3, 2, 1],
         "per_pos_verified": [4, 4, 4],
         "per_pos_acceptance_rates": [0.75, 0.5, 0.25],
+        "metrics": {
+            "speculative_decoding": {
+                "mean_acceptance_length": 2.5,
+                "draft_acceptance_rate": 0.5,
+                "acceptance_histogram": [1, 1, 1, 1],
+                "num_spec_steps": 4,
+                "num_accepted_draft_tokens": 6,
+                "num_draft_tokens": 12,
+                "num_spec_tokens": 3,
+            }
+        },
     }
+
+
+def test_a_request_has_what_vllm_says_of_its_steps() -> None:
+    """Three steps of K = 3, the second one verified to width 2; the bonus is in the mean only."""
+    metrics = request_metrics(replace(output(4, 2, 1), verify_widths=(4, 2, 4)), 3)
+    assert metrics == {
+        "speculative_decoding": {
+            "mean_acceptance_length": 1 + 4 / 3,
+            "draft_acceptance_rate": 4 / 7,
+            "acceptance_histogram": [1, 1, 0, 1],
+            "num_spec_steps": 3,
+            "num_accepted_draft_tokens": 4,
+            "num_draft_tokens": 7,
+            "num_spec_tokens": 3,
+            "per_step_accepted": [3, 1, 0],
+            "per_step_drafted": [3, 1, 3],
+        }
+    }
+    without_steps = request_metrics(output(), 3)
+    assert without_steps is not None
+    assert without_steps["speculative_decoding"]["mean_acceptance_length"] == 1.0
+    assert without_steps["speculative_decoding"]["draft_acceptance_rate"] == 0.0
+    assert "per_step_accepted" not in without_steps["speculative_decoding"]
+    assert request_metrics(output(), 0) is None
 
 
 def test_a_draft_that_is_not_verified_is_not_refused_either() -> None:

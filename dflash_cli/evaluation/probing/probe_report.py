@@ -73,7 +73,7 @@ def all_tables(found: Probed) -> dict[str, Table]:
     shown = {"by concurrency": _load_table(found)}
     first = found.runs[0]
     if first.is_engaged and first.total.counts.num_speculative_tokens:
-        shown[f"by position, {first.name}"] = tables(as_evaluation(first, found), with_definitions=False)["by position"]
+        shown[f"by position, {first.name}"] = tables(as_evaluation(first, found), is_full=False)["by position"]
     return shown
 
 

@@ -312,6 +312,7 @@ def _summary(
         interval=None,
         no_interval=why,
         per_pos_intervals=(None,) * counts.num_speculative_tokens,
+        conditional_intervals=(None,) * counts.num_speculative_tokens,
         histogram=tuple(histogram),
         definitions=dict.fromkeys(DEFINITIONS) | {"vllm": counts.acceptance_len},
     )

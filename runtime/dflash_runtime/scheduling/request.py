@@ -133,6 +133,15 @@ class DraftStep:
         """Rows of the block that were verified, the anchor included."""
         return len(self.draft_ids) + 1
 
+    @property
+    def rejected_id(self) -> int | None:
+        """The drafted token that the target's own replaced.
+
+        None where all that were verified were accepted, or where a stop or a limit came before the target's own.
+        """
+        has_bonus = self.num_committed > self.num_accepted
+        return self.draft_ids[self.num_accepted] if has_bonus and self.num_accepted < len(self.draft_ids) else None
+
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Request:
@@ -223,7 +232,8 @@ class RequestOutput:
 
     `acceptance_lengths` has accepted + 1 for each verify step, untruncated; the prefill's token is no step.
     `verify_widths` has the most that each of them can be. `committed_lengths` has the tokens each of those steps left
-    in the output after stops and limits, and `drafts` what it verified. A step that decoded plainly is in none of them.
+    in the output after stops and limits, `rejected_ids` the drafted token that the target's own replaced, if any, and
+    `drafts` what each step verified. A step that decoded plainly is in none of them.
 
     `error` says why prompt `index` was not served, or not finished, with `finish_reason` ERROR, the exit code its error
     has, and the tokens it had until then.
@@ -236,6 +246,7 @@ class RequestOutput:
     acceptance_lengths: tuple[int, ...] = ()
     verify_widths: tuple[int, ...] = ()
     committed_lengths: tuple[int, ...] = ()
+    rejected_ids: tuple[int | None, ...] = ()
     drafts: tuple[DraftStep, ...] = ()
     num_cached: int = 0
     num_preemptions: int = 0
@@ -259,6 +270,7 @@ class RequestOutput:
             acceptance_lengths=tuple(step.num_accepted + 1 for step in request.steps),
             verify_widths=tuple(step.verify_width for step in request.steps),
             committed_lengths=tuple(step.num_committed for step in request.steps),
+            rejected_ids=tuple(step.rejected_id for step in request.steps),
             drafts=tuple(request.steps),
             num_cached=request.num_cached,
             num_preemptions=request.num_preemptions,

@@ -60,6 +60,16 @@ def test_tables_name_every_definition() -> None:
         assert word in text
 
 
+def test_steps_of_the_first_prompts_are_shown() -> None:
+    text = run(*SMALL, "--trace", "1").stdout
+    (steps,) = re.findall(r"^steps of \S+:\d+\n((?:\d/7 .*\n)+)$", text, re.MULTILINE)
+    assert re.match(r"\d/7 (\[.*\])+$", steps.splitlines()[0])
+    assert "tokens most often rejected" in run(*SMALL, "--all").stdout
+    refused = support.run_main("eval-acceptance", *SMALL, "--trace", "1", "--json")
+    assert (refused.code, refused.out) == (2, "")
+    assert refused.err.startswith("error: --json and --trace both write to stdout\n")
+
+
 def test_one_definition_leads_and_says_what_it_counts() -> None:
     text = run("tiny", *ENOUGH).stdout
     assert "(vLLM's definition)\nat most 8: 7 drafted tokens and the target's own" in text

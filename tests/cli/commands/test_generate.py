@@ -15,6 +15,7 @@ from dflash_cli.checkpoints.references import tiny_directory
 from dflash_cli.main import app
 from dflash_runtime.errors import UsageError
 from dflash_runtime.llm import LLM
+from dflash_runtime.metrics import request_metrics
 from dflash_runtime.scheduling.request import RequestOutput, SamplingParams
 from dflash_testing import checkpoints as support
 from dflash_testing.pairs import bundled_draft_model, bundled_llm, bundled_prompts, bundled_tokenizer
@@ -57,6 +58,8 @@ def test_rows_hold_what_the_runtime_said(expected: RequestOutput) -> None:
         "finish_reason": "length",
         "acceptance_lengths": list(expected.acceptance_lengths),
         "verify_widths": [8] * len(expected.acceptance_lengths),
+        "rejected_ids": list(expected.rejected_ids),
+        "metrics": request_metrics(expected, 7),
     }
 
 

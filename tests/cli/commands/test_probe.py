@@ -70,7 +70,7 @@ def test_a_probe_equals_our_own_evaluation_step_for_step(tmp_path: Path) -> None
     on_bundled = ("-p", ROOT / "dflash_cli" / "tiny" / "prompts.jsonl")
     with serving(engine):
         document = probe(
-            engine, *sample, "-p", bundled, "--concurrency", "1,4", "--rows", seen, "--result", own, "-d", "tiny"
+            engine, *sample, *on_bundled, "--concurrency", "1,4", "--rows", seen, "--result", own, "-d", "tiny"
         )
     for run in document["runs"]:
         for name in ("num_drafts", "per_pos_accepted", "acceptance_len", "acceptance_len_interval", "histogram"):

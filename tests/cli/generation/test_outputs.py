@@ -1,13 +1,16 @@
 """Several answers on a terminal are told apart; in a pipe nothing is added to them."""
 
 import json
+from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
 from dflash_cli.generation.answers import Answer, Event, plural
-from dflash_cli.generation.outputs import RowSink, TextSink
+from dflash_cli.generation.outputs import POSITION_STYLES, RowSink, TextSink, trace_lines, visible
 from dflash_cli.generation.prompts import PromptRow
-from dflash_runtime.scheduling.request import FinishReason, RequestOutput
+from dflash_cli.generation.tokenizer import Tokenizer
+from dflash_runtime.scheduling.request import DraftStep, FinishReason, RequestOutput
 
 
 def finished(row: PromptRow, text: str, turn: int = 0) -> Event:
@@ -81,11 +84,33 @@ def test_text_of_a_later_row_waits_for_the_first(capsys: pytest.CaptureFixture[s
 def test_rows_wait_for_those_before_them() -> None:
     rows = [PromptRow(index=index, kind="prompt", value="") for index in range(3)]
     written: list[str] = []
-    sink = RowSink(rows, written.append)
+    sink = RowSink(rows, written.append, 7)
     for index in (2, 0, 1):
         sink(Event(rows[index], (1,), "x", answer(rows[index])))
         assert len(written) == {2: 0, 0: 1, 1: 3}[index]
     assert [json.loads(line)["index"] for line in written] == [0, 1, 2]
+
+
+def test_text_of_tokens_hides_nothing_and_acts_on_nothing() -> None:
+    class Pieces(Tokenizer):
+        def __init__(self) -> None:
+            pass
+
+        def decode(self, token_ids: Sequence[int]) -> str:
+            return "".join([" a", "\n\t", "\x1b[2J", "\u202e\u00e9", "", "\\"][item] for item in token_ids)
+
+    shown = [visible((token,), Pieces()) for token in range(6)]
+    assert shown == [" a", "\\n\\t", "\\x1b[2J", "\\u202eé", "<4>", "\\\\"]
+    assert visible((3, 5), None) == "3 5"
+
+
+def test_a_trace_has_each_accepted_token_in_the_style_of_its_position() -> None:
+    steps = (DraftStep(start=0, draft_ids=tuple(range(10, 19)), num_accepted=8, num_committed=9),)
+    found = replace(answer(prompts(1)[0]).output, token_ids=(*range(10, 18), 99), drafts=steps)
+    (line,) = trace_lines(Answer(prompts(1)[0], 0, found, None), None)
+    assert "".join(text for text, _ in line) == "8/9 [10 11 12 13 14 15 16 17][99][18]"
+    styles = [style for _, style in line[2:10]]
+    assert styles == [*POSITION_STYLES, POSITION_STYLES[-1], POSITION_STYLES[-1]]
 
 
 def answer(row: PromptRow) -> Answer:

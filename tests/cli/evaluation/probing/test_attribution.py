@@ -36,7 +36,8 @@ def run(length: float, name: str = "1 at a time", num_drafts: int = 800) -> Serv
     counts = AcceptanceCounts(7, num_drafts, round(num_drafts * (length - 1)))
     total = Summary(
         counts=counts, num_requests=40, num_conversations=40, num_tokens=999, interval=None, no_interval=None,
-        per_pos_intervals=(None,) * 7, histogram=(), definitions=dict.fromkeys(DEFINITIONS),
+        per_pos_intervals=(None,) * 7, conditional_intervals=(None,) * 7, histogram=(),
+        definitions=dict.fromkeys(DEFINITIONS),
     )  # fmt: skip
     return ServerRun(
         name=name, facts=FACTS, asked=Asked(max_new_tokens=64), chat=False, concurrency=1, origin="answers",

@@ -1,0 +1,1 @@
+"""One file a format in which other programs take a measured acceptance."""

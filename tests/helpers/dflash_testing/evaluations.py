@@ -1,0 +1,90 @@
+"""Evaluations made of drawn steps, and the documents that `eval-acceptance --json` would print of them."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+from dflash_cli import console
+from dflash_cli.evaluation.acceptance_report import Evaluation, Failure, PromptSource
+from dflash_cli.evaluation.conversation_counts import ConversationCounts
+from dflash_cli.evaluation.rejected_tokens import RejectedToken, Replacement
+from dflash_cli.evaluation.statistics import summarise
+from dflash_runtime.scheduling.request import FinishReason, RequestOutput
+
+CATEGORIES = ("code", "talk & <b>more</b>")
+HOSTILE = "</td><script>alert(1)</script>"
+
+
+def request_output(lengths: list[int], index: int = 0) -> RequestOutput:
+    """A request whose steps gave so many tokens, none of them cut."""
+    return RequestOutput(
+        index=index,
+        prompt_token_ids=(1,),
+        token_ids=(1,) * (sum(lengths) + 1),
+        finish_reason=FinishReason.LENGTH,
+        acceptance_lengths=tuple(lengths),
+        committed_lengths=tuple(lengths),
+    )
+
+
+def drawn_evaluation(chance: float = 0.6, *, count: int = 40, num_drafted: int = 4, **settings: Any) -> Evaluation:
+    """An evaluation of drafts that are each accepted with one chance, on prompts of two categories."""
+    generator = random.Random(count)
+    outputs = [
+        request_output([_draw(generator, chance, num_drafted) for _ in range(12 + index % 7)], index)
+        for index in range(count)
+    ]
+    groups = {name: [item for item in outputs if item.index % 2 == place] for place, name in enumerate(CATEGORIES)}
+    return Evaluation(
+        total=summarise(outputs, num_drafted, num_resamples=500),
+        categories={name: summarise(items, num_drafted, num_resamples=500) for name, items in groups.items()},
+        settings={
+            "draft": "org/draft", "target": "org/target", "draft_digest": "0123", "target_digest": "4567",
+            "num_speculative_tokens": num_drafted, "temperature": 0.0, "top_p": 1.0, "top_k": 0,
+            "max_new_tokens": 128, "chat": True, **settings,
+        },
+        measured={
+            "draft": {"name": "org/draft", "commit": "a" * 40, "digest": "0123", "modified_ns": None},
+            "target": {"name": "org/target", "commit": None, "digest": "4567", "modified_ns": None},
+            "device_name": "cpu", "packages": {"dflash-cli": "0.1.0"}, "date": "2026-01-01T00:00:00+00:00",
+            "argv": ["dflash", "eval-acceptance", "org/draft", "-p", "my prompts.jsonl"], "prompts_digest": "89ab",
+            "engine": {"num_draft_tokens": None},
+        },
+        source=PromptSource(name="my prompts.jsonl", num_available=count),
+        conversations=tuple(
+            ConversationCounts(
+                digest=str(item.index),
+                name=f"row {item.index}",
+                category=CATEGORIES[item.index % 2],
+                num_tokens=sum(item.acceptance_lengths),
+                num_steps=len(item.acceptance_lengths),
+            )
+            for item in outputs
+        ),
+        failures=(Failure(index=99, id="x", error="line 100: too long", exit_code=0),),
+        rejected_tokens=(
+            RejectedToken(
+                token_id=7,
+                text=HOSTILE,
+                num_rejected=3,
+                num_judged=4,
+                replacements=(Replacement(token_id=8, text=" a|b", count=2),),
+            ),
+        ),
+        seconds=1.5,
+    )  # fmt: skip
+
+
+def _draw(generator: random.Random, chance: float, num_drafted: int) -> int:
+    length = 1
+    while length <= num_drafted and generator.random() < chance:
+        length += 1
+    return length
+
+
+def write_evaluation(path: Path, evaluation: Evaluation, **changes: Any) -> Path:
+    """The document of an evaluation as a file; `changes` replace keys of it."""
+    head = {"schema_version": console.SCHEMA_VERSION, "kind": "eval-acceptance"}
+    path.write_text(json.dumps(head | evaluation.to_json() | changes))
+    return path
