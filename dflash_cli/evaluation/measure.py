@@ -12,8 +12,7 @@ from dflash_cli.evaluation.conversation_counts import count_conversations
 from dflash_cli.evaluation.journal import Journal
 from dflash_cli.evaluation.resampling import MIN_UNITS
 from dflash_cli.evaluation.statistics import Summary, summarise
-from dflash_cli.generation.answers import Answer, Tally, answer_rows, plural
-from dflash_cli.generation.loaded_pair import PairSession
+from dflash_cli.generation.answers import Answer, Answering, Tally, plural
 from dflash_cli.generation.outputs import Sink
 from dflash_cli.generation.prompts import PromptRow, digest_rows
 from dflash_runtime.errors import GateFailed
@@ -40,7 +39,7 @@ class EvaluationRequest:
 
 
 def measure(
-    session: PairSession,
+    session: Answering,
     request: EvaluationRequest,
     *,
     tally: Tally | None = None,
@@ -60,7 +59,7 @@ def measure(
         if progress is not None:
             progress.resume(journal.answers)
             sinks.append(progress)
-        for event in answer_rows(session, journal.pending, lambda row: params, chat=request.chat):
+        for event in session.answer(journal.pending, params, chat=request.chat):
             for sink in sinks:
                 sink(event)
             if event.answer is not None:
@@ -73,8 +72,9 @@ def measure(
         settings={**session.references, **settings},
         source=request.source,
         conversations=count_conversations(journal.answers),
-        measured=session.describe()
-        | {
+        measured={
+            "workers": None,
+            **session.describe(),
             "num_prompts": len(request.rows),
             "prompts_digest": digest_rows(request.rows),
             "rendered_prompts_digest": _digest_rendered(journal.answers),
@@ -121,10 +121,10 @@ def check_gate(evaluation: Evaluation, minimum: float, *, use_lower_bound: bool)
         raise GateFailed(f"{name} {value:.3f}, expected at least {minimum:g}")
 
 
-def _pool(answers: Sequence[Answer], session: PairSession, request: EvaluationRequest) -> Summary:
+def _pool(answers: Sequence[Answer], session: Answering, request: EvaluationRequest) -> Summary:
     return summarise(
         [answer.output for answer in answers],
-        session.llm.num_draft_tokens,
+        session.num_draft_tokens,
         conversations=[answer.row.index for answer in answers],
         confidence=request.confidence,
         num_resamples=request.num_resamples,

@@ -1,16 +1,18 @@
 """Answer prompts turn by turn, yielding text as it is committed. Does not write to the terminal."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from dflash_cli.generation.loaded_pair import PairSession
 from dflash_cli.generation.prompts import Conversation, PromptRow
 from dflash_cli.generation.tokenizer import StreamDecoder, Tokenizer
 from dflash_runtime.errors import RequestError
 from dflash_runtime.lossless import Lossless
 from dflash_runtime.metrics import AcceptanceCounts, count_acceptance, count_widths
 from dflash_runtime.scheduling.request import DraftStep, FinishReason, RequestOutput, SamplingParams, derive_seed
+
+if TYPE_CHECKING:
+    from dflash_cli.generation.loaded_pair import PairSession
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,32 @@ class Event:
     answer: Answer | None = None
 
 
+class Answering(Protocol):
+    """Who answers the prompts of a run: a pair loaded in this process, or workers."""
+
+    @property
+    def references(self) -> Mapping[str, str | None]: ...
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]: ...
+
+    @property
+    def num_draft_tokens(self) -> int: ...
+
+    @property
+    def max_model_len(self) -> int: ...
+
+    def check_params(self, params: SamplingParams) -> None: ...
+
+    def run_settings(self, params: SamplingParams, *, chat: bool) -> dict[str, Any]: ...
+
+    def describe(self) -> dict[str, Any]: ...
+
+    def warm_up(self, params: SamplingParams, num_prompts: int) -> None: ...
+
+    def answer(self, rows: Sequence[PromptRow], params: SamplingParams, *, chat: bool) -> Iterator[Event]: ...
+
+
 @dataclass(slots=True)
 class Tally:
     """Counts over the events of a run, for the statistics and for --json."""
@@ -110,7 +138,7 @@ class Tally:
         return ", ".join(parts)
 
     def to_json(
-        self, session: PairSession, seconds: float, *, with_trace: bool = False, lossless: Lossless | None = None
+        self, session: "PairSession", seconds: float, *, with_trace: bool = False, lossless: Lossless | None = None
     ) -> dict[str, Any]:
         """The document of `dflash generate --json`."""
         answers = sorted(self.answers, key=lambda item: (item.row.index, item.turn))
@@ -134,7 +162,7 @@ def plural(count: int, noun: str) -> str:
 
 
 def answer_rows(
-    session: PairSession,
+    session: "PairSession",
     rows: Sequence[PromptRow],
     params: Callable[[PromptRow], SamplingParams],
     *,
@@ -168,6 +196,11 @@ def answer_rows(
                 conversation.add_answer(text.whole)
             yield Event(conversation.row, delta.token_ids, released, answer)
         pending = [conversation for conversation in pending if not conversation.is_done]
+
+
+def fail_row(row: PromptRow, reason: str, code: int) -> Iterator[Event]:
+    """The answers of a row of which no turn could be served; `code` is what the command exits with."""
+    return _fail(Conversation(row), reason, code)
 
 
 def own_seed(params: SamplingParams, row: PromptRow) -> SamplingParams:
