@@ -23,6 +23,7 @@ from dflash_cli.options import (
     TargetOption,
     TemplateOption,
     ThreadsOption,
+    WorkersOption,
 )
 from dflash_cli.parameters import ESSENTIALS, MEASURING, OUTPUT
 from dflash_runtime.errors import UsageError
@@ -30,8 +31,8 @@ from dflash_runtime.errors import UsageError
 if TYPE_CHECKING:
     from dflash_cli.evaluation.acceptance_report import Evaluation, PromptSource
     from dflash_cli.evaluation.measure import EvaluationRequest
-    from dflash_cli.generation.answers import Tally
-    from dflash_cli.generation.loaded_pair import PairSession
+    from dflash_cli.generation.answers import Answering, Tally
+    from dflash_cli.generation.loaded_pair import OpenedPair
     from dflash_cli.generation.prompts import PromptRow
 
 SHOWN_FAILURES = 5
@@ -134,6 +135,7 @@ def eval_acceptance(
     chat_template_kwargs: TemplateOption = None,
     causality: CausalityOption = None,
     threads: ThreadsOption = None,
+    workers: WorkersOption = None,
     show_all: AllOption = False,
     force: ForceOption = False,
     as_json: JsonOption = False,
@@ -157,7 +159,7 @@ def eval_acceptance(
             {"--prompts": prompts, "--num-prompts": num_prompts, "--target": target, "--chat": chat, "--resume": resume,
              "--chat-template-kwargs": chat_template_kwargs, "--temperature": sampling.temperature,
              "--draft-sampling probabilistic": config.draft_sampling != "greedy",
-             "--verify-width": sampling.verify_width}
+             "--verify-width": sampling.verify_width, "--workers": workers}
         )  # fmt: skip
         opened = open_replay(draft, replay, config, causality=causality, threads=threads)
         evaluation = run_replay(
@@ -169,7 +171,8 @@ def eval_acceptance(
     rows, source = _choose_prompts(prompts, num_prompts, sampling.seed, draft=draft, target=target)
     announce_loading(draft, target, device=config.device)
     from dflash_cli.evaluation.measure import EvaluationRequest
-    from dflash_cli.generation.loaded_pair import open_session
+    from dflash_cli.generation.loaded_pair import open_pair
+    from dflash_cli.generation.workers.open_crew import open_answering
 
     request = EvaluationRequest(
         rows=rows,
@@ -182,18 +185,18 @@ def eval_acceptance(
         resume=resume,
         force=force,
     )
-    session = open_session(
-        draft, target, config, causality=causality, template_options=chat_template_kwargs, threads=threads
-    )
-    session.check_chat(rows, chat=chat)
-    locked = _check_lock(lock, session)
+    pair = open_pair(draft, target, causality=causality, template_options=chat_template_kwargs)
+    pair.check_chat(rows, chat=chat)
+    locked = _check_lock(lock, pair)
     if source.warning is not None:
         console.warn(source.warning)
-    evaluation, tally = _measure(session, request)
+    with open_answering(pair, config, workers, threads=threads) as answering:
+        evaluation, tally = _measure(answering, request)
+        max_model_len = answering.max_model_len
     evaluation = dataclasses.replace(evaluation, measured={**evaluation.measured, "lock_sha256": locked})
     _show(evaluation, report, show_all=show_all, as_json=as_json)
-    note_cut_answers(tally.outputs, params, session.llm.limits.max_model_len)
-    suggest_diagnosis(evaluation.total.counts, session.references)
+    note_cut_answers(tally.outputs, params, max_model_len)
+    suggest_diagnosis(evaluation.total.counts, pair.references)
     if evaluation.failures:
         _finish_failed(evaluation, is_allowed=allow_failed)
     _check_minimum(evaluation, min_acceptance, gate)
@@ -228,16 +231,16 @@ def _check_outputs(rows_file: Path | None, report: Path | None, *, resume: bool,
         check_output(rows_file, force=force or resume, hint=hint)
 
 
-def _check_lock(lock: Path | None, session: "PairSession") -> str | None:
-    """Require that a loaded pair is the locked one; the hash of the lock file."""
+def _check_lock(lock: Path | None, pair: "OpenedPair") -> str | None:
+    """Require that a pair is the locked one; the hash of the lock file."""
     if lock is None:
         return None
     from dflash_cli.checkpoints.lock import read_lock
 
     found = read_lock(lock)
-    places = {"target": session.target.checkpoint.path}
-    if session.draft is not None:
-        places["draft"] = session.draft.checkpoint.path
+    places = {"target": pair.target.checkpoint.path}
+    if pair.draft is not None:
+        places["draft"] = pair.draft.checkpoint.path
     with console.working("hashing"):
         found.check(places)
     return found.sha256
@@ -284,19 +287,22 @@ def _finish_failed(evaluation: "Evaluation", *, is_allowed: bool) -> None:
         raise typer.Exit(max(failure.exit_code for failure in failures))
 
 
-def _measure(session: "PairSession", request: "EvaluationRequest") -> "tuple[Evaluation, Tally]":
+def _measure(answering: "Answering", request: "EvaluationRequest") -> "tuple[Evaluation, Tally]":
     from dflash_cli.evaluation.acceptance_progress import AcceptanceProgress
     from dflash_cli.evaluation.measure import measure
     from dflash_cli.generation.answers import Tally
+    from dflash_cli.generation.workers.crew import WorkersLost
 
-    session.check_params(request.params)
-    session.warm_up(request.params, len(request.rows))
-    tally = Tally(session.llm.num_draft_tokens)
+    answering.check_params(request.params)
+    answering.warm_up(request.params, len(request.rows))
+    tally = Tally(answering.num_draft_tokens)
     with AcceptanceProgress(sum(row.num_turns for row in request.rows)) as progress:
         try:
-            evaluation = measure(session, request, tally=tally, progress=progress)
+            evaluation = measure(answering, request, tally=tally, progress=progress)
         except KeyboardInterrupt as error:
             raise Interrupted(progress.text, hint=_how_to_go_on(request)) from error
+        except WorkersLost as error:
+            raise WorkersLost(f"{error.message}; {progress.text}", hint=_how_to_go_on(request)) from error
     if tally.answers:
         console.status(tally.figures(evaluation.seconds))
     else:

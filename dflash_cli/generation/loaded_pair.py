@@ -197,14 +197,15 @@ def open_session(
         causality=causality,
         template_options=template_options,
     )
-    draft_checkpoint = opened.draft
-    checkpoints = [
-        opened.target.checkpoint,
-        *([draft_checkpoint.checkpoint] if draft_checkpoint is not None else []),
-    ]
-    logger.info("running on %d CPU threads", use_threads(threads, config.device, checkpoints))
+    return load_session(opened, config, threads=threads)
+
+
+def load_session(opened: OpenedPair, config: EngineConfig, *, threads: int | None = None) -> PairSession:
+    """Load the weights of a pair that was opened."""
+    parts = [opened.target.checkpoint, *([opened.draft.checkpoint] if opened.draft is not None else [])]
+    logger.info("running on %d CPU threads", use_threads(threads, config.device, parts))
     with console.working("loading weights"):
-        llm = LLM(opened.target, draft_checkpoint, config)
+        llm = LLM(opened.target, opened.draft, config)
     logger.info("loaded onto %s as %s, K %d", llm.device, llm.dtype, llm.num_draft_tokens)
     for text in llm.warnings:
         console.warn(text)

@@ -9,13 +9,13 @@ import math
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from dflash_cli import console
 from dflash_cli.generation.answers import Event, fail_row, plural
 from dflash_cli.generation.loaded_pair import OpenedPair, check_params, describe_command
 from dflash_cli.generation.prompts import PromptRow
-from dflash_cli.generation.workers.prompt_worker import Batch, Piece, Refusal, WorkerFacts, WorkerSpec
+from dflash_cli.generation.workers.messages import Batch, Cluster, Piece, Refusal, Report, WorkerFacts, WorkerSpec
 from dflash_runtime.config import EngineConfig
 from dflash_runtime.errors import CapacityError, CheckpointError, UsageError
 from dflash_runtime.scheduling.request import SamplingParams
@@ -34,50 +34,14 @@ class WorkersLost(CapacityError):
     """No worker is left to answer, and none is replaced any more."""
 
 
-@dataclass(frozen=True, slots=True)
-class Lost:
-    """A worker is gone, and why."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """What came of a worker: it is ready, has answered, was refused, or is lost."""
-
-    worker: int
-    found: WorkerFacts | Piece | Refusal | Lost
-
-
-class Cluster(Protocol):
-    """Where workers run, and how they are reached. Workers are told by number, in the order in which they start."""
-
-    address: str
-
-    def hire(self, spec: WorkerSpec) -> int:
-        """Start another worker and let it load the pair; its number."""
-
-    def give(self, worker: int, batch: Batch) -> None:
-        """Let a worker that has nothing to do begin a batch."""
-
-    def wait(self) -> Report:
-        """Wait for the next thing that came of any worker; one whose piece is not its last goes on by itself."""
-
-    def dismiss(self, worker: int) -> None:
-        """End a worker, whatever it is at."""
-
-
 @dataclass(slots=True)
 class _Member:
     """A worker of the crew: `facts` once it is ready, and the rows it was given and has not answered."""
 
     facts: WorkerFacts | None = None
     rows: dict[int, PromptRow] = field(default_factory=dict)
+    is_free: bool = False
     num_answered: int = 0
-
-    @property
-    def is_free(self) -> bool:
-        return self.facts is not None and not self.rows
 
 
 class Crew:
@@ -185,7 +149,7 @@ class Crew:
             for number, member in self._members.items():
                 if queue and member.is_free:
                     given = queue.take(BATCHES_PER_WORKER * len(self._members))
-                    member.rows = {row.index: row for row in given}
+                    member.rows, member.is_free = {row.index: row for row in given}, False
                     self._cluster.give(number, Batch(tuple(given), params, chat))
             yield from self._take(self._cluster.wait(), queue)
 
@@ -212,6 +176,7 @@ class Crew:
                     member.num_answered += 1
                 yield event
             assert not (found.is_last and member.rows)
+            member.is_free = found.is_last
         elif isinstance(found, Refusal) and self._facts is None:
             raise found.to_error()
         else:
@@ -229,8 +194,8 @@ class Crew:
             digest = facts.settings[f"{role}_digest"]
             if digest != identity.digest:
                 raise CheckpointError(
-                    f"worker on {facts.host}: {role} {identity.name}: found digest {digest}, expected {identity.digest}, "
-                    "that of this machine",
+                    f"worker on {facts.host}: {role} {identity.name}: found digest {digest}, "
+                    f"expected {identity.digest}, that of this machine",
                     hint="give every machine the same files, or name a repository of the hub with its revision",
                 )
         first = self._facts = self._facts or facts
@@ -244,7 +209,7 @@ class Crew:
         if first is facts:
             for text in facts.warnings:
                 console.warn(text)
-        member.facts = facts
+        member.facts, member.is_free = facts, True
 
     def _lose(self, number: int, reason: str, queue: "_Queue | None") -> Iterator[Event]:
         """Let a worker go, hire another in its place, and hand its rows out again."""

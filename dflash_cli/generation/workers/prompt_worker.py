@@ -2,84 +2,17 @@
 
 import platform
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import replace
 
-from dflash_cli.checkpoints.opening import Causality
 from dflash_cli.generation.answers import Event
 from dflash_cli.generation.loaded_pair import PairSession, open_session
-from dflash_cli.generation.prompts import PromptRow
-from dflash_runtime.config import EngineConfig
+from dflash_cli.generation.workers.messages import Batch, Piece, Refusal, WorkerFacts, WorkerSpec
 from dflash_runtime.errors import CapacityError, DFlashError
 from dflash_runtime.scheduling.request import SamplingParams
 
 PIECE_S = 0.1
 """Answers are handed over together for so long, so that a small model does not wait for messages."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerSpec:
-    """What every worker of a run loads. Directories are absolute, so that they mean the same to all."""
-
-    draft: str | None
-    target: str | None
-    config: EngineConfig
-    causality: Causality | None = None
-    template_options: str | None = None
-    threads: int | None = None
-
-    @property
-    def for_cpu(self) -> "WorkerSpec":
-        """The same without a GPU: one thread unless more are asked for, since workers share the cores."""
-        return replace(self, config=replace(self.config, device="cpu"), threads=self.threads or 1)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerFacts:
-    """A worker that is ready: where it runs, and what its loaded pair says of itself."""
-
-    host: str
-    settings: Mapping[str, Any]
-    description: Mapping[str, Any]
-    num_draft_tokens: int
-    max_model_len: int
-    warnings: tuple[str, ...] = ()
-
-    @property
-    def device_name(self) -> str:
-        return str(self.settings["device_name"])
-
-
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """A foreseen error, in a form that goes from process to process."""
-
-    message: str
-    hint: str | None
-    exit_code: int
-
-    def to_error(self) -> DFlashError:
-        error = DFlashError(self.message, hint=self.hint)
-        error.exit_code = self.exit_code
-        return error
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """Rows for one worker, and how to answer them."""
-
-    rows: tuple[PromptRow, ...]
-    params: SamplingParams
-    chat: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Rows of a batch that ended, each with all its answers; `is_last` when the batch is done."""
-
-    events: tuple[Event, ...]
-    is_last: bool
 
 
 class PromptWorker:
@@ -89,6 +22,9 @@ class PromptWorker:
         self._session: PairSession | None = None
         self._is_warm = False
         self._ended: Iterator[tuple[Event, ...]] = iter(())
+
+    def place(self) -> None:
+        """Returns as soon as a machine has taken the worker."""
 
     def load(self, spec: WorkerSpec) -> WorkerFacts | Refusal:
         """Load the pair."""
