@@ -10,7 +10,7 @@ from dflash_cli.generation.answers import Answering, plural
 from dflash_cli.generation.loaded_pair import OpenedPair, load_session
 from dflash_cli.generation.workers.crew import Crew
 from dflash_cli.generation.workers.messages import WorkerSpec
-from dflash_cli.generation.workers.ray_cluster import joined, parse_workers
+from dflash_cli.generation.workers.ray_start import joined, parse_workers
 from dflash_runtime.config import EngineConfig
 from dflash_runtime.errors import UsageError
 

@@ -1,92 +1,18 @@
-"""Workers as Ray actors, one engine each: on this machine, or on a cluster that runs already."""
+"""Workers as Ray actors, one engine each."""
 
 import logging
-import os
-import re
-import shutil
-import signal
-import tempfile
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from pathlib import Path
+from contextlib import suppress
 from types import ModuleType
 from typing import Any
 
 from dflash_cli.generation.workers.messages import Batch, Lost, Piece, Report, WorkerSpec
 from dflash_cli.generation.workers.prompt_worker import PromptWorker
-from dflash_runtime.errors import CheckpointNotFound, UnsupportedError, UsageError
 
-LOCAL = "local"
-AUTO = "auto"
 START_S = 300.0
 """A cluster that has no room for a worker for so long is taken to have none."""
-STORE_BYTES = 100 * 2**20
-"""Ray's own minimum, nearly; answers are small."""
-ENVIRONMENT = {
-    "RAY_USAGE_STATS_ENABLED": "0",
-    # Ray writes what happens to processes to stdout, which is for results; a lost worker is told of by us.
-    "RAY_DEDUP_LOGS_SKIP_REGEX": ".",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-}
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class WorkersRequest:
-    """Which cluster, and how many workers: None is one for each of its GPUs or, where it has none, each machine."""
-
-    address: str
-    count: int | None
-
-
-def parse_workers(text: str) -> WorkersRequest:
-    """Read `4`, `auto`, `ray://host:10001`, or one of the latter with a number of workers, as `auto#4`.
-
-    Raises:
-        UsageError: anything else.
-    """
-    address, mark, count = text.partition("#") if not text.isdecimal() else (LOCAL, "#", text)
-    is_known = address == AUTO or re.fullmatch(r"ray://[^\s/]+:\d+", address) or text.isdecimal()
-    if not is_known or (mark and not (count.isdecimal() and int(count))):
-        raise UsageError(
-            f"--workers {text!r}: expected a number of 1 or more, auto, or ray://host:port",
-            hint="auto is the Ray cluster that this machine is part of; auto#4 and ray://host:port#4 take 4 workers",
-        )
-    return WorkersRequest(address, int(count) if count else None)
-
-
-@contextmanager
-def joined(request: WorkersRequest, device: str) -> "Iterator[tuple[RayCluster, int]]":
-    """A Ray cluster and how many workers it takes; one that was started for it is gone afterwards, with its files.
-
-    Raises:
-        UnsupportedError: Ray is not installed.
-        CheckpointNotFound: no cluster answers at the address.
-        UsageError: the cluster has not as many GPUs, or it is left open how many workers there should be.
-    """
-    ray = _import_ray()
-    folder = tempfile.mkdtemp(prefix="dflash-") if request.address == LOCAL else None
-    handler = signal.getsignal(signal.SIGTERM)
-    try:
-        _start(ray, request, device, folder)
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, handler)  # Ray's own would exit before anything is kept
-        num_gpus = 0 if device == "cpu" else int(ray.cluster_resources().get("GPU", 0))
-        count = _count(request, num_gpus, sum(node["Alive"] for node in ray.nodes()), device)
-        cluster = RayCluster(ray, request.address, has_gpus=num_gpus > 0)
-        try:
-            yield cluster, count
-        finally:
-            cluster.close()
-    finally:
-        with suppress(Exception):
-            ray.shutdown()
-        if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 class RayCluster:
@@ -155,53 +81,3 @@ class RayCluster:
         if isinstance(found, Piece) and not found.is_last:
             self._calls[self._actors[worker].more.remote()] = worker
         return Report(worker, found)
-
-
-def _import_ray() -> ModuleType:
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    try:
-        import ray
-        import ray.exceptions
-    except ModuleNotFoundError as error:
-        raise UnsupportedError(
-            f"--workers needs {error.name}, which is not installed", hint="pip install 'dflash-cli[ray]'"
-        ) from error
-    return ray
-
-
-def _start(ray: ModuleType, request: WorkersRequest, device: str, folder: str | None) -> None:
-    """Start Ray here, or join a cluster."""
-    quiet = {"log_to_driver": False, "logging_level": logging.CRITICAL}
-    if folder is None:
-        try:
-            ray.init(address=request.address, **quiet)
-        except (ConnectionError, RuntimeError, TimeoutError) as error:
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            raise CheckpointNotFound(
-                f"--workers {request.address}: no Ray cluster: {reason}", hint="start one with ray start --head"
-            ) from error
-        return
-    import torch
-
-    num_gpus = 0 if device == "cpu" else torch.cuda.device_count()
-    ray.init(
-        address=LOCAL,
-        num_cpus=request.count,
-        num_gpus=num_gpus,
-        include_dashboard=False,
-        object_store_memory=STORE_BYTES,
-        _temp_dir=str(Path(folder).resolve()),
-        **quiet,
-    )
-
-
-def _count(request: WorkersRequest, num_gpus: int, num_machines: int, device: str) -> int:
-    """How many workers there are to be."""
-    where = "this machine" if request.address == LOCAL else "the cluster"
-    if device.startswith("cuda") and not num_gpus:
-        raise UsageError(f"--device {device}: {where} has no GPU for a worker", hint="leave --device out")
-    count = request.count or num_gpus or num_machines
-    if num_gpus and count > num_gpus:
-        raise UsageError(f"--workers {count}: {where} has {num_gpus} GPUs, and each worker takes one")
-    return count
