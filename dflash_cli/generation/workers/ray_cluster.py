@@ -1,6 +1,7 @@
 """Workers as Ray actors, one engine each."""
 
 import logging
+import re
 import time
 from contextlib import suppress
 from types import ModuleType
@@ -74,10 +75,16 @@ class RayCluster:
             found = self._ray.get(call)
         except self._ray.exceptions.RayActorError as error:
             logger.info("worker %d: %s", worker + 1, error)
-            return Report(worker, Lost("its process has ended"))
+            return Report(worker, Lost(_why(str(error))))
         self._since.pop(worker, None)
         if found is None:
             return None
         if isinstance(found, Piece) and not found.is_last:
             self._calls[self._actors[worker].more.remote()] = worker
         return Report(worker, found)
+
+
+def _why(text: str) -> str:
+    """Why a worker is gone: the error that it could not start for, such as a package that its machine lacks."""
+    named = re.findall(r"^\w+Error: .+$", text, re.MULTILINE)
+    return f"it could not start: {named[-1]}" if named else "its process has ended"
