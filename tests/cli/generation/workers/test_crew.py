@@ -1,6 +1,6 @@
 """Several workers answer as one process does, whichever of them are lost on the way. They share this process here."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ import pytest
 from dflash_cli.checkpoints.references import tiny_directory
 from dflash_cli.evaluation.acceptance_report import Evaluation, PromptSource
 from dflash_cli.evaluation.measure import EvaluationRequest, measure
+from dflash_cli.generation.answers import Event, fail_row
 from dflash_cli.generation.loaded_pair import PairSession, open_session
 from dflash_cli.generation.prompts import PromptRow, gather_rows
 from dflash_cli.generation.workers import prompt_worker
@@ -142,19 +143,26 @@ def test_a_device_that_fails_is_not_the_prompts_fault(
     session: PairSession, alone: Alone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its engine ends all requests with an error; they are asked again, of another worker."""
-    made: list[LLM] = []
+    answer = PairSession.answer
+    failed: list[PromptRow] = []
 
-    def fail_first(*_: object, **__: object) -> PairSession:
-        llm = LLM(session.llm.pair)
-        made.append(llm)
-        if len(made) == 1:
-            llm.engine.failure = DFlashError("this LLM is closed: CUDA error")
-        return replace(session, llm=llm)
+    def fail_once(self: PairSession, rows: Sequence[PromptRow], *given: Any, **named: Any) -> Iterator[Event]:
+        if failed:
+            yield from answer(self, rows, *given, **named)
+            return
+        failed.append(rows[1])
+        yield from answer(self, rows[:1], *given, **named)
+        self.llm.engine.failure = DFlashError("this LLM is closed: CUDA error")
+        for row in rows[1:]:
+            yield from fail_row(row, "CUDA error", 1)
 
-    monkeypatch.setattr(prompt_worker, "open_session", fail_first)
-    found = measure(crew_of(session, OwnCluster()), request())
+    cluster = OwnCluster()
+    with monkeypatch.context() as patched:
+        patched.setattr(PairSession, "answer", fail_once)
+        found = measure(crew_of(session, cluster), request())
     assert not found.failures
     assert found.measured["workers"]["num_lost"] == 1
+    assert [failed[0].index] in cluster.batches
     assert figures(found) == alone[GREEDY]
 
 
