@@ -171,11 +171,13 @@ def evaluate(
     num_resamples: int = 10_000,
     journal: Path | None = None,
     resume: bool = False,
+    workers: int | str | None = None,
 ) -> "Evaluation":
     """Measure the acceptance of a pair, as `dflash eval-acceptance` does. Without `prompts`, on the bundled ones.
 
     `confidence` and `num_resamples` are those of the bootstrap behind the intervals. Answers are written to `journal`
-    as they end, and with `resume` those that are in it are not asked for again.
+    as they end, and with `resume` those that are in it are not asked for again. `workers` spreads the prompts over so many
+    processes or over a Ray cluster, as `--workers` does.
 
     `Evaluation.total.counts.acceptance_len` is the acceptance length, `Evaluation.total.interval` its interval, and
     `Evaluation.failures` are the prompts that could not be measured, which are in neither. Whole blocks are verified,
@@ -186,13 +188,14 @@ def evaluate(
     """
     from dflash_cli.evaluation.acceptance_report import PromptSource
     from dflash_cli.evaluation.measure import EvaluationRequest, measure
-    from dflash_cli.generation.loaded_pair import open_session
+    from dflash_cli.generation.loaded_pair import open_pair
+    from dflash_cli.generation.workers.open_crew import open_answering
 
     config = replace(config or EngineConfig(), adaptive_width=False)
-    session = open_session(
+    pair = open_pair(
         str(draft),
         None if target is None else str(target),
-        config,
+        needs_draft=config.num_draft_tokens != 0,
         causality=causality,
         template_options=_to_text(chat_template_kwargs),
     )
@@ -214,7 +217,8 @@ def evaluate(
         journal=journal,
         resume=resume,
     )
-    return measure(session, request)
+    with open_answering(pair, config, None if workers is None else str(workers)) as answering:
+        return measure(answering, request)
 
 
 def measure_speed(

@@ -28,7 +28,8 @@ def test_every_dependency_has_a_lowest_release_and_a_tested_one() -> None:
 def test_what_is_imported_is_declared() -> None:
     """A package that only comes with another one goes when that one no longer needs it."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    needed = [*project["dependencies"], *project["optional-dependencies"]["big"]]
+    extras = project["optional-dependencies"]
+    needed = [*project["dependencies"], *extras["big"], *extras["ray"]]
     declared = {Requirement(item).name.replace("-", "_") for item in needed}
     ours = {folder.rpartition("/")[2] for folder in PACKAGES}
     found = {
