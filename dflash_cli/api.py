@@ -176,8 +176,7 @@ def evaluate(
     """Measure the acceptance of a pair, as `dflash eval-acceptance` does. Without `prompts`, on the bundled ones.
 
     `confidence` and `num_resamples` are those of the bootstrap behind the intervals. Answers are written to `journal`
-    as they end, and with `resume` those that are in it are not asked for again. `workers` spreads the prompts over so many
-    processes or over a Ray cluster, as `--workers` does.
+    as they end, and with `resume` those that are in it are not asked for again. `workers` is what `--workers` takes.
 
     `Evaluation.total.counts.acceptance_len` is the acceptance length, `Evaluation.total.interval` its interval, and
     `Evaluation.failures` are the prompts that could not be measured, which are in neither. Whole blocks are verified,

@@ -9,13 +9,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dflash_testing import checkpoints as support
+from dflash_testing.processes import are_gone
 
 OPTIONS = ["eval-acceptance", "tiny", "-n", "32", "--num-prompts", "40", "--bootstrap", "200", "--json"]
 LIMIT_S = 240.0
@@ -53,16 +53,6 @@ def wait_for_answers(rows: Path, run: "subprocess.Popen[str]", count: int = 5) -
         assert time.monotonic() < until
         time.sleep(0.02)
     return descendants(run.pid)
-
-
-def are_gone(processes: Iterable[int]) -> bool:
-    """Whether they end; Ray's helpers see after a while that what they help is gone."""
-    until = time.monotonic() + 60
-    while alive := [pid for pid in processes if Path("/proc", str(pid)).exists()]:
-        if time.monotonic() > until:
-            return not alive
-        time.sleep(0.2)
-    return True
 
 
 def answers(rows: Path) -> dict[tuple[int, int], dict[str, Any]]:

@@ -16,6 +16,7 @@ from dflash_cli.generation.workers.ray_start import SECRET, WorkersRequest, coun
 from dflash_runtime.config import EngineConfig
 from dflash_runtime.errors import CheckpointNotFound, UsageError
 from dflash_testing import checkpoints as support
+from dflash_testing.processes import are_gone
 
 AUTO = WorkersRequest("auto", None)
 SPEC = WorkerSpec(draft="tiny", target="tiny", config=EngineConfig())
@@ -124,7 +125,7 @@ def test_ray_says_when_a_worker_has_ended_and_leaves_nothing_behind(capfd: pytes
         folder = Path(ray._private.worker._global_node.get_session_dir_path())
         assert signal.getsignal(signal.SIGTERM) is handler
     assert not folder.parent.exists()
-    assert not any(Path("/proc", str(process)).exists() for process in processes.values())
+    assert are_gone(processes.values())
     assert SECRET not in set(os.environ) - before
     assert capfd.readouterr() == ("", "")
 
