@@ -182,6 +182,7 @@ def evaluate(
     num_resamples: int = 10_000,
     journal: Path | None = None,
     resume: bool = False,
+    workers: int | str | None = None,
 ) -> "Evaluation":
     """Measure the acceptance of a pair, as `dflash eval-acceptance` does.
 
@@ -191,7 +192,7 @@ def evaluate(
     `Evaluation.exact_match` have what came of it.
 
     `confidence` and `num_resamples` are those of the bootstrap behind the intervals. Answers are written to `journal`
-    as they end, and with `resume` those that are in it are not asked for again.
+    as they end, and with `resume` those that are in it are not asked for again. `workers` is what `--workers` takes.
 
     `Evaluation.total.counts.acceptance_len` is the acceptance length, `Evaluation.total.interval` its interval, and
     `Evaluation.failures` are the prompts that could not be measured, which are in neither. Whole blocks are verified,
@@ -203,7 +204,8 @@ def evaluate(
     from dflash_cli.evaluation.measure import EvaluationRequest, measure
     from dflash_cli.evaluation.prompt_choice import choose_prompts
     from dflash_cli.generation.conditions import make_conditions, parse_context_lengths, parse_thinking
-    from dflash_cli.generation.loaded_pair import open_session
+    from dflash_cli.generation.loaded_pair import open_pair
+    from dflash_cli.generation.workers.open_crew import open_answering
 
     config = replace(config or EngineConfig(), adaptive_width=False)
     params, options = params or SamplingParams(max_new_tokens=128), _to_text(chat_template_kwargs)
@@ -214,15 +216,15 @@ def evaluate(
         with_plain=exact_match == "both",
         template_options=options,
     )
-    session = open_session(
+    pair = open_pair(
         str(draft),
         None if target is None else str(target),
-        config,
+        needs_draft=config.num_draft_tokens != 0,
         causality=causality,
         template_options=options,
     )
     choice = choose_prompts(
-        session, given, chat=chat, count=num_prompts, sample=sample, seed=params.seed or 0, conditions=conditions
+        pair, given, chat=chat, count=num_prompts, sample=sample, seed=params.seed or 0, conditions=conditions
     )
     request = EvaluationRequest(
         rows=choice.rows,
@@ -236,7 +238,8 @@ def evaluate(
         journal=journal,
         resume=resume,
     )
-    return measure(session, request)
+    with open_answering(pair, config, None if workers is None else str(workers)) as answering:
+        return measure(answering, request)
 
 
 def measure_speed(

@@ -53,6 +53,7 @@ COMMANDS = {
             "dflash eval-acceptance tiny --num-prompts 12",
             "dflash eval-acceptance org/draft -p prompts.jsonl --chat --rows answers.jsonl",
             "dflash eval-acceptance org/draft --mode replay --dump D --head-from org/model",
+            "dflash eval-acceptance org/draft -p prompts.jsonl --workers 8",
         ),
         docs="docs/vocabulary.md",
         draft="draft",

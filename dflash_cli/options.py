@@ -116,6 +116,16 @@ ThreadsOption = Annotated[
         rich_help_panel=ENGINE,
     ),
 ]
+WorkersOption = Annotated[
+    str | None,
+    typer.Option(
+        "--workers",
+        metavar="N",
+        help="Spread the prompts over N processes, one for each GPU, or over a Ray cluster: auto or ray://host:port, "
+        "with #N for so many workers. A lost worker's prompts are asked again. Needs ray (extra: ray).",
+        rich_help_panel=ENGINE,
+    ),
+]
 TargetRuntimeOption = Annotated[
     Literal["auto", "native", "transformers", "transformers-cache"],
     typer.Option(

@@ -24,6 +24,7 @@ from dflash_cli.options import (
     TargetOption,
     TemplateOption,
     ThreadsOption,
+    WorkersOption,
 )
 from dflash_cli.parameters import ESSENTIALS, MEASURING, OUTPUT
 from dflash_runtime.errors import UsageError
@@ -31,8 +32,8 @@ from dflash_runtime.errors import UsageError
 if TYPE_CHECKING:
     from dflash_cli.evaluation.acceptance_report import Evaluation
     from dflash_cli.evaluation.measure import EvaluationRequest
-    from dflash_cli.generation.answers import Tally
-    from dflash_cli.generation.loaded_pair import PairSession
+    from dflash_cli.generation.answers import Answering, Tally
+    from dflash_cli.generation.loaded_pair import OpenedPair
 
 SHOWN_FAILURES = 5
 
@@ -150,6 +151,7 @@ def eval_acceptance(
     chat_template_kwargs: TemplateOption = None,
     causality: CausalityOption = None,
     threads: ThreadsOption = None,
+    workers: WorkersOption = None,
     show_all: AllOption = False,
     trace: TraceOption = 0,
     force: ForceOption = False,
@@ -162,12 +164,9 @@ def eval_acceptance(
     """
     if not 0 < confidence < 1:
         raise UsageError(f"--confidence {confidence:g}, expected a number between 0 and 1")
-    if engine.num_speculative_tokens == 0:
-        raise UsageError("-k 0 runs without a draft, so there is no acceptance to measure")
-    if sampling.verify_width == 1:
-        raise UsageError("--verify-width 1 verifies no drafted token, so there is no acceptance to measure")
     if trace and as_json:
         raise UsageError("--json and --trace both write to stdout", hint="--rows keeps every step")
+    _check_drafts(engine, sampling)
     params, config = sampling.params(max_new_tokens), engine.config()
     from dflash_cli.generation.announcements import announce_loading, note_cut_answers, suggest_diagnosis
 
@@ -178,7 +177,7 @@ def eval_acceptance(
              "--dataset": asked.dataset, "--thinking": asked.thinking, "--context-lengths": asked.context_lengths,
              "--chat-template-kwargs": chat_template_kwargs, "--temperature": sampling.temperature,
              "--draft-sampling probabilistic": config.draft_sampling != "greedy",
-             "--verify-width": sampling.verify_width, "--trace": trace}
+             "--verify-width": sampling.verify_width, "--trace": trace, "--workers": workers}
         )  # fmt: skip
         opened = open_replay(draft, replay, config, causality=causality, threads=threads)
         evaluation = run_replay(
@@ -194,14 +193,13 @@ def eval_acceptance(
     announce_loading(draft, target, device=config.device)
     from dflash_cli.evaluation.measure import EvaluationRequest
     from dflash_cli.evaluation.prompt_choice import choose_prompts
-    from dflash_cli.generation.loaded_pair import open_session
+    from dflash_cli.generation.loaded_pair import open_pair
     from dflash_cli.generation.outputs import show_steps
+    from dflash_cli.generation.workers.open_crew import open_answering
 
-    session = open_session(
-        draft, target, config, causality=causality, template_options=chat_template_kwargs, threads=threads
-    )
+    pair = open_pair(draft, target, causality=causality, template_options=chat_template_kwargs)
     choice = choose_prompts(
-        session, given, chat=chat, count=num_prompts, sample=asked.sample, seed=sampling.seed, conditions=conditions
+        pair, given, chat=chat, count=num_prompts, sample=asked.sample, seed=sampling.seed, conditions=conditions
     )
     request = EvaluationRequest(
         rows=choice.rows,
@@ -216,16 +214,26 @@ def eval_acceptance(
         resume=resume,
         force=force,
     )
-    locked = _check_lock(lock, session)
-    evaluation, tally = _measure(session, request)
+    locked = _check_lock(lock, pair)
+    with open_answering(pair, config, workers, threads=threads) as answering:
+        evaluation, tally = _measure(answering, request)
+        max_model_len = answering.max_model_len
     evaluation = dataclasses.replace(evaluation, measured={**evaluation.measured, "lock_sha256": locked})
     _show(evaluation, report, show_all=show_all, as_json=as_json)
-    show_steps(tally.answers, session.tokenizer, trace)
-    note_cut_answers(tally.outputs, params, session.llm.limits.max_model_len)
-    suggest_diagnosis(evaluation.base.counts, session.references)
+    show_steps(tally.answers, pair.tokenizer, trace)
+    note_cut_answers(tally.outputs, params, max_model_len)
+    suggest_diagnosis(evaluation.base.counts, pair.references)
     if evaluation.failures:
         _finish_failed(evaluation, is_allowed=allow_failed)
     _check_minimum(evaluation, min_acceptance, gate)
+
+
+def _check_drafts(engine: EngineOptions, sampling: SamplingOptions) -> None:
+    """Refuse a run in which nothing is drafted, or nothing of it verified."""
+    if engine.num_speculative_tokens == 0:
+        raise UsageError("-k 0 runs without a draft, so there is no acceptance to measure")
+    if sampling.verify_width == 1:
+        raise UsageError("--verify-width 1 verifies no drafted token, so there is no acceptance to measure")
 
 
 def _show(evaluation: "Evaluation", report: Path | None, *, show_all: bool, as_json: bool) -> None:
@@ -257,16 +265,16 @@ def _check_outputs(rows_file: Path | None, report: Path | None, *, resume: bool,
         check_output(rows_file, force=force or resume, hint=hint)
 
 
-def _check_lock(lock: Path | None, session: "PairSession") -> str | None:
-    """Require that a loaded pair is the locked one; the hash of the lock file."""
+def _check_lock(lock: Path | None, pair: "OpenedPair") -> str | None:
+    """Require that a pair is the locked one; the hash of the lock file."""
     if lock is None:
         return None
     from dflash_cli.checkpoints.lock import read_lock
 
     found = read_lock(lock)
-    places = {"target": session.target.checkpoint.path}
-    if session.draft is not None:
-        places["draft"] = session.draft.checkpoint.path
+    places = {"target": pair.target.checkpoint.path}
+    if pair.draft is not None:
+        places["draft"] = pair.draft.checkpoint.path
     with console.working("hashing"):
         found.check(places)
     return found.sha256
@@ -289,19 +297,22 @@ def _finish_failed(evaluation: "Evaluation", *, is_allowed: bool) -> None:
         raise typer.Exit(max(failure.exit_code for failure in failures))
 
 
-def _measure(session: "PairSession", request: "EvaluationRequest") -> "tuple[Evaluation, Tally]":
+def _measure(answering: "Answering", request: "EvaluationRequest") -> "tuple[Evaluation, Tally]":
     from dflash_cli.evaluation.acceptance_progress import AcceptanceProgress
     from dflash_cli.evaluation.measure import measure
     from dflash_cli.generation.answers import Tally
+    from dflash_cli.generation.workers.crew import WorkersLost
 
-    session.check_params(request.params)
-    session.warm_up(request.params, len(request.rows))
-    tally = Tally(session.llm.num_draft_tokens)
+    answering.check_params(request.params)
+    answering.warm_up(request.params, len(request.rows))
+    tally = Tally(answering.num_draft_tokens)
     with AcceptanceProgress(sum(row.num_turns for row in request.rows)) as progress:
         try:
-            evaluation = measure(session, request, tally=tally, progress=progress)
+            evaluation = measure(answering, request, tally=tally, progress=progress)
         except KeyboardInterrupt as error:
             raise Interrupted(progress.text, hint=_how_to_go_on(request)) from error
+        except WorkersLost as error:
+            raise WorkersLost(f"{error.message}; {progress.text}", hint=_how_to_go_on(request)) from error
     if tally.answers:
         console.status(tally.figures(evaluation.seconds))
     else:

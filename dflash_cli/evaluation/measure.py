@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from dflash_cli.evaluation.acceptance_progress import AcceptanceProgress
 from dflash_cli.evaluation.acceptance_report import Evaluation, Failure, PromptSource
@@ -17,15 +16,12 @@ from dflash_cli.evaluation.journal import Journal
 from dflash_cli.evaluation.rejected_tokens import find_rejected
 from dflash_cli.evaluation.resampling import MIN_UNITS
 from dflash_cli.evaluation.statistics import Summary, summarise
-from dflash_cli.generation.answers import Answer, Event, Tally, answer_rows, plural
+from dflash_cli.generation.answers import Answer, Answering, Event, Tally, plural
 from dflash_cli.generation.conditions import Condition
 from dflash_cli.generation.outputs import Sink
 from dflash_cli.generation.prompts import PromptRow, digest_rows
 from dflash_runtime.errors import GateFailed
 from dflash_runtime.scheduling.request import SamplingParams
-
-if TYPE_CHECKING:
-    from dflash_cli.generation.loaded_pair import PairSession
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +47,7 @@ class EvaluationRequest:
 
 
 def measure(
-    session: "PairSession",
+    session: Answering,
     request: EvaluationRequest,
     *,
     tally: Tally | None = None,
@@ -91,8 +87,9 @@ def measure(
         source=request.source,
         conversations=count_conversations(answers),
         rejected_tokens=find_rejected([answer.output for answer in answers], session.tokenizer),
-        measured=session.describe()
-        | {
+        measured={
+            "workers": None,
+            **session.describe(),
             "num_prompts": len({row.prompt_index for row in request.rows}),
             "prompts_digest": digest_rows(request.rows),
             "rendered_prompts_digest": _digest_rendered(answers),
@@ -102,13 +99,11 @@ def measure(
     )
 
 
-def _answer(
-    session: "PairSession", rows: Sequence[PromptRow], params: SamplingParams, *, chat: bool
-) -> Iterator[Event]:
+def _answer(session: Answering, rows: Sequence[PromptRow], params: SamplingParams, *, chat: bool) -> Iterator[Event]:
     """Answer rows with the draft, and then those that are to be without it, so that no step of theirs drafts."""
     drafted, plain = ([row for row in rows if row.is_plain is is_plain] for is_plain in (False, True))
-    yield from answer_rows(session, drafted, lambda row: params, chat=chat)
-    yield from answer_rows(session, plain, lambda row: replace(params, verify_width=1), chat=chat)
+    yield from session.answer(drafted, params, chat=chat)
+    yield from session.answer(plain, replace(params, verify_width=1), chat=chat)
 
 
 def _digest_rendered(answers: Sequence[Answer]) -> str:
@@ -155,10 +150,10 @@ def _check_summary(total: Summary, minimum: float, name: str, *, use_lower_bound
         raise GateFailed(f"{name} {value:.3f}, expected at least {minimum:g}")
 
 
-def _pool(answers: Sequence[Answer], session: "PairSession", request: EvaluationRequest) -> Summary:
+def _pool(answers: Sequence[Answer], session: Answering, request: EvaluationRequest) -> Summary:
     return summarise(
         [answer.output for answer in answers],
-        session.llm.num_draft_tokens,
+        session.num_draft_tokens,
         conversations=[answer.row.prompt_index for answer in answers],
         confidence=request.confidence,
         num_resamples=request.num_resamples,

@@ -14,7 +14,7 @@ from dflash_cli.generation.prompts import Conversation, PromptRow, Sample, sampl
 from dflash_runtime.errors import UsageError
 
 if TYPE_CHECKING:
-    from dflash_cli.generation.loaded_pair import PairSession
+    from dflash_cli.generation.loaded_pair import OpenedPair
     from dflash_cli.generation.tokenizer import Tokenizer
 
 
@@ -28,7 +28,7 @@ class PromptChoice:
 
 
 def choose_prompts(
-    session: "PairSession",
+    pair: "OpenedPair",
     given: PromptSet | None,
     *,
     chat: bool | None = None,
@@ -43,17 +43,17 @@ def choose_prompts(
         UsageError: conditions that these prompts cannot be put under, or --chat without a chat template.
         RequestError: a row that is to be filled up cannot be rendered.
     """
-    prompts = given or default_prompts(session.references["target"])
-    session.check_chat(prompts.rows, chat=bool(chat))
+    prompts = given or default_prompts(pair.references["target"])
+    pair.check_chat(prompts.rows, chat=bool(chat))
     choice = choose_rows(
-        prompts, session.tokenizer, chat=chat, count=count, sample=sample, seed=seed, is_default=given is None
+        prompts, pair.tokenizer, chat=chat, count=count, sample=sample, seed=seed, is_default=given is None
     )
     rows = choice.rows
     if any(item.is_plain for item in conditions) and all(parse_number(row.reference) is None for row in rows):
         raise UsageError(
             "--exact-match both: no prompt has a reference number", hint="gsm8k has; rows of your own may state one"
         )
-    asked = _put_under(rows, conditions, session, chat=choice.chat, stride=len(prompts.rows))
+    asked = _put_under(rows, conditions, pair, chat=choice.chat, stride=len(prompts.rows))
     source = replace(choice.source, num_too_long=len(rows) - len({row.prompt_index for row in asked}))
     if source.warning is not None:
         console.warn(source.warning)
@@ -98,7 +98,7 @@ def _warn_of_text(name: str) -> str:
 
 
 def _put_under(
-    rows: Sequence[PromptRow], conditions: Sequence[Condition], session: "PairSession", *, chat: bool, stride: int
+    rows: Sequence[PromptRow], conditions: Sequence[Condition], pair: "OpenedPair", *, chat: bool, stride: int
 ) -> list[PromptRow]:
     """Every row under every condition; prompts that are longer than a context is to be are in none of them.
 
@@ -106,10 +106,10 @@ def _put_under(
     """
     if not conditions:
         return list(rows)
-    _check_thinking(rows, conditions, session, chat=chat)
+    _check_thinking(rows, conditions, pair, chat=chat)
     found: list[list[PromptRow]] = [[] for _ in conditions]
     for row in rows:
-        under = [_put(row, condition, session, chat=chat) for condition in conditions]
+        under = [_put(row, condition, pair, chat=chat) for condition in conditions]
         for place, item in enumerate(under):
             if item is not None and None not in under:
                 found[place].append(replace(item, index=place * stride + row.index))
@@ -119,15 +119,15 @@ def _put_under(
     return [row for members in found for row in members]
 
 
-def _put(row: PromptRow, condition: Condition, session: "PairSession", *, chat: bool) -> PromptRow | None:
+def _put(row: PromptRow, condition: Condition, pair: "OpenedPair", *, chat: bool) -> PromptRow | None:
     named = replace(row, condition=condition if condition.name else None)
     if condition.context_len is None:
         return named
-    return pad_row(named, condition.context_len, session.tokenizer, chat=chat)
+    return pad_row(named, condition.context_len, pair.tokenizer, chat=chat)
 
 
 def _check_thinking(
-    rows: Sequence[PromptRow], conditions: Sequence[Condition], session: "PairSession", *, chat: bool
+    rows: Sequence[PromptRow], conditions: Sequence[Condition], pair: "OpenedPair", *, chat: bool
 ) -> None:
     """Refuse a switch that changes nothing.
 
@@ -138,10 +138,10 @@ def _check_thinking(
     if not switched:
         return
     row = next((row for row in rows if row.kind in ("messages", "turns") or (row.kind == "prompt" and chat)), None)
-    if row is None or session.tokenizer is None or not session.tokenizer.has_template:
+    if row is None or pair.tokenizer is None or not pair.tokenizer.has_template:
         raise UsageError("--thinking: no prompt goes through a chat template", hint="pass --chat, where there is one")
     rendered = {
-        tuple(Conversation(replace(row, condition=item)).next_prompt(session.tokenizer, chat=chat))
+        tuple(Conversation(replace(row, condition=item)).next_prompt(pair.tokenizer, chat=chat))
         for item in switched.values()
     }
     if len(switched) > 1 and len(rendered) < len(switched):

@@ -1,8 +1,8 @@
 """Answer prompts turn by turn, yielding text as it is committed. Does not write to the terminal."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from dflash_cli.generation.prompts import Conversation, PromptRow
 from dflash_cli.generation.tokenizer import StreamDecoder, Tokenizer
@@ -81,6 +81,35 @@ class Event:
     token_ids: tuple[int, ...]
     text: str | None
     answer: Answer | None = None
+
+
+class Answering(Protocol):
+    """Who answers the prompts of a run: a pair loaded in this process, or workers."""
+
+    @property
+    def references(self) -> Mapping[str, str | None]: ...
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]: ...
+
+    @property
+    def tokenizer(self) -> Tokenizer | None: ...
+
+    @property
+    def num_draft_tokens(self) -> int: ...
+
+    @property
+    def max_model_len(self) -> int: ...
+
+    def check_params(self, params: SamplingParams) -> None: ...
+
+    def run_settings(self, params: SamplingParams, *, chat: bool) -> dict[str, Any]: ...
+
+    def describe(self) -> dict[str, Any]: ...
+
+    def warm_up(self, params: SamplingParams, num_prompts: int) -> None: ...
+
+    def answer(self, rows: Sequence[PromptRow], params: SamplingParams, *, chat: bool) -> Iterator[Event]: ...
 
 
 @dataclass(slots=True)
@@ -175,6 +204,11 @@ def answer_rows(
                 conversation.add_answer(text.whole)
             yield Event(conversation.row, delta.token_ids, released, answer)
         pending = [conversation for conversation in pending if not conversation.is_done]
+
+
+def fail_row(row: PromptRow, reason: str, code: int) -> Iterator[Event]:
+    """The answers of a row of which no turn could be served; `code` is what the command exits with."""
+    return _fail(Conversation(row), reason, code)
 
 
 def own_seed(params: SamplingParams, row: PromptRow) -> SamplingParams:

@@ -3,8 +3,8 @@
 import logging
 import platform
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from functools import cached_property
 from importlib import metadata
@@ -23,6 +23,7 @@ from dflash_cli.checkpoints.opening import (
 from dflash_cli.checkpoints.pair_references import complete_pair
 from dflash_cli.checkpoints.references import fetch_directory, is_bundled
 from dflash_cli.environment import redacted
+from dflash_cli.generation.answers import Event, answer_rows
 from dflash_cli.generation.prompts import PromptRow
 from dflash_cli.generation.threads import use_threads
 from dflash_cli.generation.tokenizer import Tokenizer, find_tokenizer
@@ -42,11 +43,10 @@ PACKAGES = ("dflash-cli", "torch", "transformers", "safetensors", "tokenizers", 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class PairSession:
-    """A pair that is loaded and can answer prompts. `draft` is None when decoding plainly."""
+@dataclass(frozen=True, kw_only=True)
+class OpenedPair:
+    """A pair of which all is read but the weights. `draft` is None when decoding plainly."""
 
-    llm: LLM
     target: TargetSource
     draft: DraftCheckpoint | None
     tokenizer: Tokenizer | None
@@ -54,6 +54,59 @@ class PairSession:
     references: dict[str, str | None]
     causality: Causality | None = None
     template_options: str | None = None
+
+    @cached_property
+    def identities(self) -> dict[str, Identity]:
+        """The checkpoints by role; a draft is missing when decoding plainly."""
+        found = {"target": identify(self.target.checkpoint, self.references["target"] or "")}
+        if self.draft is not None:
+            found["draft"] = identify(self.draft.checkpoint, self.references["draft"] or "")
+        return found
+
+    def describe_checkpoints(self) -> dict[str, Any]:
+        """Of which checkpoints a result is."""
+        return {
+            "draft": self.identities["draft"].to_json() if self.draft is not None else None,
+            "target": self.identities["target"].to_json(),
+            "template_digest": self.tokenizer.template_digest if self.tokenizer is not None else None,
+        }
+
+    def check_chat(self, rows: Sequence[PromptRow], *, chat: bool) -> None:
+        """Refuse --chat where no prompt could be put into a template; say so where the target was not trained on one.
+
+        Raises:
+            UsageError: the target has a tokenizer and no chat template.
+        """
+        if not chat or not any(row.kind == "prompt" for row in rows):
+            return
+        if self.tokenizer is not None and not self.tokenizer.has_template:
+            raise UsageError(
+                "--chat: the target's tokenizer has no chat template",
+                hint="leave --chat out, or give a target that was trained on chats",
+            )
+        if is_bundled(self.references["target"] or ""):
+            console.note("the bundled target is a base model: it goes on with a chat as with any text")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairSession(OpenedPair):
+    """A pair that is loaded and can answer prompts."""
+
+    llm: LLM
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """K in use; 0 when decoding plainly."""
+        return self.llm.num_draft_tokens
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens that a prompt and its answer have together."""
+        return self.llm.limits.max_model_len
+
+    def answer(self, rows: Sequence[PromptRow], params: SamplingParams, *, chat: bool) -> Iterator[Event]:
+        """Answer every row; see `answer_rows`."""
+        return answer_rows(self, rows, lambda row: params, chat=chat)
 
     def run_settings(self, params: SamplingParams, *, chat: bool) -> dict[str, Any]:
         """Everything that decides what a run produces, for results and for resuming.
@@ -89,9 +142,7 @@ class PairSession:
         """What a result is of, beside `run_settings`: the checkpoints by name, the machine, and the command."""
         config = self.llm.pair.config
         return {
-            "draft": self.identities["draft"].to_json() if self.draft is not None else None,
-            "target": self.identities["target"].to_json(),
-            "template_digest": self.tokenizer.template_digest if self.tokenizer is not None else None,
+            **self.describe_checkpoints(),
             "max_num_requests": config.max_num_requests,
             "scheduling": config.scheduling,
             "target_runtime": self.llm.pair.target_runtime,
@@ -103,42 +154,13 @@ class PairSession:
             **describe_run(self.llm.device),
         }
 
-    @cached_property
-    def identities(self) -> dict[str, Identity]:
-        """The checkpoints by role; a draft is missing when decoding plainly."""
-        found = {"target": identify(self.target.checkpoint, self.references["target"] or "")}
-        if self.draft is not None:
-            found["draft"] = identify(self.draft.checkpoint, self.references["draft"] or "")
-        return found
-
-    def check_chat(self, rows: Sequence[PromptRow], *, chat: bool) -> None:
-        """Refuse --chat where no prompt could be put into a template; say so where the target was not trained on one.
-
-        Raises:
-            UsageError: the target has a tokenizer and no chat template.
-        """
-        if not chat or not any(row.kind == "prompt" for row in rows):
-            return
-        if self.tokenizer is not None and not self.tokenizer.has_template:
-            raise UsageError(
-                "--chat: the target's tokenizer has no chat template",
-                hint="leave --chat out, or give a target that was trained on chats",
-            )
-        if is_bundled(self.references["target"] or ""):
-            console.note("the bundled target is a base model: it goes on with a chat as with any text")
-
     def check_params(self, params: SamplingParams) -> None:
         """Refuse sampling parameters that mean nothing for this pair.
 
         Raises:
             UsageError: more positions to verify than a block has, or a stop id outside the vocabulary.
         """
-        block, vocab = self.llm.num_draft_tokens + 1, self.target.facts.vocab_size
-        if params.verify_width is not None and params.verify_width > block:
-            raise UsageError(f"--verify-width {params.verify_width}: expected at most {block}, the block in use")
-        for token in params.stop_token_ids:
-            if not 0 <= token < vocab:
-                raise UsageError(f"--stop-token-id {token}: expected an id in [0, {vocab})")
+        check_params(params, num_draft_tokens=self.num_draft_tokens, vocab_size=self.target.facts.vocab_size)
 
     def warm_up(self, params: SamplingParams, num_prompts: int) -> None:
         """Prepare the device for so many prompts with these parameters, with a bar on a terminal."""
@@ -166,12 +188,47 @@ def open_session(
 ) -> PairSession:
     """Load a pair. Without `threads` its size decides how many the CPU uses.
 
-    Neither reference: the bundled pair. A draft alone: the target it names. A target alone: only with K = 0.
-
     Raises:
         UsageError: a combination that names no pair; and whatever opening and loading raise.
     """
-    pair = complete_pair(draft, target, find=fetch_directory, needs_draft=config.num_draft_tokens != 0)
+    opened = open_pair(
+        draft,
+        target,
+        needs_draft=config.num_draft_tokens != 0,
+        causality=causality,
+        template_options=template_options,
+    )
+    return load_session(opened, config, threads=threads)
+
+
+def load_session(opened: OpenedPair, config: EngineConfig, *, threads: int | None = None) -> PairSession:
+    """Load the weights of a pair that was opened."""
+    parts = [opened.target.checkpoint, *([opened.draft.checkpoint] if opened.draft is not None else [])]
+    logger.info("running on %d CPU threads", use_threads(threads, config.device, parts))
+    with console.working("loading weights"):
+        llm = LLM(opened.target, opened.draft, config)
+    logger.info("loaded onto %s as %s, K %d", llm.device, llm.dtype, llm.num_draft_tokens)
+    for text in llm.warnings:
+        console.warn(text)
+    return PairSession(llm=llm, **{item.name: getattr(opened, item.name) for item in fields(opened)})
+
+
+def open_pair(
+    draft: str | None,
+    target: str | None,
+    *,
+    needs_draft: bool = True,
+    causality: Causality | None = None,
+    template_options: str | None = None,
+) -> OpenedPair:
+    """Read configs, headers and tokenizer of a pair.
+
+    Neither reference: the bundled pair. A draft alone: the target it names. A target alone: only without a draft.
+
+    Raises:
+        UsageError: a combination that names no pair; and whatever opening raises.
+    """
+    pair = complete_pair(draft, target, find=fetch_directory, needs_draft=needs_draft)
     draft_checkpoint = None
     if pair.draft_location is not None:
         draft_checkpoint = open_draft(pair.draft_location, causality=causality)
@@ -181,16 +238,8 @@ def open_session(
     target_source = open_target(pair.find_target(fetch_directory))
     if draft_checkpoint is not None:
         tell_notes(draft_checkpoint, target_source.facts)
-    checkpoints = [target_source.checkpoint, *([draft_checkpoint.checkpoint] if draft_checkpoint is not None else [])]
-    logger.info("running on %d CPU threads", use_threads(threads, config.device, checkpoints))
-    with console.working("loading weights"):
-        llm = LLM(target_source, draft_checkpoint, config)
-    logger.info("loaded onto %s as %s, K %d", llm.device, llm.dtype, llm.num_draft_tokens)
-    for text in llm.warnings:
-        console.warn(text)
     tokenizer = find_tokenizer(target_source.checkpoint.path, template_options)
-    return PairSession(
-        llm=llm,
+    return OpenedPair(
         target=target_source,
         draft=draft_checkpoint,
         tokenizer=tokenizer,
@@ -199,6 +248,20 @@ def open_session(
         causality=causality,
         template_options=template_options,
     )
+
+
+def check_params(params: SamplingParams, *, num_draft_tokens: int, vocab_size: int) -> None:
+    """Refuse sampling parameters that mean nothing for a pair that drafts so many tokens.
+
+    Raises:
+        UsageError: more positions to verify than a block has, or a stop id outside the vocabulary.
+    """
+    block = num_draft_tokens + 1
+    if params.verify_width is not None and params.verify_width > block:
+        raise UsageError(f"--verify-width {params.verify_width}: expected at most {block}, the block in use")
+    for token in params.stop_token_ids:
+        if not 0 <= token < vocab_size:
+            raise UsageError(f"--stop-token-id {token}: expected an id in [0, {vocab_size})")
 
 
 def device_name(device: "torch.device") -> str:
@@ -214,6 +277,13 @@ def describe_run(device: "torch.device") -> dict[str, Any]:
         "device_name": device_name(device),
         "python": platform.python_version(),
         "packages": {name: _release(name) for name in PACKAGES},
+        **describe_command(),
+    }
+
+
+def describe_command() -> dict[str, Any]:
+    """By which command a result was made, and when."""
+    return {
         "argv": [Path(sys.argv[0]).name, *redacted(sys.argv[1:])],
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }

@@ -25,7 +25,7 @@ MODES: dict[str, tuple[Any, ...]] = {
 }
 
 LENGTHS = (1, 15, 16, 17, 31, 33, 40)
-SHORT, LONG = 18, 26
+SHORT, LONG = 12, 26
 """New tokens a request: past a page bound, and past the next."""
 
 

@@ -50,7 +50,8 @@ def test_a_wrong_reading_is_named_with_what_to_correct(tmp_path: Path, monkeypat
     assert sentence.endswith(f"correct {key} and run dflash diagnose {draft} --target tiny again")
 
 
-def test_nothing_is_found_in_a_sound_draft() -> None:
+def test_nothing_is_found_in_a_sound_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    shorten_search(monkeypatch)
     result = run("tiny", *SMALL, "--json")
     document = json.loads(result.stdout)
     assert result.exit_code == 0

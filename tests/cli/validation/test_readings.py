@@ -205,8 +205,9 @@ def test_a_mask_is_found_among_rarely_used_ids() -> None:
     assert [item.config.mask_token_id for item in guesses] == [7, 11]
 
 
-def test_an_untrained_draft_has_no_cause(tmp_path: Path) -> None:
+def test_an_untrained_draft_has_no_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Noise reads as noise whatever is changed, so no reading is named."""
+    shorten_search(monkeypatch)
     generator = torch.Generator().manual_seed(0)
 
     def forget(tensors: dict[str, torch.Tensor]) -> None:
@@ -262,13 +263,13 @@ def test_a_prompt_that_fails_is_left_out_of_every_reading(tmp_path: Path, monkey
     shorten_search(monkeypatch)
     prompts = six_prompts()
     path = falsify(tmp_path / "draft", lambda config: config.update(rope_theta=10000.0))
-    alone = run(path, "rope", prompts=prompts, max_new_tokens=24)
-    mixed = run(path, "rope", prompts=[prompts[0], [99_999], *prompts[1:]], max_new_tokens=24)
+    alone = run(path, "rope", prompts=prompts, max_new_tokens=16)
+    mixed = run(path, "rope", prompts=[prompts[0], [99_999], *prompts[1:]], max_new_tokens=16)
     assert [item.id for item in alone.findings if item.level == "run"] == ["R04"]
     assert [item.to_json() for item in mixed.findings] == [item.to_json() for item in alone.findings]
     assert mixed.notes == ("left out: prompt 2: token id 99999, expected ids in [0, 2048)",)
     with pytest.raises(UsageError, match=r"3 of 4 prompts answered, expected 4 or more; prompt 4: token id 99999"):
-        run(path, "rope", prompts=[*prompts[:3], [99_999]], max_new_tokens=24)
+        run(path, "rope", prompts=[*prompts[:3], [99_999]], max_new_tokens=16)
 
 
 def six_prompts() -> list[list[int]]:

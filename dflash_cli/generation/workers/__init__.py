@@ -1,0 +1,1 @@
+"""Spreading the prompts of a run over processes that each have the pair loaded."""
