@@ -190,7 +190,7 @@ def test_answers_that_a_later_k_would_overwrite_end_the_run_before_it_begins(
 ) -> None:
     monkeypatch.setattr(tuner, "measure_candidate", None)
     (tmp_path / "rows").mkdir()
-    last = tmp_path / "rows" / "what-if-draft=int4.jsonl"
+    last = tmp_path / "rows" / "what-if-draft-int4.jsonl"
     last.touch()
     outcome = tune(tmp_path, "--rows", last.parent, "--what-if", "draft=int4")
     assert (outcome.code, f"error: {last}: exists already" in outcome.err) == (2, True)
