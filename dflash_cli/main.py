@@ -268,7 +268,10 @@ def main() -> None:
     # Libraries warn users of their own, such as of texts longer than a model reads, which here are refused by name.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     with signals_raise():
-        code = _run()
+        try:
+            code = _run()
+        except KeyboardInterrupt:  # once more, while the first is reported
+            code = signal_exit_code()
     sys.exit(code)
 
 
@@ -277,8 +280,6 @@ def _run() -> int:
     try:
         with turned_into_errors():
             return app(standalone_mode=False) or 0
-    except KeyboardInterrupt:  # once more, while the first is reported
-        return signal_exit_code()
     except ReaderGone:
         discard(sys.stdout)
         return 0

@@ -31,6 +31,18 @@ class _Stored:
     num_bytes: int
 
 
+def check_journal(path: Path, *, resume: bool, force: bool) -> None:
+    """Whether a run may write there; for those with several files, before the first of them is written.
+
+    Raises:
+        UsageError: its folder is none, or the file exists and neither `resume` nor `force` was asked for.
+    """
+    if not path.parent.is_dir():
+        raise UsageError(f"{path.parent}: no such directory")
+    if path.exists() and not is_stream(path) and not (resume or force):
+        raise UsageError(f"{path}: exists already", hint="pass --resume to continue it, or --force to replace it")
+
+
 class Journal:
     """Answers of a run, in memory, and on disk where a path is given.
 
@@ -59,13 +71,10 @@ class Journal:
         self._answers: dict[tuple[int, int], Answer] = {}
         self._stored: _Stored | None = None
         if path is not None and path.exists() and not is_stream(path):
+            check_journal(path, resume=resume, force=force)
             if resume:
                 self._stored = _read(path)
                 self._take(path, self._stored)
-            elif not force:
-                raise UsageError(
-                    f"{path}: exists already", hint="pass --resume to continue it, or --force to replace it"
-                )
 
     @property
     def _head(self) -> dict[str, Any]:

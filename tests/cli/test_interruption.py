@@ -239,3 +239,15 @@ def test_the_installed_script_ends_as_main_does() -> None:
     process.send_signal(signal.SIGINT)
     assert process.communicate(timeout=60)[1].splitlines()[-1] == "error: interrupted"
     assert process.returncode == 130
+
+
+def test_a_second_interruption_while_the_first_is_reported_shows_no_traceback(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As `timeout -s INT` sends it: once to the process, and once to its group."""
+
+    def interrupt(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("dflash_cli.console.error", interrupt)
+    assert support.run_main("inspect", "no/such/folder").code == 130

@@ -160,10 +160,12 @@ def open_server(client: HttpClient, *, engine: str = "auto", model: str | None =
 
     Raises:
         UnsupportedError: it is of no known engine.
-        UsageError: it does not serve the model.
+        UsageError: the name is that of none, or it does not serve the model.
         ServerUnreachable: it does not answer.
     """
     known = server_engines()
+    if engine not in ("auto", *known):
+        raise UsageError(f"--engine {engine}: no such engine (known: {', '.join(known)})")
     models = _models(client)
     names = [str(item.get("id")) for item in models]
     if model is not None and names and model not in names:

@@ -196,15 +196,16 @@ def open_probe(url: str, options: ProbeOptions, prompts: ProbePrompts) -> Iterat
     """
     with ExitStack() as clients:
 
-        def connect(place: str, key_env: str | None, engine: str, model: str | None) -> InferenceServer:
-            client = HttpClient(place, key=_key(key_env), timeout_s=options.timeout, num_retries=options.retries)
+        def connect(place: str, key: str | None, engine: str, model: str | None) -> InferenceServer:
+            client = HttpClient(place, key=key, timeout_s=options.timeout, num_retries=options.retries)
             clients.callback(client.close)
             return open_server(client, engine=engine, model=model)
 
-        server = connect(url, options.api_key_env, options.engine, options.model)
+        server = connect(url, _key(options.api_key_env, "--api-key-env"), options.engine, options.model)
         beside = None
         if options.beside is not None:
-            beside = connect(options.beside, options.beside_api_key_env, "auto", None)
+            key = _key(options.beside_api_key_env, "--beside-api-key-env")
+            beside = connect(options.beside, key, "auto", None)
         tokenizer = _tokenizer(server, prompts)
         choice = choose_rows(
             prompts.given or default_prompts(options.target or ANY_TARGET), tokenizer, chat=prompts.chat,
@@ -245,7 +246,7 @@ def _tokenizer(server: InferenceServer, prompts: ProbePrompts) -> Tokenizer:
     return found
 
 
-def _key(name: str | None) -> str | None:
+def _key(name: str | None, option: str) -> str | None:
     """The key in an environment variable.
 
     Raises:
@@ -255,5 +256,5 @@ def _key(name: str | None) -> str | None:
         return None
     key = os.environ.get(name)
     if not key:
-        raise UsageError(f"--api-key-env {name}: the environment has no such variable, or it is empty")
+        raise UsageError(f"{option} {name}: the environment has no such variable, or it is empty")
     return key

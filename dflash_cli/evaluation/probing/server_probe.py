@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dflash_cli.evaluation.acceptance_report import PromptSource
+from dflash_cli.evaluation.journal import check_journal
 from dflash_cli.evaluation.measured_result import MeasuredResult, read_result
 from dflash_cli.evaluation.probing.attribution import Attribution, Evidence, attribute
 from dflash_cli.evaluation.probing.inference_server import InferenceServer, ServerFacts
@@ -90,13 +91,14 @@ def probe(request: ProbeRequest, observe: Observe | None = None) -> Probed:
     own = None if request.result is None else read_result(request.result)
     _check_prompts(own, request)
     facts = _try_out(request.server, request.asking)
+    others = None if request.beside is None else _try_out(request.beside, request.asking)
+    _check_journals(request, facts, others)
     runs = [
         _run(request, request.server, facts, f"{number} at a time", number, observe)
         for number in _in_reach(request.concurrencies, facts)
     ]
     beside = None
-    if request.beside is not None:
-        others = _try_out(request.beside, request.asking)
+    if request.beside is not None and others is not None:
         number = _in_reach(request.concurrencies, others)[0]
         beside = _run(request, request.beside, others, BESIDE, number, observe)
     loads, yardsticks = _compare(runs, [*([own] if own else []), *_results([beside])], request.asking.confidence)
@@ -131,6 +133,16 @@ def rows_path(path: Path | None, concurrency: int, *, is_beside: bool = False) -
     """`rows.8.jsonl` of `rows.jsonl`: each run has a file of its own, which `dflash compare` reads."""
     middle = f"{BESIDE}.{concurrency}" if is_beside else str(concurrency)
     return None if path is None else path.with_name(f"{path.stem}.{middle}{path.suffix}")
+
+
+def _check_journals(request: ProbeRequest, facts: ServerFacts, others: ServerFacts | None) -> None:
+    """Refuse before the first run what would be refused when a later one begins."""
+    asking, numbers = request.asking, _in_reach(request.concurrencies, facts)
+    paths = [rows_path(asking.journal, number) for number in numbers]
+    if others is not None:
+        paths.append(rows_path(asking.journal, _in_reach(request.concurrencies, others)[0], is_beside=True))
+    for path in filter(None, paths):
+        check_journal(path, resume=asking.resume, force=asking.force)
 
 
 def _in_reach(concurrencies: Sequence[int], facts: ServerFacts) -> list[int]:
@@ -186,7 +198,10 @@ def _check_prompts(own: MeasuredResult | None, request: ProbeRequest) -> None:
         return
     asked = {row.digest for row in request.asking.rows}
     if not asked & {item.digest for item in own.conversations}:
-        raise UsageError(f"{own.name}: has none of the prompts", hint="give the same --prompts as for that result")
+        raise UsageError(
+            f"{own.name}: has none of the prompts",
+            hint="give the same --prompts or --dataset as for that result; without them the same --target decides",
+        )
 
 
 def _results(runs: Sequence[ServerRun | None]) -> list[MeasuredResult]:

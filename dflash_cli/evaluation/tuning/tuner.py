@@ -11,6 +11,7 @@ from typing import Protocol
 from dflash_cli.evaluation.acceptance_difference import holm
 from dflash_cli.evaluation.acceptance_progress import AcceptanceProgress
 from dflash_cli.evaluation.acceptance_report import Evaluation
+from dflash_cli.evaluation.journal import check_journal
 from dflash_cli.evaluation.measure import EvaluationRequest
 from dflash_cli.evaluation.measured_result import MeasuredResult, ResultFile
 from dflash_cli.evaluation.result_comparison import Contrast, compare_results
@@ -29,6 +30,7 @@ from dflash_cli.evaluation.tuning.what_if import WhatIf, changes_nothing, rounde
 from dflash_cli.generation.atomic_file import atomic_text, json_line
 from dflash_cli.generation.loaded_pair import PairSession
 from dflash_runtime.config import EngineConfig
+from dflash_runtime.errors import UsageError
 
 DEFAULT_BATCHES = (1, 8, 32)
 TIMED_TOKENS = 64
@@ -124,6 +126,7 @@ def tune(session: PairSession, request: TuningRequest, progress: TuningProgress 
     candidates = candidates_for(_numbers(request, trained, given), trained)
     if given is not None:
         given = _at_batches(given, request)
+    _check_journals(request, [*candidates, *request.what_ifs])
     evaluations = {item: _measure(session, item, request, shown) for item in candidates}
     costs = given or _find_step_costs(session, candidates, request, shown)
     what_ifs = {
@@ -153,7 +156,33 @@ def _at_batches(given: StepCosts, request: TuningRequest) -> StepCosts:
 def _numbers(request: TuningRequest, trained: int, given: StepCosts | None) -> Sequence[int]:
     if request.numbers is not None:
         return request.numbers
-    return default_numbers(trained) if given is None else [item.num_draft_tokens for item in given.drafting]
+    if given is None:
+        return default_numbers(trained)
+    numbers = sorted({item.num_draft_tokens for item in given.drafting})
+    if numbers[-1] > trained:
+        fitting = ",".join(str(number) for number in numbers if number <= trained)
+        raise UsageError(
+            f"{request.step_times}: has steps of {numbers[-1]} speculative tokens, expected 1 to {trained}, those that "
+            "the draft was trained for",
+            hint=f"choose among them: --num-speculative-tokens-list {fitting or trained}",
+        )
+    return numbers
+
+
+def _check_journals(request: TuningRequest, measured: Sequence[Candidate | WhatIf]) -> None:
+    """Refuse before anything is measured what would be refused when its turn has come."""
+    for item in measured:
+        path = _journal_of(item, request)
+        if path is not None:
+            check_journal(path, resume=request.evaluation.resume, force=request.evaluation.force)
+
+
+def _journal_of(item: Candidate | WhatIf, request: TuningRequest) -> Path | None:
+    return None if request.folder is None else request.folder / f"{_name_of(item)}.jsonl"
+
+
+def _name_of(item: Candidate | WhatIf) -> str:
+    return item.name if isinstance(item, Candidate) else item.file_name
 
 
 def _measure(
@@ -164,9 +193,8 @@ def _measure(
     what_if: WhatIf | None = None,
 ) -> Evaluation:
     """A candidate's acceptance, as the pair is or rounded; the journal and progress have its name."""
-    asked, name = request.evaluation, candidate.name if what_if is None else what_if.file_name
-    if request.folder is not None:
-        asked = replace(asked, journal=request.folder / f"{name}.jsonl")
+    item = what_if or candidate
+    name, asked = _name_of(item), replace(request.evaluation, journal=_journal_of(item, request))
     pair = session.llm.pair if what_if is None else rounded(session.llm.pair, session.target, what_if)
     with progress.answers(name, sum(row.num_turns for row in asked.rows)) as answers:
         return measure_candidate(session, candidate, asked, request.config, pair=pair, progress=answers)
@@ -190,7 +218,7 @@ def _find_step_costs(
         "candidates": [item.name for item in candidates], "batches": batches, "num_rounds": request.num_rounds,
     }  # fmt: skip
     settings = json.loads(json.dumps(settings))
-    if path is not None and asked.resume and path.exists() and ResultFile(path).document.get("settings") == settings:
+    if path is not None and asked.resume and _settings_of(path) == settings:
         return read_step_costs(path, session.llm.num_draft_tokens)
     with progress.rounds(num_timed_rounds(candidates, timed)) as observe:
         costs = measure_step_costs(session.llm.pair, candidates, timed, request.config, observe)
@@ -198,6 +226,12 @@ def _find_step_costs(
         with atomic_text(path) as stream:
             stream.write(json_line({**costs.to_json(), "settings": settings}))
     return costs
+
+
+def _settings_of(path: Path) -> object:
+    """Under which settings the times of a file were measured; None where there is no such file."""
+    document = ResultFile(path).document if path.exists() else None
+    return document.get("settings") if isinstance(document, dict) else None
 
 
 def _compare_ways(evaluations: Mapping[Candidate, Evaluation], confidence: float) -> dict[int, Contrast]:

@@ -363,3 +363,29 @@ def test_asking_a_server_takes_no_torch(engine: FakeEngine, prompts: Path) -> No
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=ENV)
     assert (done.returncode, done.stderr) == (0, "")
     assert "cause: undecided" in done.stdout
+
+
+def test_a_file_that_a_later_run_would_overwrite_is_refused_before_the_first(
+    engine: FakeEngine, prompts: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "rows.2.jsonl").touch()
+    for more, name in ((["--concurrency", "1,2"], "rows.2.jsonl"), (["--rows", tmp_path / "no" / "r.jsonl"], "no")):
+        outcome = support.invoke("probe", engine.url, "-p", prompts, "--rows", tmp_path / "rows.jsonl", *more)
+        assert outcome.code == 2
+        assert f"error: {tmp_path / name}: " in outcome.err
+    assert engine.num_answers <= 2  # those by which it is seen whether a draft is served
+    assert not (tmp_path / "rows.1.jsonl").exists()
+
+
+def test_keys_engines_and_prompts_are_refused_by_what_was_typed(
+    engine: FakeEngine, prompts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NO_SUCH_KEY", raising=False)
+    own = own_result(engine, prompts)
+    for more, message in (
+        (["--beside", engine.url, "--beside-api-key-env", "NO_SUCH_KEY"], "error: --beside-api-key-env NO_SUCH_KEY: "),
+        (["--engine", "vlm"], "error: --engine vlm: no such engine"),
+        (["--result", own], "same --prompts or --dataset as for that result; without them the same --target decides"),
+    ):
+        outcome = support.invoke("probe", engine.url, *more)
+        assert (outcome.code, message in outcome.err) == (2, True), outcome.err

@@ -11,6 +11,7 @@ import dflash_cli
 from dflash_cli.engines.tuned_engines import tuned_engines
 from dflash_cli.evaluation.tuning import tuner
 from dflash_cli.evaluation.tuning.step_costs import StepCosts
+from dflash_cli.evaluation.tuning.tuner import STEP_TIMES_FILE
 from dflash_runtime.config import EngineConfig
 from dflash_runtime.scheduling.request import SamplingParams
 from dflash_testing import checkpoints as support
@@ -179,6 +180,29 @@ def test_step_times_are_kept_and_not_measured_again(tmp_path: Path, monkeypatch:
     assert (len(measured), second.costs) == (1, first.costs)
     dflash_cli.tune("tiny", resume=True, **options, num_rounds=5)
     assert len(measured) == 2
+    (tmp_path / STEP_TIMES_FILE).write_text("[1]")
+    dflash_cli.tune("tiny", resume=True, **options)
+    assert len(measured) == 3
+
+
+def test_answers_that_a_later_k_would_overwrite_end_the_run_before_it_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuner, "measure_candidate", None)
+    (tmp_path / "rows").mkdir()
+    last = tmp_path / "rows" / "what-if-draft-int4.jsonl"
+    last.touch()
+    outcome = tune(tmp_path, "--rows", last.parent, "--what-if", "draft=int4")
+    assert (outcome.code, f"error: {last}: exists already" in outcome.err) == (2, True)
+    assert list(last.parent.iterdir()) == [last]
+
+
+def test_a_file_with_a_k_beyond_the_draft_s_is_named_with_those_that_fit(tmp_path: Path) -> None:
+    times = {"plain": {"1": 1.0}, "resized": {str(number): {"1": 1.2} for number in (3, 7, 15)}}
+    outcome = tune(tmp_path, times=times)
+    assert outcome.code == 2
+    assert f"{tmp_path / 'times.json'}: has steps of 15 speculative tokens, expected 1 to 7" in outcome.err
+    assert "hint: choose among them: --num-speculative-tokens-list 3,7" in outcome.err
 
 
 @pytest.mark.parametrize(

@@ -161,7 +161,7 @@ def test_an_unknown_server_and_an_unknown_model_are_refused() -> None:
             open_fake(engine, model="other")
         owners = {name: SERVERS[name].owner for name in server_engines()}
         assert sorted(owners.values()) == ["llamacpp", "sglang", "vllm"]
-        with pytest.raises(UnsupportedError, match="unknown engine of a server 'vlm'; did you mean 'vllm'"):
+        with pytest.raises(UsageError, match=r"--engine vlm: no such engine \(known: llama.cpp, sglang, vllm\)"):
             open_fake(engine, engine="vlm")
 
 

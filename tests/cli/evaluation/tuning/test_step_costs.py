@@ -1,6 +1,7 @@
 """Step times from a file: what is read, what is refused, and that what is written is read again."""
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from dflash_cli.generation.loaded_pair import open_session
 from dflash_runtime.config import EngineConfig
 from dflash_runtime.errors import CheckpointNotFound, UsageError
 from dflash_testing.dumps import rows_of
+from dflash_testing.paths import ROOT
 
 
 def written(path: Path, document: Any) -> Path:
@@ -90,3 +92,18 @@ def test_every_candidate_is_timed_as_often_as_asked() -> None:
     for times in (costs.plain, *costs.drafting.values()):
         assert {batch: len(values) for batch, values in times.items()} == {1: 2, 2: 2}
         assert all(value > 0 for values in times.values() for value in values)
+
+
+def test_the_times_that_come_with_the_examples_are_whole() -> None:
+    """Measured on one H200 for a draft with blocks of 16; docs/tuning.md has what they say."""
+    costs = read_step_costs(ROOT / "examples" / "step_times" / "qwen3-8b-h200.json", 15)
+    check_complete(costs, (1, 3, 7, 15), (1, 8, 32))
+    assert set(costs.drafting) == set(candidates_for((1, 3, 7), 15))
+    rows = [line.split() for line in (ROOT / "docs" / "tuning.md").read_text().splitlines()]
+    assert ["plain", *means(costs.plain)] in rows
+    assert ["7", "whole", *means(costs.drafting[Candidate(7, "resized")])] in rows
+
+
+def means(times: Mapping[int, Sequence[float]]) -> list[str]:
+    """Milliseconds by batch size, as the table of `tune` says them."""
+    return [f"{sum(values) / len(values):.2f}" for values in times.values()]
