@@ -7,8 +7,11 @@
     - InvalidConfig       3   one field: where, what was found, what was expected
     - TensorMismatch      3   missing, unexpected and misshapen tensors, all at once
     - PairMismatch        3   a draft and a target that do not fit each other
+    - InvalidHandoff      3   a hand-off that is malformed, truncated or not what was saved
+    - HandoffMismatch     3   a hand-off of another pair, or without all its rows
   x GateFailed            3   a threshold that was asked for was not met
   x CheckpointNotFound    4   absent, gated, offline, or a revision that does not exist
+  x PeerUnreachable       4   a process at the other end of a hand-off that does not answer, or is gone
   x UnsupportedError      5   sound, but not something this tool serves
     - UnknownFormat       5   no known dialect, or a relative of DFlash
     - LossyConversion     5   something would be lost
@@ -95,6 +98,14 @@ class PairMismatch(CheckpointError):
     """A draft that was not made for this target."""
 
 
+class InvalidHandoff(CheckpointError):
+    """A hand-off that is not what was saved: malformed, cut short or altered."""
+
+
+class HandoffMismatch(CheckpointError):
+    """A hand-off that this engine cannot go on from: of another pair, or without rows that it needs."""
+
+
 class GateFailed(DFlashError):
     """A threshold the user asked for was not met, or validation found errors."""
 
@@ -103,6 +114,12 @@ class GateFailed(DFlashError):
 
 class CheckpointNotFound(DFlashError):
     """Absent, gated, unreachable, or a revision that does not exist."""
+
+    exit_code = 4
+
+
+class PeerUnreachable(DFlashError):
+    """The process at the other end of a hand-off does not answer, or is gone."""
 
     exit_code = 4
 
