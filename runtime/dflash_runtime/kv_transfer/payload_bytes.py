@@ -24,7 +24,7 @@ def empty_like_spec(spec: TensorSpec, device: torch.device | str = "cpu") -> Ten
 def checksum(tensor: Tensor) -> int:
     """CRC-32 of a tensor's bytes. It tells damage and mixed-up files, not intent."""
     data: numpy.ndarray[Any, Any] = as_bytes(tensor.cpu().contiguous()).numpy()
-    return zlib.crc32(memoryview(data))
+    return zlib.crc32(data.data)
 
 
 def header_with_checksums(handoff: Handoff) -> dict[str, Any]:
