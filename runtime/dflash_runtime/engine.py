@@ -25,9 +25,11 @@ from dflash_runtime.device.memory import is_out_of_memory
 from dflash_runtime.device.results import PendingForward
 from dflash_runtime.device.runner import Runner
 from dflash_runtime.errors import CapacityError, DFlashError
+from dflash_runtime.kv_transfer.fingerprint import Fingerprint
 from dflash_runtime.scheduling.batch import Batch
 from dflash_runtime.scheduling.request import Request, derive_seed
 from dflash_runtime.scheduling.scheduler import OutOfPages, Scheduler
+from dflash_runtime.transfers import HandoffPlan, Transfers
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +57,7 @@ class Engine:
         self.scheduler = scheduler
         self.runner = runner
         self.max_in_flight = max_in_flight
+        self.transfers: Transfers | None = None  # of the call that runs, where it hands off or goes on from hand-offs
         self.failure: DFlashError | None = None  # why nothing runs any more
         self._in_flight: deque[PendingForward] = deque()
         self._touched: dict[Request, None] = {}  # may have tokens, or an end, that nobody has heard of
@@ -87,16 +90,18 @@ class Engine:
         self._mend()
         self._is_whole = False
         try:
+            self._exchange()
             batch = self._schedule()
             if batch.is_empty:
                 self._commit_oldest()
             else:
                 self._in_flight += self.runner.submit(batch)
+            self._begin_loading(batch)
             while self._is_due:
                 self._commit_oldest()
             self._num_good_steps += 1
             if self._num_good_steps % NUM_GOOD_STEPS == 0:
-                self.scheduler.raise_load()
+                self.scheduler.load.add()
         except AssertionError:
             raise
         except Exception as error:
@@ -123,15 +128,28 @@ class Engine:
         finally:
             self.abort(list(own))
 
+    def open_transfers(self, plan: HandoffPlan | None, fingerprint: Fingerprint) -> None:
+        """Let requests be handed off, or go on from hand-offs, until `close_transfers`."""
+        self.transfers = Transfers(plan, fingerprint, self.runner, self.scheduler) if plan is not None else None
+
+    def close_transfers(self) -> None:
+        """Forget hand-offs that are under way."""
+        if self.transfers is not None:
+            self.transfers.close()
+            self.transfers = None
+
     def deliver(self) -> list[Committed]:
         """Tokens that were committed and not handed out yet, and requests that ended."""
         committed = []
+        sending = {request: None for request in self._touched if request.is_sending}
         for request in self._touched:
+            if request.is_sending:
+                continue  # it has ended when its KV is handed off, or could not be
             token_ids = request.output_token_ids[request.num_delivered :]
             if token_ids or request.is_finished:
                 request.num_delivered += len(token_ids)
                 committed.append(Committed(request, token_ids))
-        self._touched = {}
+        self._touched = sending
         return committed
 
     def abort(self, requests: Sequence[Request] | None = None) -> None:
@@ -143,7 +161,7 @@ class Engine:
         if not self.scheduler.has_work:
             self._in_flight.clear()
             self._num_failures = 0
-            self.scheduler.restore_load()
+            self.scheduler.load.restore()
 
     def _end_of(self, own: dict[Request, None], committed: list[Committed]) -> Iterator[Committed]:
         """Those of a call's own requests, which leave `own` when they have ended."""
@@ -165,6 +183,8 @@ class Engine:
     def _commit_oldest(self) -> None:
         """Wait for the results of the oldest forward in flight, if there is one, and make its tokens final."""
         if not self._in_flight:
+            if self.transfers is not None:
+                self.transfers.wait()
             return
         pending = self._in_flight.popleft()
         outputs = pending.read()
@@ -174,6 +194,17 @@ class Engine:
             self._touched[request] = None
             if self.scheduler.commit(request, output):
                 self._num_failures = 0
+            if request.is_sending and self.transfers is not None:
+                self.transfers.send(request)
+
+    def _exchange(self) -> None:
+        """Take what has been handed to requests, and let go of those that are handed off."""
+        if self.transfers is not None:
+            self._touched |= dict.fromkeys(self.transfers.advance())
+
+    def _begin_loading(self, batch: Batch) -> None:
+        if self.transfers is not None:
+            self.transfers.begin(batch.loads)
 
     def _schedule(self) -> Batch:
         try:
@@ -203,12 +234,12 @@ class Engine:
         elif suspects == 1 and self._num_failures > 1 and not self._can_shed(error):
             self._fail(self.scheduler.live[:1], reason)
             self._num_failures = 0
-            self.scheduler.restore_load()
+            self.scheduler.load.restore()
         else:
-            self.scheduler.shed_load(suspects, with_rows=is_out_of_memory(error))
+            self.scheduler.load.shed(suspects, with_rows=is_out_of_memory(error))
             logger.warning(
                 "a step failed (%s); trying again with %d requests and %d prompt rows at a time",
-                reason.message, self.scheduler.max_running, self.scheduler.max_batched_tokens,
+                reason.message, self.scheduler.load.max_running, self.scheduler.load.max_batched_tokens,
             )  # fmt: skip
         if isinstance(reason, CapacityError) and torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -216,7 +247,7 @@ class Engine:
     def _can_shed(self, error: Exception) -> bool:
         """Whether a request that runs alone may yet fit the memory, with fewer prompt rows a step."""
         scheduler = self.scheduler
-        return is_out_of_memory(error) and scheduler.max_batched_tokens > scheduler.limits.num_lookahead_tokens
+        return is_out_of_memory(error) and scheduler.load.max_batched_tokens > scheduler.limits.num_lookahead_tokens
 
     def _fail(self, requests: Sequence[Request], reason: DFlashError) -> None:
         for request in requests:

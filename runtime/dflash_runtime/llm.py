@@ -17,6 +17,7 @@ from dflash_runtime.checkpoint.pair import DraftLike, TargetSource
 from dflash_runtime.config import EngineConfig
 from dflash_runtime.device.loading import LoadedPair, load_pair
 from dflash_runtime.device.memory import fit_num_pages
+from dflash_runtime.device.pair_fingerprint import fingerprint
 from dflash_runtime.device.runner import Runner
 from dflash_runtime.device.step_times import find_step_times
 from dflash_runtime.engine import Engine
@@ -28,6 +29,7 @@ from dflash_runtime.scheduling.prefix_cache import PrefixCache
 from dflash_runtime.scheduling.request import Request, RequestOutput, SamplingParams, check_ids
 from dflash_runtime.scheduling.scheduler import Scheduler
 from dflash_runtime.scheduling.width import AdaptiveWidth, WidthPolicy
+from dflash_runtime.transfers import HandoffPlan
 from dflash_runtime.warm_up import warm_up
 
 logger = logging.getLogger(__name__)
@@ -66,7 +68,9 @@ class LLM:
         draft_config = pair.draft.config if pair.draft is not None else None
         num_pages = fit_num_pages(pair.config, pair.target.config, draft_config, pair.limits, pair.placement)
         pages = PagePool(num_pages, pair.config.page_size)
-        cache = PrefixCache(pages, is_enabled=pair.has_prefix_cache)
+        self.fingerprint = fingerprint(pair)
+        salt = bytes.fromhex(self.fingerprint.digest)
+        cache = PrefixCache(pages, is_enabled=pair.has_prefix_cache, salt=salt)
         max_in_flight = pair.config.max_in_flight if pair.config.is_async else 0
         runner = Runner(pair, num_pages)
         scheduler = Scheduler(pair.limits, pages, cache, find_width_policy(pair, runner))
@@ -124,9 +128,15 @@ class LLM:
                 self._call = None
 
     def generate(
-        self, prompts: Iterable[Sequence[int]], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Iterable[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        handoffs: HandoffPlan | None = None,
     ) -> list[RequestOutput]:
         """Complete prompts of token ids; outputs come in the order of the prompts.
+
+        With `handoffs` they are handed off after their first token, or go on from hand-offs.
 
         A prompt that cannot be served, or whose request fails on its way, has an output with `finish_reason` ERROR; the
         others are not touched by it. Ctrl-C is raised, and nothing is left behind; `stream` is for those who want what
@@ -137,21 +147,26 @@ class LLM:
             DFlashError: the device failed in an earlier call, which closes an LLM for good.
         """
         finished = []
-        for delta in self.stream(prompts, params):
+        for delta in self.stream(prompts, params, handoffs=handoffs):
             if delta.output is not None:
                 finished.append(delta.output)
         return sorted(finished, key=lambda output: output.index)
 
     def stream(
-        self, prompts: Iterable[Sequence[int]], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Iterable[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        handoffs: HandoffPlan | None = None,
     ) -> Generator[Delta, None, None]:
         """As `generate`, yielding tokens as they are committed. Leaving early drops what is unfinished.
 
         Whatever ends this, Ctrl-C included, the outputs of all requests that had ended are yielded before.
         """
-        requests, refused = _requests(prompts, params, self.engine.scheduler.check)
+        requests, refused = _requests(prompts, params, self.engine.scheduler.check, handoffs)
         call = self._begin()
         try:
+            self.engine.open_transfers(handoffs, self.fingerprint)
             for refusal in refused:
                 yield Delta(refusal.index, (), refusal)
             self._check_call(call)
@@ -162,6 +177,7 @@ class LLM:
                 self._check_call(call)
         finally:
             if self._call is call:
+                self.engine.close_transfers()
                 self._call = None
 
     def check_lossless(self, outputs: Sequence[RequestOutput]) -> Lossless:
@@ -221,6 +237,7 @@ def _requests(
     prompts: Iterable[Sequence[int]],
     params: SamplingParams | Sequence[SamplingParams] | None,
     check: Callable[[Request], None],
+    handoffs: HandoffPlan | None = None,
 ) -> tuple[list[Request], list[RequestOutput]]:
     """A request for each prompt that can be served, and the output of each that cannot; nothing is queued."""
     prompts = list(prompts)
@@ -228,6 +245,8 @@ def _requests(
         params = [params or SamplingParams()] * len(prompts)
     if len(params) != len(prompts):
         raise UsageError(f"{len(params)} sampling parameters for {len(prompts)} prompts")
+    if handoffs is not None and len(handoffs.keys) != len(prompts):
+        raise UsageError(f"{len(handoffs.keys)} keys of hand-offs for {len(prompts)} prompts")
     for item in params:
         if not isinstance(item, SamplingParams):
             raise UsageError(f"sampling parameters of type {type(item).__name__}, expected SamplingParams")
@@ -238,7 +257,7 @@ def _requests(
             token_ids = check_ids(prompt)
             request = Request(index=index, prompt_token_ids=token_ids, params=item)
             check(request)
-            requests.append(request)
+            requests.append(request if handoffs is None else handoffs.apply(request))
         except DFlashError as error:
             refused.append(RequestOutput.refuse(index, token_ids, error))
     return requests, refused

@@ -225,7 +225,7 @@ def test_out_of_memory_sheds_load_and_everything_is_finished(most: int) -> None:
     outputs = llm.generate(PROMPTS, PARAMS)
     assert texts(outputs) == wanted()
     assert not any(output.error for output in outputs)
-    assert llm.engine.scheduler.max_running == 4  # the next call begins with all of it again
+    assert llm.engine.scheduler.load.max_running == 4  # the next call begins with all of it again
 
 
 def test_out_of_memory_that_less_load_does_not_help_is_each_requests_error() -> None:

@@ -2,11 +2,13 @@
 
 import logging
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from dflash_runtime.checkpoint.pair import DraftLike, TargetSource, check_pair
+from dflash_runtime.checkpoint.weight_digest import digest_weights
 from dflash_runtime.config import DraftConfig, EngineConfig, TargetConfig
 from dflash_runtime.device.attention import check_capability
 from dflash_runtime.device.memory import Fit, WeightBytes
@@ -35,7 +37,7 @@ class LoadedPair:
 
     In `config`, features that exclude each other are switched off, and `warnings` has a sentence about each. `draft`
     can be any object with the interface of `drafts.draft.Draft`. `rounding` names what was rounded after loading, to
-    see what another number format does.
+    see what another number format does. `weight_digests` has those of the weights of `target` and `draft`.
     """
 
     target: Target
@@ -48,6 +50,7 @@ class LoadedPair:
     target_runtime: TargetRuntime = "native"
     target_quantization: str | None = None
     rounding: str | None = None
+    weight_digests: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def has_graphs(self) -> bool:
@@ -120,6 +123,7 @@ def load_pair(target: TargetSource, draft: DraftLike | None, config: EngineConfi
         warnings=warnings,
         target_runtime=runtime,
         target_quantization=quantization.label if quantization is not None else None,
+        weight_digests=_digests(target, draft),
     )
     pair = replace(pair, config=replace(config, prefix_cache=pair.has_prefix_cache))
     if draft is not None:
@@ -140,6 +144,13 @@ def _weight_bytes(
     size = target_bytes(target, dtype, runtime)
     owned = [draft.checkpoint.tensors[name] for name in owned_tensors(draft)] if draft is not None else []
     return WeightBytes(size, loaded_bytes(owned, dtype), passing=size if runtime != "native" else 0)
+
+
+def _digests(target: TargetSource, draft: DraftLike | None) -> dict[str, str]:
+    digests = {"target": digest_weights(target.checkpoint)}
+    if draft is not None:
+        digests["draft"] = digest_weights(draft.checkpoint, owned_tensors(draft))
+    return digests
 
 
 def slow_warning(target: TargetConfig) -> str:

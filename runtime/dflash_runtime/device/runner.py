@@ -13,9 +13,9 @@ accepted, which is plain decoding; one that is done takes part and changes nothi
 Axis letters: R requests, N block rows, W of them verified, K drafted tokens, T flat rows, F features, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -25,11 +25,14 @@ from dflash_kernels.step_rows import Bounds, StepRows
 from dflash_kernels.uniform import DRAFT
 from dflash_runtime.device.decode_graphs import DecodeGraphs, StepMode
 from dflash_runtime.device.kv import KVCache, PagedAttention
+from dflash_runtime.device.kv_pages import PagePorter
 from dflash_runtime.device.loading import LoadedPair
 from dflash_runtime.device.prefill import Prefill
 from dflash_runtime.device.results import PendingForward
 from dflash_runtime.device.state import DeviceState, Uploader
 from dflash_runtime.device.texts import Texts
+from dflash_runtime.kv_transfer.handoff import DRAFT_PAGES, TARGET_PAGES, Handoff
+from dflash_runtime.models.cache_state import TextState
 from dflash_runtime.models.own_cache import OwnCacheTarget
 from dflash_runtime.models.placement import as_current
 from dflash_runtime.scheduling.batch import Batch
@@ -79,6 +82,10 @@ class Runner:
         num_target_pages = num_pages if self.texts is None else 0
         self.target_kv = KVCache(self.target.config, num_target_pages, page_size, pair.placement)
         self.draft_kv = KVCache(self.draft.config, num_pages, page_size, pair.placement) if self.draft else None
+        caches = {} if self.texts is not None else {TARGET_PAGES: self.target_kv}
+        if self.draft_kv is not None:
+            caches[DRAFT_PAGES] = self.draft_kv
+        self.porter = PagePorter(caches, self.device)
         # A block may begin on the last position, so the table is a block wider than the model is long.
         max_pages = -(-(self.limits.max_model_len + self.limits.num_lookahead_tokens) // page_size)
         # The last row is never given to a request: graphs fill their batches with it.
@@ -117,6 +124,29 @@ class Runner:
                 requests, first = self._prefill().fill(batch.chunks)
                 pending.append(PendingForward.send(requests, first, self.device, batch.chunks))
             return pending
+
+    @torch.inference_mode()
+    def take(self, request: Request, handoff: Handoff) -> Handoff:
+        """A hand-off with the KV of its request's committed rows, as every step queued so far has written it."""
+        with self._on_device():
+            tensors = self.porter.take(request.pages, handoff.kv_len)
+            num_rows = dict.fromkeys(tensors, handoff.kv_len)
+            state = self.texts.take(request) if self.texts is not None else TextState()
+            return replace(handoff, tensors={**tensors, **state.tensors}, num_rows=num_rows, state_values=state.values)
+
+    @torch.inference_mode()
+    def put(self, request: Request, handoff: Handoff, tensors: Mapping[str, Tensor], first: int) -> None:
+        """Store a hand-off's KV, with tensors that are on the device, in a request's pages from column `first` on.
+
+        Raises:
+            HandoffMismatch: the state of a target that keeps its own cache is not one of this target.
+        """
+        with self._on_device():
+            if self.texts is not None:
+                state = TextState(tensors, handoff.state_values)
+                self.texts.put(request, state, self._upload.ints(request.prompt_token_ids[:1]), handoff.kv_len)
+            self.porter.put(tensors, request.pages, first)
+            self.state.seeds[_row(request)] = handoff.seed
 
     @torch.inference_mode()
     def regrets(self, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> list[float]:

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from dflash_runtime.errors import HandoffMismatch
+from dflash_runtime.models.cache_state import TextState, put_state, take_state
 from dflash_runtime.models.own_cache import OwnCacheTarget, TextCache
 from dflash_runtime.scheduling.batch import Chunk
 from dflash_runtime.scheduling.request import Request
@@ -43,6 +45,28 @@ class Texts:
     def drop_ended(self) -> None:
         """Forget the texts whose requests have left their rows."""
         self._rows = {row: text for row, text in self._rows.items() if text.is_of(row)}
+
+    def take(self, request: Request) -> TextState:
+        """The state of a request's text right after its prompt; what other steps do to it later does not change it."""
+        text = next(text for text in self._rows.values() if text.request is request)
+        assert not len(text.cache.tokens), "nothing was run after the prompt"
+        return take_state(text.cache.cache)
+
+    def put(self, request: Request, state: TextState, first_token: Tensor, num_tokens: int) -> None:
+        """Let the text in a request's row be one whose state was taken elsewhere, after so many tokens.
+
+        Raises:
+            HandoffMismatch: it is not a state of this target.
+        """
+        assert request.row is not None
+        template = TextCache()
+        self._target.read(template, first_token, 0, (), is_final=True)
+        problem = put_state(template.cache, state)
+        if problem is not None:
+            raise HandoffMismatch(f"the state of the target's own cache: {problem}")
+        text = RowText(request, request.generation)
+        text.cache.hold(template.cache, num_tokens)
+        self._rows[request.row] = text
 
     def fill(self, chunks: Sequence[Chunk], token_ids: Tensor, taps: Sequence[int]) -> tuple[Tensor, Tensor | None]:
         """Run chunks [T], one after the other -> hidden states [T, hidden], features [T, F]."""

@@ -9,7 +9,7 @@ Axis letters: P pages, L layers, W numbers of a row's keys in the layer that has
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from dflash_runtime.scheduling.request import FinishReason, SamplingParams
 VERSION = 1
 """Of the header; a reader refuses any other."""
 
-TARGET, DRAFT = "target", "draft"
+TARGET_PAGES, DRAFT_PAGES = "target", "draft"
 """Names of the tensors with the KV pages of either model; those of a state begin with STATE."""
 
 STATE = "state."
@@ -64,6 +64,10 @@ class Handoff:
     @property
     def num_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def with_tensors(self, tensors: Mapping[str, Tensor]) -> "Handoff":
+        """The same with the tensors somewhere else."""
+        return replace(self, tensors=tensors)
 
     def to_header(self) -> dict[str, Any]:
         """Everything but the tensors' content, as JSON."""
@@ -188,7 +192,7 @@ def check_handoff(handoff: Handoff, here: Fingerprint, expected: Mapping[str, tu
 
 def _tensor_problems(handoff: Handoff, name: str, shape: Sequence[int]) -> list[str]:
     found = handoff.tensors.get(name)
-    what = "the draft's context KV" if name == DRAFT else f"{name} KV"
+    what = "the draft's context KV" if name == DRAFT_PAGES else f"{name} KV"
     if found is None:
         return [f"it has no rows of {what}"]
     if len(found.shape) == len(shape) and found.shape[1] != shape[1]:

@@ -33,7 +33,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One step: requests admitted, pages added, chunks to prefill, and requests to decode.
+    """One step: requests admitted, pages added, chunks to prefill, requests to decode, and hand-offs to load.
 
     Prefill and decode are separate forwards. `longest` is an upper bound on the true KV length of every
     decoding request. Of each block `verify_width` rows are verified; with 1, nothing is drafted.
@@ -45,10 +45,11 @@ class Batch:
     decode: tuple[Request, ...] = ()
     longest: int = 0
     verify_width: int = 1
+    loads: tuple[Request, ...] = ()
 
     @property
     def is_empty(self) -> bool:
-        return not (self.chunks or self.decode)
+        return not (self.chunks or self.decode or self.admitted)
 
 
 @dataclass(frozen=True, slots=True)

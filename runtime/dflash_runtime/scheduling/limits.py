@@ -30,3 +30,11 @@ class Limits:
         may write a lookahead.
         """
         return min(known_len + (num_in_flight + 1) * self.num_lookahead_tokens, self.max_model_len)
+
+    def loading_len(self, num_rows: int) -> int:
+        """How many tokens a request must have pages for while rows of its KV are on their way: those, no lookahead.
+
+        Nothing else writes meanwhile. The lookahead comes with its first step here, and is held back for it until then.
+        Source: vLLM's scheduler since vllm-project/vllm#46694.
+        """
+        return min(num_rows, self.max_model_len)

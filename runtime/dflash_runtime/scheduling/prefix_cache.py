@@ -12,14 +12,17 @@ from collections.abc import Iterable, Sequence
 from dflash_runtime.scheduling.pages import PagePool
 from dflash_runtime.scheduling.request import Request
 
-ROOT = b""
-
 
 class PrefixCache:
-    """Digest -> page. With `is_enabled` false nothing is ever found or published."""
+    """Digest -> page. With `is_enabled` false nothing is ever found or published.
 
-    def __init__(self, pool: PagePool, *, is_enabled: bool = True) -> None:
+    `salt` is what the first page of every text follows: the fingerprint's digest, so that pages of different pairs have
+    different names wherever they are kept.
+    """
+
+    def __init__(self, pool: PagePool, *, is_enabled: bool = True, salt: bytes = b"") -> None:
         self.is_enabled = is_enabled
+        self.salt = salt
         self._pool = pool
         self._pages: dict[bytes, int] = {}
         self._digests: dict[int, bytes] = {}
@@ -35,7 +38,7 @@ class PrefixCache:
 
     def match(self, request: Request) -> None:
         """Give a request the longest run of cached pages its tokens begin with."""
-        if not self.is_enabled:
+        if not self._is_open_to(request):
             return
         size = self._pool.page_size
         for column in range((request.total_len - 1) // size):
@@ -52,7 +55,7 @@ class PrefixCache:
 
         A page whose text is in the cache already stays the request's own: published pages are never replaced.
         """
-        if not self.is_enabled:
+        if not self._is_open_to(request):
             return
         num_full = num_tokens // self._pool.page_size
         for column in range(request.num_published, num_full):
@@ -68,9 +71,13 @@ class PrefixCache:
         """Whether a running prompt is to publish `num_tokens` tokens more of a waiting one than that one has found."""
         size = self._pool.page_size
         column = waiting.num_published + max(1, num_tokens // size) - 1
-        if not self.is_enabled or (column + 1) * size >= waiting.total_len:
+        if not self._is_open_to(waiting) or (column + 1) * size >= waiting.total_len:
             return False
-        able = (item for item in running if item.num_published <= column < item.prefill_len // size)
+        able = (
+            item
+            for item in running
+            if item.num_published <= column < item.prefill_len // size and not (item.is_loading or item.is_private)
+        )
         return any(self._digest(item, column) == self._digest(waiting, column) for item in able)
 
     def check_integrity(self) -> None:
@@ -78,11 +85,14 @@ class PrefixCache:
         assert {page: digest for digest, page in self._pages.items()} == self._digests
         assert all(self._pool.is_published(page) for page in self._digests)
 
+    def _is_open_to(self, request: Request) -> bool:
+        return self.is_enabled and not request.is_private
+
     def _digest(self, request: Request, column: int) -> bytes:
         """The digest of a request's page; a text only grows, so that each is computed once."""
         digests, size = request.page_digests, self._pool.page_size
         for start in range(len(digests) * size, (column + 1) * size, size):
-            digests.append(page_digest(digests[-1] if digests else ROOT, request.token_slice(start, start + size)))
+            digests.append(page_digest(digests[-1] if digests else self.salt, request.token_slice(start, start + size)))
         return digests[column]
 
     def _forget(self, page: int) -> None:

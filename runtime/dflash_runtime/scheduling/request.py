@@ -148,6 +148,8 @@ class Request:
     """A prompt on its way through the engine. Only the scheduler changes it.
 
     `seed` is that of its parameters, or one the engine drew. `num_delivered` of its output tokens have been handed out.
+    With a `load_key` its KV is loaded from the hand-off of that key, and with a `send_key` it is handed off under it
+    after the prompt, `sent_params` being those to go on with. What is private shares no pages with other requests.
 
     Raises:
         RequestError: token ids that are no integers.
@@ -162,6 +164,10 @@ class Request:
     error: DFlashError | None = None
     seed: int = 0
     num_delivered: int = 0
+    load_key: str | None = None  # until it is loaded, or given up
+    send_key: str | None = None
+    sent_params: SamplingParams | None = None
+    is_private: bool = False
 
     row: int | None = None
     generation: int = 0
@@ -169,6 +175,9 @@ class Request:
     page_digests: list[bytes] = field(default_factory=list)  # of its full pages, as far as they were asked for
     num_published: int = 0  # pages that were found in the prefix cache, or entered in it
     num_cached: int = 0
+    num_loaded: int = 0  # rows that were handed off to it
+    is_loading: bool = False  # they are on their way, or not switched on yet
+    is_sending: bool = False  # it has ended, and its pages are wanted until they are handed off
     prefilled_len: int = 0
     prefill_len: int = 0  # `rows_to_prefill` when the row was given
     num_in_flight: int = 0
@@ -202,7 +211,7 @@ class Request:
 
     @property
     def is_prefilled(self) -> bool:
-        return self.prefilled_len >= self.prefill_len
+        return self.prefilled_len >= self.prefill_len and not self.is_loading
 
     @property
     def is_finished(self) -> bool:
@@ -235,6 +244,8 @@ class RequestOutput:
     in the output after stops and limits, `rejected_ids` the drafted token that the target's own replaced, if any, and
     `drafts` what each step verified. A step that decoded plainly is in none of them.
 
+    `num_cached` rows of the prompt were found in the prefix cache, and `num_loaded` came by hand-off.
+
     `error` says why prompt `index` was not served, or not finished, with `finish_reason` ERROR, the exit code its error
     has, and the tokens it had until then.
     """
@@ -249,6 +260,7 @@ class RequestOutput:
     rejected_ids: tuple[int | None, ...] = ()
     drafts: tuple[DraftStep, ...] = ()
     num_cached: int = 0
+    num_loaded: int = 0
     num_preemptions: int = 0
     error: str | None = None
     exit_code: int = 0
@@ -273,6 +285,7 @@ class RequestOutput:
             rejected_ids=tuple(step.rejected_id for step in request.steps),
             drafts=tuple(request.steps),
             num_cached=request.num_cached,
+            num_loaded=request.num_loaded,
             num_preemptions=request.num_preemptions,
             error=request.error.message if request.error is not None else None,
             exit_code=request.error.exit_code if request.error is not None else 0,

@@ -15,6 +15,10 @@ the request has published stays in the cache, where it finds it when it resumes.
 A prompt gets the pages of all its rows when it is admitted, however many steps its prefill takes, so once begun it
 waits for nobody. Nothing is published before the results of the step that filled it are committed: a step that fails
 leaves no page behind that holds less than its digest says.
+
+A request whose KV is handed to it runs, with a row and the pages for what will come, but takes part in no step until
+`finish_loading`; then an empty chunk switches it on, as one that resumes with all its rows in the cache. One that hands
+its KV on gives up its row at its end, and keeps its pages until `finish_sending`.
 """
 
 from collections import deque
@@ -27,8 +31,9 @@ from dflash_runtime.scheduling.expected_room import ExpectedRoom
 from dflash_runtime.scheduling.limits import Limits
 from dflash_runtime.scheduling.pages import PagePool
 from dflash_runtime.scheduling.prefix_cache import PrefixCache
-from dflash_runtime.scheduling.request import DraftStep, Request
+from dflash_runtime.scheduling.request import DraftStep, FinishReason, Request
 from dflash_runtime.scheduling.row_shares import RowShares
+from dflash_runtime.scheduling.step_load import StepLoad
 from dflash_runtime.scheduling.width import FixedWidth, WidthPolicy
 
 SHARED_WORTH_A_WAIT = 64
@@ -50,14 +55,15 @@ class Scheduler:
         self.cache = cache
         self.width_policy = width_policy or FixedWidth()
         self.num_preemptions = 0
-        self.max_batched_tokens = limits.max_batched_tokens  # lowered where memory is short
-        self.max_running = limits.max_num_requests
+        self.load = StepLoad(limits)
         self.room = ExpectedRoom(limits, pages)
         self._live: dict[Request, None] = {}  # everything added that has not ended, in the order it came
         # Outlives a call that ends in OutOfPages: pages taken until then belong to their requests.
         self._additions: list[PageAddition] = []
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []  # oldest first
+        self._loaded: list[Request] = []  # to be switched on in the next step
+        self._sending: dict[Request, None] = {}
         self._free_rows = list(range(limits.max_num_requests - 1, -1, -1))
         self._generations = [0] * limits.max_num_requests
 
@@ -108,6 +114,7 @@ class Scheduler:
             decode=tuple(decode),
             longest=longest,
             verify_width=self._verify_width(decode),
+            loads=tuple(request for request in admitted if request.is_loading),
         )
 
     def commit(self, request: Request, output: StepOutput) -> list[int]:
@@ -131,8 +138,11 @@ class Scheduler:
             self.width_policy.observe(len(draft_ids), output.num_accepted)
         self.cache.publish(request, request.kv_len)
         if request.is_finished:
-            self.room.learn(request)
-            self._end(request)
+            if request.send_key is not None:
+                self._keep_pages(request)
+            else:
+                self.room.learn(request)
+                self._end(request)
         return output.token_ids
 
     def finish_chunk(self, chunk: Chunk) -> None:
@@ -140,6 +150,34 @@ class Scheduler:
         request = chunk.request
         if request.row is not None and request.generation == chunk.generation:
             self.cache.publish(request, chunk.end)
+
+    def finish_loading(
+        self, request: Request, output_token_ids: Sequence[int], finish_reason: FinishReason | None = None
+    ) -> None:
+        """Go on from a hand-off whose KV was put into the request's pages, with the tokens that came with it.
+
+        With a `finish_reason` there is nothing to go on with.
+        """
+        assert request.is_loading
+        request.load_key = None
+        request.output_token_ids = list(output_token_ids)
+        if finish_reason is not None:
+            request.finish_reason = finish_reason
+            self._end(request)
+            return
+        request.num_loaded = request.kv_len - request.prefilled_len
+        request.prefill_len = request.prefilled_len = request.kv_len
+        self._loaded.append(request)
+
+    def give_up_loading(self, request: Request) -> None:
+        """Prefill a request after all."""
+        request.load_key = None
+        request.is_loading = False
+
+    def finish_sending(self, request: Request) -> None:
+        """Give back the pages of a request that is handed off."""
+        if request in self._sending:
+            self._end(request)
 
     def fail(self, request: Request, error: DFlashError) -> None:
         """End a request for a reason of its own; it keeps the tokens it has."""
@@ -162,41 +200,27 @@ class Scheduler:
         """
         self._additions = []
         self._running = []
+        self._loaded = []
         self._free_rows = list(range(self.limits.max_num_requests - 1, -1, -1))
         self.cache.clear()
         self.pages.clear()
-        self._live = {request: None for request in self._live if not request.is_finished}
+        self._live = {request: None for request in self._live if not request.is_finished or request.is_sending}
         for request in self._live:
             request.num_preemptions += request.row is not None
             request.row = None
             request.num_in_flight = 0
+            request.is_loading = False
             _forget_pages(request)
-        self._waiting = deque(self._live)
-
-    def shed_load(self, num_running: int, *, with_rows: bool) -> None:
-        """Run half as many requests as ran; and half as many prompt rows a step, if that is asked for."""
-        self.max_running = max(1, min(self.max_running, num_running) // 2)
-        if with_rows:
-            self.max_batched_tokens = max(1, self.max_batched_tokens // 2)
-
-    def raise_load(self) -> None:
-        """Run twice as many requests and prompt rows, as far as the limits allow."""
-        self.max_running = min(2 * self.max_running, self.limits.max_num_requests)
-        self.max_batched_tokens = min(2 * self.max_batched_tokens, self.limits.max_batched_tokens)
-
-    def restore_load(self) -> None:
-        """Run as many requests and prompt rows as the limits allow again."""
-        self.max_running = self.limits.max_num_requests
-        self.max_batched_tokens = self.limits.max_batched_tokens
+        self._waiting = deque(request for request in self._live if not request.is_sending)
 
     def check_integrity(self) -> None:
         """Assert what must hold between steps: pages, references, cache and rows."""
-        self.pages.check_integrity([request.pages for request in self._running])
+        self.pages.check_integrity([request.pages for request in (*self._running, *self._sending)])
         self.cache.check_integrity()
         rows = [request.row for request in self._running]
         assert len(set(rows)) == len(rows)
         assert {*rows, *self._free_rows} == set(range(self.limits.max_num_requests))
-        assert {*self._running, *self._waiting} == set(self._live)
+        assert {*self._running, *self._waiting, *self._sending} == set(self._live)
 
     def _plan_decode(self, is_drained: bool) -> list[Request]:
         """Requests that decode in this step, their lookahead reserved."""
@@ -217,10 +241,15 @@ class Scheduler:
 
     def _plan_prompts(self, *, may_admit: bool) -> tuple[list[Request], list[Chunk]]:
         """Requests that are admitted, and the chunks of this step; see `RowShares` for who gets how many rows."""
-        shares = RowShares(self.max_batched_tokens)
-        first, last = shares.order([request for request in self._running if not request.is_prefilled])
+        shares = RowShares(self.load.max_batched_tokens)
+        begun = [request for request in self._running if not (request.is_prefilled or request.is_loading)]
+        first, last = shares.order(begun)
         for request in first:
             shares.give(request)
+        for request in self._loaded:
+            request.is_loading = False
+            shares.give(request)
+        self._loaded = []
         admitted = self._admit_waiting(shares) if may_admit else []
         for request in last:
             shares.give(request)
@@ -235,7 +264,7 @@ class Scheduler:
         admitted: list[Request] = []
         passed_over: list[Request] = []
         while self._waiting and self._free_rows and shares.num_left:
-            if len(self._running) + len(passed_over) >= self.max_running:
+            if len(self._running) + len(passed_over) >= self.load.max_running:
                 break
             request = self._waiting[0]
             self.cache.match(request)
@@ -249,9 +278,14 @@ class Scheduler:
                 continue
             self._admit(request)
             admitted.append(request)
-            is_grown = self._grow(request, self.limits.reserved_len(request.prefill_len))
+            is_loading = request.load_key is not None
+            num_tokens = request.prefill_len
+            needed = self.limits.loading_len(num_tokens) if is_loading else self.limits.reserved_len(num_tokens)
+            is_grown = self._grow(request, needed)
             assert is_grown, "an admitted request was promised its pages"
-            shares.give(request)
+            request.is_loading = is_loading
+            if not is_loading:
+                shares.give(request)
         self._waiting.extendleft(reversed(passed_over))
         return admitted
 
@@ -313,18 +347,34 @@ class Scheduler:
         self._waiting.appendleft(request)
 
     def _remove(self, request: Request) -> None:
+        self._leave_row(request)
+        self._release_pages(request)
+
+    def _leave_row(self, request: Request) -> None:
         assert request.row is not None
         self._running.remove(request)
+        request.is_loading = False
+        if request in self._loaded:
+            self._loaded.remove(request)
         self._additions = [item for item in self._additions if item.row != request.row]
         self._free_rows.append(request.row)
         request.row = None
         request.num_in_flight = 0
-        self._release_pages(request)
+
+    def _keep_pages(self, request: Request) -> None:
+        """Let a request that has ended hold its pages, until they are handed off."""
+        self._leave_row(request)
+        request.is_sending = True
+        self._sending[request] = None
 
     def _end(self, request: Request) -> None:
         """Forget a request, wherever it is."""
         del self._live[request]
-        if request.row is not None:
+        if request in self._sending:
+            request.is_sending = False
+            del self._sending[request]
+            self._release_pages(request)
+        elif request.row is not None:
             self._remove(request)
         else:
             self._waiting.remove(request)

@@ -162,7 +162,7 @@ def test_prompts_pass_those_that_wait_and_wait_for_nobody_that_is_gone() -> None
         scheduler.add(request)
     assert scheduler.schedule(is_drained=True).admitted == (requests[0], requests[3])
     scheduler.abort([requests[0]])
-    scheduler.max_batched_tokens = 1000
+    scheduler.load.max_batched_tokens = 1000
     assert scheduler.schedule(is_drained=False).admitted == (requests[1],)
     scheduler.check_integrity()
 

@@ -1,0 +1,92 @@
+"""The state of one text in a cache of transformers, as tensors and plain values by name, and back.
+
+Nothing is known of the kinds of caches there are: a state is every tensor and every number, string and truth value that
+can be reached from the cache object. To go on from one, a cache of a single token is made by the model itself, and each
+of its parts replaced; a part that only one side has is refused.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dflash_runtime.kv_transfer.handoff import STATE
+
+PLAIN = (bool, int, float, str, type(None))
+
+Path = tuple[str | int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TextState:
+    """What `take_state` found, by names that begin with STATE for tensors."""
+
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+
+def take_state(cache: Any) -> TextState:
+    """Every tensor, copied, and every plain value of a cache."""
+    tensors, values = {}, {}
+    for path, value in _leaves(cache):
+        if isinstance(value, Tensor):
+            tensors[STATE + _name(path)] = value.clone(memory_format=torch.contiguous_format)
+        else:
+            values[_name(path)] = value
+    return TextState(tensors, values)
+
+
+def put_state(cache: Any, state: TextState) -> str | None:
+    """Replace every part of a cache; says what does not fit, if anything, and then the cache is not to be used."""
+    tensors = {name.removeprefix(STATE): item for name, item in state.tensors.items() if name.startswith(STATE)}
+    for path, value in list(_leaves(cache)):
+        name = _name(path)
+        given = tensors.pop(name, None) if isinstance(value, Tensor) else state.values.get(name, ...)
+        if (given is None and isinstance(value, Tensor)) or given is ...:
+            return f"{name} is missing"
+        if isinstance(value, Tensor):
+            assert isinstance(given, Tensor)
+            if given.dtype != value.dtype or given.ndim != value.ndim:
+                return f"{name} is {given.dtype} of {given.ndim} axes, expected {value.dtype} of {value.ndim}"
+            given = given.to(value.device)
+        _replace(cache, path, given)
+    return f"{next(iter(tensors))} is unknown to this target" if tensors else None
+
+
+def _leaves(item: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    if isinstance(item, Tensor | bool | int | float | str | None):
+        yield path, item
+        return
+    for key, value in _parts(item):
+        yield from _leaves(value, (*path, key))
+
+
+def _parts(item: Any) -> Iterator[tuple[str | int, Any]]:
+    """What an object holds, by attribute, key or place. Of other objects than caches nothing is followed."""
+    if isinstance(item, dict):
+        yield from ((key, value) for key, value in item.items() if isinstance(key, str | int))
+    elif isinstance(item, list | tuple):
+        yield from enumerate(item)
+    elif "cache" in type(item).__name__.lower() or "layer" in type(item).__name__.lower():
+        yield from vars(item).items()
+
+
+def _replace(cache: Any, path: Path, value: Any) -> None:
+    owner = cache
+    for key in path[:-1]:
+        owner = _part(owner, key)
+    key = path[-1]
+    if isinstance(owner, dict | list):
+        owner[key] = value  # type: ignore[index]
+    else:
+        setattr(owner, str(key), value)
+
+
+def _part(owner: Any, key: str | int) -> Any:
+    return owner[key] if isinstance(owner, dict | list | tuple) else getattr(owner, str(key))  # type: ignore[index]
+
+
+def _name(path: Path) -> str:
+    return ".".join(map(str, path))

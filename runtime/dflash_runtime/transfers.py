@@ -1,0 +1,246 @@
+"""The hand-offs of one call of an engine: KV that is on its way to requests, and KV that leaves them.
+
+Between steps the engine lets them advance, which never waits: rows that have arrived on the device are put into their
+pages, in stream order, and the request is switched on in the next step; pages whose rows have reached the other side
+are given back. A load that fails, or takes too long, leaves its request to be prefilled here.
+"""
+
+import logging
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from dflash_runtime.device.kv_pages import Copied
+from dflash_runtime.device.runner import Runner
+from dflash_runtime.errors import DFlashError, HandoffMismatch, PeerUnreachable
+from dflash_runtime.kv_transfer.connector import Connector
+from dflash_runtime.kv_transfer.fingerprint import Fingerprint
+from dflash_runtime.kv_transfer.handoff import Handoff, check_handoff, find_problems
+from dflash_runtime.scheduling.request import FinishReason, Request
+from dflash_runtime.scheduling.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+WAIT_SECONDS = 0.02
+"""How long an engine that has nothing else to do waits at a time; time limits are looked at in between."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandoffPlan:
+    """What a call does with hand-offs: by which connector, and under which key each of its prompts.
+
+    With `is_sending` every request ends after its first token and is handed off. Otherwise it goes on from the hand-off
+    of its key, and is prefilled here where none comes within `timeout` seconds. With `force` what does not fit is taken
+    as far as it goes, which is for finding out what that does to acceptance. `notes` go along with what is sent.
+    """
+
+    connector: Connector
+    keys: tuple[str, ...]
+    is_sending: bool = False
+    timeout: float = 60.0
+    force: bool = False
+    notes: tuple[Mapping[str, object], ...] = ()
+
+    def apply(self, request: Request) -> Request:
+        """The request as its engine is to run it."""
+        key = self.keys[request.index]
+        if self.is_sending:
+            sent = request.params
+            return replace(request, params=replace(sent, max_new_tokens=1), send_key=key, sent_params=sent)
+        return replace(request, load_key=key, is_private=self.force)
+
+
+@dataclass(slots=True)
+class Arriving:
+    """One hand-off on its way to a request."""
+
+    future: "Future[Handoff]"
+    deadline: float
+    copied: Copied | None = None
+
+
+@dataclass(slots=True)
+class Leaving:
+    """One request on its way out: what was taken of it, then the connector's word."""
+
+    handoff: Handoff
+    copied: Copied
+    future: "Future[None] | None" = None
+
+
+@dataclass(slots=True)
+class TransferCounts:
+    """What came of a call's hand-offs."""
+
+    num_loaded: int = 0
+    num_sent: int = 0
+    num_bytes: int = 0
+    num_given_up: int = 0  # prefilled here instead
+    problems: dict[str, None] = field(default_factory=dict)  # of those that were forced, each once
+
+
+class Transfers:
+    """The hand-offs of one call; see the module."""
+
+    def __init__(self, plan: HandoffPlan, fingerprint: Fingerprint, runner: Runner, scheduler: Scheduler) -> None:
+        self.plan = plan
+        self.counts = TransferCounts()
+        self._fingerprint = fingerprint
+        self._runner = runner
+        self._scheduler = scheduler
+        self._arriving: dict[Request, Arriving] = {}
+        self._leaving: dict[Request, Leaving] = {}
+
+    def begin(self, requests: Iterable[Request]) -> None:
+        """Fetch what requests wait for; one that was preempted meanwhile goes on with what is on its way."""
+        for request in requests:
+            if request not in self._arriving:
+                assert request.load_key is not None
+                future = self.plan.connector.load(request.load_key)
+                self._arriving[request] = Arriving(future, time.monotonic() + self.plan.timeout)
+
+    def send(self, request: Request) -> None:
+        """Take the KV of a request that has just ended its prompt, and begin to hand it off."""
+        handoff = self._taken(request)
+        self._leaving[request] = Leaving(handoff, self._runner.porter.to_host(handoff.tensors))
+
+    def advance(self) -> list[Request]:
+        """Do what can be done without waiting; returns requests that gained tokens, or ended."""
+        return [*self._advance_arriving(), *self._advance_leaving()]
+
+    def wait(self) -> None:
+        """Wait a little for the next thing to come, where the engine has nothing else to do."""
+        futures: list[Future[Any]] = [item.future for item in self._arriving.values()]
+        futures += [item.future for item in self._leaving.values() if item.future is not None]
+        if futures:
+            wait(futures, WAIT_SECONDS, FIRST_COMPLETED)
+
+    def close(self) -> None:
+        """Forget what is under way; the connector goes on with what it has begun."""
+        for arriving in self._arriving.values():
+            arriving.future.cancel()
+        self._arriving.clear()
+        self._leaving.clear()
+        if self.counts.num_given_up > 1:
+            logger.warning("%d prompts in all were run here, since no hand-off came", self.counts.num_given_up)
+
+    def _advance_arriving(self) -> Iterator[Request]:
+        for request, arriving in list(self._arriving.items()):
+            if request.is_finished or request.load_key is None:
+                self._drop(request)  # it failed, or was given up
+            elif request.is_loading and self._is_due(arriving):
+                yield from self._arrive(request, arriving)
+
+    def _is_due(self, arriving: Arriving) -> bool:
+        """Whether there is anything to do about it: it failed or is late, has come, or is on the device."""
+        if arriving.copied is not None:
+            return arriving.copied.is_ready
+        return arriving.future.done() or time.monotonic() > arriving.deadline
+
+    def _arrive(self, request: Request, arriving: Arriving) -> Iterator[Request]:
+        """Take the next step with what came for a request."""
+        try:
+            handoff = self._result(request, arriving)
+            if arriving.copied is None:
+                self._check(request, handoff)
+                arriving.copied = self._runner.porter.to_device(handoff.tensors)
+                if not arriving.copied.is_ready:
+                    return
+            self._put(request, handoff, arriving.copied)
+            yield request
+        except HandoffMismatch as error:
+            self._scheduler.fail(request, error)
+            yield request
+        except (DFlashError, OSError) as error:
+            self._give_up(request, error)
+        self._drop(request)
+
+    def _result(self, request: Request, arriving: Arriving) -> Handoff:
+        if not arriving.future.done():
+            raise PeerUnreachable(f"nothing came within {self.plan.timeout:g} s")
+        return arriving.future.result()
+
+    def _check(self, request: Request, handoff: Handoff) -> None:
+        """Refuse what is not this request's, or of another pair.
+
+        Raises:
+            HandoffMismatch: naming every difference.
+        """
+        if handoff.prompt_token_ids != request.prompt_token_ids:
+            raise HandoffMismatch(
+                f"hand-off {handoff.key} is of another prompt", hint="give both sides the same prompts"
+            )
+        if handoff.finish_reason is not None:
+            return
+        expected = self._runner.porter.shapes(handoff.kv_len)
+        if self.plan.force:
+            self.counts.problems |= dict.fromkeys(find_problems(handoff, self._fingerprint, expected))
+        else:
+            check_handoff(handoff, self._fingerprint, expected)
+
+    def _put(self, request: Request, handoff: Handoff, copied: Copied) -> None:
+        """Store what arrived, in stream order, and let the request go on from it."""
+        if handoff.finish_reason is None:
+            first = request.prefilled_len // self._runner.page_size
+            self._runner.put(request, handoff, copied.tensors, first)
+        request.seed = handoff.seed
+        self._scheduler.finish_loading(request, handoff.output_token_ids, handoff.finish_reason)
+        self.counts.num_loaded += 1
+        self.counts.num_bytes += handoff.num_bytes
+
+    def _give_up(self, request: Request, error: Exception) -> None:
+        """Prefill a request here, since its KV does not come; said once."""
+        if not self.counts.num_given_up:
+            reason = error.message if isinstance(error, DFlashError) else str(error)
+            logger.warning("hand-off %s was not loaded (%s); its prompt is run here", request.load_key, reason)
+        self.counts.num_given_up += 1
+        self._scheduler.give_up_loading(request)
+
+    def _drop(self, request: Request) -> None:
+        arriving = self._arriving.pop(request)
+        arriving.future.cancel()
+
+    def _taken(self, request: Request) -> Handoff:
+        """A request's hand-off, its tensors still on the device."""
+        assert request.send_key is not None
+        handoff = Handoff(
+            key=request.send_key,
+            fingerprint=self._fingerprint,
+            prompt_token_ids=request.prompt_token_ids,
+            output_token_ids=tuple(request.output_token_ids),
+            params=request.sent_params or request.params,
+            seed=request.seed,
+            finish_reason=self._finish_reason(request),
+            note=self.plan.notes[request.index] if self.plan.notes else {},
+        )
+        return handoff if handoff.finish_reason is not None else self._runner.take(request, handoff)
+
+    def _finish_reason(self, request: Request) -> FinishReason | None:
+        """Why a request ends at its first token in any case, if it does."""
+        params = request.sent_params or request.params
+        is_last = params.max_new_tokens <= 1 or request.total_len >= self._scheduler.limits.max_model_len
+        return request.finish_reason if request.finish_reason is FinishReason.STOP or is_last else None
+
+    def _advance_leaving(self) -> Iterator[Request]:
+        for request, leaving in list(self._leaving.items()):
+            if leaving.future is None and leaving.copied.is_ready:
+                handoff = leaving.handoff.with_tensors(leaving.copied.tensors)
+                leaving.future = self.plan.connector.save(handoff)
+            if leaving.future is not None and leaving.future.done():
+                self._leave(request, leaving)
+                yield request
+
+    def _leave(self, request: Request, leaving: Leaving) -> None:
+        """Let go of a request that was handed off, or could not be."""
+        del self._leaving[request]
+        assert leaving.future is not None
+        try:
+            leaving.future.result()
+        except DFlashError as error:
+            self._scheduler.fail(request, error)
+            return
+        self.counts.num_sent += 1
+        self.counts.num_bytes += leaving.handoff.num_bytes
+        self._scheduler.finish_sending(request)
