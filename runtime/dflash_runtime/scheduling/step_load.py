@@ -8,7 +8,8 @@ class StepLoad:
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        self.restore()
+        self.max_running = limits.max_num_requests
+        self.max_batched_tokens = limits.max_batched_tokens
 
     def shed(self, num_running: int, *, with_rows: bool) -> None:
         """Run half as many requests as ran; and half as many prompt rows a step, if that is asked for."""
