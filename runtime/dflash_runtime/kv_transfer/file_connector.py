@@ -1,7 +1,8 @@
 """Hand-offs as files: a folder a request, with `handoff.json` and `kv.safetensors`.
 
 A folder appears under its name when it is whole, so that a process that is killed while it writes leaves nothing that
-is read. What lies there stays until somebody removes it: it may be loaded any number of times, in any run.
+is read. What lies there stays until somebody removes it: it may be loaded any number of times, in any run. A key of
+which nothing will come has a file `.KEY.refused` with the reason, until something is saved under it after all.
 """
 
 import json
@@ -9,16 +10,18 @@ import os
 import shutil
 import threading
 import time
-from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from dflash_runtime.checkpoint.strict_json import parse_json
-from dflash_runtime.errors import CapacityError, CheckpointError, InvalidHandoff, UsageError
+from dflash_runtime.errors import CapacityError, CheckpointError, InvalidHandoff, PeerUnreachable, UsageError
+from dflash_runtime.kv_transfer.connector import CONNECTORS, Connector, OpenOptions, mark_written, settle
 from dflash_runtime.kv_transfer.handoff import Handoff, check_header
 from dflash_runtime.kv_transfer.payload_bytes import check_tensors, header_with_checksums
 
@@ -45,22 +48,33 @@ class FileConnector:
 
     def save(self, handoff: Handoff) -> "Future[None]":
         """See `Connector.save`; one of that key that lies there already is replaced."""
-        return self._pool.submit(write_handoff, self.folder, handoff)
+        return self._pool.submit(_write, self.folder, handoff, mark_written(handoff.tensors))
 
     def load(self, key: str) -> "Future[Handoff]":
         """See `Connector.load`."""
         future: Future[Handoff] = Future()
         with self._lock:
-            self._waited_for.setdefault(key, []).append(future)
+            if self._is_closed:
+                future.cancel()
+                return future
+            self._waited_for.setdefault(check_key(key), []).append(future)
             if self._watcher is None:
                 self._watcher = threading.Thread(target=self._watch, name="handoff-watch", daemon=True)
                 self._watcher.start()
         return future
 
+    def refuse(self, key: str, reason: str) -> None:
+        """See `Connector.refuse`.
+
+        Raises:
+            CapacityError: it cannot be written down.
+        """
+        write_refusal(self.folder, check_key(key), reason)
+
     def close(self) -> None:
         """See `Connector.close`; what is being written is written to its end."""
-        self._is_closed = True
         with self._lock:
+            self._is_closed = True
             waiting = [future for futures in self._waited_for.values() for future in futures]
             self._waited_for = {}
         for future in waiting:
@@ -71,31 +85,67 @@ class FileConnector:
         """Begin to read each hand-off that is waited for once it is there; ends when nothing is waited for."""
         while not self._is_closed:
             with self._lock:
-                found = [key for key in self._waited_for if (self.folder / key / HEADER).exists()]
-                ready = [(key, self._waited_for.pop(key)) for key in found]
+                ready = [(key, self._waited_for.pop(key)) for key in [*self._waited_for] if self._has_come(key)]
                 self._waited_for = {key: futures for key, futures in self._waited_for.items()
                                     if not all(future.cancelled() for future in futures)}  # fmt: skip
                 if not self._waited_for:
                     self._watcher = None
                 is_done = self._watcher is None
             for key, futures in ready:
-                with suppress(RuntimeError):  # closed meanwhile
-                    self._pool.submit(self._read, key, futures)
+                self._begin_to_read(key, futures)
             if is_done:
                 return
             time.sleep(LOOK_SECONDS)
 
+    def _has_come(self, key: str) -> bool:
+        """Whether there is something to read: a hand-off, a refusal, or a reason why it cannot be seen."""
+        try:
+            return (self.folder / key / HEADER).exists() or refusal_file(self.folder, key).exists()
+        except OSError:
+            return True
+
+    def _begin_to_read(self, key: str, futures: "list[Future[Handoff]]") -> None:
+        try:
+            self._pool.submit(self._read, key, futures).add_done_callback(
+                lambda done: [future.cancel() for future in futures] if done.cancelled() else None
+            )
+        except RuntimeError:  # closed meanwhile
+            for future in futures:
+                future.cancel()
+
     def _read(self, key: str, futures: "list[Future[Handoff]]") -> None:
         wanted = [future for future in futures if future.set_running_or_notify_cancel()]
         try:
-            handoff = read_handoff(self.folder / key)
+            outcome: Any = read_handoff(self.folder / key) if self._lies_there(key) else self._read_refusal(key)
         except Exception as error:
-            for future in wanted:
-                future.set_exception(error)
-            return
+            outcome = error
         for future in wanted:
-            with suppress(InvalidStateError):
-                future.set_result(handoff)
+            settle(future, outcome)
+
+    def _lies_there(self, key: str) -> bool:
+        try:
+            return (self.folder / key / HEADER).exists()
+        except OSError as error:
+            raise InvalidHandoff(f"cannot be read: {error.strerror or error}", path=self.folder / key) from error
+
+    def _read_refusal(self, key: str) -> PeerUnreachable:
+        reason = refusal_file(self.folder, key).read_text(encoding="utf-8", errors="replace")
+        return PeerUnreachable(f"hand-off {key} will not come: {reason}")
+
+
+def check_key(key: str) -> str:
+    """A key that may name a folder.
+
+    Raises:
+        UsageError: it may not, as it leads elsewhere or is hidden.
+    """
+    if not key or key.startswith(".") or any(mark in key for mark in "/\\\0"):
+        raise UsageError(f"{key!r} is no key of a hand-off, expected a name without / that does not begin with a dot")
+    return key
+
+
+def refusal_file(folder: Path, key: str) -> Path:
+    return folder / f".{key}.refused"
 
 
 def list_handoffs(folder: Path) -> list[str]:
@@ -152,24 +202,66 @@ def read_handoff(path: Path) -> Handoff:
         raise InvalidHandoff(error.message, path=path, hint=error.hint) from error
 
 
+def write_refusal(folder: Path, key: str, reason: str) -> None:
+    """Write down that nothing will be saved under a key, whole or not at all.
+
+    Raises:
+        CapacityError: it cannot be written.
+    """
+    final = refusal_file(folder, key)
+    partial = final.with_name(f"{final.name}.tmp-{os.getpid()}-{threading.get_ident()}")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        partial.write_text(reason, encoding="utf-8")
+        partial.replace(final)
+    except OSError as error:
+        raise CapacityError(f"{final}: not written: {error.strerror or error}") from error
+    finally:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+
+
+def _write(folder: Path, handoff: Handoff, written: "list[torch.cuda.Event]") -> None:
+    for event in written:
+        event.synchronize()
+    write_handoff(folder, handoff)
+
+
 def write_handoff(folder: Path, handoff: Handoff) -> None:
     """Write a hand-off so that it appears whole, or not at all.
 
     Raises:
         CapacityError: it cannot be written, as on a full disk.
+        UsageError: its key is no name of a folder.
     """
-    final = folder / handoff.key
+    final = folder / check_key(handoff.key)
     partial = folder / f".{handoff.key}.tmp-{os.getpid()}-{threading.get_ident()}"
+    replaced = partial.with_name(f"{partial.name}-replaced")
     try:
         partial.mkdir(parents=True)
         if handoff.tensors:
             save_file({name: tensor.cpu().contiguous() for name, tensor in handoff.tensors.items()}, partial / TENSORS)
         (partial / HEADER).write_text(json.dumps(header_with_checksums(handoff), allow_nan=False), encoding="utf-8")
-        if final.exists():
-            shutil.rmtree(final)
+        if final.exists():  # it goes as one piece too: who reads finds the old one, or nothing yet, or the new one
+            final.replace(replaced)
         partial.replace(final)
+        refusal_file(folder, handoff.key).unlink(missing_ok=True)
     except (OSError, SafetensorError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise CapacityError(f"{final}: hand-off not written: {reason}") from error
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        for remains in (partial, replaced):
+            shutil.rmtree(remains, ignore_errors=True)
+
+
+@CONNECTORS.register("file")
+def open_folder(place: str, options: OpenOptions) -> Connector:
+    """See `OpenPlace`; nobody is waited for, since either side may come first, or much later.
+
+    Raises:
+        UsageError: it is no folder.
+    """
+    folder = Path(place)
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"{folder}: a file, expected a folder for hand-offs")
+    return FileConnector(folder)

@@ -1,0 +1,124 @@
+"""A connector between two processes, whatever carries the tensors: its threads, and how it ends.
+
+Three threads: one reads messages, one writes them, one moves tensors, one hand-off after the other. Once the other
+process is gone, or has closed, every future that is open ends with PeerUnreachable, and so does every later one.
+"""
+
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from queue import SimpleQueue
+
+from dflash_runtime.errors import PeerUnreachable, UsageError
+from dflash_runtime.kv_transfer.carrier import Carrier
+from dflash_runtime.kv_transfer.connector import TransferRole
+from dflash_runtime.kv_transfer.control_channel import (
+    ENDING_S,
+    Address,
+    ControlChannel,
+    Message,
+    connect,
+    join,
+    listen,
+    start_thread,
+)
+from dflash_runtime.kv_transfer.handoff import Handoff
+from dflash_runtime.kv_transfer.receiving import ReceivingSide
+from dflash_runtime.kv_transfer.sending import SendingSide
+
+LOG = logging.getLogger(__name__)
+
+
+def open_channel(role: TransferRole, address: Address, greeting: Message, timeout_s: float) -> ControlChannel:
+    """The connection of two processes: the prefill side listens, the decode side connects, in either order.
+
+    Raises:
+        PeerUnreachable: the other side did not come in time.
+        UsageError: the port cannot be had, or the other side is of another kind.
+    """
+    return (listen if role == "prefill" else connect)(address, greeting, timeout_s)
+
+
+class PeerConnector:
+    """Saves where it is the prefill side, loads where it is the decode side."""
+
+    def __init__(self, role: TransferRole, address: Address, channel: ControlChannel, carrier: Carrier) -> None:
+        self.name = carrier.name
+        self.role, self.address = role, address
+        self._channel, self._carrier = channel, carrier
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._sending = SendingSide(carrier, channel.send, self._jobs.put)
+        self._receiving = ReceivingSide(carrier, channel.send, self._jobs.put)
+        self._is_lost = self._is_closed = False
+        self._lock = threading.Lock()
+        self._worker = start_thread(self._work, "handoff-tensors")
+        self._reader = start_thread(self._read, "handoff-reader")
+
+    def save(self, handoff: Handoff) -> "Future[None]":
+        """See `Connector.save`."""
+        self._expect_role("prefill")
+        return self._sending.save(handoff)
+
+    def load(self, key: str) -> "Future[Handoff]":
+        """See `Connector.load`."""
+        self._expect_role("decode")
+        return self._receiving.load(key)
+
+    def refuse(self, key: str, reason: str) -> None:
+        """See `Connector.refuse`."""
+        self._expect_role("prefill")
+        self._sending.refuse(key, reason)
+
+    def close(self) -> None:
+        """See `Connector.close`; the other side's futures end too. Takes some seconds if that one does not answer."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+        self._channel.send({"kind": "bye"})
+        self._lose(f"the connection with {self.address} was closed")
+        join(self._reader, ENDING_S)  # ends when the other side has read all and ends too
+        self._channel.close()
+        join(self._reader, ENDING_S)
+        if join(self._worker, ENDING_S):
+            self._carrier.close()  # else it is stuck in a transfer, which ends with the other process, or this one
+
+    def _expect_role(self, role: TransferRole) -> None:
+        if self.role != role:
+            raise UsageError(f"{self.name}://{self.address}: this is the {self.role} side, expected the {role} side")
+
+    def _read(self) -> None:
+        side = self._sending if self.role == "prefill" else self._receiving
+        while (message := self._channel.read()) is not None and message.get("kind") != "bye":
+            try:
+                side.read(message)
+            except (KeyError, TypeError) as error:
+                LOG.error("no message of a hand-off: %s: %s", type(error).__name__, error)
+                break
+        has_closed = message is not None and message.get("kind") == "bye"
+        self._lose(f"the process at the other end of {self.address} {'has closed' if has_closed else 'is gone'}")
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                job()
+            except Exception as error:  # whatever a carrier raises: from here on the two sides are out of step
+                LOG.debug("transfer over %s failed", self.address, exc_info=True)
+                reason = str(error).strip().partition("\n")[0]
+                self._lose(f"a transfer with the other end of {self.address} failed: {reason}")
+
+    def _lose(self, reason: str) -> None:
+        """End all futures and threads; the reader goes on to the end of what the other side sends."""
+        with self._lock:
+            if self._is_lost:
+                return
+            self._is_lost = True
+        error = PeerUnreachable(reason)
+        self._sending.end(error)
+        self._receiving.end(error)
+        self._channel.end()
+        with suppress(RuntimeError):  # it is gone already
+            self._carrier.stop()
+        self._jobs.put(None)

@@ -1,0 +1,194 @@
+"""The prefill side of a connection: what is saved is offered once it is wanted, and held until it has arrived.
+
+The other side pulls. It sends `want`; as soon as the key is saved too, it gets an `offer` with the header, answers
+`take`, receives the tensors and says `got`. With `drop` it gives up, at any time before `take`, or says that what came
+was damaged. A want has a number, which the answers repeat, so that what is late for one want is not taken for another.
+"""
+
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from dflash_runtime.errors import CapacityError, DFlashError, PeerUnreachable
+from dflash_runtime.kv_transfer.carrier import Carrier, Staged
+from dflash_runtime.kv_transfer.connector import mark_written, settle
+from dflash_runtime.kv_transfer.control_channel import Message
+from dflash_runtime.kv_transfer.handoff import Handoff
+from dflash_runtime.kv_transfer.payload_bytes import header_with_checksums
+
+LONGEST_MEMORY = 4096
+"""Of how many keys it is remembered that they were refused, or given up before they were saved."""
+
+
+@dataclass(slots=True)
+class _Held:
+    handoff: Handoff
+    written: list[torch.cuda.Event]
+    futures: "list[Future[None]]"
+    number: int | None = None  # of the want that it was offered for
+    staged: Staged | None = None
+
+
+@dataclass(slots=True)
+class _Book:
+    """By key: what is held, the number of the want that waits, why nothing comes, what is no longer wanted."""
+
+    held: dict[str, _Held] = field(default_factory=dict)
+    wanted: dict[str, int] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+    dropped: dict[str, str] = field(default_factory=dict)
+
+
+class SendingSide:
+    """Keeps what is saved until it is wanted. Nothing here waits: `do` queues work for the thread that transfers."""
+
+    def __init__(
+        self, carrier: Carrier, send: Callable[[Message], None], do: Callable[[Callable[[], None]], None]
+    ) -> None:
+        self._carrier, self._send, self._do = carrier, send, do
+        self._book = _Book()
+        self._ended: DFlashError | None = None
+        self._lock = threading.Lock()
+
+    def save(self, handoff: Handoff) -> "Future[None]":
+        """See `Connector.save`."""
+        future: Future[None] = Future()
+        future.set_running_or_notify_cancel()  # who saves does not call it off; it is the other side that may
+        key, written = handoff.key, mark_written(handoff.tensors)
+        with self._lock:
+            reason = self._book.dropped.pop(key, None)
+            error = self._ended or (None if reason is None else _not_taken(key, reason))
+            if error is None:
+                self._hold(_Held(handoff, written, [future]))
+        if error is not None:
+            settle(future, error)
+        return future
+
+    def _hold(self, new: _Held) -> None:
+        key = new.handoff.key
+        old = self._book.held.get(key)
+        if old is not None and old.number is not None:  # on its way
+            old.futures += new.futures
+            return
+        new.futures += old.futures if old is not None else []
+        self._book.held[key] = new
+        self._book.refused.pop(key, None)
+        if key in self._book.wanted:
+            self._begin(new, self._book.wanted.pop(key))
+
+    def refuse(self, key: str, reason: str) -> None:
+        """See `Connector.refuse`."""
+        with self._lock:
+            if key in self._book.held or self._ended is not None:
+                return
+            number = self._book.wanted.pop(key, None)
+            _remember(self._book.refused, key, reason)
+        if number is not None:
+            self._send({"kind": "refused", "key": key, "number": number, "reason": reason})
+
+    def read(self, message: Message) -> None:
+        """Act on what the other side says."""
+        key, number = message["key"], message["number"]
+        match message["kind"]:
+            case "want":
+                self._want(key, number)
+            case "take":
+                self._do(lambda: self._transfer(key, number))
+            case "got":
+                self._finish(key, number, None)
+            case "drop":
+                self._drop(key, number, message["reason"])
+
+    def end(self, error: DFlashError) -> None:
+        """End all futures, and those to come, with an error."""
+        with self._lock:
+            self._ended = self._ended or error
+            held, self._book = list(self._book.held.values()), _Book()
+        _settle_all((future for item in held for future in item.futures), error)
+
+    def _want(self, key: str, number: int) -> None:
+        with self._lock:
+            self._book.dropped.pop(key, None)
+            held, reason = self._book.held.get(key), self._book.refused.get(key)
+            if held is not None:
+                self._begin(held, number)
+            elif reason is None:
+                self._book.wanted[key] = number
+        if held is None and reason is not None:
+            self._send({"kind": "refused", "key": key, "number": number, "reason": reason})
+
+    def _begin(self, held: _Held, number: int) -> None:
+        if held.number is None:  # else it is a want that came twice
+            held.number = number
+            self._do(lambda: self._offer(held, number))
+
+    def _offer(self, held: _Held, number: int) -> None:
+        key = held.handoff.key
+        with self._lock:
+            if self._book.held.get(key) is not held:  # given up meanwhile
+                return
+        try:
+            for event in held.written:
+                event.synchronize()
+            held.staged = self._carrier.stage(held.handoff.tensors)
+            header = _header(held.handoff, held.staged)
+        except Exception as error:
+            reason = error.message if isinstance(error, DFlashError) else f"{type(error).__name__}: {error}"
+            self._send({"kind": "refused", "key": key, "number": number, "reason": reason})
+            self._finish(key, number, CapacityError(f"hand-off {key}: not sent: {reason}"))
+            return
+        directions = dict(held.staged.directions)
+        self._send({"kind": "offer", "key": key, "number": number, "header": header, "directions": directions})
+
+    def _transfer(self, key: str, number: int) -> None:
+        with self._lock:
+            held = self._book.held.get(key)
+        if held is not None and held.staged is not None and held.number == number:
+            self._carrier.send(held.staged)
+
+    def _drop(self, key: str, number: int, reason: str) -> None:
+        with self._lock:
+            if self._book.wanted.get(key) == number:
+                del self._book.wanted[key]
+                _remember(self._book.dropped, key, reason)
+        self._finish(key, number, _not_taken(key, reason))
+
+    def _finish(self, key: str, number: int, error: DFlashError | None) -> None:
+        """Let go of what was offered for a want; a word that comes twice finds nothing."""
+        with self._lock:
+            held = self._book.held.get(key)
+            if held is None or held.number != number:
+                return
+            del self._book.held[key]
+            if error is not None:
+                _remember(self._book.refused, key, error.message)
+        _settle_all(held.futures, error)
+        if held.staged is not None:
+            staged = held.staged
+            self._do(lambda: self._carrier.release(staged))
+
+
+def _header(handoff: Handoff, staged: Staged) -> dict[str, Any]:
+    """Tensors on a device have no checksums: those would cost a copy of all of them to the host."""
+    ready = replace(handoff, tensors=staged.tensors)
+    on_host = all(tensor.device.type == "cpu" for tensor in staged.tensors.values())
+    return header_with_checksums(ready) if on_host else ready.to_header()
+
+
+def _not_taken(key: str, reason: str) -> PeerUnreachable:
+    return PeerUnreachable(f"hand-off {key} was not taken: {reason}")
+
+
+def _remember(entries: dict[str, str], key: str, reason: str) -> None:
+    entries[key] = reason
+    while len(entries) > LONGEST_MEMORY:
+        del entries[next(iter(entries))]
+
+
+def _settle_all(futures: "Iterable[Future[None]]", error: DFlashError | None) -> None:
+    for future in futures:
+        settle(future, error)
