@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from dflash_cli import console
+from dflash_cli.generation.handoffs.handoff_options import HandoffOptions, open_handing
 from dflash_cli.interruption import Interrupted
 from dflash_cli.options import (
     CausalityOption,
@@ -32,14 +33,18 @@ from dflash_runtime.errors import GateFailed, UsageError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from dflash_cli.evaluation.prompt_choice import PromptChoice
     from dflash_cli.generation.answers import Event, Tally
+    from dflash_cli.generation.handoffs.handing import Handing
     from dflash_cli.generation.loaded_pair import PairSession
     from dflash_cli.generation.outputs import Sink
     from dflash_cli.generation.prompt_sets import PromptSet
     from dflash_cli.generation.prompts import PromptRow
     from dflash_runtime.lossless import Lossless
+    from dflash_runtime.scheduling.request import SamplingParams
 
 SHOWN_FAILURES = 20
+MAX_NEW_TOKENS = 256
 
 PromptArg = Annotated[
     list[str] | None, typer.Argument(metavar="PROMPT", help="Text to continue; - reads it from stdin.")
@@ -87,6 +92,7 @@ AdaptiveWidthOption = Annotated[
 def generate(
     engine: EngineOptions,
     sampling: SamplingOptions,
+    handoff: HandoffOptions,
     prompt: PromptArg = None,
     draft: DraftOption = None,
     target: TargetOption = None,
@@ -94,7 +100,7 @@ def generate(
     dataset: DatasetOption = None,
     dataset_format: DatasetFormatOption = None,
     output: OutputOption = None,
-    max_new_tokens: MaxNewTokensOption = 256,
+    max_new_tokens: MaxNewTokensOption = MAX_NEW_TOKENS,
     chat: ChatOption = None,
     chat_template_kwargs: TemplateOption = None,
     causality: CausalityOption = None,
@@ -110,24 +116,27 @@ def generate(
     Text goes to stdout as it is generated, one line of statistics to stderr. Without --draft and --target, the bundled
     pair runs.
     """
-    if as_json and output == "-":
-        raise UsageError("--json and --output - both write to stdout")
-    if check_lossless and sampling.temperature > 0:
-        raise UsageError("--check-lossless needs --temperature 0: a sampled token has no single right value")
+    _check_stdout(output, sampling, as_json=as_json, check_lossless=check_lossless)
+    handoff.check(
+        {"PROMPT": prompt, "--prompts": prompts, "--dataset": dataset, "--dataset-format": dataset_format,
+         "--max-new-tokens": max_new_tokens != MAX_NEW_TOKENS, "--chat": chat, "--output": output, "--trace": trace,
+         "--chat-template-kwargs": chat_template_kwargs, "--check-lossless": check_lossless},
+        sampling,
+    )  # fmt: skip
     params, config = sampling.params(max_new_tokens), engine.config()
-    from dflash_cli.generation.announcements import announce_loading, note_cut_answers, suggest_diagnosis
+    from dflash_cli.generation.announcements import announce_loading
     from dflash_cli.generation.atomic_file import check_output
 
     if output not in (None, "-"):
         check_output(Path(output), force=force)
     _note_odd_prompts(prompt or [], has_draft=draft is not None)
-    given = _gather(prompt or [], prompts, dataset, dataset_format)
+    given = None if handoff.brings_prompts else _gather(prompt or [], prompts, dataset, dataset_format)
     announce_loading(draft, target, plain=engine.num_speculative_tokens == 0, device=config.device)
     from dflash_cli.evaluation.prompt_choice import choose_prompts
-    from dflash_cli.generation.answers import Tally, answer_rows
     from dflash_cli.generation.loaded_pair import open_session
     from dflash_runtime.device.settings import can_adapt
 
+    handing = open_handing(handoff, given, force=force, check_lossless=check_lossless)
     if adaptive_width is None:
         adaptive_width = sampling.verify_width is None and can_adapt(config)
     config = replace(config, adaptive_width=adaptive_width)
@@ -135,24 +144,29 @@ def generate(
         draft, target, config, causality=causality, template_options=chat_template_kwargs, threads=threads
     )
     session.check_params(params)
-    choice = choose_prompts(session, given, chat=chat, seed=sampling.seed)
-    params = params.with_stops(session.stop_token_ids)
+    choice = choose_prompts(session, given or handing.prompts, chat=chat, seed=sampling.seed)
+    params = handing.params or params.with_stops(session.stop_token_ids)
+    handing.check_pair(session.llm)
     session.warm_up(params, len(choice.rows))
-    tally = Tally(session.llm.num_draft_tokens)
-    started = time.perf_counter()
-    with ExitStack() as stack:
-        sinks = [tally.add, *_open_sinks(session, choice.rows, output, stack, trace=trace, as_json=as_json)]
-        interrupted = _drain(answer_rows(session, choice.rows, lambda row: params, chat=choice.chat), sinks)
-    seconds = time.perf_counter() - started
+    tally, seconds, interrupted = _answer(session, choice, params, handing, output, trace=trace, as_json=as_json)
     lossless = session.llm.check_lossless(tally.outputs) if check_lossless and not interrupted else None
     if as_json:
-        console.result_json(tally.to_json(session, seconds, with_trace=trace, lossless=lossless))
+        document = tally.to_json(session, seconds, with_trace=trace, lossless=lossless)
+        console.result_json(document | {"handoffs": handing.to_json()})
+    elif handing.is_sending:
+        console.result(f"{handing.place}")
     console.status(tally.figures(seconds))
-    note_cut_answers(tally.outputs, params, session.llm.limits.max_model_len)
-    suggest_diagnosis(tally.counts, session.references)
+    _tell(session, tally, params, handing)
     if interrupted:
         _stop(tally, sum(row.num_turns for row in choice.rows), output)
     _finish(tally, lossless)
+
+
+def _check_stdout(output: str | None, sampling: SamplingOptions, *, as_json: bool, check_lossless: bool) -> None:
+    if as_json and output == "-":
+        raise UsageError("--json and --output - both write to stdout")
+    if check_lossless and sampling.temperature > 0:
+        raise UsageError("--check-lossless needs --temperature 0: a sampled token has no single right value")
 
 
 def _gather(prompt: "Sequence[str]", prompts: str | None, dataset: str | None, form: str | None) -> "PromptSet":
@@ -161,16 +175,34 @@ def _gather(prompt: "Sequence[str]", prompts: str | None, dataset: str | None, f
     return gather_prompts(prompt, prompts, dataset, form)
 
 
+def _answer(
+    session: "PairSession", choice: "PromptChoice", params: "SamplingParams", handing: "Handing", output: str | None,
+    *, trace: bool, as_json: bool,
+) -> "tuple[Tally, float, bool]":  # fmt: skip
+    """Answer the prompts, or hand them off; the counts, the seconds, and whether that was interrupted."""
+    from dflash_cli.generation.answers import Tally, answer_rows
+
+    tally = Tally(session.llm.num_draft_tokens)
+    with ExitStack() as stack:
+        stream = stack.enter_context(handing.opened(session.llm))
+        is_silent = as_json or handing.is_sending
+        sinks = [tally.add, *_open_sinks(session, choice.rows, output, stack, trace=trace, is_silent=is_silent)]
+        started = time.perf_counter()
+        events = answer_rows(session, choice.rows, lambda row: params, chat=choice.chat, stream=stream)
+        interrupted = _drain(events, sinks)
+        return tally, time.perf_counter() - started, interrupted
+
+
 def _open_sinks(
     session: "PairSession", rows: "Sequence[PromptRow]", output: str | None, stack: ExitStack, *, trace: bool,
-    as_json: bool,
+    is_silent: bool,
 ) -> "Iterator[Sink]":  # fmt: skip
     """Where the events go: rows to a file, with a meter; a trace; or text."""
     from dflash_cli.generation.outputs import ProgressSink, TextSink, TraceSink, open_row_sink
 
     if output is not None:
         yield open_row_sink(rows, output, stack, session.llm.num_draft_tokens, with_trace=trace)
-    if output is not None or as_json:
+    if output is not None or is_silent:
         yield ProgressSink(sum(row.num_turns for row in rows), stack)
     elif trace:
         yield TraceSink(rows, session.tokenizer)
@@ -189,6 +221,16 @@ def _drain(events: "Iterator[Event]", sinks: "Sequence[Sink]") -> bool:
     except KeyboardInterrupt:
         return True
     return False
+
+
+def _tell(session: "PairSession", tally: "Tally", params: "SamplingParams", handing: "Handing") -> None:
+    """What is worth knowing of a run beside its figures."""
+    from dflash_cli.generation.announcements import note_cut_answers, suggest_diagnosis
+
+    handing.tell(tally)
+    if not handing.is_sending:
+        note_cut_answers(tally.outputs, params, session.llm.limits.max_model_len)
+    suggest_diagnosis(tally.counts, session.references)
 
 
 def _note_odd_prompts(prompts: "Sequence[str]", *, has_draft: bool) -> None:

@@ -228,6 +228,7 @@ def _from_json(record: Mapping[str, Any], row: PromptRow) -> Answer:
         committed_lengths=tuple(record["committed_lengths"]),
         verify_widths=tuple(record.get("verify_widths", ())),
         rejected_ids=tuple(record.get("rejected_ids", ())),
+        num_loaded=record.get("num_loaded", 0),
     )
     return Answer(row, record["turn"], output, record["text"])
 

@@ -12,7 +12,11 @@ from dflash_runtime.scheduling.request import DraftStep, FinishReason, RequestOu
 
 if TYPE_CHECKING:
     from dflash_cli.generation.loaded_pair import PairSession
+    from dflash_runtime.llm import Delta
     from dflash_runtime.lossless import Lossless
+
+Streaming = Callable[[list[list[int]], list[SamplingParams], list[PromptRow]], Iterator["Delta"]]
+"""Runs prompts, each with its parameters; the rows are those that the prompts belong to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +48,8 @@ class Answer:
             "rejected_ids": list(self.output.rejected_ids),
             "metrics": request_metrics(self.output, num_speculative_tokens),
         }
+        if self.output.num_loaded:
+            record["num_loaded"] = self.output.num_loaded
         if with_trace:
             record["trace"] = [_step_json(step, self.output.token_ids) for step in self.output.drafts]
         if self.output.error is not None:
@@ -175,11 +181,14 @@ def answer_rows(
     params: Callable[[PromptRow], SamplingParams],
     *,
     chat: bool = False,
+    stream: Streaming | None = None,
 ) -> Iterator[Event]:
     """Answer every row. All rows take their first turn together, then their second, and so on.
 
     A turn that cannot be served has an answer with an error, as have those after it; other rows are not touched by it.
+    `stream` runs the prompts: by default the session's LLM, by itself.
     """
+    stream = stream or (lambda prompts, given, _: session.llm.stream(prompts, given))
     pending = [Conversation(row) for row in rows]
     while pending:
         prompts, ready = [], []
@@ -191,7 +200,8 @@ def answer_rows(
                 yield from _fail(conversation, error.message, error.exit_code)
         pending = ready
         texts = [_Text(session.tokenizer) for _ in pending]
-        for delta in session.llm.stream(prompts, [own_seed(params(item.row), item.row) for item in pending]):
+        given = [own_seed(params(item.row), item.row) for item in pending]
+        for delta in stream(prompts, given, [item.row for item in pending]):
             conversation, text = pending[delta.index], texts[delta.index]
             output = _of_row(delta.output, conversation) if delta.output is not None else None
             if output is not None and output.error is not None:

@@ -78,6 +78,7 @@ class TransferCounts:
     num_sent: int = 0
     num_bytes: int = 0
     num_given_up: int = 0  # prefilled here instead
+    why_given_up: str = ""  # of the first of them
     problems: dict[str, None] = field(default_factory=dict)  # of those that were forced, each once
 
 
@@ -194,6 +195,7 @@ class Transfers:
         """Prefill a request here, since its KV does not come; said once."""
         if not self.counts.num_given_up:
             reason = error.message if isinstance(error, DFlashError) else str(error)
+            self.counts.why_given_up = reason
             logger.warning("hand-off %s was not loaded (%s); its prompt is run here", request.load_key, reason)
         self.counts.num_given_up += 1
         self._scheduler.give_up_loading(request)

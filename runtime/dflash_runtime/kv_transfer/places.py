@@ -4,6 +4,7 @@ import torch
 
 from dflash_runtime.errors import UsageError
 from dflash_runtime.kv_transfer.connector import CONNECTORS, Connector, OpenOptions, TransferRole
+from dflash_runtime.kv_transfer.control_channel import Address
 
 FOLDER = "file"
 
@@ -18,13 +19,25 @@ def open_connector(
         PeerUnreachable: the other side did not come within `timeout_s`.
         UnsupportedError: what it needs is not installed, or not there.
     """
-    CONNECTORS.discover("dflash_runtime.kv_transfer")
     name, rest = _split(place)
     return CONNECTORS[name](rest, OpenOptions(role, timeout_s, device))
 
 
+def check_place(place: str) -> bool:
+    """Whether a place is a folder, and not an address; opens nothing.
+
+    Raises:
+        UsageError: it is neither.
+    """
+    name, rest = _split(place)
+    if name != FOLDER:
+        Address.parse(rest)
+    return name == FOLDER
+
+
 def _split(place: str) -> tuple[str, str]:
     """A connector's name and what it opens."""
+    CONNECTORS.discover("dflash_runtime.kv_transfer")
     name, mark, rest = place.partition("://")
     by_address = sorted(known for known in CONNECTORS if known != FOLDER)
     if not mark and place and place.partition(":")[0] not in by_address:

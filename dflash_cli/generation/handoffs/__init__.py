@@ -1,0 +1,1 @@
+"""Answering where another engine has prefilled: hand-offs of `generate`, and the prefill process of an evaluation."""

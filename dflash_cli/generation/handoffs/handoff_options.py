@@ -1,0 +1,144 @@
+"""The options by which `dflash generate` hands requests off, or goes on with them. Needs no torch itself."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dflash_cli.options import SamplingOptions
+from dflash_cli.parameters import ENGINE
+from dflash_runtime.errors import RequestError, UsageError
+
+if TYPE_CHECKING:
+    from dflash_cli.generation.handoffs.handing import Handing
+    from dflash_cli.generation.prompt_sets import PromptSet
+    from dflash_cli.generation.prompts import PromptRow
+
+TimeoutOption = Annotated[
+    float,
+    typer.Option(
+        "--handoff-timeout",
+        min=0.1,
+        metavar="SECONDS",
+        help="How long the other side of a hand-off is waited for.",
+        rich_help_panel=ENGINE,
+    ),
+]
+ForceMismatchOption = Annotated[
+    bool,
+    typer.Option(
+        "--force-mismatch",
+        help="Go on from hand-offs of another pair or without all their rows, as far as they go, and say what did not "
+        "fit. The text stays right; acceptance may fall.",
+        rich_help_panel=ENGINE,
+    ),
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandoffOptions:
+    """Whether requests end after their prompts and are handed off, or go on from hand-offs."""
+
+    handoff_out: Annotated[
+        str | None,
+        typer.Option(
+            "--handoff-out",
+            metavar="PLACE",
+            help="Run prompts to their first token, and hand the requests off: to a folder, or to the process that "
+            "connects to gloo://, nccl:// or nixl://HOST:PORT.",
+            rich_help_panel=ENGINE,
+        ),
+    ] = None
+    handoff_in: Annotated[
+        str | None,
+        typer.Option(
+            "--handoff-in",
+            metavar="PLACE",
+            help="Go on from what --handoff-out hands off. A folder brings its prompts and how to sample; for an "
+            "address, both sides are given the same.",
+            rich_help_panel=ENGINE,
+        ),
+    ] = None
+    handoff_timeout: TimeoutOption = 60.0
+    force_mismatch: ForceMismatchOption = False
+
+    @property
+    def brings_prompts(self) -> bool:
+        """Whether prompts, sampling and lengths come from hand-offs that lie in a folder."""
+        return self.handoff_in is not None and "://" not in self.handoff_in
+
+    def check(self, given: Mapping[str, Any], sampling: SamplingOptions) -> None:
+        """Refuse options that contradict each other; `given` has the command's own by what is typed for them.
+
+        Raises:
+            UsageError: naming one that does not go with where requests come from, or go to.
+        """
+        if self.handoff_out is not None and self.handoff_in is not None:
+            raise UsageError("--handoff-out and --handoff-in do not go together: an engine prefills, or goes on")
+        if self.force_mismatch and self.handoff_in is None:
+            raise UsageError("--force-mismatch goes with --handoff-in")
+        if self.handoff_out is not None:
+            _refuse(given, OF_ANSWERS, "--handoff-out, which hands requests off before they are answered")
+        if self.brings_prompts:
+            changed = {_flag(item.name): item.name for item in fields(sampling)}
+            default = SamplingOptions()
+            typed = {flag: getattr(sampling, name) != getattr(default, name) for flag, name in changed.items()}
+            _refuse({**given, **typed}, (*OF_PROMPTS, *typed), "--handoff-in FOLDER, whose hand-offs bring their own")
+
+
+OF_ANSWERS = ("--output", "--trace", "--check-lossless")
+OF_PROMPTS = ("PROMPT", "--prompts", "--dataset", "--dataset-format", "--max-new-tokens", "--chat",
+              "--chat-template-kwargs")  # fmt: skip
+
+
+def open_handing(options: HandoffOptions, given: "PromptSet | None", *, force: bool, check_lossless: bool) -> "Handing":
+    """The hand-offs of a run, of which there may be none. Headers of a folder are read; nothing is written yet.
+
+    Raises:
+        RequestError: a prompt of several turns.
+        UsageError, CheckpointNotFound: no such place, a folder that may not be written to, or samples that are to be
+            judged.
+        InvalidHandoff: a hand-off in the folder is malformed, or cut short.
+    """
+    from dflash_cli.generation.handoffs.handing import Handing
+    from dflash_cli.generation.handoffs.handoff_folder import check_folder, read_waiting
+    from dflash_runtime.kv_transfer.places import check_place
+
+    place = options.handoff_out or options.handoff_in
+    is_sending = options.handoff_out is not None
+    if place is not None:
+        _refuse_turns(given.rows if given is not None else ())
+    is_folder = place is not None and check_place(place)
+    if is_folder and is_sending:
+        check_folder(str(place), force=force)
+    waiting = read_waiting(str(place)) if is_folder and not is_sending else ()
+    if check_lossless and not all(item.params.is_greedy for item in waiting):
+        raise UsageError("--check-lossless: these hand-offs are sampled, and a sample has no single right value")
+    return Handing(
+        place=place,
+        is_folder=is_folder,
+        is_sending=is_sending,
+        timeout_s=options.handoff_timeout,
+        force=options.force_mismatch,
+        waiting=waiting,
+    )
+
+
+def _refuse_turns(rows: "Sequence[PromptRow]") -> None:
+    row = next((row for row in rows if row.num_turns > 1), None)
+    if row is not None:
+        raise RequestError(
+            f"{row.where}: has {row.num_turns} turns, and a turn after the first builds on an answer to come",
+            hint="hand off one turn at a time, as rows with messages",
+        )
+
+
+def _refuse(given: Mapping[str, Any], names: tuple[str, ...], why: str) -> None:
+    name = next((name for name in names if given.get(name)), None)
+    if name is not None:
+        raise UsageError(f"{name} does not go with {why}")
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

@@ -1,0 +1,219 @@
+"""`dflash generate --handoff-out` and `--handoff-in`: two runs that are one, and every way in which they are none."""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import save_file
+
+from dflash_testing import checkpoints as support
+from dflash_testing.pairs import bundled_prompts
+
+LENGTHS = (1, 15, 16, 17, 33)
+"""Of prompts, so that their last page holds one row, all but one, all, and those of the next page."""
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    texts = zip(LENGTHS, bundled_prompts(), strict=False)
+    rows = [{"prompt_token_ids": text[:length], "id": f"p{length}", "category": "code"} for length, text in texts]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+@pytest.fixture(scope="module")
+def handed_off(prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("handoffs") / "ho"
+    done = support.run_main("generate", "-p", prompts, "-n", 20, "--handoff-out", folder)
+    assert (done.code, done.out) == (0, f"{folder}\n")
+    assert "5 prompts handed off" in done.err
+    return folder
+
+
+@pytest.fixture
+def copied(handed_off: Path, tmp_path: Path) -> Path:
+    """A copy that a test may harm."""
+    return Path(shutil.copytree(handed_off, tmp_path / "ho"))
+
+
+def rows_of(*arguments: object) -> list[dict[str, Any]]:
+    done = support.run_main("generate", *arguments, "-o", "-")
+    assert done.code == 0, done.err
+    return [json.loads(line) for line in done.out.splitlines()]
+
+
+def refuse(code: int, *arguments: object) -> str:
+    """The error of a run that writes no result, without what is said before it."""
+    done = support.run_main("generate", *arguments)
+    assert (done.code, done.out) == (code, ""), done.err
+    assert done.err.count("error: ") == 1
+    return done.err[done.err.index("error: ") :]
+
+
+@pytest.mark.parametrize("sampling", [[], ["--temperature", "0.8", "--seed", "3"]], ids=["greedy", "sampled"])
+def test_two_runs_over_a_folder_are_one(sampling: list[str], prompts: Path, tmp_path: Path) -> None:
+    """Rows, traces, numbers, ids and text; each row says how much of it was handed off."""
+    one = rows_of("-p", prompts, "-n", 20, "--trace", *sampling)
+    sent = support.run_main("generate", "-p", prompts, "-n", 20, *sampling, "--handoff-out", tmp_path / "ho")
+    assert sent.code == 0, sent.err
+    two = rows_of("--handoff-in", tmp_path / "ho", "--trace")
+    assert [row.pop("num_loaded") for row in two] == list(LENGTHS)
+    assert two == one
+
+
+def test_documents_say_what_was_handed_off(prompts: Path, tmp_path: Path) -> None:
+    place = tmp_path / "ho"
+    sent = json.loads(support.run_main("generate", "-p", prompts, "-n", 9, "--handoff-out", place, "--json").out)
+    size = sum(file.stat().st_size for file in place.rglob("kv.safetensors"))
+    assert (sent["handoffs"]["num_sent"], sent["num_tokens"]) == (5, 5)
+    assert 0.9 * size < sent["handoffs"]["num_bytes"] < size
+    loaded = json.loads(support.run_main("generate", "--handoff-in", place, "--check-lossless", "--json").out)
+    assert loaded["handoffs"] == {**sent["handoffs"], "is_sending": False, "num_sent": 0, "num_loaded": 5}
+    assert (loaded["num_tokens"], loaded["lossless"]["is_lossless"]) == (45, True)
+
+
+def test_an_address_joins_two_processes(prompts: Path, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        place = f"gloo://127.0.0.1:{free.getsockname()[1]}"
+    asked = ["-p", str(prompts), "-n", "12"]
+    sender = subprocess.Popen(
+        [sys.executable, "-m", "dflash_cli", "generate", *asked, "--handoff-out", place],
+        env={**os.environ, **support.IMPORT_PATHS},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    two = rows_of(*asked, "--handoff-in", place)
+    out, err = sender.communicate(timeout=60)
+    assert (sender.returncode, out) == (0, f"{place}\n"), err
+    assert [row.pop("num_loaded") for row in two] == list(LENGTHS)
+    assert two == rows_of(*asked)
+
+
+def test_a_peer_that_never_answers_is_said_to_be_gone(prompts: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        place = f"gloo://127.0.0.1:{free.getsockname()[1]}"
+    for option in ("--handoff-in", "--handoff-out"):
+        error = refuse(4, "-p", prompts, option, place, "--handoff-timeout", "0.2")
+        assert "within 0.2 s" in error
+
+
+def test_what_is_damaged_is_refused_before_models_are_loaded(copied: Path) -> None:
+    tensors, header = copied / "00001" / "kv.safetensors", copied / "00001" / "handoff.json"
+    whole, text = tensors.read_bytes(), header.read_text()
+    tensors.write_bytes(whole[:-100])
+    cut = f"error: {tensors}: found {len(whole) - 100} bytes, expected {len(whole)}, as handoff.json says\nhint: "
+    assert refuse(3, "--draft", "absent", "--target", "absent", "--handoff-in", copied).startswith(cut)
+    tensors.unlink()
+    assert refuse(3, "--handoff-in", copied) == f"error: {tensors}: cannot be read: No such file or directory\n"
+    header.write_text(text[:50])
+    assert refuse(3, "--handoff-in", copied).startswith(f"error: {header}: ")
+    header.write_text(text.replace('"00001"', '"00002"'))
+    assert f"{header}: key: found '00002', expected '00001'" in refuse(3, "--handoff-in", copied)
+
+
+def test_a_damaged_page_is_prefilled_again_with_one_warning(copied: Path, prompts: Path) -> None:
+    tensors = copied / "00004" / "kv.safetensors"
+    content = bytearray(tensors.read_bytes())
+    content[-9] ^= 1
+    tensors.write_bytes(content)
+    done = support.run_main("generate", "--handoff-in", copied, "-o", "-")
+    assert done.err.count("warning: ") == 1
+    assert "warning: 1 prompt prefilled here instead: " in done.err
+    assert "damaged" in done.err
+    rows = [json.loads(line) for line in done.out.splitlines()]
+    assert [row.get("num_loaded") for row in rows] == [1, 15, 16, 17, None]
+    assert [row["token_ids"] for row in rows] == [row["token_ids"] for row in rows_of("-p", prompts, "-n", 20)]
+
+
+def test_a_hand_off_of_another_pair_is_refused_by_name_or_taken_by_force(handed_off: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    asked = ["--draft", "tiny:reduced", "--handoff-in", handed_off, "-o", output]
+    error = refuse(3, *asked)
+    assert f"{handed_off}: hand-off 00000 does not fit this engine: draft weights: here " in error
+    assert not output.exists()
+    done = support.run_main("generate", *asked, "--force-mismatch")
+    assert done.code == 0, done.err
+    (warning,) = (line for line in done.err.splitlines() if line.startswith("warning: "))
+    assert "do not fit, and acceptance may be lower for it; position 1 was accepted in 0." in warning
+    assert "draft weights: here" in warning
+    text = [json.loads(line)["token_ids"] for line in output.read_text().splitlines()]
+    assert text == [row["token_ids"] for row in rows_of("--handoff-in", handed_off)]
+
+
+def test_a_full_disk_ends_the_run_in_one_line(prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_saved = 0
+
+    def fill_up(*arguments: Any) -> None:
+        nonlocal num_saved
+        num_saved += 1
+        if num_saved > 2:
+            raise OSError(28, "No space left on device")
+        save_file(*arguments)
+
+    monkeypatch.setattr("dflash_runtime.kv_transfer.file_connector.save_file", fill_up)
+    error = refuse(6, "-p", prompts, "--handoff-out", tmp_path / "ho", "--max-num-requests", "1")
+    assert "ho/00002: hand-off not written: No space left on device" in error
+    assert sorted(item.name for item in (tmp_path / "ho").iterdir()) == ["00000", "00001"]
+
+
+def test_a_folder_that_is_not_empty_is_replaced_only_by_force(copied: Path, prompts: Path) -> None:
+    (copied / "notes.txt").write_text("mine")
+    assert f"{copied}: exists already" in refuse(2, "x", "--handoff-out", copied)
+    assert support.run_main("generate", "x", "--handoff-out", copied, "--force").code == 0
+    assert sorted(item.name for item in copied.iterdir()) == ["00000", "notes.txt"]
+
+
+TURNS = '{"turns": ["a", "b"]}\n'
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (
+            ["--handoff-in", "HO", "x"],
+            2,
+            "PROMPT does not go with --handoff-in FOLDER, whose hand-offs bring their own",
+        ),
+        (["--handoff-in", "HO", "-p", "y"], 2, "--prompts does not go"),
+        (["--handoff-in", "HO", "-n", "4"], 2, "--max-new-tokens does not go"),
+        (["--handoff-in", "HO", "--temperature", "1"], 2, "--temperature does not go"),
+        (["--handoff-in", "HO", "--seed", "1"], 2, "--seed does not go"),
+        (["--handoff-in", "HO", "--handoff-out", "x"], 2, "--handoff-out and --handoff-in do not go together"),
+        (["--handoff-in", "absent"], 4, "absent: no such directory"),
+        (["--handoff-in", "."], 2, ".: no hand-offs in it"),
+        (["--handoff-in", "HO", "--handoff-timeout", "0"], 2, "--handoff-timeout 0: expected 0.1 or more"),
+        (["x", "--handoff-in", "smoke://a:1"], 2, "'smoke://a:1' is no place for hand-offs"),
+        (["x", "--handoff-out", "gloo://127.0.0.1"], 2, "expected HOST:PORT"),
+        (["x", "--handoff-out", "no/such/dir"], 2, "no/such: no such directory"),
+        (["x", "--handoff-out", "out", "-o", "-"], 2, "--output does not go with --handoff-out"),
+        (["x", "--handoff-out", "out", "--trace"], 2, "--trace does not go with --handoff-out"),
+        (["x", "--force-mismatch"], 2, "--force-mismatch goes with --handoff-in"),
+        (["-p", "turns.jsonl", "--handoff-out", "out"], 2, "turns.jsonl:1: has 2 turns"),
+    ],
+)
+def test_bad_input_ends_in_one_line(
+    arguments: list[str], code: int, message: str, handed_off: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("turns.jsonl").write_text(TURNS)
+    assert message in refuse(code, *[str(handed_off) if item == "HO" else item for item in arguments])
+    assert not Path("out").exists()
+
+
+def test_samples_are_not_judged_token_by_token(prompts: Path, tmp_path: Path) -> None:
+    support.run_main("generate", "-p", prompts, "-n", 4, "--temperature", "1", "--handoff-out", tmp_path / "ho")
+    assert "these hand-offs are sampled" in refuse(2, "--handoff-in", tmp_path / "ho", "--check-lossless")
+
+
+def test_help_fits_80_columns() -> None:
+    done = support.launch("generate", "--help", env={"COLUMNS": "80"})
+    assert "--handoff-out PLACE" in done.out
+    assert max(map(len, done.out.splitlines())) <= 80
