@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from dflash_cli import console
+from dflash_cli.evaluation.disaggregation_options import DisaggregationOptions
 from dflash_cli.evaluation.prompt_options import PromptOptions
 from dflash_cli.evaluation.replay_options import ReplayOptions, open_replay, refuse_other_text, run_replay
 from dflash_cli.interruption import Interrupted
@@ -133,6 +134,7 @@ def eval_acceptance(
     sampling: SamplingOptions,
     replay: ReplayOptions,
     asked: PromptOptions,
+    apart: DisaggregationOptions,
     draft: OptionalDraftArg = None,
     target: TargetOption = None,
     prompts: PromptsOption = None,
@@ -167,6 +169,7 @@ def eval_acceptance(
     if trace and as_json:
         raise UsageError("--json and --trace both write to stdout", hint="--rows keeps every step")
     _check_drafts(engine, sampling)
+    apart.check(workers, replay.mode)
     params, config = sampling.params(max_new_tokens), engine.config()
     from dflash_cli.generation.announcements import announce_loading, note_cut_answers, suggest_diagnosis
 
@@ -195,7 +198,6 @@ def eval_acceptance(
     from dflash_cli.evaluation.prompt_choice import choose_prompts
     from dflash_cli.generation.loaded_pair import open_pair
     from dflash_cli.generation.outputs import show_steps
-    from dflash_cli.generation.workers.open_crew import open_answering
 
     pair = open_pair(draft, target, causality=causality, template_options=chat_template_kwargs)
     choice = choose_prompts(
@@ -215,8 +217,9 @@ def eval_acceptance(
         force=force,
     )
     locked = _check_lock(lock, pair)
-    with open_answering(pair, config, workers, threads=threads) as answering:
+    with apart.open(pair, config, workers=workers, threads=threads) as answering:
         evaluation, tally = _measure(answering, request)
+        evaluation = _hold_against_one_engine(evaluation, answering, request, tally)
         max_model_len = answering.max_model_len
     evaluation = dataclasses.replace(evaluation, measured={**evaluation.measured, "lock_sha256": locked})
     _show(evaluation, report, show_all=show_all, as_json=as_json)
@@ -246,10 +249,13 @@ def _show(evaluation: "Evaluation", report: Path | None, *, show_all: bool, as_j
 
 
 def _check_minimum(evaluation: "Evaluation", minimum: float | None, gate: str) -> None:
+    """Require the acceptance that was asked for, and that prefilling elsewhere, if that was asked for, took none."""
     from dflash_cli.evaluation.measure import check_gate
 
     if minimum is not None:
         check_gate(evaluation, minimum, use_lower_bound=gate == "lower")
+    if evaluation.disaggregation is not None:
+        evaluation.disaggregation.check()
 
 
 def _check_outputs(rows_file: Path | None, report: Path | None, *, resume: bool, force: bool) -> None:
@@ -320,6 +326,19 @@ def _measure(answering: "Answering", request: "EvaluationRequest") -> "tuple[Eva
     return evaluation, tally
 
 
+def _hold_against_one_engine(
+    evaluation: "Evaluation", answering: "Answering", request: "EvaluationRequest", tally: "Tally"
+) -> "Evaluation":
+    """The evaluation with what one engine says to the same prompts, where another process has prefilled them."""
+    from dflash_cli.evaluation.disaggregation import all_answers, compare_with_one_engine
+    from dflash_cli.generation.handoffs.handed_session import HandedSession
+
+    if not isinstance(answering, HandedSession):
+        return evaluation
+    found = compare_with_one_engine(answering, request, all_answers(answering, request, tally))
+    return dataclasses.replace(evaluation, disaggregation=found)
+
+
 def _how_to_go_on(request: "EvaluationRequest") -> str:
     if request.journal is None:
         return "nothing is kept; with --rows FILE answers are, and --resume goes on from them"
@@ -336,6 +355,8 @@ def _print(evaluation: "Evaluation", *, show_all: bool) -> None:
         console.table(columns, rows, title=title)
     for match in evaluation.exact_match:
         console.result("\n" + "\n".join(match.lines))
+    if evaluation.verdict:
+        console.result("\n" + "\n".join(evaluation.verdict))
     for shape in evaluation.shapes:
         console.result("\n" + "\n".join(shape.lines))
 

@@ -9,6 +9,7 @@ from typing import Any
 from dflash_cli.evaluation.condition_results import ConditionResult
 from dflash_cli.evaluation.conversation_counts import ConversationCounts
 from dflash_cli.evaluation.curve_shape import CurveShape, find_shapes
+from dflash_cli.evaluation.disaggregation import TITLE, Disaggregation
 from dflash_cli.evaluation.exact_match import ExactMatch
 from dflash_cli.evaluation.rejected_tokens import RejectedToken
 from dflash_cli.evaluation.resampling import MIN_UNITS
@@ -102,6 +103,7 @@ class Evaluation:
     conditions: tuple[ConditionResult, ...] = ()
     exact_match: tuple[ExactMatch, ...] = ()
     rejected_tokens: tuple[RejectedToken, ...] = ()
+    disaggregation: Disaggregation | None = None
     seconds: float
 
     @property
@@ -122,6 +124,11 @@ class Evaluation:
         conversations = [item for item in self.conversations if item.condition == first]
         return find_shapes(self.base.counts, conversations, self.settings)
 
+    @property
+    def verdict(self) -> list[str]:
+        """Whether prefilling in another process held; nothing where it was not asked."""
+        return [] if self.disaggregation is None else self.disaggregation.lines
+
     def to_json(self) -> dict[str, Any]:
         return {
             **self.total.to_json(),
@@ -134,6 +141,7 @@ class Evaluation:
             "conversations": [item.to_json() for item in self.conversations],
             "anchors": None if self.anchors is None else _anchors_json(self.anchors),
             "rejected_tokens": [item.to_json() for item in self.rejected_tokens],
+            "disaggregation": None if self.disaggregation is None else self.disaggregation.to_json(),
             "settings": dict(self.settings),
             "prompts": self.source.to_json(),
             "measured": dict(self.measured),
@@ -203,6 +211,8 @@ def tables(evaluation: Evaluation, *, is_full: bool = True) -> dict[str, Table]:
         found["by condition"] = _condition_table(evaluation)
     if evaluation.categories:
         found["by category"] = _category_table(evaluation)
+    if evaluation.disaggregation is not None:
+        found[TITLE] = evaluation.disaggregation.table
     if is_full and evaluation.rejected_tokens:
         found[REJECTED] = _rejected_table(evaluation.rejected_tokens)
     if is_full:
@@ -217,6 +227,7 @@ def to_markdown(evaluation: Evaluation, title: str = "Acceptance") -> str:
         lines += [f"Note: {evaluation.source.warning}.", ""]
     lines += [line for shape in evaluation.shapes for line in (*shape.lines, "")]
     lines += [line for item in evaluation.exact_match for line in (*item.lines, "")]
+    lines += [line for line in evaluation.verdict for line in (line, "")]
     lines += [f"- {name}: `{value}`" for name, value in provenance(evaluation).items()]
     if evaluation.failures:
         lines += ["", "## Not measured", "", *(f"- {failure.error}" for failure in evaluation.failures)]

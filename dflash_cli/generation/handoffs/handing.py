@@ -1,6 +1,6 @@
 """The hand-offs of a run of `dflash generate`: where they go, or come from, and what came of them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -26,6 +26,17 @@ from dflash_runtime.scheduling.request import RequestOutput, SamplingParams
 from dflash_runtime.transfers import HandoffPlan, TransferCounts
 
 SAME_PAIR = "both sides need the same pair, settings and prompts; --force-mismatch takes what fits of another pair's"
+
+
+def without_echoes(problems: Iterable[str]) -> list[str]:
+    """What does not fit, without the fields that one side lacks because it has no draft: that is said once.
+
+    Rows that are missing come first, since they are what acceptance falls by.
+    """
+    found = list(dict.fromkeys(problems))
+    has_no_draft = any(text in found for text in ("draft: here dflash, there none", "draft: here none, there dflash"))
+    kept = [text for text in found if not (has_no_draft and (" nothing" in text))]
+    return sorted(kept, key=lambda text: ": here " in text)
 
 
 @dataclass(kw_only=True)
@@ -168,7 +179,7 @@ class Handing:
             seen = f"; position 1 was accepted in {rates[0]:.2f} of steps" if rates else ""
             console.warn(
                 f"went on from hand-offs that do not fit, and acceptance may be lower for it{seen}: "
-                f"{'; '.join(counts.problems)}"
+                f"{'; '.join(without_echoes(counts.problems))}"
             )
 
     def to_json(self) -> dict[str, Any] | None:
