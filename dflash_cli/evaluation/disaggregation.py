@@ -179,6 +179,11 @@ def compare_with_one_engine(
     session: "HandedSession", request: "EvaluationRequest", answers: Sequence[Answer]
 ) -> Disaggregation:
     """Ask one engine, which is this process's by itself, the same prompts, and hold the answers against its own."""
+    if session.side.counts.num_given_up:
+        console.warn(
+            f"{plural(session.side.counts.num_given_up, 'prompt')} prefilled here instead of in the prefill process: "
+            f"{session.side.counts.why_given_up}"
+        )
     own = {(item.row.index, item.turn): item.output for item in _ask(session.alone(), request)}
     turns = [(item, own[item.row.index, item.turn]) for item in answers if (item.row.index, item.turn) in own]
     asked_alike = [turn for turn in turns if turn[0].output.prompt_token_ids == turn[1].prompt_token_ids]

@@ -93,7 +93,10 @@ class PrefillProcess:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        self._reader.join(ENDING_S)
+        for thread, stream in ((self._reader, self._process.stdout), (self._log, self._process.stderr)):
+            thread.join(ENDING_S)
+            if stream is not None and not thread.is_alive():
+                stream.close()
 
     def _read(self) -> None:
         assert self._process.stdout is not None

@@ -31,7 +31,7 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def handed_off(prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("handoffs") / "ho"
-    done = support.run_main("generate", "-p", prompts, "-n", 20, "--handoff-out", folder)
+    done = support.run_main("generate", "-p", prompts, "-n", 12, "--handoff-out", folder)
     assert (done.code, done.out) == (0, f"{folder}\n")
     assert "5 prompts handed off" in done.err
     return folder
@@ -57,11 +57,13 @@ def refuse(code: int, *arguments: object) -> str:
     return done.err[done.err.index("error: ") :]
 
 
-@pytest.mark.parametrize("sampling", [[], ["--temperature", "0.8", "--seed", "3"]], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "sampling", [pytest.param([], marks=pytest.mark.slow), ["--temperature", "0.8", "--seed", "3"]], ids=" ".join
+)
 def test_two_runs_over_a_folder_are_one(sampling: list[str], prompts: Path, tmp_path: Path) -> None:
     """Rows, traces, numbers, ids and text; each row says how much of it was handed off."""
-    one = rows_of("-p", prompts, "-n", 20, "--trace", *sampling)
-    sent = support.run_main("generate", "-p", prompts, "-n", 20, *sampling, "--handoff-out", tmp_path / "ho")
+    one = rows_of("-p", prompts, "-n", 12, "--trace", *sampling)
+    sent = support.run_main("generate", "-p", prompts, "-n", 12, *sampling, "--handoff-out", tmp_path / "ho")
     assert sent.code == 0, sent.err
     two = rows_of("--handoff-in", tmp_path / "ho", "--trace")
     assert [row.pop("num_loaded") for row in two] == list(LENGTHS)
@@ -79,6 +81,7 @@ def test_documents_say_what_was_handed_off(prompts: Path, tmp_path: Path) -> Non
     assert (loaded["num_tokens"], loaded["lossless"]["is_lossless"]) == (45, True)
 
 
+@pytest.mark.slow
 def test_an_address_joins_two_processes(prompts: Path, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         place = f"gloo://127.0.0.1:{free.getsockname()[1]}"
@@ -130,7 +133,7 @@ def test_a_damaged_page_is_prefilled_again_with_one_warning(copied: Path, prompt
     assert "damaged" in done.err
     rows = [json.loads(line) for line in done.out.splitlines()]
     assert [row.get("num_loaded") for row in rows] == [1, 15, 16, 17, None]
-    assert [row["token_ids"] for row in rows] == [row["token_ids"] for row in rows_of("-p", prompts, "-n", 20)]
+    assert [row["token_ids"] for row in rows] == [row["token_ids"] for row in rows_of("-p", prompts, "-n", 12)]
 
 
 def test_a_hand_off_of_another_pair_is_refused_by_name_or_taken_by_force(handed_off: Path, tmp_path: Path) -> None:

@@ -1,0 +1,243 @@
+"""`dflash eval-acceptance --disaggregated`: a prefill process of its own, beside one engine on the same prompts."""
+
+import json
+import threading
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+
+from dflash_cli.evaluation.disaggregation import Disaggregation, SideBySide
+from dflash_cli.generation.handoffs import prefill_process
+from dflash_cli.generation.handoffs.prefill_side import PrefillProcess
+from dflash_runtime.errors import DFlashError, GateFailed, PeerUnreachable
+from dflash_testing import checkpoints as support
+
+FEW = ["eval-acceptance", "tiny", "--disaggregated", "--num-prompts", "12", "-n", "12", "--bootstrap", "0"]
+TURNS = [{"turns": [f"def {name}(", "And a test."]} for name in ("add", "sort", "read", "find", "load", "sum")]
+
+
+class InThisProcess:
+    """What the prefill process does, in a thread: no second process has to load torch."""
+
+    pid = 0
+
+    def __init__(self, pair: Any) -> None:
+        self.loss: DFlashError | None = None
+        self._act: Callable[[DFlashError], None] = lambda loss: None
+        self._lines, self._answers = SimpleQueue[Any](), SimpleQueue[Any]()
+        self._lines.put(json.loads(json.dumps(pair)))
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            for answer in prefill_process._serve(self._lines):
+                self._answers.put(json.loads(json.dumps(answer)))
+        except DFlashError as error:
+            self.lose(error)
+
+    def lose(self, error: DFlashError) -> None:
+        self.loss = error
+        self._answers.put(None)
+        self._act(error)
+
+    def say(self, line: Any) -> None:
+        if self.loss is None:
+            self._lines.put(json.loads(json.dumps(line)))
+
+    def hear(self) -> Any:
+        answer = self._answers.get()
+        if answer is None:
+            assert self.loss is not None
+            raise self.loss
+        return answer
+
+    def when_lost(self, act: Callable[[DFlashError], None]) -> None:
+        self._act = act
+
+    def close(self) -> None:
+        """The thread stays, and waits for lines that never come."""
+
+
+@pytest.fixture
+def in_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dflash_cli.generation.handoffs.handed_session.PrefillProcess", InThisProcess)
+
+
+def evaluate(*arguments: object, code: int = 0) -> tuple[dict[str, Any], str]:
+    """The document of a run, and what it says."""
+    done = support.run_main(*arguments, "--json")
+    assert done.code == code, done.err
+    return json.loads(done.out), done.err
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--connector", "gloo"],
+        pytest.param(["--connector", "file", "--temperature", "0.8"], marks=pytest.mark.slow),
+        pytest.param(["--draft-sampling", "probabilistic", "--temperature", "0.8"], marks=pytest.mark.slow),
+        pytest.param(["--scheduling", "sync", "--no-prefix-cache", "--max-num-requests", "3"], marks=pytest.mark.slow),
+        pytest.param(["--exact-match", "none", "--context-lengths", "128,256"], marks=pytest.mark.slow),
+    ],
+    ids=" ".join,
+)
+def test_two_engines_are_one(options: list[str], tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    document, said = evaluate(*FEW, *options, "--rows", rows)
+    found, plain = document["disaggregation"], [item for item in FEW if item != "--disaggregated"]
+    connector = [item for item in options if item in ("--connector", "gloo", "file")]
+    one, _ = evaluate(*plain, *(item for item in options if item not in connector))
+    assert (found["holds"], found["fault"], found["problems"]) == (True, None, [])
+    num_turns = len(document["conversations"])
+    assert found["num_same_texts"] == found["num_same_traces"] == found["num_turns"] == num_turns
+    assert (found["num_handed"], found["num_prefilled_here"]) == (num_turns, 0)
+    assert {**document, **dict.fromkeys(("settings", "measured", "seconds", "disaggregation"))} == {
+        **one, **dict.fromkeys(("settings", "measured", "seconds", "disaggregation"))
+    }  # fmt: skip
+    assert one["disaggregation"] is None
+    loaded = [json.loads(line)["num_loaded"] for line in rows.read_text().splitlines()[1:]]
+    assert sum(loaded) == found["num_rows"] > 300
+    assert "warning" not in said
+
+
+@pytest.mark.usefixtures("in_thread")
+def test_a_prefill_side_without_the_draft_is_refused_and_by_force_is_found_out() -> None:
+    refused = support.run_main(*FEW, "--prefill-draft", "none")
+    assert (refused.code, refused.out) == (3, "")
+    assert "error: what the prefill process hands off does not fit: draft: here dflash, there none\n" in refused.err
+    forced = support.run_main(*FEW, "-n", "24", "--prefill-draft", "none", "--force-mismatch")
+    assert forced.code == 3
+    assert "\nthe hand-off does not hold: acceptance fell: acceptance length " in forced.out
+    assert "\nwhat does not fit: it has no rows of the draft's context KV\n" in forced.out
+    assert "\nerror: the hand-off does not hold: acceptance fell: " in forced.err
+    (row,) = (line for line in forced.out.splitlines() if line.startswith("share at position 1"))
+    one, two = map(float, row.split()[4:6])
+    assert two < one - 0.1
+    assert max(map(len, forced.out.partition("prefill and decode apart")[2].partition("\n\n")[0].splitlines())) <= 80
+
+
+@pytest.fixture
+def lost_before(monkeypatch: pytest.MonkeyPatch, in_thread: None) -> list[int]:
+    """Loses the prefill side right before it is told of the requests whose number, over all runs, is here."""
+    numbers: list[int] = []
+    calls = count(1)
+
+    class Mortal(InThisProcess):
+        def say(self, line: Any) -> None:
+            if "keys" in line and next(calls) in numbers:
+                self.lose(PeerUnreachable("the prefill process has ended: signal 9"))
+            super().say(line)
+
+    monkeypatch.setattr("dflash_cli.generation.handoffs.handed_session.PrefillProcess", Mortal)
+    return numbers
+
+
+def test_turns_of_a_lost_process_are_prefilled_here(lost_before: list[int], tmp_path: Path) -> None:
+    """The text stays right, one warning says so, the report counts them; a run without hand-offs is none."""
+    prompts, rows = tmp_path / "turns.jsonl", tmp_path / "rows.jsonl"
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in TURNS))
+    asked = ["eval-acceptance", "tiny", "--disaggregated", "-p", prompts, "-n", "8", "--bootstrap", "0"]
+    lost_before.append(2)
+    document, said = evaluate(*asked, "--rows", rows)
+    found = document["disaggregation"]
+    assert (found["holds"], found["num_handed"], found["num_prefilled_here"]) == (True, 6, 6)
+    assert "the prefill process has ended: signal 9" in found["why_prefilled_here"]
+    assert said.count("warning: ") == said.count("warning: 6 prompts prefilled here instead of in the prefill") == 1
+    lines = [json.loads(line) for line in rows.read_text().splitlines()[1:]]
+    assert sum("num_loaded" in line for line in lines) == 6
+    rows.write_text("".join(rows.read_text().splitlines(keepends=True)[:-1]))
+    resumed, _ = evaluate(*asked, "--rows", rows, "--resume")
+    assert resumed["disaggregation"]["num_turns"] == 7  # six first turns, and the one that was asked again
+    lost_before[:] = [5]
+    lost, said = evaluate(*asked, code=3)
+    assert lost["disaggregation"]["num_handed"] == 0
+    assert "error: the hand-off does not hold: nothing was handed over: " in said
+
+
+@pytest.mark.usefixtures("in_thread")
+def test_what_the_prefill_process_is_refused_ends_the_run_in_one_line() -> None:
+    done = support.run_main(*FEW, "--prefill-draft", "no/such/draft")
+    assert (done.code, done.out) == (4, "")
+    assert "error: no/such/draft: no such directory" in done.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--connector", "gloo"], "--connector goes with --disaggregated"),
+        (["--prefill-draft", "none"], "--prefill-draft goes with --disaggregated"),
+        (["--force-mismatch"], "--force-mismatch goes with --disaggregated"),
+        (["--disaggregated", "--workers", "2"], "--workers does not go with --disaggregated"),
+        (["--disaggregated", "--mode", "replay", "--dump", "x"], "--disaggregated does not go with --mode replay"),
+        (["--disaggregated", "--connector", "smoke"], "--connector smoke: expected file, gloo, nccl or nixl"),
+    ],
+)
+def test_options_that_contradict_each_other_are_refused(arguments: list[str], message: str) -> None:
+    done = support.run_main("eval-acceptance", *arguments)
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith(f"error: {message}")
+
+
+def test_help_fits_80_columns() -> None:
+    done = support.launch("eval-acceptance", "--help", env={"COLUMNS": "80"})
+    assert "--disaggregated" in done.out
+    assert max(map(len, done.out.splitlines())) <= 80
+
+
+def found_with(**changes: Any) -> Disaggregation:
+    """A comparison of 20 answers that are the same, but for changes."""
+    counts = [(30.0, 10)] * 20
+    same = SideBySide.compare(counts, counts, confidence=0.95)
+    sound: dict[str, Any] = {
+        "connector": "file", "prefill_draft": None, "dtype": "bfloat16", "num_turns": 20, "num_same_texts": 20,
+        "num_rounded": 0, "num_same_traces": 20, "acceptance_len": same, "position_1": same, "num_handed": 20,
+        "num_rows": 99, "num_bytes": 9, "num_prefilled_here": 0,
+    }  # fmt: skip
+    return Disaggregation(**(sound | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        ({}, None),
+        ({"num_same_traces": 12}, None),
+        ({"num_same_traces": 19, "dtype": "float32"}, "1 of 20 traces differ, which rounding does not do in float32"),
+        ({"num_same_texts": 18, "num_same_traces": 18, "num_rounded": 2, "dtype": "float32"}, None),
+        ({"num_same_texts": 18, "num_rounded": 1}, "1 text of 20 differ by more than rounding"),
+        ({"num_handed": 0, "why_prefilled_here": "gone"}, "nothing was handed over: gone"),
+    ],
+)
+def test_what_is_a_fault_and_what_is_rounding(changes: dict[str, Any], fault: str | None) -> None:
+    found = found_with(**changes)
+    assert (found.fault or "").partition(":")[0] == (fault or "").partition(":")[0]
+    if fault is not None:
+        with pytest.raises(GateFailed):
+            found.check()
+
+
+def test_a_fall_is_an_interval_below_nothing() -> None:
+    counts = [(30.0 + place % 3, 10) for place in range(20)]
+    lower = [(tokens - 4 - place % 2, steps) for place, (tokens, steps) in enumerate(counts)]
+    noisy = [(tokens + (8 if place % 2 else -9), steps) for place, (tokens, steps) in enumerate(counts)]
+    fallen, noise = (SideBySide.compare(counts, other, confidence=0.95) for other in (lower, noisy))
+    few = SideBySide.compare(counts[:8], lower[:8], confidence=0.95)
+    assert [item.has_fallen for item in (fallen, noise, few)] == [True, False, False]
+    assert "acceptance fell" in (found_with(num_same_traces=0, position_1=fallen).fault or "")
+    assert found_with(num_same_traces=0, acceptance_len=noise).fault is None
+
+
+def test_a_process_that_cannot_start_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the last line that it wrote; who asks for an answer is told, however often, and who waits for a loss."""
+    monkeypatch.setattr("dflash_cli.generation.handoffs.prefill_side.MODULE", "no_such_module")
+    process = PrefillProcess({"draft": None})
+    for _ in range(2):
+        with pytest.raises(PeerUnreachable, match=r"ended: .*No module named no_such"):
+            process.hear()
+    losses: list[Exception] = []
+    process.when_lost(losses.append)
+    process.close()
+    assert losses == [process.loss]
