@@ -187,6 +187,7 @@ class LLM:
     def close(self) -> None:
         """Drop every request, those of a stream that was not read to its end too; the LLM can be used again."""
         self._call = None
+        self.engine.close_transfers()
         self.engine.abort()
 
     def _begin(self) -> object:

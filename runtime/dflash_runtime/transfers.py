@@ -7,10 +7,10 @@ are given back. A load that fails, or takes too long, leaves its request to be p
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from dflash_runtime.device.kv_pages import Copied
 from dflash_runtime.device.runner import Runner
@@ -22,6 +22,9 @@ from dflash_runtime.scheduling.request import FinishReason, Request
 from dflash_runtime.scheduling.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
+
+Given = TypeVar("Given")
+Got = TypeVar("Got")
 
 WAIT_SECONDS = 0.02
 """How long an engine that has nothing else to do waits at a time; time limits are looked at in between."""
@@ -98,7 +101,7 @@ class Transfers:
         for request in requests:
             if request not in self._arriving:
                 assert request.load_key is not None
-                future = self.plan.connector.load(request.load_key)
+                future = _begun(self.plan.connector.load, request.load_key)
                 self._arriving[request] = Arriving(future, time.monotonic() + self.plan.timeout)
 
     def send(self, request: Request) -> None:
@@ -153,14 +156,14 @@ class Transfers:
         except HandoffMismatch as error:
             self._scheduler.fail(request, error)
             yield request
-        except (DFlashError, OSError) as error:
+        except DFlashError as error:
             self._give_up(request, error)
         self._drop(request)
 
     def _result(self, request: Request, arriving: Arriving) -> Handoff:
         if not arriving.future.done():
             raise PeerUnreachable(f"nothing came within {self.plan.timeout:g} s")
-        return arriving.future.result()
+        return _result(arriving.future)
 
     def _check(self, request: Request, handoff: Handoff) -> None:
         """Refuse what is not this request's, or of another pair.
@@ -190,11 +193,10 @@ class Transfers:
         self.counts.num_loaded += 1
         self.counts.num_bytes += handoff.num_bytes
 
-    def _give_up(self, request: Request, error: Exception) -> None:
+    def _give_up(self, request: Request, error: DFlashError) -> None:
         """Prefill a request here, since its KV does not come; said once."""
         if not self.counts.num_given_up:
-            reason = error.message if isinstance(error, DFlashError) else str(error)
-            logger.warning("hand-off %s was not loaded (%s); its prompt is run here", request.load_key, reason)
+            logger.warning("hand-off %s was not loaded (%s); its prompt is run here", request.load_key, error.message)
         self.counts.num_given_up += 1
         self._scheduler.give_up_loading(request)
 
@@ -227,7 +229,7 @@ class Transfers:
         for request, leaving in list(self._leaving.items()):
             if leaving.future is None and leaving.copied.is_ready:
                 handoff = leaving.handoff.with_tensors(leaving.copied.tensors)
-                leaving.future = self.plan.connector.save(handoff)
+                leaving.future = _begun(self.plan.connector.save, handoff)
             if leaving.future is not None and leaving.future.done():
                 self._leave(request, leaving)
                 yield request
@@ -237,10 +239,34 @@ class Transfers:
         del self._leaving[request]
         assert leaving.future is not None
         try:
-            leaving.future.result()
+            _result(leaving.future)
         except DFlashError as error:
             self._scheduler.fail(request, error)
             return
         self.counts.num_sent += 1
         self.counts.num_bytes += leaving.handoff.num_bytes
         self._scheduler.finish_sending(request)
+
+
+def _begun(begin: "Callable[[Given], Future[Got]]", what: Given) -> "Future[Got]":
+    """What a connector begins; where it refuses to, a future that says why."""
+    try:
+        return begin(what)
+    except Exception as error:
+        failed: Future[Got] = Future()
+        failed.set_exception(error)
+        return failed
+
+
+def _result(future: "Future[Got]") -> Got:
+    """What came of a future; whatever a connector raises is an error with an exit code.
+
+    Raises:
+        DFlashError: the connector's own, or one that names what it raised.
+    """
+    try:
+        return future.result()
+    except DFlashError:
+        raise
+    except (Exception, CancelledError) as error:
+        raise PeerUnreachable(f"{type(error).__name__}: {error}") from error

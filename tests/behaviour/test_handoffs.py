@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from dflash_runtime.errors import CapacityError
 from dflash_runtime.kv_transfer.fingerprint import Fingerprint
 from dflash_runtime.kv_transfer.handoff import DRAFT_PAGES, TARGET_PAGES, Handoff
 from dflash_runtime.llm import LLM
@@ -357,6 +358,43 @@ def test_a_short_pool_preempts_what_is_loading_and_what_was_loaded() -> None:
     connector = hand_off(make_llm(), PROMPTS[3:8], PARAMS)
     llm = make_llm(num_pages=10, scheduling="async")
     assert traces(go_on(llm, PROMPTS[3:8], PARAMS, connector)) == traces(wanted)
+
+
+@pytest.mark.parametrize("failure", [CapacityError("the disk is full"), KeyError("lost")], ids=["disk", "any"])
+def test_what_cannot_be_sent_is_an_error_of_its_prompt(failure: Exception) -> None:
+    connector = MemoryConnector(save_failure=failure)
+    llm = make_llm()
+    plan = HandoffPlan(connector=connector, keys=keys_of(PROMPTS[:2]), is_sending=True)
+    outputs = llm.generate(PROMPTS[:2], PARAMS, handoffs=plan)
+    assert [output.exit_code for output in outputs] == [6, 6] if isinstance(failure, CapacityError) else [4, 4]
+    llm.engine.scheduler.check_integrity()
+    assert not llm.engine.scheduler.has_work
+
+
+def test_pages_stay_until_the_other_side_has_them() -> None:
+    """The request has ended and its row is free; its pages are neither free nor handed out."""
+    connector = MemoryConnector(holds_saves=True)
+    llm = make_llm(num_pages=8, max_num_requests=1)
+    stream = llm.stream(
+        PROMPTS[6:9], PARAMS, handoffs=HandoffPlan(connector=connector, keys=keys_of(PROMPTS[6:9]), is_sending=True)
+    )
+    scheduler = llm.engine.scheduler
+    seen: list[tuple[int, int]] = []
+    step = llm.engine.step
+
+    def watched() -> Any:
+        done = step()
+        scheduler.check_integrity()
+        seen.append((len(connector.saved), scheduler.pages.num_available))
+        if len(seen) > 12 and connector.unconfirmed:
+            connector.confirm()
+        return done
+
+    llm.engine.step = watched  # type: ignore[method-assign]
+    ended = [delta.index for delta in stream if delta.output is not None]
+    assert ended == [0, 1, 2]
+    assert seen.count((2, 0)) > 8  # 33 and 48 tokens and a lookahead have all seven, and the third prompt waits
+    assert scheduler.pages.num_available == 7
 
 
 def test_leaving_early_gives_everything_back() -> None:

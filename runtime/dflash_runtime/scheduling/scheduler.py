@@ -268,7 +268,7 @@ class Scheduler:
                 break
             request = self._waiting[0]
             self.cache.match(request)
-            if self._running and not self.room.has_room(request, self._running):
+            if (self._running or self._sending) and not self.room.has_room(request, self._running):
                 self._release_pages(request)
                 break
             self._waiting.popleft()

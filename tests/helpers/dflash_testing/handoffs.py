@@ -15,7 +15,7 @@ Params = SamplingParams | Sequence[SamplingParams]
 @dataclass(slots=True)
 class MemoryConnector:
     """Keeps what is saved. What is held back is delivered by `deliver`; `change` is done to what is loaded,
-    or a `failure` comes instead."""
+    or a `failure` comes instead. Saves that are held are done when `confirm` is called."""
 
     name: str = "memory"
     saved: dict[str, Handoff] = field(default_factory=dict)
@@ -23,13 +23,24 @@ class MemoryConnector:
     waiting: list[tuple[str, "Future[Handoff]"]] = field(default_factory=list)
     change: Callable[[Handoff], Handoff] | None = None
     failure: Exception | None = None
+    save_failure: Exception | None = None
+    holds_saves: bool = False
+    unconfirmed: "list[Future[None]]" = field(default_factory=list)
 
     def save(self, handoff: Handoff) -> "Future[None]":
+        if self.save_failure is not None:
+            raise self.save_failure
         copies = {name: tensor.clone() for name, tensor in handoff.tensors.items()}
         self.saved[handoff.key] = handoff.with_tensors(copies)
         future: Future[None] = Future()
-        future.set_result(None)
+        self.unconfirmed.append(future)
+        if not self.holds_saves:
+            self.confirm()
         return future
+
+    def confirm(self) -> None:
+        """Say that the oldest hand-off that was saved has been taken."""
+        self.unconfirmed.pop(0).set_result(None)
 
     def load(self, key: str) -> "Future[Handoff]":
         future: Future[Handoff] = Future()
@@ -46,6 +57,9 @@ class MemoryConnector:
         elif key in self.saved and future.set_running_or_notify_cancel():
             handoff = self.saved[key]
             future.set_result(handoff if self.change is None else self.change(handoff))
+
+    def refuse(self, key: str, reason: str) -> None:
+        raise NotImplementedError
 
     def close(self) -> None:
         self.waiting.clear()
