@@ -100,15 +100,12 @@ class VllmPrefill:
         """Refuse another set of layers than the pair's; without a draft here, that of any draft is left alone."""
         there = f"there are files of layers {_spans(sorted(files)) or 'none'}"
         missing = [layer for layer in range(num_target + num_draft) if layer not in files]
-        if missing and missing[0] < num_target:
-            lost = _spans([layer for layer in missing if layer < num_target])
-            raise HandoffMismatch(f"{there}; the target's layers {lost} are missing", path=self.path)
         if missing:
-            drafts = _spans(range(num_target, num_target + num_draft))
+            lost = [layer for layer in missing if layer < num_target] or missing
             raise HandoffMismatch(
-                f"{there}; of the draft's layers {drafts}, {_spans(missing)} are missing: vLLM has not saved them",
+                f"{there}; the {'target' if lost[0] < num_target else 'draft'}'s layers {_spans(lost)} are missing",
                 path=self.path,
-                hint=UNSAVED,
+                hint=UNSAVED if lost[0] >= num_target else None,
             )
         others = [layer for layer in sorted(files) if layer >= num_target + num_draft]
         if others and num_draft:

@@ -5,7 +5,7 @@ layer go into the paged cache; the lines are named beside it.
 """
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -22,7 +22,7 @@ BLOCK_SIZE = 16
 
 
 class Kept:
-    """A connector that keeps what is saved."""
+    """A connector that keeps what is saved, for who loads it in this process."""
 
     name = "kept"
 
@@ -31,12 +31,14 @@ class Kept:
 
     def save(self, handoff: Handoff) -> "Future[None]":
         self.handoffs[handoff.key] = handoff
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
+        saved: Future[None] = Future()
+        saved.set_result(None)
+        return saved
 
     def load(self, key: str) -> "Future[Handoff]":
-        raise NotImplementedError
+        loaded: Future[Handoff] = Future()
+        loaded.set_result(self.handoffs[key])
+        return loaded
 
     def close(self) -> None:
         pass
@@ -44,6 +46,8 @@ class Kept:
 
 def prefill_layers(llm: LLM, prompt: Sequence[int]) -> dict[str, Tensor]:
     """What this pair keeps of a prompt: by vLLM's name of each layer, keys and values [rows, 2, KV, D].
+
+    Both sides rotate keys before they are kept, and begin at position 0.
 
     model_executor/models/qwen3_dflash.py:471: the draft's are `layers.{layer_idx + start_layer_id}`, which :751 gives
     the number of the target's layers.
@@ -73,7 +77,6 @@ def save_as_vllm(
     release: str = "0.33",
     layout: str = "NHD",
     num_scheduled: int | None = None,
-    stale: float = 0.0,
 ) -> Path:
     """The step that a prompt is scheduled in, its first `num_scheduled` tokens, and its layers saved.
 
@@ -92,7 +95,7 @@ def save_as_vllm(
     slot_mapping = slot_mapping.flatten()[:valid_num_tokens]
     for layer_name, rows in layers.items():
         make = {"0.33": kv_cache_of_033, "0.24": kv_cache_of_024}[release]
-        kv_layer = make(rows[:num_tokens], written, num_blocks, block_size, layout, stale)
+        kv_layer = make(rows[:num_tokens], written, num_blocks, block_size, layout)
         # save_kv_layer
         filename = _generate_filename_debug(shared_storage_path, layer_name, token_ids)
         kv_cache = extract_kv_from_layer(kv_layer, slot_mapping, block_size)
@@ -122,7 +125,7 @@ def _generate_filename_debug(storage_path: Path, layer_name: str, token_ids: Ten
     return foldername / f"{layer_name}.safetensors"
 
 
-def kv_cache_of_033(rows: Tensor, slots: Tensor, num_blocks: int, block_size: int, layout: str, stale: float) -> Tensor:
+def kv_cache_of_033(rows: Tensor, slots: Tensor, num_blocks: int, block_size: int, layout: str) -> Tensor:
     """A layer's view [B, H, N, 2 * D] with the rows in their slots.
 
     v1/kv_cache_layout.py: NHD is LBNHC and HND is LBHNC, which decide strides alone. flash_attn.py:1448:
@@ -131,16 +134,16 @@ def kv_cache_of_033(rows: Tensor, slots: Tensor, num_blocks: int, block_size: in
     _, _, num_heads, head_size = rows.shape
     content = 2 * head_size
     if layout == "NHD":
-        kv_cache = rows.new_full((num_blocks, block_size, num_heads, content), stale).transpose(1, 2)
+        kv_cache = rows.new_zeros((num_blocks, block_size, num_heads, content)).transpose(1, 2)
     else:
-        kv_cache = rows.new_full((num_blocks, num_heads, block_size, content), stale)
+        kv_cache = rows.new_zeros((num_blocks, num_heads, block_size, content))
     key_cache, value_cache = kv_cache.transpose(1, 2).split(head_size, dim=-1)
     for cache, index in ((key_cache, 0), (value_cache, 1)):
         cache[slots // block_size, slots % block_size] = rows[:, index]
     return kv_cache
 
 
-def kv_cache_of_024(rows: Tensor, slots: Tensor, num_blocks: int, block_size: int, layout: str, stale: float) -> Tensor:
+def kv_cache_of_024(rows: Tensor, slots: Tensor, num_blocks: int, block_size: int, layout: str) -> Tensor:
     """A layer's cache [B, 2, N, H, D] with the rows in their slots.
 
     flash_attn.py:149 `get_kv_cache_shape`, and `get_kv_cache_stride_order`: (0, 1, 2, 3, 4) for NHD, (0, 1, 3, 2, 4)
@@ -148,17 +151,9 @@ def kv_cache_of_024(rows: Tensor, slots: Tensor, num_blocks: int, block_size: in
     """
     _, _, num_heads, head_size = rows.shape
     if layout == "NHD":
-        kv_cache = rows.new_full((num_blocks, 2, block_size, num_heads, head_size), stale)
+        kv_cache = rows.new_zeros((num_blocks, 2, block_size, num_heads, head_size))
     else:
-        kv_cache = rows.new_full((num_blocks, 2, num_heads, block_size, head_size), stale).transpose(2, 3)
+        kv_cache = rows.new_zeros((num_blocks, 2, num_heads, block_size, head_size)).transpose(2, 3)
     for index, cache in enumerate(kv_cache.unbind(1)):
         cache[slots // block_size, slots % block_size] = rows[:, index]
     return kv_cache
-
-
-def change_layers(
-    layers: Mapping[str, Tensor], change: Callable[[Tensor], Tensor], numbers: Sequence[int]
-) -> dict[str, Tensor]:
-    """The same with some layers changed."""
-    names = {layer_name(number) for number in numbers}
-    return {name: change(rows) if name in names else rows for name, rows in layers.items()}
