@@ -2,13 +2,15 @@
 
 import random
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 
+from dflash_runtime.drafts.draft import Draft
 from dflash_runtime.kv_transfer.connector import Connector
 from dflash_runtime.kv_transfer.handoff import Handoff
 from dflash_runtime.kv_transfer.vllm_prefills import VllmPrefills, find_vllm_prefills
@@ -21,14 +23,24 @@ from dflash_testing.pairs import bundled_draft_model, bundled_llm, bundled_promp
 PROMPT = bundled_prompts()[0][:34]
 """Two pages of 16, and two tokens."""
 
-GREEDY = SamplingParams(max_new_tokens=8)
-SAMPLED = SamplingParams(max_new_tokens=8, temperature=1.0, top_p=0.9, seed=3)
+GREEDY = SamplingParams(max_new_tokens=6)
+SAMPLED = SamplingParams(max_new_tokens=6, temperature=1.0, top_p=0.9, seed=3)
 LOOPS = {"sync": {"scheduling": "sync"}, "async": {"scheduling": "async", "max_in_flight": 2}}
 
 
+@cache
+def draft() -> Draft:
+    return bundled_draft_model(dtype=torch.float64)
+
+
 def engine(**settings: object) -> LLM:
-    draft = bundled_draft_model(dtype=torch.float64)
-    return bundled_llm(draft, 7, dtype=torch.float64, **{"max_num_requests": 4, **settings})
+    return bundled_llm(draft(), 7, dtype=torch.float64, **{"max_num_requests": 4, "num_pages": 60, **settings})
+
+
+@cache
+def prefilled(prompt: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    """A prompt's rows by layers of vLLM, and one row more, so that blocks of one row hold all of the prompt's."""
+    return {name: torch.cat((rows, rows[:1])) for name, rows in prefill_layers(engine(), prompt).items()}
 
 
 def trace(outputs: Sequence[RequestOutput]) -> list[object]:
@@ -56,17 +68,12 @@ class Late:
         self._connector.close()
 
 
-def beginnings(folder: Path, prompts: Sequence[Sequence[int]], lengths: Sequence[int], llm: LLM) -> HandoffPlan:
+def beginnings(folder: Path, prompts: Sequence[tuple[int, ...]], lengths: Sequence[int], llm: LLM) -> HandoffPlan:
     """A plan by which each prompt's first so many rows are loaded from files of vLLM."""
-    rows: dict[tuple[int, ...], Mapping[str, torch.Tensor]] = {}
     found = {}
     for index, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
-        if tuple(prompt) not in rows:
-            rows[tuple(prompt)] = prefill_layers(engine(), prompt)
         place = folder / str(index)
-        longer = [*prompt, 0]  # so that blocks of one row hold all of the prompt's as well
-        layers = {name: torch.cat((layer, layer[:1])) for name, layer in rows[tuple(prompt)].items()}
-        save_as_vllm(layers, longer[: length + 1], place, block_size=1)
+        save_as_vllm(prefilled(prompt), (*prompt, 0)[: length + 1], place, block_size=1)
         keys, connector = find_vllm_prefills(place, [prompt], llm.fingerprint)
         found[f"{index}"] = connector.prefills[keys[0]]
         connector.close()
@@ -76,13 +83,13 @@ def beginnings(folder: Path, prompts: Sequence[Sequence[int]], lengths: Sequence
 @pytest.mark.parametrize("loop", LOOPS)
 def test_a_prompt_goes_on_from_any_of_its_rows(tmp_path: Path, loop: str) -> None:
     """Pages that are full, that lack one row or have one, and all rows, of which the last is run again."""
-    lengths = [1, 2, 15, 16, 17, 31, 32, 33, 34] * 2
-    prompts = [PROMPT] * len(lengths)
-    params = [GREEDY] * (len(lengths) // 2) + [SAMPLED] * (len(lengths) // 2)
-    wanted = engine(prefix_cache=False).generate(prompts, params)
-    llm = engine(prefix_cache=False, max_batched_tokens=16, **LOOPS[loop])
+    lengths = [1, 15, 16, 17, 31, 32, 33, 34] * 2
+    prompts, params = [PROMPT] * len(lengths), [GREEDY, SAMPLED] * (len(lengths) // 2)
+    lengths.sort()
+    wanted = engine(prefix_cache=False).generate([PROMPT] * 2, [GREEDY, SAMPLED])
+    llm = engine(prefix_cache=False, max_num_requests=6, max_batched_tokens=24, **LOOPS[loop])
     outputs = llm.generate(prompts, params, handoffs=beginnings(tmp_path, prompts, lengths, llm))
-    assert trace(outputs) == trace(wanted)
+    assert trace(outputs) == trace(wanted) * (len(lengths) // 2)
     assert [output.num_loaded for output in outputs] == [min(length, 33) for length in lengths]
     llm.engine.scheduler.check_integrity()
 
@@ -126,7 +133,7 @@ def test_a_prompt_that_vllm_has_not_prefilled_is_run_here(tmp_path: Path, caplog
     other = bundled_prompts()[1][:30]
     wanted = engine().generate([PROMPT, other], GREEDY)
     llm = engine()
-    save_as_vllm(prefill_layers(engine(), PROMPT), PROMPT, tmp_path)
+    save_as_vllm(prefilled(PROMPT), PROMPT, tmp_path)
     keys, connector = find_vllm_prefills(tmp_path, [PROMPT, other], llm.fingerprint)
     outputs = llm.generate([PROMPT, other], GREEDY, handoffs=HandoffPlan(connector=connector, keys=keys))
     assert trace(outputs) == trace(wanted)
@@ -136,11 +143,11 @@ def test_a_prompt_that_vllm_has_not_prefilled_is_run_here(tmp_path: Path, caplog
 
 def test_rows_of_another_draft_show_in_acceptance_alone(tmp_path: Path) -> None:
     """Nothing in the files tells them apart: the text is the target's, and the first position falls."""
-    prompts = [prompt[:65] for prompt in bundled_prompts()[:8]]
-    params = SamplingParams(max_new_tokens=4, ignore_eos=True)
+    prompts = [prompt[:49] for prompt in bundled_prompts()[:8]]
+    params = SamplingParams(max_new_tokens=3, ignore_eos=True)
     wanted, llm = engine().generate(prompts, params), engine()
     for prompt in prompts:
-        layers = prefill_layers(engine(), prompt)
+        layers = prefilled(prompt)
         drafts = list(layers)[llm.pair.target.config.num_layers :]
         turned = {name: layers[name].roll(1, dims=-1) for name in drafts}
         save_as_vllm({**layers, **turned}, prompt, tmp_path)
