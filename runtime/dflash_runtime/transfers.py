@@ -185,11 +185,12 @@ class Transfers:
 
     def _put(self, request: Request, handoff: Handoff, copied: Copied) -> None:
         """Store what arrived, in stream order, and let the request go on from it."""
+        if not handoff.is_beginning:
+            request.seed = handoff.seed
         if handoff.finish_reason is None:
             first = request.prefilled_len // self._runner.page_size
             self._runner.put(request, handoff, copied.tensors, first)
-        request.seed = handoff.seed
-        self._scheduler.finish_loading(request, handoff.output_token_ids, handoff.finish_reason)
+        self._scheduler.finish_loading(request, handoff.output_token_ids, handoff.kv_len, handoff.finish_reason)
         self.counts.num_loaded += 1
         self.counts.num_bytes += handoff.num_bytes
 

@@ -145,8 +145,8 @@ class Runner:
             if self.texts is not None:
                 state = TextState(tensors, handoff.state_values)
                 self.texts.put(request, state, self._upload.ints(request.prompt_token_ids[:1]), handoff.kv_len)
-            self.porter.put(tensors, request.pages, first)
-            self.state.seeds[_row(request)] = handoff.seed
+            self.porter.put(tensors, request.pages[: -(-handoff.kv_len // self.page_size)], first)
+            self.state.seeds[_row(request)] = request.seed
 
     @torch.inference_mode()
     def regrets(self, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> list[float]:

@@ -17,8 +17,9 @@ waits for nobody. Nothing is published before the results of the step that fille
 leaves no page behind that holds less than its digest says.
 
 A request whose KV is handed to it runs, with a row and the pages for what will come, but takes part in no step until
-`finish_loading`; then an empty chunk switches it on, as one that resumes with all its rows in the cache. One that hands
-its KV on gives up its row at its end, and keeps its pages until `finish_sending`.
+`finish_loading`; then an empty chunk switches it on, as one that resumes with all its rows in the cache. Where only the
+beginning of its prompt came, the rest is prefilled, as after rows that were found in the cache. One that hands its KV
+on gives up its row at its end, and keeps its pages until `finish_sending`.
 """
 
 from collections import deque
@@ -152,9 +153,13 @@ class Scheduler:
             self.cache.publish(request, chunk.end)
 
     def finish_loading(
-        self, request: Request, output_token_ids: Sequence[int], finish_reason: FinishReason | None = None
+        self,
+        request: Request,
+        output_token_ids: Sequence[int],
+        num_rows: int,
+        finish_reason: FinishReason | None = None,
     ) -> None:
-        """Go on from a hand-off whose KV was put into the request's pages, with the tokens that came with it.
+        """Go on from a hand-off whose `num_rows` rows were put into the request's pages, with the tokens it came with.
 
         With a `finish_reason` there is nothing to go on with.
         """
@@ -165,8 +170,9 @@ class Scheduler:
             request.finish_reason = finish_reason
             self._end(request)
             return
-        request.num_loaded = request.kv_len - request.prefilled_len
-        request.prefill_len = request.prefilled_len = request.kv_len
+        request.num_loaded = max(0, num_rows - request.prefilled_len)
+        request.prefilled_len += request.num_loaded
+        request.prefill_len = request.rows_to_prefill
         self._loaded.append(request)
 
     def give_up_loading(self, request: Request) -> None:
