@@ -18,6 +18,7 @@ from dflash_runtime.errors import DFlashError, HandoffMismatch, PeerUnreachable
 from dflash_runtime.kv_transfer.connector import Connector
 from dflash_runtime.kv_transfer.fingerprint import Fingerprint
 from dflash_runtime.kv_transfer.handoff import Handoff, check_handoff, find_problems
+from dflash_runtime.kv_transfer.prefix_store import PrefixStore
 from dflash_runtime.scheduling.request import FinishReason, Request
 from dflash_runtime.scheduling.scheduler import Scheduler
 
@@ -45,6 +46,12 @@ class HandoffPlan:
     timeout: float = 60.0
     force: bool = False
     notes: tuple[Mapping[str, object], ...] = ()
+    store: PrefixStore | None = None
+
+    @classmethod
+    def of_store(cls, store: PrefixStore, num_prompts: int) -> "HandoffPlan":
+        """Begin prompts with what a store has of them, and keep what it has not."""
+        return cls(connector=store, keys=tuple(map(str, range(num_prompts))), store=store)
 
     def apply(self, request: Request) -> Request:
         """The request as its engine is to run it."""
@@ -52,6 +59,9 @@ class HandoffPlan:
         if self.is_sending:
             sent = request.params
             return replace(request, params=replace(sent, max_new_tokens=1), send_key=key, sent_params=sent)
+        if self.store is not None:
+            num_rows = self.store.find(key, request)
+            return replace(request, load_key=key if num_rows else None, load_len=num_rows)
         return replace(request, load_key=key, is_private=self.force)
 
 
@@ -71,6 +81,15 @@ class Leaving:
     handoff: Handoff
     copied: Copied
     future: "Future[None] | None" = None
+
+
+@dataclass(frozen=True, slots=True)
+class Keeping:
+    """Pages of a prompt, from `first` on, on their way to a store."""
+
+    request: Request
+    first: int
+    copied: Copied
 
 
 @dataclass(slots=True)
@@ -95,6 +114,8 @@ class Transfers:
         self._scheduler = scheduler
         self._arriving: dict[Request, Arriving] = {}
         self._leaving: dict[Request, Leaving] = {}
+        self._keeping: list[Keeping] = []
+        self._kept: list[Future[None]] = []
 
     def begin(self, requests: Iterable[Request]) -> None:
         """Fetch what requests wait for; one that was preempted meanwhile goes on with what is on its way."""
@@ -109,8 +130,19 @@ class Transfers:
         handoff = self._taken(request)
         self._leaving[request] = Leaving(handoff, self._runner.porter.to_host(handoff.tensors))
 
+    def keep(self, request: Request) -> None:
+        """Take the pages of a prompt that was run, of which its store has not all."""
+        store = self.plan.store
+        if store is None or request.row is None or request.is_private:
+            return
+        first, end = store.first_missing(request)
+        if first < end:
+            tensors = self._runner.take_pages(request.pages[first:end])
+            self._keeping.append(Keeping(request, first, self._runner.porter.to_host(tensors)))
+
     def advance(self) -> list[Request]:
         """Do what can be done without waiting; returns requests that gained tokens, or ended."""
+        self._advance_keeping()
         return [*self._advance_arriving(), *self._advance_leaving()]
 
     def wait(self) -> None:
@@ -126,6 +158,7 @@ class Transfers:
             arriving.future.cancel()
         self._arriving.clear()
         self._leaving.clear()
+        self._settle_keeping()
         if self.counts.num_given_up > 1:
             logger.warning("%d prompts in all were run here, since no hand-off came", self.counts.num_given_up)
 
@@ -234,6 +267,21 @@ class Transfers:
             if leaving.future is not None and leaving.future.done():
                 self._leave(request, leaving)
                 yield request
+
+    def _advance_keeping(self) -> None:
+        for item in [item for item in self._keeping if item.copied.is_ready]:
+            assert self.plan.store is not None
+            self._kept.append(self.plan.store.keep(item.request, item.first, item.copied.tensors))
+            self._keeping.remove(item)
+
+    def _settle_keeping(self) -> None:
+        """Wait until pages that were to be kept are written; where some are not, say why, once."""
+        while self._keeping:
+            self._advance_keeping()
+        failures = [error for error in (future.exception() for future in self._kept) if error is not None]
+        if failures:
+            logger.warning("prompts are not kept: %s", failures[0])
+        self._kept = []
 
     def _leave(self, request: Request, leaving: Leaving) -> None:
         """Let go of a request that was handed off, or could not be."""

@@ -135,6 +135,12 @@ class Runner:
             return replace(handoff, tensors={**tensors, **state.tensors}, num_rows=num_rows, state_values=state.values)
 
     @torch.inference_mode()
+    def take_pages(self, pages: Sequence[int]) -> dict[str, Tensor]:
+        """Whole pages, as every step queued so far has written them."""
+        with self._on_device():
+            return self.porter.take(pages, len(pages) * self.page_size)
+
+    @torch.inference_mode()
     def put(self, request: Request, handoff: Handoff, tensors: Mapping[str, Tensor], first: int) -> None:
         """Store a hand-off's KV, with tensors that are on the device, in a request's pages from column `first` on.
 

@@ -216,7 +216,7 @@ class Scheduler:
             request.row = None
             request.num_in_flight = 0
             request.is_loading = False
-            _forget_pages(request)
+            request.forget_pages()
         self._waiting = deque(request for request in self._live if not request.is_sending)
 
     def check_integrity(self) -> None:
@@ -232,7 +232,7 @@ class Scheduler:
         """Requests that decode in this step, their lookahead reserved."""
         decode = []
         for request in list(self._running):
-            if request.row is None or not request.is_prefilled or self._surely_ends(request):
+            if request.row is None or not request.is_prefilled or request.surely_ends(self.limits.max_model_len):
                 continue
             needed = self.limits.reserved_len(request.kv_len, request.num_in_flight)
             if self._grow_or_preempt(request, needed, is_drained):
@@ -284,6 +284,8 @@ class Scheduler:
                 continue
             self._admit(request)
             admitted.append(request)
+            if request.load_len is not None and request.load_len <= request.prefilled_len:
+                request.load_key = None  # what would come was found here
             is_loading = request.load_key is not None
             num_tokens = request.prefill_len
             needed = self.limits.loading_len(num_tokens) if is_loading else self.limits.reserved_len(num_tokens)
@@ -394,19 +396,9 @@ class Scheduler:
 
     def _release_pages(self, request: Request) -> None:
         self.pages.release(request.pages)
-        _forget_pages(request)
+        request.forget_pages()
 
     def _kv_upper(self, request: Request) -> int:
         """An upper bound on the request's true KV length once every step in flight has run."""
         upper = request.kv_len + request.num_in_flight * self.limits.num_lookahead_tokens
         return min(max(upper, request.prefilled_len), self.limits.max_model_len)
-
-    def _surely_ends(self, request: Request) -> bool:
-        """Whether the steps in flight end the request even if they accept nothing: each gives at least one token."""
-        return request.num_in_flight >= request.remaining(self.limits.max_model_len)
-
-
-def _forget_pages(request: Request) -> None:
-    request.pages = []
-    request.num_published = 0
-    request.prefilled_len = 0
