@@ -57,6 +57,7 @@ def test_every_room_is_there() -> None:
         "llm",
         "lossless",
         "metrics",
+        "transfers",
         "warm_up",
         "py.typed",
     }

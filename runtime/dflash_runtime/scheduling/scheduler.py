@@ -16,10 +16,8 @@ A prompt gets the pages of all its rows when it is admitted, however many steps 
 waits for nobody. Nothing is published before the results of the step that filled it are committed: a step that fails
 leaves no page behind that holds less than its digest says.
 
-A request whose KV is handed to it runs, with a row and the pages for what will come, but takes part in no step until
-`finish_loading`; then an empty chunk switches it on, as one that resumes with all its rows in the cache. Where only the
-beginning of its prompt came, the rest is prefilled, as after rows that were found in the cache. One that hands its KV
-on gives up its row at its end, and keeps its pages until `finish_sending`.
+A request that is handed KV has a row and the pages for it, and takes part in no step until `finish_loading`; then it
+goes on like one that found so much in the cache. One that hands its KV on keeps its pages until `finish_sending`.
 """
 
 from collections import deque
