@@ -282,7 +282,8 @@ class EngineConfig:
     the same, and the acceptance that is counted is capped. `target_runtime` says whose code runs the target: a native
     family, transformers, or with "auto" transformers where no native family serves it. transformers' code keeps its own
     cache where our pages do not do, and with "transformers-cache" in any case. `device_map` spreads the target over
-    devices, which only transformers' code does: "auto", a device, or a JSON file of modules and devices.
+    devices, which only transformers' code does: "auto", a device, or a JSON file of modules and devices. In the folder
+    `prefix_store` prompts that were run are kept, for later runs of the same pair to begin with.
     """
 
     device: str = "auto"
@@ -298,6 +299,7 @@ class EngineConfig:
     kv_memory_bytes: int | None = None
     gpu_memory_utilization: float = 0.9
     prefix_cache: bool = True
+    prefix_store: str | None = None
     scheduling: str = "async"
     max_in_flight: int = 2
     graphs: bool = True

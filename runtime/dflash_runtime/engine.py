@@ -190,6 +190,8 @@ class Engine:
         outputs = pending.read()
         for chunk in pending.chunks:
             self.scheduler.finish_chunk(chunk)
+            if chunk.is_last and self.transfers is not None:
+                self.transfers.keep(chunk.request)
         for request, output in outputs:
             self._touched[request] = None
             if self.scheduler.commit(request, output):

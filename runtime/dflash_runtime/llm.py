@@ -8,6 +8,7 @@ From a call to the target's forward it is six calls, and a test counts them:
 import logging
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from threading import Lock
 from typing import overload
 
@@ -22,6 +23,8 @@ from dflash_runtime.device.runner import Runner
 from dflash_runtime.device.step_times import find_step_times
 from dflash_runtime.engine import Engine
 from dflash_runtime.errors import DFlashError, UsageError
+from dflash_runtime.kv_transfer.fingerprint import Fingerprint
+from dflash_runtime.kv_transfer.prefix_store import PrefixStore
 from dflash_runtime.lossless import Lossless, check_lossless
 from dflash_runtime.scheduling.limits import Limits
 from dflash_runtime.scheduling.pages import PagePool
@@ -71,6 +74,7 @@ class LLM:
         self.fingerprint = fingerprint(pair)
         salt = bytes.fromhex(self.fingerprint.digest)
         cache = PrefixCache(pages, is_enabled=pair.has_prefix_cache, salt=salt)
+        self._store = open_store(pair, self.fingerprint)
         max_in_flight = pair.config.max_in_flight if pair.config.is_async else 0
         runner = Runner(pair, num_pages)
         scheduler = Scheduler(pair.limits, pages, cache, find_width_policy(pair, runner))
@@ -163,6 +167,9 @@ class LLM:
 
         Whatever ends this, Ctrl-C included, the outputs of all requests that had ended are yielded before.
         """
+        prompts = list(prompts)
+        if handoffs is None and self._store is not None:
+            handoffs = HandoffPlan.of_store(self._store, len(prompts))
         requests, refused = _requests(prompts, params, self.engine.scheduler.check, handoffs)
         call = self._begin()
         try:
@@ -187,6 +194,7 @@ class LLM:
     def close(self) -> None:
         """Drop every request, those of a stream that was not read to its end too; the LLM can be used again."""
         self._call = None
+        self.engine.close_transfers()
         self.engine.abort()
 
     def _begin(self) -> object:
@@ -231,6 +239,16 @@ def find_width_policy(pair: LoadedPair, runner: Runner) -> WidthPolicy | None:
         torch.cuda.empty_cache()
         logger.warning("adaptive width is off because of memory, which does not hold all steps that are to be measured")
         return None
+
+
+def open_store(pair: LoadedPair, fingerprint: Fingerprint) -> PrefixStore | None:
+    """Where prompts are kept over runs, if that is asked for."""
+    if pair.config.prefix_store is None:
+        return None
+    if not pair.has_prefix_cache:
+        logger.warning("prompts are not kept in %s because of a prefix cache that is off", pair.config.prefix_store)
+        return None
+    return PrefixStore(Path(pair.config.prefix_store), fingerprint, pair.config.page_size)
 
 
 def _requests(

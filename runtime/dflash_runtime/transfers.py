@@ -7,10 +7,10 @@ are given back. A load that fails, or takes too long, leaves its request to be p
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from dflash_runtime.device.kv_pages import Copied
 from dflash_runtime.device.runner import Runner
@@ -18,10 +18,14 @@ from dflash_runtime.errors import DFlashError, HandoffMismatch, PeerUnreachable
 from dflash_runtime.kv_transfer.connector import Connector
 from dflash_runtime.kv_transfer.fingerprint import Fingerprint
 from dflash_runtime.kv_transfer.handoff import Handoff, check_handoff, find_problems
+from dflash_runtime.kv_transfer.prefix_store import PrefixStore
 from dflash_runtime.scheduling.request import FinishReason, Request
 from dflash_runtime.scheduling.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
+
+Given = TypeVar("Given")
+Got = TypeVar("Got")
 
 WAIT_SECONDS = 0.02
 """How long an engine that has nothing else to do waits at a time; time limits are looked at in between."""
@@ -42,6 +46,12 @@ class HandoffPlan:
     timeout: float = 60.0
     force: bool = False
     notes: tuple[Mapping[str, object], ...] = ()
+    store: PrefixStore | None = None
+
+    @classmethod
+    def of_store(cls, store: PrefixStore, num_prompts: int) -> "HandoffPlan":
+        """Begin prompts with what a store has of them, and keep what it has not."""
+        return cls(connector=store, keys=tuple(map(str, range(num_prompts))), store=store)
 
     def apply(self, request: Request) -> Request:
         """The request as its engine is to run it."""
@@ -49,6 +59,9 @@ class HandoffPlan:
         if self.is_sending:
             sent = request.params
             return replace(request, params=replace(sent, max_new_tokens=1), send_key=key, sent_params=sent)
+        if self.store is not None:
+            num_rows = self.store.find(key, request)
+            return replace(request, load_key=key if num_rows else None, load_len=num_rows)
         return replace(request, load_key=key, is_private=self.force)
 
 
@@ -68,6 +81,15 @@ class Leaving:
     handoff: Handoff
     copied: Copied
     future: "Future[None] | None" = None
+
+
+@dataclass(frozen=True, slots=True)
+class Keeping:
+    """Pages of a prompt, from `first` on, on their way to a store."""
+
+    request: Request
+    first: int
+    copied: Copied
 
 
 @dataclass(slots=True)
@@ -93,13 +115,15 @@ class Transfers:
         self._scheduler = scheduler
         self._arriving: dict[Request, Arriving] = {}
         self._leaving: dict[Request, Leaving] = {}
+        self._keeping: list[Keeping] = []
+        self._kept: list[Future[None]] = []
 
     def begin(self, requests: Iterable[Request]) -> None:
         """Fetch what requests wait for; one that was preempted meanwhile goes on with what is on its way."""
         for request in requests:
             if request not in self._arriving:
                 assert request.load_key is not None
-                future = self.plan.connector.load(request.load_key)
+                future = _begun(self.plan.connector.load, request.load_key)
                 self._arriving[request] = Arriving(future, time.monotonic() + self.plan.timeout)
 
     def send(self, request: Request) -> None:
@@ -107,8 +131,19 @@ class Transfers:
         handoff = self._taken(request)
         self._leaving[request] = Leaving(handoff, self._runner.porter.to_host(handoff.tensors))
 
+    def keep(self, request: Request) -> None:
+        """Take the pages of a prompt that was run, of which its store has not all."""
+        store = self.plan.store
+        if store is None or request.row is None or request.is_private:
+            return
+        first, end = store.first_missing(request)
+        if first < end:
+            tensors = self._runner.take_pages(request.pages[first:end])
+            self._keeping.append(Keeping(request, first, self._runner.porter.to_host(tensors)))
+
     def advance(self) -> list[Request]:
         """Do what can be done without waiting; returns requests that gained tokens, or ended."""
+        self._advance_keeping()
         return [*self._advance_arriving(), *self._advance_leaving()]
 
     def wait(self) -> None:
@@ -124,6 +159,7 @@ class Transfers:
             arriving.future.cancel()
         self._arriving.clear()
         self._leaving.clear()
+        self._settle_keeping()
         if self.counts.num_given_up > 1:
             logger.warning("%d prompts in all were run here, since no hand-off came", self.counts.num_given_up)
 
@@ -154,14 +190,14 @@ class Transfers:
         except HandoffMismatch as error:
             self._scheduler.fail(request, error)
             yield request
-        except (DFlashError, OSError) as error:
+        except DFlashError as error:
             self._give_up(request, error)
         self._drop(request)
 
     def _result(self, request: Request, arriving: Arriving) -> Handoff:
         if not arriving.future.done():
             raise PeerUnreachable(f"nothing came within {self.plan.timeout:g} s")
-        return arriving.future.result()
+        return _result(arriving.future)
 
     def _check(self, request: Request, handoff: Handoff) -> None:
         """Refuse what is not this request's, or of another pair.
@@ -183,20 +219,20 @@ class Transfers:
 
     def _put(self, request: Request, handoff: Handoff, copied: Copied) -> None:
         """Store what arrived, in stream order, and let the request go on from it."""
+        if not handoff.is_beginning:
+            request.seed = handoff.seed
         if handoff.finish_reason is None:
             first = request.prefilled_len // self._runner.page_size
             self._runner.put(request, handoff, copied.tensors, first)
-        request.seed = handoff.seed
-        self._scheduler.finish_loading(request, handoff.output_token_ids, handoff.finish_reason)
+        self._scheduler.finish_loading(request, handoff.output_token_ids, handoff.kv_len, handoff.finish_reason)
         self.counts.num_loaded += 1
         self.counts.num_bytes += handoff.num_bytes
 
-    def _give_up(self, request: Request, error: Exception) -> None:
+    def _give_up(self, request: Request, error: DFlashError) -> None:
         """Prefill a request here, since its KV does not come; said once."""
         if not self.counts.num_given_up:
-            reason = error.message if isinstance(error, DFlashError) else str(error)
-            self.counts.why_given_up = reason
-            logger.warning("hand-off %s was not loaded (%s); its prompt is run here", request.load_key, reason)
+            self.counts.why_given_up = error.message
+            logger.warning("hand-off %s was not loaded (%s); its prompt is run here", request.load_key, error.message)
         self.counts.num_given_up += 1
         self._scheduler.give_up_loading(request)
 
@@ -229,20 +265,59 @@ class Transfers:
         for request, leaving in list(self._leaving.items()):
             if leaving.future is None and leaving.copied.is_ready:
                 handoff = leaving.handoff.with_tensors(leaving.copied.tensors)
-                leaving.future = self.plan.connector.save(handoff)
+                leaving.future = _begun(self.plan.connector.save, handoff)
             if leaving.future is not None and leaving.future.done():
                 self._leave(request, leaving)
                 yield request
+
+    def _advance_keeping(self) -> None:
+        for item in [item for item in self._keeping if item.copied.is_ready]:
+            assert self.plan.store is not None
+            self._kept.append(self.plan.store.keep(item.request, item.first, item.copied.tensors))
+            self._keeping.remove(item)
+
+    def _settle_keeping(self) -> None:
+        """Wait until pages that were to be kept are written; where some are not, say why, once."""
+        while self._keeping:
+            self._advance_keeping()
+        failures = [error for error in (future.exception() for future in self._kept) if error is not None]
+        if failures:
+            logger.warning("prompts are not kept: %s", failures[0])
+        self._kept = []
 
     def _leave(self, request: Request, leaving: Leaving) -> None:
         """Let go of a request that was handed off, or could not be."""
         del self._leaving[request]
         assert leaving.future is not None
         try:
-            leaving.future.result()
+            _result(leaving.future)
         except DFlashError as error:
             self._scheduler.fail(request, error)
             return
         self.counts.num_sent += 1
         self.counts.num_bytes += leaving.handoff.num_bytes
         self._scheduler.finish_sending(request)
+
+
+def _begun(begin: "Callable[[Given], Future[Got]]", what: Given) -> "Future[Got]":
+    """What a connector begins; where it refuses to, a future that says why."""
+    try:
+        return begin(what)
+    except Exception as error:
+        failed: Future[Got] = Future()
+        failed.set_exception(error)
+        return failed
+
+
+def _result(future: "Future[Got]") -> Got:
+    """What came of a future; whatever a connector raises is an error with an exit code.
+
+    Raises:
+        DFlashError: the connector's own, or one that names what it raised.
+    """
+    try:
+        return future.result()
+    except DFlashError:
+        raise
+    except (Exception, CancelledError) as error:
+        raise PeerUnreachable(f"{type(error).__name__}: {error}") from error

@@ -12,11 +12,13 @@ from dflash_cli.checkpoints.references import tiny_directory
 from dflash_runtime.config import RopeConfig
 from dflash_runtime.drafts.draft import Draft, load_draft
 from dflash_runtime.errors import UnsupportedError
+from dflash_runtime.kv_transfer.handoff import STATE
 from dflash_runtime.models import own_cache
 from dflash_runtime.models.own_cache import OwnCacheTarget
 from dflash_runtime.models.target import load_target
 from dflash_runtime.scheduling.request import SamplingParams
 from dflash_testing import checkpoints as support
+from dflash_testing.handoffs import go_on, hand_off
 from dflash_testing.hosted_models import (
     OWN_CACHE,
     OWN_CACHE_DEFAULT,
@@ -121,6 +123,43 @@ def test_sampled_text_is_that_of_plain_decoding(models: Any) -> None:
     outputs = llm.generate(given, params)
     assert [output.token_ids for output in outputs] == plain
     assert any(length == 4 for output in outputs for length in output.acceptance_lengths)
+
+
+@pytest.mark.parametrize("scheduling", ["sync", "async"])
+def test_a_text_goes_on_in_another_engine(models: Any, scheduling: str) -> None:
+    """Its state is handed off with the draft's context, and the steps there are those of one engine."""
+    _, target = models
+    given = random_prompts(LENGTHS, target.config.vocab_size)
+    texts = random_llm(target, None, 0).generate(given, PARAMS)
+    known = [Known([*prompt, *text.token_ids], 2) for prompt, text in zip(given, texts, strict=True)]
+    for draft in (draft_of(target), draft_of(target, known)):
+        one, sender, receiver = (
+            random_llm(target, draft, NUM_DRAFTS, scheduling=scheduling, max_num_requests=3, max_batched_tokens=24)
+            for _ in range(3)
+        )
+        wanted = one.generate(given, PARAMS)
+        found = go_on(receiver, given, PARAMS, hand_off(sender, given, PARAMS))
+        assert [(item.token_ids, item.drafts) for item in found] == [(item.token_ids, item.drafts) for item in wanted]
+        assert [item.num_loaded for item in found] == list(LENGTHS)
+
+
+def test_a_state_of_another_target_is_refused(stateful: Any, tmp_path: Path) -> None:
+    """Where a part is missing, or one is there that this target does not have."""
+    _, target = stateful
+    (prompt,) = random_prompts((17,), target.config.vocab_size)
+    connector = hand_off(random_llm(target, draft_of(target), NUM_DRAFTS), [prompt], PARAMS)
+    tensors = dict(connector.saved["00000"].tensors)
+    name = next(name for name in tensors if name.startswith(STATE))
+    for changed, expected in (
+        ({key: item for key, item in tensors.items() if key != name}, "is missing"),
+        ({**tensors, f"{STATE}other": tensors[name]}, "other is unknown to this target"),
+        ({**tensors, name: tensors[name].double()}, "is torch.float64 of"),
+    ):
+        connector.saved["00000"] = connector.saved["00000"].with_tensors(changed)
+        (output,) = go_on(random_llm(target, draft_of(target), NUM_DRAFTS), [prompt], PARAMS, connector)
+        assert output.exit_code == 3
+        assert output.error is not None
+        assert expected in output.error
 
 
 def test_a_prompt_whose_beginning_was_read_before_is_read_whole(stateful: Any) -> None:

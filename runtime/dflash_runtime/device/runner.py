@@ -135,6 +135,12 @@ class Runner:
             return replace(handoff, tensors={**tensors, **state.tensors}, num_rows=num_rows, state_values=state.values)
 
     @torch.inference_mode()
+    def take_pages(self, pages: Sequence[int]) -> dict[str, Tensor]:
+        """Whole pages, as every step queued so far has written them."""
+        with self._on_device():
+            return self.porter.take(pages, len(pages) * self.page_size)
+
+    @torch.inference_mode()
     def put(self, request: Request, handoff: Handoff, tensors: Mapping[str, Tensor], first: int) -> None:
         """Store a hand-off's KV, with tensors that are on the device, in a request's pages from column `first` on.
 
@@ -145,8 +151,8 @@ class Runner:
             if self.texts is not None:
                 state = TextState(tensors, handoff.state_values)
                 self.texts.put(request, state, self._upload.ints(request.prompt_token_ids[:1]), handoff.kv_len)
-            self.porter.put(tensors, request.pages, first)
-            self.state.seeds[_row(request)] = handoff.seed
+            self.porter.put(tensors, request.pages[: -(-handoff.kv_len // self.page_size)], first)
+            self.state.seeds[_row(request)] = request.seed
 
     @torch.inference_mode()
     def regrets(self, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> list[float]:

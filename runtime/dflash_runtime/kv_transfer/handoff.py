@@ -41,7 +41,9 @@ class Handoff:
 
     `params` and `seed` are those it is to go on with. `num_rows` says of how many rows each model's KV was complete
     when it was taken. With a `finish_reason` the request ended where it was prefilled, and nothing goes on.
-    `state_values` are the parts of a target's own cache that are no tensors.
+    `state_values` are the parts of a target's own cache that are no tensors. Where nothing was said yet it is the
+    beginning of a prompt: its rows are as many as every model has, and who loads it prefills the rest, with parameters
+    and a seed of its own.
     """
 
     key: str
@@ -58,8 +60,14 @@ class Handoff:
 
     @property
     def kv_len(self) -> int:
-        """Rows of true KV: everything before the anchor, which is the last token."""
-        return len(self.prompt_token_ids) + len(self.output_token_ids) - 1
+        """Rows of true KV: at most everything before the last token, which is run by who goes on."""
+        most = len(self.prompt_token_ids) + len(self.output_token_ids) - 1
+        return min(most, *self.num_rows.values()) if self.is_beginning and self.num_rows else most
+
+    @property
+    def is_beginning(self) -> bool:
+        """Whether no token came of it yet, so that its prompt is not through."""
+        return not self.output_token_ids
 
     @property
     def num_bytes(self) -> int:

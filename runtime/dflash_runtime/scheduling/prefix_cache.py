@@ -89,15 +89,19 @@ class PrefixCache:
         return self.is_enabled and not request.is_private
 
     def _digest(self, request: Request, column: int) -> bytes:
-        """The digest of a request's page; a text only grows, so that each is computed once."""
-        digests, size = request.page_digests, self._pool.page_size
-        for start in range(len(digests) * size, (column + 1) * size, size):
-            digests.append(page_digest(digests[-1] if digests else self.salt, request.token_slice(start, start + size)))
-        return digests[column]
+        return page_digests(request, column + 1, self._pool.page_size, self.salt)[column]
 
     def _forget(self, page: int) -> None:
         digest = self._digests.pop(page)
         del self._pages[digest]
+
+
+def page_digests(request: Request, num_pages: int, page_size: int, salt: bytes) -> list[bytes]:
+    """The digests of at least so many of a request's pages; a text only grows, so that each is computed once."""
+    digests = request.page_digests
+    for start in range(len(digests) * page_size, num_pages * page_size, page_size):
+        digests.append(page_digest(digests[-1] if digests else salt, request.token_slice(start, start + page_size)))
+    return digests
 
 
 def page_digest(before: bytes, tokens: Sequence[int]) -> bytes:

@@ -165,6 +165,7 @@ class Request:
     seed: int = 0
     num_delivered: int = 0
     load_key: str | None = None  # until it is loaded, or given up
+    load_len: int | None = None  # rows that will come, where that is known
     send_key: str | None = None
     sent_params: SamplingParams | None = None
     is_private: bool = False
@@ -220,6 +221,16 @@ class Request:
     def remaining(self, max_model_len: int) -> int:
         """Tokens that may still be committed."""
         return min(self.params.max_new_tokens - len(self.output_token_ids), max_model_len - self.total_len)
+
+    def surely_ends(self, max_model_len: int) -> bool:
+        """Whether the steps in flight end it even if they accept nothing: each gives at least one token."""
+        return self.num_in_flight >= self.remaining(max_model_len)
+
+    def forget_pages(self) -> None:
+        """Hold no pages, whoever has them now."""
+        self.pages = []
+        self.num_published = 0
+        self.prefilled_len = 0
 
     def commit(self, token_ids: Iterable[int], max_model_len: int) -> None:
         """Make tokens final. The device has cut them at stops and limits; here only the reason is named."""

@@ -16,9 +16,8 @@ A prompt gets the pages of all its rows when it is admitted, however many steps 
 waits for nobody. Nothing is published before the results of the step that filled it are committed: a step that fails
 leaves no page behind that holds less than its digest says.
 
-A request whose KV is handed to it runs, with a row and the pages for what will come, but takes part in no step until
-`finish_loading`; then an empty chunk switches it on, as one that resumes with all its rows in the cache. One that hands
-its KV on gives up its row at its end, and keeps its pages until `finish_sending`.
+A request that is handed KV has a row and the pages for it, and takes part in no step until `finish_loading`; then it
+goes on like one that found so much in the cache. One that hands its KV on keeps its pages until `finish_sending`.
 """
 
 from collections import deque
@@ -152,9 +151,13 @@ class Scheduler:
             self.cache.publish(request, chunk.end)
 
     def finish_loading(
-        self, request: Request, output_token_ids: Sequence[int], finish_reason: FinishReason | None = None
+        self,
+        request: Request,
+        output_token_ids: Sequence[int],
+        num_rows: int,
+        finish_reason: FinishReason | None = None,
     ) -> None:
-        """Go on from a hand-off whose KV was put into the request's pages, with the tokens that came with it.
+        """Go on from a hand-off whose `num_rows` rows were put into the request's pages, with the tokens it came with.
 
         With a `finish_reason` there is nothing to go on with.
         """
@@ -165,8 +168,9 @@ class Scheduler:
             request.finish_reason = finish_reason
             self._end(request)
             return
-        request.num_loaded = request.kv_len - request.prefilled_len
-        request.prefill_len = request.prefilled_len = request.kv_len
+        request.num_loaded = max(0, num_rows - request.prefilled_len)
+        request.prefilled_len += request.num_loaded
+        request.prefill_len = request.rows_to_prefill
         self._loaded.append(request)
 
     def give_up_loading(self, request: Request) -> None:
@@ -210,7 +214,7 @@ class Scheduler:
             request.row = None
             request.num_in_flight = 0
             request.is_loading = False
-            _forget_pages(request)
+            request.forget_pages()
         self._waiting = deque(request for request in self._live if not request.is_sending)
 
     def check_integrity(self) -> None:
@@ -226,7 +230,7 @@ class Scheduler:
         """Requests that decode in this step, their lookahead reserved."""
         decode = []
         for request in list(self._running):
-            if request.row is None or not request.is_prefilled or self._surely_ends(request):
+            if request.row is None or not request.is_prefilled or request.surely_ends(self.limits.max_model_len):
                 continue
             needed = self.limits.reserved_len(request.kv_len, request.num_in_flight)
             if self._grow_or_preempt(request, needed, is_drained):
@@ -268,7 +272,7 @@ class Scheduler:
                 break
             request = self._waiting[0]
             self.cache.match(request)
-            if self._running and not self.room.has_room(request, self._running):
+            if (self._running or self._sending) and not self.room.has_room(request, self._running):
                 self._release_pages(request)
                 break
             self._waiting.popleft()
@@ -278,6 +282,8 @@ class Scheduler:
                 continue
             self._admit(request)
             admitted.append(request)
+            if request.load_len is not None and request.load_len <= request.prefilled_len:
+                request.load_key = None  # what would come was found here
             is_loading = request.load_key is not None
             num_tokens = request.prefill_len
             needed = self.limits.loading_len(num_tokens) if is_loading else self.limits.reserved_len(num_tokens)
@@ -388,19 +394,9 @@ class Scheduler:
 
     def _release_pages(self, request: Request) -> None:
         self.pages.release(request.pages)
-        _forget_pages(request)
+        request.forget_pages()
 
     def _kv_upper(self, request: Request) -> int:
         """An upper bound on the request's true KV length once every step in flight has run."""
         upper = request.kv_len + request.num_in_flight * self.limits.num_lookahead_tokens
         return min(max(upper, request.prefilled_len), self.limits.max_model_len)
-
-    def _surely_ends(self, request: Request) -> bool:
-        """Whether the steps in flight end the request even if they accept nothing: each gives at least one token."""
-        return request.num_in_flight >= request.remaining(self.limits.max_model_len)
-
-
-def _forget_pages(request: Request) -> None:
-    request.pages = []
-    request.num_published = 0
-    request.prefilled_len = 0

@@ -1,0 +1,300 @@
+"""Prefills of vLLM as hand-offs: the files that its ExampleConnector leaves, read and never written.
+
+A folder a prompt, named by a hash of the tokens whose rows it holds, and in it a file an attention layer,
+`model.layers.N.self_attn.attn.safetensors`, with one tensor `kv_cache`: keys after their norm and rope, and values.
+Rows are those of whole blocks, at most all of a prompt but its last token: a hand-off is made that is a beginning. The
+draft's layers are numbered after the target's.
+
+    [rows, KV, 2 * D]    0.33: the keys of a head, then its values
+    [rows, 2, KV, D]     0.24: all keys of a row, then all values
+
+Whether blocks lie in memory by heads or by rows is not to be seen in either. Token ids are not in the files: a prompt
+is known by its hash. Weights, rope and taps are not either, so nothing here can tell whether they are this pair's:
+a draft with another's rows proposes what is rejected from position 1 on.
+
+Source: vllm/distributed/kv_transfer/kv_connector/v1/example_connector.py and model_executor/models/qwen3_dflash.py of
+vLLM 0.24.0 and 0.33.0.
+"""
+
+import hashlib
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from dflash_runtime.errors import HandoffMismatch, InvalidHandoff, PeerUnreachable, UnsupportedError, UsageError
+from dflash_runtime.kv_transfer.fingerprint import Fingerprint
+from dflash_runtime.kv_transfer.handoff import DRAFT_PAGES, TARGET_PAGES, Handoff
+from dflash_runtime.scheduling.request import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+TENSOR = "kv_cache"
+
+HASHES = {32: "md5", 64: "sha256"}
+"""By the length of a folder's name; the second is of machines where FIPS forbids the first."""
+
+LAYER_NUMBER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+
+NUM_THREADS = 4
+
+UNSAVED = (
+    "prefill with this draft, with --enforce-eager (a captured draft step saves nothing), on a release with "
+    "vllm-project/vllm#35158"
+)
+"""What helps where the draft's rows were not saved."""
+
+
+@dataclass(frozen=True, slots=True)
+class VllmPrefill:
+    """A folder with the KV of a prompt's first `num_tokens` tokens."""
+
+    path: Path
+    prompt_token_ids: tuple[int, ...]
+    num_tokens: int
+
+    def read(self, key: str, fingerprint: Fingerprint) -> Handoff:
+        """Its rows as a hand-off to the pair with this fingerprint, which is taken for the sender's.
+
+        Raises:
+            HandoffMismatch: layers, rows, heads or dtype are not those of the pair; names which.
+            InvalidHandoff: a file cannot be read.
+        """
+        fields = fingerprint.fields
+        files = self._layer_files()
+        shapes = {TARGET_PAGES: fields["target KV heads"], DRAFT_PAGES: fields.get("draft KV heads", [])}
+        self._check_layers(files, len(shapes[TARGET_PAGES]), len(shapes[DRAFT_PAGES]))
+        models, first = {}, 0
+        for name, heads in shapes.items():
+            models[name] = [self._layer(files[first + i], shape, fields["dtype"]) for i, shape in enumerate(heads)]
+            first += len(heads)
+        num_rows = min(self._num_rows(models), len(self.prompt_token_ids) - 1)
+        tensors = {name: _to_pages(layers, num_rows, fields["page_size"]) for name, layers in models.items() if layers}
+        return Handoff(
+            key=key,
+            fingerprint=fingerprint,
+            prompt_token_ids=self.prompt_token_ids,
+            output_token_ids=(),
+            params=SamplingParams(),
+            seed=0,
+            num_rows=dict.fromkeys(tensors, num_rows),
+            tensors=tensors,
+        )
+
+    def _layer_files(self) -> dict[int, Path]:
+        """The file of each layer, by its number."""
+        files: dict[int, Path] = {}
+        for file in sorted(self.path.glob("*.safetensors")):
+            found = LAYER_NUMBER.search(file.name)
+            if found is not None and files.setdefault(int(found[1]), file) is not file:
+                raise InvalidHandoff(f"{files[int(found[1])].name} and {file.name} are of one layer", path=self.path)
+        return files
+
+    def _check_layers(self, files: Mapping[int, Path], num_target: int, num_draft: int) -> None:
+        """Refuse another set of layers than the pair's; without a draft here, that of any draft is left alone."""
+        there = f"there are files of layers {_spans(sorted(files)) or 'none'}"
+        missing = [layer for layer in range(num_target + num_draft) if layer not in files]
+        if missing:
+            lost = [layer for layer in missing if layer < num_target] or missing
+            raise HandoffMismatch(
+                f"{there}; the {'target' if lost[0] < num_target else 'draft'}'s layers {_spans(lost)} are missing",
+                path=self.path,
+                hint=UNSAVED if lost[0] >= num_target else None,
+            )
+        others = [layer for layer in sorted(files) if layer >= num_target + num_draft]
+        if others and num_draft:
+            raise HandoffMismatch(f"{there}; layers {_spans(others)} are of another draft", path=self.path)
+
+    def _layer(self, file: Path, heads: tuple[int, int], dtype: str) -> Tensor:
+        """Keys and values of a layer with these KV heads and their size, [rows, 2, KV * D]."""
+        num_heads, head_dim = heads
+        try:
+            stored = load_file(file)[TENSOR]
+        except (SafetensorError, OSError, KeyError) as error:
+            raise InvalidHandoff(f"{TENSOR}: cannot be read, it may be cut short: {error}", path=file) from error
+        shape = list(stored.shape)
+        _check_dtype(file, stored, dtype)
+        if shape[1:] == [num_heads, 2 * head_dim]:
+            stored = stored.unflatten(-1, (2, head_dim)).transpose(1, 2)
+        elif shape[1:] != [2, num_heads, head_dim]:
+            raise _misshapen(file, shape, num_heads, head_dim)
+        if shape[0] < self.num_tokens:
+            raise HandoffMismatch(
+                f"{TENSOR}: {shape[0]} rows, of {self.num_tokens} tokens by the folder's name: vLLM saves what the "
+                "first step of a prompt has run",
+                path=file,
+                hint="prefill with --max-num-batched-tokens of at least the longest prompt",
+            )
+        return stored[: self.num_tokens].flatten(2)
+
+    def _num_rows(self, models: Mapping[str, Sequence[Tensor]]) -> int:
+        """Rows that were written in every layer: slots that nobody wrote are zeros.
+
+        Raises:
+            HandoffMismatch: a model has none.
+        """
+        num_rows = {name: min(map(_num_written, layers)) for name, layers in models.items() if layers}
+        for name, count in num_rows.items():
+            if not count:
+                what = "draft" if name == DRAFT_PAGES else "target"
+                raise HandoffMismatch(
+                    f"no row of the {what}'s layers was written when vLLM saved them", path=self.path, hint=UNSAVED
+                )
+        fewest = min(num_rows.values())
+        if fewest < self.num_tokens:
+            logger.warning("%s: %d of %d rows are in every layer; the rest is run here",
+                           self.path, fewest, self.num_tokens)  # fmt: skip
+        return fewest
+
+
+class VllmPrefills:
+    """A connector that loads prefills of vLLM, by the keys that `find_vllm_prefills` gives."""
+
+    name = "vllm-files"
+
+    def __init__(self, prefills: Mapping[str, VllmPrefill], fingerprint: Fingerprint) -> None:
+        self.prefills = prefills
+        self._fingerprint = fingerprint
+        self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="vllm-prefill")
+
+    def save(self, handoff: Handoff) -> "Future[None]":
+        """Refused: what is handed off from here has a format of its own.
+
+        Raises:
+            UsageError: always.
+        """
+        raise UsageError("prefills of vLLM are only read", hint="use a FileConnector to hand off")
+
+    def load(self, key: str) -> "Future[Handoff]":
+        """See `Connector.load`; a prompt that vLLM has not prefilled is not waited for."""
+        return self._pool.submit(self._read, key)
+
+    def close(self) -> None:
+        """See `Connector.close`."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def _read(self, key: str) -> Handoff:
+        if key not in self.prefills:
+            raise PeerUnreachable("vLLM has saved no block of it")
+        return self.prefills[key].read(key, self._fingerprint)
+
+
+def has_vllm_prefills(folder: Path) -> bool:
+    """Whether a folder is one that vLLM's ExampleConnector has written to."""
+    return bool(_prefill_folders(folder))
+
+
+def find_vllm_prefills(
+    folder: Path, prompts: Sequence[Sequence[int]], fingerprint: Fingerprint
+) -> tuple[tuple[str, ...], VllmPrefills]:
+    """A key for each prompt, and what loads the longest prefill of its beginning that lies in a folder.
+
+    `fingerprint` is that of the pair which goes on. Prompts are tokens as the server had them.
+
+    Raises:
+        UsageError: none of the prompts was prefilled there.
+        UnsupportedError: the pair's target keeps its own cache.
+    """
+    if fingerprint.fields["target runtime"] == "own cache":
+        raise UnsupportedError(f"{folder}: vLLM saves the KV of attention, and this target keeps its own cache")
+    folders = _prefill_folders(folder)
+    prefills = {}
+    keys = tuple(f"prompt-{index + 1}" for index in range(len(prompts)))
+    for key, prompt in zip(keys, prompts, strict=True):
+        name, num_tokens = _longest(prompt, folders)
+        if num_tokens:
+            prefills[key] = VllmPrefill(folders[name], tuple(prompt), num_tokens)
+    if not prefills:
+        raise UsageError(
+            f"{folder}: {len(folders)} prefills by vLLM, none of them of the {len(prompts)} prompts given",
+            hint="give the prompts that the server was given, with the same chat template",
+        )
+    return keys, VllmPrefills(prefills, fingerprint)
+
+
+def _prefill_folders(folder: Path) -> dict[str, Path]:
+    """Folders named as the connector names them, with layers in them."""
+    if not folder.is_dir():
+        return {}
+    return {
+        item.name: item
+        for item in folder.iterdir()
+        if len(item.name) in HASHES and set(item.name) <= set("0123456789abcdef") and any(item.glob("*.safetensors"))
+    }
+
+
+def _longest(prompt: Sequence[int], names: Mapping[str, Path]) -> tuple[str, int]:
+    """The folder of the most first tokens of a prompt, and how many; of none, 0.
+
+    Block sizes differ from server to server, so every length is tried.
+    """
+    found = ("", 0)
+    for name in {HASHES[len(name)] for name in names}:
+        digest = hashlib.new(name, usedforsecurity=False)
+        for num_tokens, token in enumerate(prompt, start=1):
+            digest.update(int(token).to_bytes(8, "little", signed=True))
+            if num_tokens > found[1] and digest.hexdigest() in names:
+                found = (digest.hexdigest(), num_tokens)
+    return found
+
+
+def _check_dtype(file: Path, stored: Tensor, dtype: str) -> None:
+    found = str(stored.dtype).removeprefix("torch.")
+    if found == dtype:
+        return
+    if found == "uint8" or found.startswith("float8"):
+        raise HandoffMismatch(
+            f"{TENSOR}: quantised ({found}), and its scales are not in the files",
+            path=file,
+            hint="prefill with --kv-cache-dtype auto",
+        )
+    raise HandoffMismatch(
+        f"{TENSOR}: found {found}, this engine runs {dtype}", path=file, hint=f"run here with --dtype {found}"
+    )
+
+
+def _misshapen(file: Path, shape: list[int], num_heads: int, head_dim: int) -> HandoffMismatch:
+    """Why keys and values of a layer cannot be those of the pair."""
+    found = f"{TENSOR}: shape {shape}"
+    if len(shape) == 2:
+        return HandoffMismatch(f"{found} is that of latent attention (MLA), expected keys and values", path=file)
+    heads = next((n for n in shape[1:3] if [n, 2 * head_dim] == shape[1:] or [2, n, head_dim] == shape[1:]), 0)
+    if 0 < heads < num_heads and num_heads % heads == 0:
+        return HandoffMismatch(
+            f"{found} has {heads} of {num_heads} KV heads: with tensor parallelism every worker writes this file, "
+            "and the last one's is left",
+            path=file,
+            hint="prefill with --tensor-parallel-size 1",
+        )
+    return HandoffMismatch(
+        f"{found}, expected [rows, {num_heads}, {2 * head_dim}] or [rows, 2, {num_heads}, {head_dim}]", path=file
+    )
+
+
+def _num_written(layer: Tensor) -> int:
+    """Rows before the first that is all zeros."""
+    is_empty = ~layer.flatten(1).bool().any(1)
+    return int(is_empty.int().argmax()) if bool(is_empty.any()) else len(layer)
+
+
+def _to_pages(layers: Sequence[Tensor], num_rows: int, page_size: int) -> Tensor:
+    """Rows [rows, 2, W] of every layer in pages, [P, L, 2, page_size, widest W]."""
+    num_pages = -(-num_rows // page_size)
+    width = max(layer.shape[-1] for layer in layers)
+    rows = layers[0].new_zeros(num_pages * page_size, len(layers), 2, width)
+    for index, layer in enumerate(layers):
+        rows[:num_rows, index, :, : layer.shape[-1]] = layer[:num_rows]
+    return rows.view(num_pages, page_size, *rows.shape[1:]).permute(0, 2, 3, 1, 4).contiguous()
+
+
+def _spans(numbers: Sequence[int]) -> str:
+    """`0 to 3, 6` of 0, 1, 2, 3, 6."""
+    begins = [number for number in numbers if number - 1 not in numbers]
+    ends = [number for number in numbers if number + 1 not in numbers]
+    return ", ".join(str(a) if a == b else f"{a} to {b}" for a, b in zip(begins, ends, strict=True))

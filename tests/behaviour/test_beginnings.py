@@ -1,0 +1,162 @@
+"""Prompts whose first rows were computed elsewhere and come late: text and traces are those of a run without them."""
+
+import random
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from dflash_runtime.drafts.draft import Draft
+from dflash_runtime.kv_transfer.connector import Connector
+from dflash_runtime.kv_transfer.handoff import Handoff
+from dflash_runtime.kv_transfer.vllm_prefills import VllmPrefills, find_vllm_prefills
+from dflash_runtime.llm import LLM
+from dflash_runtime.scheduling.request import RequestOutput, SamplingParams
+from dflash_runtime.transfers import HandoffPlan
+from dflash_testing.engine_kv import Kept, prefill_layers, save_as_vllm
+from dflash_testing.pairs import bundled_draft_model, bundled_llm, bundled_prompts
+
+PROMPT = bundled_prompts()[0][:34]
+"""Two pages of 16, and two tokens."""
+
+GREEDY = SamplingParams(max_new_tokens=6)
+SAMPLED = SamplingParams(max_new_tokens=6, temperature=1.0, top_p=0.9, seed=3)
+LOOPS = {"sync": {"scheduling": "sync"}, "async": {"scheduling": "async", "max_in_flight": 2}}
+
+
+@cache
+def draft() -> Draft:
+    return bundled_draft_model(dtype=torch.float64)
+
+
+def engine(**settings: object) -> LLM:
+    return bundled_llm(draft(), 7, dtype=torch.float64, **{"max_num_requests": 4, "num_pages": 60, **settings})
+
+
+@cache
+def prefilled(prompt: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    """A prompt's rows by layers of vLLM, and one row more, so that blocks of one row hold all of the prompt's."""
+    return {name: torch.cat((rows, rows[:1])) for name, rows in prefill_layers(engine(), prompt).items()}
+
+
+def trace(outputs: Sequence[RequestOutput]) -> list[object]:
+    assert [output.error for output in outputs] == [None] * len(outputs)
+    return [(output.token_ids, output.finish_reason, output.drafts) for output in outputs]
+
+
+class Late:
+    """A connector whose hand-offs come in an order of their own."""
+
+    name = "late"
+
+    def __init__(self, connector: Connector) -> None:
+        self._connector = connector
+        self._random = random.Random(0)
+        self.save = connector.save
+
+    def load(self, key: str) -> "Future[Handoff]":
+        future: Future[Handoff] = Future()
+        handoff = self._connector.load(key).result()
+        threading.Timer(self._random.uniform(0, 0.03), future.set_result, (handoff,)).start()
+        return future
+
+    def close(self) -> None:
+        self._connector.close()
+
+
+def beginnings(folder: Path, prompts: Sequence[tuple[int, ...]], lengths: Sequence[int], llm: LLM) -> HandoffPlan:
+    """A plan by which each prompt's first so many rows are loaded from files of vLLM."""
+    found = {}
+    for index, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
+        place = folder / str(index)
+        save_as_vllm(prefilled(prompt), (*prompt, 0)[: length + 1], place, block_size=1)
+        keys, connector = find_vllm_prefills(place, [prompt], llm.fingerprint)
+        found[f"{index}"] = connector.prefills[keys[0]]
+        connector.close()
+    return HandoffPlan(connector=Late(VllmPrefills(found, llm.fingerprint)), keys=tuple(found))
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_prompt_goes_on_from_any_of_its_rows(tmp_path: Path, loop: str) -> None:
+    """Pages that are full, that lack one row or have one, and all rows, of which the last is run again."""
+    lengths = [1, 15, 16, 17, 31, 32, 33, 34] * 2
+    prompts, params = [PROMPT] * len(lengths), [GREEDY, SAMPLED] * (len(lengths) // 2)
+    lengths.sort()
+    wanted = engine(prefix_cache=False).generate([PROMPT] * 2, [GREEDY, SAMPLED])
+    llm = engine(prefix_cache=False, max_num_requests=6, max_batched_tokens=24, **LOOPS[loop])
+    outputs = llm.generate(prompts, params, handoffs=beginnings(tmp_path, prompts, lengths, llm))
+    assert trace(outputs) == trace(wanted) * (len(lengths) // 2)
+    assert [output.num_loaded for output in outputs] == [min(length, 33) for length in lengths]
+    llm.engine.scheduler.check_integrity()
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_rows_that_are_cached_here_are_not_taken(tmp_path: Path, loop: str) -> None:
+    """Whichever has more: the page that is found, or what comes."""
+    lengths = [1, 15, 16, 17, 32, 33]
+    prompts = [(*PROMPT[:16], *bundled_prompts()[index + 1][:18]) for index in range(len(lengths))]
+    wanted = engine(prefix_cache=False).generate(prompts, SAMPLED)
+    llm = engine(**LOOPS[loop])
+    llm.generate([PROMPT], GREEDY)
+    outputs = llm.generate(prompts, SAMPLED, handoffs=beginnings(tmp_path, prompts, lengths, llm))
+    assert trace(outputs) == trace(wanted)
+    assert [output.num_cached for output in outputs] == [16] * len(lengths)
+    assert [output.num_loaded for output in outputs] == [max(0, length - 16) for length in lengths]
+    llm.engine.scheduler.check_integrity()
+
+
+def test_what_was_prefilled_after_rows_that_came_is_found_by_others(tmp_path: Path) -> None:
+    wanted = engine(prefix_cache=False).generate([PROMPT], SAMPLED)
+    llm = engine()
+    llm.generate([PROMPT], GREEDY, handoffs=beginnings(tmp_path, [PROMPT], [17], llm))
+    outputs = llm.generate([PROMPT], SAMPLED)
+    assert trace(outputs) == trace(wanted)
+    assert outputs[0].num_cached == 32
+
+
+def test_a_whole_hand_off_goes_on_with_the_seed_that_came(tmp_path: Path) -> None:
+    """As before there were beginnings: nothing of it is prefilled here."""
+    params = SamplingParams(max_new_tokens=8, temperature=1.0)
+    kept = Kept()
+    sender, receiver = engine(seed=1), engine(seed=2)
+    sender.generate([PROMPT], params, handoffs=HandoffPlan(connector=kept, keys=("a",), is_sending=True))
+    outputs = receiver.generate([PROMPT], params, handoffs=HandoffPlan(connector=kept, keys=("a",)))
+    assert trace(outputs) == trace(engine(seed=1).generate([PROMPT], params))
+    assert outputs[0].num_loaded == 34
+
+
+def test_a_prompt_that_vllm_has_not_prefilled_is_run_here(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    other = bundled_prompts()[1][:30]
+    wanted = engine().generate([PROMPT, other], GREEDY)
+    llm = engine()
+    save_as_vllm(prefilled(PROMPT), PROMPT, tmp_path)
+    keys, connector = find_vllm_prefills(tmp_path, [PROMPT, other], llm.fingerprint)
+    outputs = llm.generate([PROMPT, other], GREEDY, handoffs=HandoffPlan(connector=connector, keys=keys))
+    assert trace(outputs) == trace(wanted)
+    assert [output.num_loaded for output in outputs] == [32, 0]
+    assert "vLLM has saved no block of it" in caplog.text
+
+
+def test_rows_of_another_draft_show_in_acceptance_alone(tmp_path: Path) -> None:
+    """Nothing in the files tells them apart: the text is the target's, and the first position falls."""
+    prompts = [prompt[:49] for prompt in bundled_prompts()[:8]]
+    params = SamplingParams(max_new_tokens=3, ignore_eos=True)
+    wanted, llm = engine().generate(prompts, params), engine()
+    for prompt in prompts:
+        layers = prefilled(prompt)
+        drafts = list(layers)[llm.pair.target.config.num_layers :]
+        turned = {name: layers[name].roll(1, dims=-1) for name in drafts}
+        save_as_vllm({**layers, **turned}, prompt, tmp_path)
+    keys, connector = find_vllm_prefills(tmp_path, prompts, llm.fingerprint)
+    outputs = llm.generate(prompts, params, handoffs=HandoffPlan(connector=connector, keys=keys))
+    assert [output.token_ids for output in outputs] == [output.token_ids for output in wanted]
+    assert first_accepted(outputs) < 0.5 * first_accepted(wanted)
+
+
+def first_accepted(outputs: Sequence[RequestOutput]) -> int:
+    """Of how many prompts the first step accepts its first drafted token."""
+    return sum(output.drafts[0].num_accepted > 0 for output in outputs)

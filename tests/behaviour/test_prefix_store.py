@@ -1,0 +1,102 @@
+"""Prompts that one run has kept are the beginning of another's, and change nothing but what has to be run."""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dflash_runtime.llm import LLM
+from dflash_runtime.scheduling.prefix_cache import page_digests
+from dflash_runtime.scheduling.request import Request, RequestOutput, SamplingParams
+from dflash_testing.pairs import bundled_draft_model, bundled_llm, bundled_prompts
+
+PROMPTS = [prompt[:length] for prompt, length in zip(bundled_prompts(), (15, 16, 17, 33, 48, 63), strict=False)]
+PARAMS = SamplingParams(max_new_tokens=12)
+
+
+def make_llm(folder: Path | None, **engine: Any) -> LLM:
+    engine |= {"prefix_store": None if folder is None else str(folder)}
+    return bundled_llm(bundled_draft_model(), 7, **{"max_num_requests": 4} | engine)
+
+
+def second_page(folder: Path, prompt: Sequence[int]) -> Path:
+    (pair,) = folder.iterdir()
+    request = Request(index=0, prompt_token_ids=tuple(prompt), params=PARAMS)
+    digest = page_digests(request, 2, 16, bytes.fromhex(pair.name))[1].hex()
+    return pair / digest[:2] / f"{digest}.safetensors"
+
+
+def traces(outputs: list[RequestOutput]) -> list[Any]:
+    return [(output.token_ids, output.finish_reason, output.drafts) for output in outputs]
+
+
+@pytest.mark.parametrize("engine", [{"scheduling": "sync"}, {"scheduling": "async", "max_batched_tokens": 20}], ids=str)
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_later_run_begins_with_what_was_kept(tmp_path: Path, engine: dict[str, Any], temperature: float) -> None:
+    params = SamplingParams(max_new_tokens=12, temperature=temperature, seed=4)
+    wanted = make_llm(None, **engine).generate(PROMPTS, params)
+    first = make_llm(tmp_path, **engine).generate(PROMPTS, params)
+    again = make_llm(tmp_path, **engine).generate(PROMPTS, params)
+    assert traces(first) == traces(again) == traces(wanted)
+    assert not any(output.num_loaded for output in first)
+    assert [output.num_loaded for output in again] == [0, 0, 16, 32, 32, 48]
+    assert len(list(tmp_path.rglob("*.safetensors"))) == 1 + 1 + 2 + 3 + 3
+
+
+def test_a_longer_prompt_begins_with_a_shorter_one(tmp_path: Path) -> None:
+    """Also one that is known in part by the cache of the run itself: then only a store that has more is asked."""
+    whole = max(bundled_prompts(), key=len)[:90]
+    wanted = make_llm(None).generate([whole], PARAMS)
+    make_llm(tmp_path).generate([whole[:50]], PARAMS)
+    llm = make_llm(tmp_path)
+    assert traces(llm.generate([whole], PARAMS)) == traces(wanted)
+    other = make_llm(tmp_path)
+    other.generate([whole[:20]], PARAMS)
+    (found,) = other.generate([whole], PARAMS)
+    assert (found.num_cached, found.num_loaded) == (16, 80 - 16)
+    (found,) = other.generate([whole], PARAMS)
+    assert (found.num_cached, found.num_loaded) == (80, 0)
+    other.engine.scheduler.check_integrity()
+
+
+def test_another_pair_finds_nothing(tmp_path: Path) -> None:
+    make_llm(tmp_path).generate(PROMPTS, PARAMS)
+    for llm in (bundled_llm(None, 0, prefix_store=str(tmp_path)), make_llm(tmp_path, page_size=8)):
+        assert not any(output.num_loaded for output in llm.generate(PROMPTS, PARAMS))
+
+
+@pytest.mark.parametrize("harm", ["cut", "changed", "gone"])
+def test_a_page_that_is_harmed_is_run_again(tmp_path: Path, harm: str, caplog: pytest.LogCaptureFixture) -> None:
+    """The pages before it are taken, and it is written anew."""
+    wanted = make_llm(None).generate(PROMPTS[-1:], PARAMS)
+    make_llm(tmp_path).generate(PROMPTS[-1:], PARAMS)
+    page = second_page(tmp_path, PROMPTS[-1])
+    content = page.read_bytes()
+    if harm == "gone":
+        page.unlink()
+    else:
+        page.write_bytes(content[:-9] if harm == "cut" else content[:-9] + bytes(9))
+    with caplog.at_level(logging.WARNING):
+        found = make_llm(tmp_path).generate(PROMPTS[-1:], PARAMS)
+    assert traces(found) == traces(wanted)
+    assert found[0].num_loaded == 16
+    assert [record.levelname for record in caplog.records] == ([] if harm == "gone" else ["WARNING"])
+    assert make_llm(tmp_path).generate(PROMPTS[-1:], PARAMS)[0].num_loaded == 48
+
+
+def test_a_store_that_cannot_be_written_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("no folder")
+    with caplog.at_level(logging.WARNING):
+        outputs = make_llm(tmp_path / "file").generate(PROMPTS, PARAMS)
+    assert traces(outputs) == traces(make_llm(None).generate(PROMPTS, PARAMS))
+    assert len(caplog.records) == 1
+    assert caplog.records[0].message.startswith(f"prompts are not kept: {tmp_path}/file/")
+
+
+def test_without_a_prefix_cache_there_is_no_store(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        make_llm(tmp_path, prefix_cache=False).generate(PROMPTS[:2], PARAMS)
+    assert not list(tmp_path.iterdir())
+    assert "because of a prefix cache that is off" in caplog.text

@@ -1,0 +1,97 @@
+"""Hand-offs for tests: a connector within the process, whose deliveries tests time, and engines at both ends."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from dflash_runtime.kv_transfer.handoff import Handoff
+from dflash_runtime.llm import LLM
+from dflash_runtime.scheduling.request import RequestOutput, SamplingParams
+from dflash_runtime.transfers import HandoffPlan
+
+Params = SamplingParams | Sequence[SamplingParams]
+
+
+@dataclass(slots=True)
+class MemoryConnector:
+    """Keeps what is saved. What is held back is delivered by `deliver`; `change` is done to what is loaded,
+    or a `failure` comes instead. Saves that are held are done when `confirm` is called."""
+
+    name: str = "memory"
+    saved: dict[str, Handoff] = field(default_factory=dict)
+    holds_back: bool = False
+    waiting: list[tuple[str, "Future[Handoff]"]] = field(default_factory=list)
+    change: Callable[[Handoff], Handoff] | None = None
+    failure: Exception | None = None
+    save_failure: Exception | None = None
+    holds_saves: bool = False
+    unconfirmed: "list[Future[None]]" = field(default_factory=list)
+
+    def save(self, handoff: Handoff) -> "Future[None]":
+        if self.save_failure is not None:
+            raise self.save_failure
+        copies = {name: tensor.clone() for name, tensor in handoff.tensors.items()}
+        self.saved[handoff.key] = handoff.with_tensors(copies)
+        future: Future[None] = Future()
+        self.unconfirmed.append(future)
+        if not self.holds_saves:
+            self.confirm()
+        return future
+
+    def confirm(self) -> None:
+        """Say that the oldest hand-off that was saved has been taken."""
+        self.unconfirmed.pop(0).set_result(None)
+
+    def load(self, key: str) -> "Future[Handoff]":
+        future: Future[Handoff] = Future()
+        self.waiting.append((key, future))
+        if not self.holds_back:
+            self.deliver()
+        return future
+
+    def deliver(self, which: int = 0) -> None:
+        """Let one that is waited for come; of a key that nobody saved, nothing comes."""
+        key, future = self.waiting.pop(which)
+        if self.failure is not None:
+            future.set_exception(self.failure)
+        elif key in self.saved and future.set_running_or_notify_cancel():
+            handoff = self.saved[key]
+            future.set_result(handoff if self.change is None else self.change(handoff))
+
+    def refuse(self, key: str, reason: str) -> None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        self.waiting.clear()
+
+
+def keys_of(prompts: Sequence[object]) -> tuple[str, ...]:
+    return tuple(f"{index:05}" for index in range(len(prompts)))
+
+
+def hand_off(llm: LLM, prompts: Sequence[Sequence[int]], params: Params) -> MemoryConnector:
+    """Run prompts and hand all of them off."""
+    connector = MemoryConnector()
+    outputs = llm.generate(
+        prompts, params, handoffs=HandoffPlan(connector=connector, keys=keys_of(prompts), is_sending=True)
+    )
+    assert [output.error for output in outputs] == [None] * len(prompts)
+    assert all(len(output.token_ids) == 1 for output in outputs)
+    llm.engine.scheduler.check_integrity()
+    return connector
+
+
+def go_on(
+    llm: LLM,
+    prompts: Sequence[Sequence[int]],
+    params: Params,
+    connector: MemoryConnector,
+    *,
+    timeout: float = 60.0,
+    force: bool = False,
+) -> list[RequestOutput]:
+    """Go on from hand-offs to the end."""
+    plan = HandoffPlan(connector=connector, keys=keys_of(prompts), timeout=timeout, force=force)
+    outputs = llm.generate(prompts, params, handoffs=plan)
+    llm.engine.scheduler.check_integrity()
+    return outputs
