@@ -10,16 +10,18 @@ from datetime import timedelta
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
+import torch.distributed
 from torch import Tensor
 
 from dflash_runtime.errors import PeerUnreachable, UnsupportedError
-from dflash_runtime.kv_transfer.carrier import Carrier, Staged
+from dflash_runtime.kv_transfer.carrier import Carrier, Staged, filled_bytes
 from dflash_runtime.kv_transfer.connector import CONNECTORS, Connector, OpenOptions, TransferRole
 from dflash_runtime.kv_transfer.control_channel import Address, ControlChannel, bind
 from dflash_runtime.kv_transfer.handoff import TensorSpec
-from dflash_runtime.kv_transfer.payload_bytes import as_bytes, empty_like_spec
+from dflash_runtime.kv_transfer.payload_bytes import empty_like_spec
 from dflash_runtime.kv_transfer.peer_connector import PeerConnector, open_channel
+
+dist: Any = torch.distributed  # whose stubs leave out half of what it has
 
 Backend = Literal["gloo", "nccl"]
 
@@ -34,13 +36,13 @@ class GlooCarrier:
 
     name = "gloo"
 
-    def __init__(self, role: TransferRole, channel: ControlChannel, store: dist.Store, timeout_s: float) -> None:
+    def __init__(self, role: TransferRole, channel: ControlChannel, store: Any, timeout_s: float) -> None:
         self._other, self._is_stopped = 1 - RANKS[role], False
         options = dist.ProcessGroupGloo._Options()
         options._timeout = timedelta(seconds=timeout_s)
         # The address on which the two have met; by itself gloo takes that of the host's name, which may lead nowhere.
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=channel.local_host)]
-        self._group: dist.ProcessGroupGloo | None = dist.ProcessGroupGloo(store, RANKS[role], 2, options)
+        self._group = dist.ProcessGroupGloo(store, RANKS[role], 2, options)
 
     def stage(self, tensors: Mapping[str, Tensor]) -> Staged:
         """See `Carrier.stage`."""
@@ -48,7 +50,6 @@ class GlooCarrier:
 
     def send(self, staged: Staged) -> None:
         """See `Carrier.send`."""
-        assert self._group is not None
         for piece in self._pieces(staged.tensors):
             self._group.send([piece], self._other, 0).wait()
 
@@ -61,7 +62,6 @@ class GlooCarrier:
 
     def receive(self, tensors: Mapping[str, Tensor], directions: Mapping[str, Any]) -> None:
         """See `Carrier.receive`."""
-        assert self._group is not None
         for piece in self._pieces(tensors):
             self._group.recv([piece], self._other, 0).wait()
 
@@ -74,7 +74,7 @@ class GlooCarrier:
         self._group = None
 
     def _pieces(self, tensors: Mapping[str, Tensor]) -> Iterator[Tensor]:
-        for data in _filled(tensors):
+        for data in filled_bytes(tensors):
             for piece in data.split(PIECE_BYTES):
                 if self._is_stopped:
                     raise RuntimeError("stopped")
@@ -90,7 +90,7 @@ class NcclCarrier:
 
     name = "nccl"
 
-    def __init__(self, role: TransferRole, device: torch.device | None, store: dist.Store, timeout_s: float) -> None:
+    def __init__(self, role: TransferRole, device: torch.device | None, store: Any, timeout_s: float) -> None:
         self.device = device if device is not None else torch.device("cuda", torch.cuda.current_device())
         self._other = 1 - RANKS[role]
         # A transfer that fails ends its future here; torch's default would end the whole process.
@@ -118,7 +118,7 @@ class NcclCarrier:
     def send(self, staged: Staged) -> None:
         """See `Carrier.send`."""
         with torch.cuda.stream(self._stream):
-            for data in _filled(staged.tensors):
+            for data in filled_bytes(staged.tensors):
                 self._group.send([data], self._other, 0).wait()  # has the stream wait, not the host
         self._stream.synchronize()
 
@@ -134,7 +134,7 @@ class NcclCarrier:
         """See `Carrier.receive`."""
         self._stream.wait_stream(torch.cuda.default_stream(self.device))
         with torch.cuda.stream(self._stream):
-            for data in _filled(tensors):
+            for data in filled_bytes(tensors):
                 self._group.recv([data], self._other, 0).wait()
         self._stream.synchronize()
 
@@ -183,7 +183,14 @@ class ProcessConnector(PeerConnector):
         super().__init__(role, address, channel, carrier)
 
 
-def _make_store(address: Address, timeout_s: float) -> dist.TCPStore:
+def _check_backend(backend: Backend) -> None:
+    if not (dist.is_available() and dist.is_backend_available(backend)):
+        raise UnsupportedError(f"{backend}:// needs a torch that has {backend}, and this one has not")
+    if backend == "nccl" and not torch.cuda.is_available():
+        raise UnsupportedError("nccl:// needs a GPU, and there is none here", hint="gloo:// does without")
+
+
+def _make_store(address: Address, timeout_s: float) -> Any:
     """Where the ranks of a group find each other: at the address of the prefill side, on any free port."""
     server = bind(Address(address.host, 0))
     port, limit = server.getsockname()[1], timedelta(seconds=timeout_s)
@@ -192,14 +199,9 @@ def _make_store(address: Address, timeout_s: float) -> dist.TCPStore:
     )
 
 
-def _find_store(channel: ControlChannel, timeout_s: float) -> dist.TCPStore:
+def _find_store(channel: ControlChannel, timeout_s: float) -> Any:
     limit = timedelta(seconds=timeout_s)
     return dist.TCPStore(channel.other_host, channel.greeting["store_port"], 2, is_master=False, timeout=limit)
-
-
-def _filled(tensors: Mapping[str, Tensor]) -> list[Tensor]:
-    """The bytes of each tensor that has any."""
-    return [as_bytes(tensor) for tensor in tensors.values() if tensor.numel()]
 
 
 def _open(backend: Backend, place: str, options: OpenOptions) -> Connector:
