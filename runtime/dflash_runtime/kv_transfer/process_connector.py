@@ -163,10 +163,7 @@ class ProcessConnector(PeerConnector):
         timeout_s: float = 60.0,
         device: torch.device | None = None,
     ) -> None:
-        if backend == "nccl" and not (dist.is_nccl_available() and torch.cuda.is_available()):
-            raise UnsupportedError(
-                "nccl needs a GPU on either side, and there is none here", hint="gloo:// does without"
-            )
+        _check_backend(backend)
         store = _make_store(address, timeout_s) if role == "prefill" else None
         greeting = {"carrier": backend, "store_port": store.port if store is not None else 0}
         channel = open_channel(role, address, greeting, timeout_s)
