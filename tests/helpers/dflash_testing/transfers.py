@@ -20,7 +20,7 @@ import torch
 from dflash_runtime.errors import DFlashError
 from dflash_runtime.kv_transfer.connector import Connector
 from dflash_runtime.kv_transfer.fingerprint import Fingerprint
-from dflash_runtime.kv_transfer.handoff import DRAFT, STATE, TARGET, Handoff
+from dflash_runtime.kv_transfer.handoff import Handoff
 from dflash_runtime.kv_transfer.places import open_connector
 from dflash_runtime.scheduling.request import SamplingParams
 
@@ -36,13 +36,13 @@ def make_handoff(key: str, seed: int = 0, num_bytes: int = 0) -> Handoff:
     generator = torch.Generator().manual_seed(seed)
     numbers = torch.randn(2, 3, 2, 4, 8, generator=generator)
     tensors = {
-        TARGET: torch.randint(256, (num_bytes or 64,), generator=generator, dtype=torch.int64).to(torch.bool),
-        DRAFT: numbers.to(torch.bfloat16),
-        f"{STATE}float32": numbers.transpose(0, 1),  # not contiguous
-        f"{STATE}float16": numbers.to(torch.float16),
-        f"{STATE}int32": numbers.to(torch.int32),
-        f"{STATE}empty": torch.empty(0, 7),
-        f"{STATE}number": torch.tensor(seed),
+        "target": torch.randint(256, (num_bytes or 64,), generator=generator, dtype=torch.int64).to(torch.bool),
+        "draft": numbers.to(torch.bfloat16),
+        "state.float32": numbers.transpose(0, 1),  # not contiguous
+        "state.float16": numbers.to(torch.float16),
+        "state.int32": numbers.to(torch.int32),
+        "state.empty": torch.empty(0, 7),
+        "state.number": torch.tensor(seed),
     }
     return Handoff(
         key=key,
@@ -51,7 +51,7 @@ def make_handoff(key: str, seed: int = 0, num_bytes: int = 0) -> Handoff:
         output_token_ids=(4,),
         params=SamplingParams(max_new_tokens=5, stop_token_ids=(7,)),
         seed=seed,
-        num_rows={TARGET: 3, DRAFT: 3},
+        num_rows={"target": 3, "draft": 3},
         tensors=tensors,
         note={"id": key},
     )
@@ -148,7 +148,7 @@ def outcome(future: "Future[Any]", limit_s: float = LIMIT_S) -> Any:
     except DFlashError as error:
         return f"{type(error).__name__}: {error}"
     if isinstance(result, Handoff):
-        size = result.tensors[TARGET].numel()
+        size = result.tensors["target"].numel()
         return result.seed if are_same(result, make_handoff(result.key, result.seed, size)) else "another"
     return result
 

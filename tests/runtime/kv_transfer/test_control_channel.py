@@ -98,11 +98,12 @@ class Wire:
     def __init__(self) -> None:
         self.to_decode: list[dict[str, Any]] = []
         self.to_prefill: list[dict[str, Any]] = []
-        self.jobs: list[Callable[[], None]] = []
+        self.jobs: list[Callable[[], None]] = []  # of the prefill side; the other's are in `decode_jobs`
+        self.decode_jobs: list[Callable[[], None]] = []
         self.pipe: list[Mapping[str, Tensor]] = []
-        self.num_sent = 0
+        self.num_sent, self.times = 0, 1
         self.prefill = SendingSide(self, self.to_decode.append, self.jobs.append)
-        self.decode = ReceivingSide(self, self.to_prefill.append, self.jobs.append)
+        self.decode = ReceivingSide(self, self.to_prefill.append, self.decode_jobs.append)
 
     name = "wire"
 
@@ -119,7 +120,8 @@ class Wire:
         return {name: empty_like_spec(spec) for name, spec in specs.items()}
 
     def receive(self, tensors: Mapping[str, Tensor], directions: Mapping[str, Any]) -> None:
-        self.run()  # the other side sends as soon as it has read that this one takes
+        while not self.pipe:
+            self.run_prefill()
         for name, tensor in self.pipe.pop(0).items():
             tensors[name].copy_(tensor)
 
@@ -127,16 +129,25 @@ class Wire:
 
     def close(self) -> None: ...
 
-    def run(self, times: int = 1) -> None:
-        """Pass everything on until nothing is left, each message so many times."""
-        while self.jobs or self.to_decode or self.to_prefill:
-            for side, queue in ((self.decode, self.to_decode), (self.prefill, self.to_prefill)):
-                while queue:
-                    message = queue.pop(0)
-                    for _ in range(times):
-                        side.read(message)
-            if self.jobs:
-                self.jobs.pop(0)()
+    def run_prefill(self) -> None:
+        """Let the prefill side read one message and do one thing."""
+        if self.to_prefill:
+            message = self.to_prefill.pop(0)
+            for _ in range(self.times):
+                self.prefill.read(message)
+        if self.jobs:
+            self.jobs.pop(0)()
+
+    def run(self) -> None:
+        """Pass on every message, `times` times each, and do all there is to do."""
+        while self.jobs or self.decode_jobs or self.to_decode or self.to_prefill:
+            self.run_prefill()
+            if self.to_decode:
+                message = self.to_decode.pop(0)
+                for _ in range(self.times):
+                    self.decode.read(message)
+            if self.decode_jobs:
+                self.decode_jobs.pop(0)()
 
 
 class TestWords:
@@ -146,7 +157,8 @@ class TestWords:
         saves = [wire.prefill.save(make_handoff(key, seed)) for seed, key in enumerate("abc")]
         wire.prefill.refuse("d", "none")
         loads.append(wire.decode.load("d"))
-        wire.run(times=2)
+        wire.times = 2
+        wire.run()
         assert [outcome(load, 0) for load in loads[:3]] == [0, 1, 2]
         assert isinstance(loads[3].exception(0), PeerUnreachable)
         assert [outcome(save, 0) for save in saves] == [None] * 3
@@ -175,6 +187,16 @@ class TestWords:
         wire.run()
         assert "no longer wanted" in outcome(saving, 0)
         assert "no longer wanted" in outcome(second, 0), "it was let go of, so none will come"
+
+    def test_what_was_given_up_before_it_was_saved_can_be_wanted_again(self) -> None:
+        wire = Wire()
+        wire.decode.load("a").cancel()
+        wire.run()
+        loading = wire.decode.load("a")
+        wire.run()
+        saving = wire.prefill.save(make_handoff("a", 8))
+        wire.run()
+        assert [outcome(loading, 0), outcome(saving, 0)] == [8, None]
 
     def test_a_word_of_nothing_that_is_known_does_nothing(self) -> None:
         wire = Wire()
@@ -211,6 +233,6 @@ class TestWords:
         header = header_with_checksums(make_handoff("a"))
         del header[field]
         wire.decode.read({"kind": "offer", "key": "a", "number": 0, "header": header, "directions": {}})
-        wire.jobs.pop(0)()
+        wire.decode_jobs.pop(0)()
         assert outcome(loading, 0).startswith("InvalidHandoff: hand-off a: ")
         assert [message["kind"] for message in wire.to_prefill] == ["want", "drop"]

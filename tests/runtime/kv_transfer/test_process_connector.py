@@ -17,7 +17,7 @@ import torch
 from dflash_runtime.errors import PeerUnreachable, UsageError
 from dflash_runtime.kv_transfer import process_connector
 from dflash_runtime.kv_transfer.carrier import Staged
-from dflash_runtime.kv_transfer.handoff import DRAFT, Handoff
+from dflash_runtime.kv_transfer.handoff import Handoff
 from dflash_runtime.kv_transfer.places import open_connector
 from dflash_runtime.kv_transfer.process_connector import GlooCarrier
 from dflash_testing.deadline import deadline
@@ -111,16 +111,16 @@ def test_a_payload_of_many_pieces_travels(peers: Peers) -> None:
 
 
 def test_pieces_are_put_together_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_connector, "PIECE_BYTES", 7)
+    monkeypatch.setattr(process_connector, "PIECE_BYTES", 37)
     with open_both(free_place("gloo")) as (prefill, decode):
-        prefill.save(make_handoff("a", 2, 1000))
+        prefill.save(make_handoff("a", 2, 100))
         assert outcome(decode.load("a")) == 2
 
 
 def test_what_has_arrived_is_let_go_of() -> None:
     with open_both(free_place("gloo")) as (prefill, decode):
         handoff = make_handoff("a")
-        kept = weakref.ref(handoff.tensors[DRAFT])
+        kept = weakref.ref(handoff.tensors["draft"])
         prefill.save(handoff)
         del handoff
         decode.load("a").result(LIMIT_S)
@@ -160,13 +160,6 @@ class TestGivingUp:
             prefill.save(make_handoff("a", 5))
             assert outcome(second) == 5
 
-    def test_what_was_given_up_can_be_wanted_and_saved_again(self) -> None:
-        with open_both(free_place("gloo")) as (prefill, decode):
-            decode.load("a").cancel()
-            loading = decode.load("a")
-            prefill.save(make_handoff("a", 8))
-            assert outcome(loading) == 8
-
     def test_a_refusal_is_known_at_once_before_and_after_the_want(self) -> None:
         with open_both(free_place("gloo")) as (prefill, decode):
             before = decode.load("a")
@@ -189,14 +182,14 @@ class TestDamage:
 
         def damage(self: GlooCarrier, staged: Staged) -> None:
             if staged.tensors["state.number"] == 1:
-                staged.tensors[DRAFT].view(torch.uint8).view(-1)[5] ^= 1
+                staged.tensors["draft"].view(torch.uint8).view(-1)[5] ^= 1
             send(self, staged)
 
         monkeypatch.setattr(GlooCarrier, "send", damage)
         with open_both(free_place("gloo")) as (prefill, decode):
             saves = [prefill.save(make_handoff(key, seed)) for seed, key in enumerate("abc")]
             found = [outcome(decode.load(key)) for key in "abc"]
-            reason = f"tensors.{DRAFT}: damaged, its checksum is not that of the header"
+            reason = "tensors.draft: damaged, its checksum is not that of the header"
             assert found == [0, f"InvalidHandoff: hand-off b: {reason}", 2]
             assert outcome(saves[1]) == f"PeerUnreachable: hand-off b was not taken: {reason}"
             assert [outcome(saves[0]), outcome(saves[2])] == [None, None]
