@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from dflash_runtime.errors import DFlashError
-from dflash_runtime.kv_transfer.connector import Connector
+from dflash_runtime.kv_transfer.connector import CONNECTORS, Connector
 from dflash_runtime.kv_transfer.fingerprint import Fingerprint
 from dflash_runtime.kv_transfer.handoff import Handoff
 from dflash_runtime.kv_transfer.places import open_connector
@@ -179,6 +179,7 @@ def _obey(connection: socket.socket, place: str, role: Any) -> None:
 
 def main(port: int) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how they ended
+    CONNECTORS.discover("dflash_runtime.kv_transfer")  # once, and not in every peer
     for line in sys.stdin:
         if not os.fork():
             _obey(socket.create_connection(("127.0.0.1", port)), *json.loads(line))
