@@ -6,6 +6,7 @@ so that any number can follow one another, and a program that has a default grou
 
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -28,6 +29,8 @@ Backend = Literal["gloo", "nccl"]
 PIECE_BYTES = 64 << 20
 """Of what gloo is given at once, so that its time limit is on standing still and not on a payload's size."""
 
+TENSORS_TAG, UNUSED_TAG = 0, 1
+
 RANKS: Mapping[TransferRole, int] = {"prefill": 0, "decode": 1}
 
 
@@ -46,15 +49,21 @@ class GlooCarrier:
 
     def stage(self, tensors: Mapping[str, Tensor]) -> Staged:
         """See `Carrier.stage`."""
-        return Staged({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
+        ready = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        return Staged(ready, registration=[])
 
     def send(self, staged: Staged) -> None:
-        """See `Carrier.send`."""
-        for piece in self._pieces(staged.tensors):
-            self._group.send([piece], self._other, 0).wait()
+        """See `Carrier.send`.
+
+        Nothing waits for it: the other side says when it has all, and a send to a process that was killed may not
+        notice that, and would wait until its time is over.
+        """
+        pieces = self._pieces(staged.tensors)
+        staged.registration.extend(self._group.send([piece], self._other, TENSORS_TAG) for piece in pieces)
 
     def release(self, staged: Staged) -> None:
         """See `Carrier.release`."""
+        staged.registration.clear()
 
     def allocate(self, specs: Mapping[str, TensorSpec]) -> dict[str, Tensor]:
         """See `Carrier.allocate`; on the host."""
@@ -63,11 +72,17 @@ class GlooCarrier:
     def receive(self, tensors: Mapping[str, Tensor], directions: Mapping[str, Any]) -> None:
         """See `Carrier.receive`."""
         for piece in self._pieces(tensors):
-            self._group.recv([piece], self._other, 0).wait()
+            self._group.recv([piece], self._other, TENSORS_TAG).wait()
 
     def stop(self) -> None:
-        """See `Carrier.stop`; a piece that is under way ends when the other process does, or its time is over."""
+        """See `Carrier.stop`.
+
+        gloo has no call that ends a receive; another one that runs out of time closes the connection, and ends both.
+        """
         self._is_stopped = True
+        byte = torch.empty(1, dtype=torch.uint8)
+        with suppress(RuntimeError):
+            self._group.recv([byte], self._other, UNUSED_TAG).wait(timedelta(milliseconds=1))
 
     def close(self) -> None:
         """See `Carrier.close`."""

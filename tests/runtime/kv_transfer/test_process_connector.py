@@ -328,6 +328,21 @@ class TestClosing:
                 decode.close()
                 assert outcome(saving) is None
 
+    @pytest.mark.parametrize("closing", [0, 1])
+    def test_while_a_transfer_stands_still(self, closing: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        has_begun = threading.Event()
+        monkeypatch.setattr(GlooCarrier, "send", lambda self, staged: has_begun.set())
+        with open_both(free_place("gloo")) as both:
+            saving, loading = both[0].save(make_handoff("a")), both[1].load("a")
+            assert has_begun.wait(LIMIT_S)
+            assert not loading.cancel(), "it is too late for that"
+            started = time.monotonic()
+            both[closing].close()
+            assert {type(future.exception(LIMIT_S)) for future in (saving, loading)} == {PeerUnreachable}
+            both[1 - closing].close()
+            assert time.monotonic() - started < 2
+            assert not transfer_threads()
+
     def test_within_a_callback(self) -> None:
         with open_both(free_place("gloo")) as (prefill, decode):
             loading = decode.load("a")
