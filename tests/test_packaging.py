@@ -30,7 +30,10 @@ def test_what_is_imported_is_declared() -> None:
     """A package that only comes with another one goes when that one no longer needs it."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    needed = [*project["dependencies"], *(item for name in ("big", "datasets", "plot", "ray") for item in extras[name])]
+    needed = [
+        *project["dependencies"],
+        *(item for name in ("big", "datasets", "nixl", "plot", "ray") for item in extras[name]),
+    ]
     declared = {Requirement(item).name.replace("-", "_") for item in needed}
     ours = {folder.rpartition("/")[2] for folder in PACKAGES}
     found = {

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from dflash_runtime.kv_transfer.handoff import TensorSpec
+from dflash_runtime.kv_transfer.payload_bytes import as_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,3 +57,8 @@ class Carrier(Protocol):
     def close(self) -> None:
         """Give back everything."""
         ...
+
+
+def filled_bytes(tensors: Mapping[str, Tensor]) -> list[Tensor]:
+    """The bytes of each tensor that has any, in order; [bytes] uint8, on their devices."""
+    return [as_bytes(tensor) for tensor in tensors.values() if tensor.numel()]

@@ -32,6 +32,12 @@ NUM_THREADS = 4
 LOOK_SECONDS = 0.01
 """How long until it is looked again whether a hand-off that is waited for has come."""
 
+NUM_LOOKS = 20
+"""How often a hand-off is read anew that is being replaced."""
+
+_SWAP = threading.Lock()
+"""Held where one hand-off takes another's place."""
+
 
 class FileConnector:
     """Saves to a folder and loads from it; what is not there yet is waited for."""
@@ -116,7 +122,7 @@ class FileConnector:
     def _read(self, key: str, futures: "list[Future[Handoff]]") -> None:
         wanted = [future for future in futures if future.set_running_or_notify_cancel()]
         try:
-            outcome: Any = read_handoff(self.folder / key) if self._lies_there(key) else self._read_refusal(key)
+            outcome: Any = _read_settled(self.folder / key) if self._lies_there(key) else self._read_refusal(key)
         except Exception as error:
             outcome = error
         for future in wanted:
@@ -202,6 +208,26 @@ def read_handoff(path: Path) -> Handoff:
         raise InvalidHandoff(error.message, path=path, hint=error.hint) from error
 
 
+def _read_settled(path: Path) -> Handoff:
+    """A hand-off that may be replaced while it is read."""
+    for _ in range(NUM_LOOKS):
+        before = _identity(path)
+        try:
+            return read_handoff(path)
+        except InvalidHandoff:
+            if before is not None and _identity(path) == before:
+                raise
+        time.sleep(LOOK_SECONDS)
+    return read_handoff(path)
+
+
+def _identity(path: Path) -> int | None:
+    try:
+        return path.stat().st_ino
+    except FileNotFoundError:
+        return None
+
+
 def write_refusal(folder: Path, key: str, reason: str) -> None:
     """Write down that nothing will be saved under a key, whole or not at all.
 
@@ -242,9 +268,10 @@ def write_handoff(folder: Path, handoff: Handoff) -> None:
         if handoff.tensors:
             save_file({name: tensor.cpu().contiguous() for name, tensor in handoff.tensors.items()}, partial / TENSORS)
         (partial / HEADER).write_text(json.dumps(header_with_checksums(handoff), allow_nan=False), encoding="utf-8")
-        if final.exists():  # it goes as one piece too: who reads finds the old one, or nothing yet, or the new one
-            final.replace(replaced)
-        partial.replace(final)
+        with _SWAP:
+            if final.exists():  # it goes as one piece too, so that nobody reads half of it
+                final.replace(replaced)
+            partial.replace(final)
         refusal_file(folder, handoff.key).unlink(missing_ok=True)
     except (OSError, SafetensorError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)

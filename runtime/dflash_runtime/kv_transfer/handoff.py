@@ -34,6 +34,11 @@ DTYPES = {
 }
 """What tensors of a payload may hold, by the names they have in headers."""
 
+FIELD_TYPES: Mapping[str, tuple[type, str]] = {"key": (str, "a string"), "seed": (int, "a number")} | dict.fromkeys(
+    ("fingerprint", "params", "num_rows", "state_values", "note", "tensors"), (dict, "an object")
+)
+"""What fields of a header must be before anything is made of them."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Handoff:
@@ -171,6 +176,11 @@ def check_header(header: Any) -> None:
         raise InvalidHandoff(f"kind: found {found!r}, expected 'handoff'")
     if header.get("version") != VERSION:
         raise InvalidHandoff(f"version: found {header.get('version')!r}, expected {VERSION}")
+    for name, (kind, words) in FIELD_TYPES.items():
+        found = header.get(name)
+        if not isinstance(found, kind) or isinstance(found, bool):
+            text = f"found {type(found).__name__}" if name in header else "missing"
+            raise InvalidHandoff(f"{name}: {text}, expected {words}")
 
 
 def find_problems(handoff: Handoff, here: Fingerprint, expected: Mapping[str, tuple[int, ...]]) -> list[str]:

@@ -6,25 +6,30 @@ so that any number can follow one another, and a program that has a default grou
 
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
+import torch.distributed
 from torch import Tensor
 
 from dflash_runtime.errors import PeerUnreachable, UnsupportedError
-from dflash_runtime.kv_transfer.carrier import Carrier, Staged
+from dflash_runtime.kv_transfer.carrier import Carrier, Staged, filled_bytes
 from dflash_runtime.kv_transfer.connector import CONNECTORS, Connector, OpenOptions, TransferRole
 from dflash_runtime.kv_transfer.control_channel import Address, ControlChannel, bind
 from dflash_runtime.kv_transfer.handoff import TensorSpec
-from dflash_runtime.kv_transfer.payload_bytes import as_bytes, empty_like_spec
+from dflash_runtime.kv_transfer.payload_bytes import empty_like_spec
 from dflash_runtime.kv_transfer.peer_connector import PeerConnector, open_channel
+
+dist: Any = torch.distributed  # whose stubs leave out half of what it has
 
 Backend = Literal["gloo", "nccl"]
 
 PIECE_BYTES = 64 << 20
 """Of what gloo is given at once, so that its time limit is on standing still and not on a payload's size."""
+
+TENSORS_TAG, UNUSED_TAG = 0, 1
 
 RANKS: Mapping[TransferRole, int] = {"prefill": 0, "decode": 1}
 
@@ -34,26 +39,31 @@ class GlooCarrier:
 
     name = "gloo"
 
-    def __init__(self, role: TransferRole, channel: ControlChannel, store: dist.Store, timeout_s: float) -> None:
+    def __init__(self, role: TransferRole, channel: ControlChannel, store: Any, timeout_s: float) -> None:
         self._other, self._is_stopped = 1 - RANKS[role], False
         options = dist.ProcessGroupGloo._Options()
         options._timeout = timedelta(seconds=timeout_s)
         # The address on which the two have met; by itself gloo takes that of the host's name, which may lead nowhere.
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=channel.local_host)]
-        self._group: dist.ProcessGroupGloo | None = dist.ProcessGroupGloo(store, RANKS[role], 2, options)
+        self._group = dist.ProcessGroupGloo(store, RANKS[role], 2, options)
 
     def stage(self, tensors: Mapping[str, Tensor]) -> Staged:
         """See `Carrier.stage`."""
-        return Staged({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
+        ready = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        return Staged(ready, registration=[])
 
     def send(self, staged: Staged) -> None:
-        """See `Carrier.send`."""
-        assert self._group is not None
-        for piece in self._pieces(staged.tensors):
-            self._group.send([piece], self._other, 0).wait()
+        """See `Carrier.send`.
+
+        Nothing waits for it: the other side says when it has all, and a send to a process that was killed may not
+        notice that, and would wait until its time is over.
+        """
+        pieces = self._pieces(staged.tensors)
+        staged.registration.extend(self._group.send([piece], self._other, TENSORS_TAG) for piece in pieces)
 
     def release(self, staged: Staged) -> None:
         """See `Carrier.release`."""
+        staged.registration.clear()
 
     def allocate(self, specs: Mapping[str, TensorSpec]) -> dict[str, Tensor]:
         """See `Carrier.allocate`; on the host."""
@@ -61,20 +71,25 @@ class GlooCarrier:
 
     def receive(self, tensors: Mapping[str, Tensor], directions: Mapping[str, Any]) -> None:
         """See `Carrier.receive`."""
-        assert self._group is not None
         for piece in self._pieces(tensors):
-            self._group.recv([piece], self._other, 0).wait()
+            self._group.recv([piece], self._other, TENSORS_TAG).wait()
 
     def stop(self) -> None:
-        """See `Carrier.stop`; a piece that is under way ends when the other process does, or its time is over."""
+        """See `Carrier.stop`.
+
+        gloo has no call that ends a receive; another one that runs out of time closes the connection, and ends both.
+        """
         self._is_stopped = True
+        byte = torch.empty(1, dtype=torch.uint8)
+        with suppress(RuntimeError):
+            self._group.recv([byte], self._other, UNUSED_TAG).wait(timedelta(milliseconds=1))
 
     def close(self) -> None:
         """See `Carrier.close`."""
         self._group = None
 
     def _pieces(self, tensors: Mapping[str, Tensor]) -> Iterator[Tensor]:
-        for data in _filled(tensors):
+        for data in filled_bytes(tensors):
             for piece in data.split(PIECE_BYTES):
                 if self._is_stopped:
                     raise RuntimeError("stopped")
@@ -90,7 +105,7 @@ class NcclCarrier:
 
     name = "nccl"
 
-    def __init__(self, role: TransferRole, device: torch.device | None, store: dist.Store, timeout_s: float) -> None:
+    def __init__(self, role: TransferRole, device: torch.device | None, store: Any, timeout_s: float) -> None:
         self.device = device if device is not None else torch.device("cuda", torch.cuda.current_device())
         self._other = 1 - RANKS[role]
         # A transfer that fails ends its future here; torch's default would end the whole process.
@@ -118,7 +133,7 @@ class NcclCarrier:
     def send(self, staged: Staged) -> None:
         """See `Carrier.send`."""
         with torch.cuda.stream(self._stream):
-            for data in _filled(staged.tensors):
+            for data in filled_bytes(staged.tensors):
                 self._group.send([data], self._other, 0).wait()  # has the stream wait, not the host
         self._stream.synchronize()
 
@@ -134,7 +149,7 @@ class NcclCarrier:
         """See `Carrier.receive`."""
         self._stream.wait_stream(torch.cuda.default_stream(self.device))
         with torch.cuda.stream(self._stream):
-            for data in _filled(tensors):
+            for data in filled_bytes(tensors):
                 self._group.recv([data], self._other, 0).wait()
         self._stream.synchronize()
 
@@ -163,10 +178,7 @@ class ProcessConnector(PeerConnector):
         timeout_s: float = 60.0,
         device: torch.device | None = None,
     ) -> None:
-        if backend == "nccl" and not (dist.is_nccl_available() and torch.cuda.is_available()):
-            raise UnsupportedError(
-                "nccl needs a GPU on either side, and there is none here", hint="gloo:// does without"
-            )
+        _check_backend(backend)
         store = _make_store(address, timeout_s) if role == "prefill" else None
         greeting = {"carrier": backend, "store_port": store.port if store is not None else 0}
         channel = open_channel(role, address, greeting, timeout_s)
@@ -183,7 +195,14 @@ class ProcessConnector(PeerConnector):
         super().__init__(role, address, channel, carrier)
 
 
-def _make_store(address: Address, timeout_s: float) -> dist.TCPStore:
+def _check_backend(backend: Backend) -> None:
+    if not (dist.is_available() and dist.is_backend_available(backend)):
+        raise UnsupportedError(f"{backend}:// needs a torch that has {backend}, and this one has not")
+    if backend == "nccl" and not torch.cuda.is_available():
+        raise UnsupportedError("nccl:// needs a GPU, and there is none here", hint="gloo:// does without")
+
+
+def _make_store(address: Address, timeout_s: float) -> Any:
     """Where the ranks of a group find each other: at the address of the prefill side, on any free port."""
     server = bind(Address(address.host, 0))
     port, limit = server.getsockname()[1], timedelta(seconds=timeout_s)
@@ -192,14 +211,9 @@ def _make_store(address: Address, timeout_s: float) -> dist.TCPStore:
     )
 
 
-def _find_store(channel: ControlChannel, timeout_s: float) -> dist.TCPStore:
+def _find_store(channel: ControlChannel, timeout_s: float) -> Any:
     limit = timedelta(seconds=timeout_s)
     return dist.TCPStore(channel.other_host, channel.greeting["store_port"], 2, is_master=False, timeout=limit)
-
-
-def _filled(tensors: Mapping[str, Tensor]) -> list[Tensor]:
-    """The bytes of each tensor that has any."""
-    return [as_bytes(tensor) for tensor in tensors.values() if tensor.numel()]
 
 
 def _open(backend: Backend, place: str, options: OpenOptions) -> Connector:

@@ -112,7 +112,7 @@ class ReceivingSide:
         """Whether somebody still waits; from here on none of them can be cancelled."""
         with self._lock:
             want = self._wants.get(key)
-            if want is None or want.number != number:
+            if want is None or want.number != number or want.has_begun:
                 return False
             want.has_begun = any([future.set_running_or_notify_cancel() for future in want.futures])
             if not want.has_begun:

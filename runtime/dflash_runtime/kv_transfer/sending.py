@@ -31,6 +31,7 @@ class _Held:
     futures: "list[Future[None]]"
     number: int | None = None  # of the want that it was offered for
     staged: Staged | None = None
+    is_taken: bool = False
 
 
 @dataclass(slots=True)
@@ -147,8 +148,10 @@ class SendingSide:
     def _transfer(self, key: str, number: int) -> None:
         with self._lock:
             held = self._book.held.get(key)
-        if held is not None and held.staged is not None and held.number == number:
-            self._carrier.send(held.staged)
+            if held is None or held.staged is None or held.number != number or held.is_taken:
+                return
+            held.is_taken = True
+        self._carrier.send(held.staged)
 
     def _drop(self, key: str, number: int, reason: str) -> None:
         with self._lock:

@@ -1,0 +1,92 @@
+"""A connector on which nothing can be relied: it delays, loses, doubles and reorders, as a seed says."""
+
+import random
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from dflash_runtime.errors import PeerUnreachable
+from dflash_runtime.kv_transfer.connector import Connector, settle
+from dflash_runtime.kv_transfer.handoff import Handoff
+
+
+class FaultyConnector:
+    """Another connector, seen through faults.
+
+    Of saves and loads the share `lost` never arrives: such a load waits until it is cancelled, such a save ends as if
+    it had arrived or with PeerUnreachable. The share `doubled` is done twice. Each is late by up to `delay_s` seconds,
+    by which they overtake one another. `num_faults` counts what was done.
+    """
+
+    def __init__(
+        self, inner: Connector, seed: int, *, lost: float = 0.1, doubled: float = 0.1, delay_s: float = 0.02
+    ) -> None:
+        self.name = inner.name
+        self._inner = inner
+        self._random = random.Random(seed)
+        self._shares = (lost, doubled, delay_s)
+        self._lock = threading.Lock()
+        self._open: set[Future[Any]] = set()
+        self.num_faults = {"lost": 0, "doubled": 0}
+
+    def save(self, handoff: Handoff) -> "Future[None]":
+        """See `Connector.save`."""
+        outer: Future[None] = Future()
+        outer.set_running_or_notify_cancel()
+        is_lost, is_doubled, delay_s = self._draw()
+        if is_lost:
+            error = PeerUnreachable(f"hand-off {handoff.key} was lost") if delay_s * 2 > self._shares[2] else None
+            self._later(delay_s, lambda: settle(outer, error))
+        else:
+            self._later(delay_s, lambda: self._pass_on(outer, self._inner.save, handoff, is_doubled))
+        return outer
+
+    def load(self, key: str) -> "Future[Handoff]":
+        """See `Connector.load`."""
+        outer: Future[Handoff] = Future()
+        is_lost, is_doubled, delay_s = self._draw()
+        if not is_lost:
+            self._later(delay_s, lambda: self._pass_on(outer, self._inner.load, key, is_doubled))
+        self._open.add(outer)
+        outer.add_done_callback(self._open.discard)
+        return outer
+
+    def refuse(self, key: str, reason: str) -> None:
+        """See `Connector.refuse`."""
+        _, is_doubled, delay_s = self._draw()
+        for _ in range(1 + is_doubled):
+            self._later(delay_s, lambda: self._inner.refuse(key, reason))
+
+    def close(self) -> None:
+        """See `Connector.close`."""
+        self._inner.close()
+        for future in list(self._open):
+            future.cancel()
+
+    def _draw(self) -> tuple[bool, bool, float]:
+        lost, doubled, delay_s = self._shares
+        with self._lock:
+            is_lost, is_doubled = self._random.random() < lost, self._random.random() < doubled
+            self.num_faults["lost"] += is_lost
+            self.num_faults["doubled"] += is_doubled and not is_lost
+            return is_lost, is_doubled, self._random.uniform(0, delay_s)
+
+    def _later(self, delay_s: float, do: Callable[[], None]) -> None:
+        timer = threading.Timer(delay_s, do)
+        timer.daemon = True
+        timer.start()
+
+    def _pass_on(self, outer: "Future[Any]", begin: Callable[[Any], "Future[Any]"], what: Any, doubled: bool) -> None:
+        if outer.cancelled():
+            return
+        inner = [begin(what) for _ in range(1 + doubled)]
+        outer.add_done_callback(lambda done: [future.cancel() for future in inner] if done.cancelled() else None)
+        inner[0].add_done_callback(lambda done: _copy(done, outer))
+
+
+def _copy(done: "Future[Any]", outer: "Future[Any]") -> None:
+    if done.cancelled():
+        outer.cancel()
+    else:
+        settle(outer, done.exception() or done.result())

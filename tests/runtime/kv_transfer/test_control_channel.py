@@ -1,0 +1,238 @@
+"""Addresses, messages, and what two processes make of words that come twice, late, or not at all."""
+
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from dflash_runtime.errors import PeerUnreachable, UsageError
+from dflash_runtime.kv_transfer import control_channel
+from dflash_runtime.kv_transfer.carrier import Staged
+from dflash_runtime.kv_transfer.control_channel import LONGEST_BYTES, Address, ControlChannel, connect, listen
+from dflash_runtime.kv_transfer.handoff import TensorSpec
+from dflash_runtime.kv_transfer.payload_bytes import empty_like_spec, header_with_checksums
+from dflash_runtime.kv_transfer.receiving import ReceivingSide
+from dflash_runtime.kv_transfer.sending import LONGEST_MEMORY, SendingSide
+from dflash_testing.transfers import free_place, make_handoff, outcome
+
+
+@pytest.mark.parametrize(
+    ("text", "host", "port"), [("127.0.0.1:80", "127.0.0.1", 80), ("a.b:1", "a.b", 1), ("[::1]:65535", "::1", 65535)]
+)
+def test_addresses(text: str, host: str, port: int) -> None:
+    assert Address.parse(text) == Address(host, port)
+    assert str(Address.parse(text)) == text
+
+
+@pytest.mark.parametrize(
+    "text", ["", "host", ":80", "host:", "host:0", "host:65536", "host:-1", "host:x", "a/b:80", "h:²"]
+)
+def test_what_is_no_address(text: str) -> None:
+    with pytest.raises(UsageError, match="is no address, expected HOST:PORT"):
+        Address.parse(text)
+
+
+@pytest.fixture
+def channels() -> Iterator[tuple[ControlChannel, ControlChannel]]:
+    address = Address.parse(free_place("gloo").removeprefix("gloo://"))
+    with ThreadPoolExecutor(1) as pool:
+        listening = pool.submit(listen, address, {"carrier": "none"}, 10.0)
+        other = connect(address, {"carrier": "none"}, 10.0)
+        one = listening.result()
+    yield one, other
+    one.close()
+    other.close()
+
+
+class TestChannel:
+    def test_messages_arrive_in_order_and_then_the_end(self, channels: Any) -> None:
+        one, other = channels
+        sent = [{"number": number, "text": "ü" * number * 1000} for number in range(100)]
+        for message in sent:
+            one.send(message)
+        one.end()
+        assert [other.read() for _ in sent] == sent
+        assert other.read() is None
+
+    def test_sending_does_not_wait_for_a_reader(self, channels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(control_channel, "ENDING_S", 0.1)
+        one, _ = channels
+        for _ in range(64):
+            one.send({"text": "a" * (1 << 20)})
+        one.close()
+
+    def test_closing_wakes_who_reads(self, channels: Any) -> None:
+        one, _ = channels
+        reader = threading.Thread(target=one.read, daemon=True)
+        reader.start()
+        one.close()
+        reader.join(5)
+        assert not reader.is_alive()
+
+    @pytest.mark.parametrize(
+        "words", [struct.pack(">I", LONGEST_BYTES + 1), b"\x00\x00\x00\x02{]", b"\x00\x00\x00\x02[]"]
+    )
+    def test_what_is_no_message_is_the_end(self, words: bytes) -> None:
+        here, there = socket.socketpair()
+        address = socket.create_server(("127.0.0.1", 0))
+        there.close()
+        here.close()
+        here = socket.create_connection(address.getsockname())
+        there, _ = address.accept()
+        address.close()
+        channel = ControlChannel(here, {})
+        there.sendall(words)
+        assert channel.read() is None
+        there.close()
+        channel.close()
+
+
+class Wire:
+    """Both sides of a connection without threads or sockets: what they say is kept until it is passed on."""
+
+    def __init__(self) -> None:
+        self.to_decode: list[dict[str, Any]] = []
+        self.to_prefill: list[dict[str, Any]] = []
+        self.jobs: list[Callable[[], None]] = []  # of the prefill side; the other's are in `decode_jobs`
+        self.decode_jobs: list[Callable[[], None]] = []
+        self.pipe: list[Mapping[str, Tensor]] = []
+        self.num_sent, self.times = 0, 1
+        self.prefill = SendingSide(self, self.to_decode.append, self.jobs.append)
+        self.decode = ReceivingSide(self, self.to_prefill.append, self.decode_jobs.append)
+
+    name = "wire"
+
+    def stage(self, tensors: Mapping[str, Tensor]) -> Staged:
+        return Staged({name: tensor.contiguous() for name, tensor in tensors.items()})
+
+    def send(self, staged: Staged) -> None:
+        self.num_sent += 1
+        self.pipe.append(staged.tensors)
+
+    def release(self, staged: Staged) -> None: ...
+
+    def allocate(self, specs: Mapping[str, TensorSpec]) -> dict[str, Tensor]:
+        return {name: empty_like_spec(spec) for name, spec in specs.items()}
+
+    def receive(self, tensors: Mapping[str, Tensor], directions: Mapping[str, Any]) -> None:
+        while not self.pipe:
+            self.run_prefill()
+        for name, tensor in self.pipe.pop(0).items():
+            tensors[name].copy_(tensor)
+
+    def stop(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    def run_prefill(self) -> None:
+        """Let the prefill side read one message and do one thing."""
+        if self.to_prefill:
+            message = self.to_prefill.pop(0)
+            for _ in range(self.times):
+                self.prefill.read(message)
+        if self.jobs:
+            self.jobs.pop(0)()
+
+    def run(self) -> None:
+        """Pass on every message, `times` times each, and do all there is to do."""
+        while self.jobs or self.decode_jobs or self.to_decode or self.to_prefill:
+            self.run_prefill()
+            if self.to_decode:
+                message = self.to_decode.pop(0)
+                for _ in range(self.times):
+                    self.decode.read(message)
+            if self.decode_jobs:
+                self.decode_jobs.pop(0)()
+
+
+class TestWords:
+    def test_each_may_come_twice(self) -> None:
+        wire = Wire()
+        loads = [wire.decode.load(key) for key in "abc"]
+        saves = [wire.prefill.save(make_handoff(key, seed)) for seed, key in enumerate("abc")]
+        wire.prefill.refuse("d", "none")
+        loads.append(wire.decode.load("d"))
+        wire.times = 2
+        wire.run()
+        assert [outcome(load, 0) for load in loads[:3]] == [0, 1, 2]
+        assert isinstance(loads[3].exception(0), PeerUnreachable)
+        assert [outcome(save, 0) for save in saves] == [None] * 3
+        again = wire.decode.load("a")
+        wire.run()
+        assert not again.done()
+
+    def test_tensors_are_sent_once_however_often_they_are_wanted(self) -> None:
+        wire = Wire()
+        wire.prefill.save(make_handoff("a"))
+        wire.decode.load("a")
+        want = wire.to_prefill[0]
+        for _ in range(3):
+            wire.prefill.read(want)
+        wire.run()
+        assert wire.num_sent == 1
+
+    def test_an_offer_for_a_want_that_was_given_up_is_not_taken_for_the_next_one(self) -> None:
+        wire = Wire()
+        saving = wire.prefill.save(make_handoff("a", 1))
+        first = wire.decode.load("a")
+        wire.prefill.read(wire.to_prefill.pop(0))
+        wire.jobs.pop(0)()  # the offer is on its way
+        assert first.cancel()
+        second = wire.decode.load("a")
+        wire.run()
+        assert "no longer wanted" in outcome(saving, 0)
+        assert "no longer wanted" in outcome(second, 0), "it was let go of, so none will come"
+
+    def test_what_was_given_up_before_it_was_saved_can_be_wanted_again(self) -> None:
+        wire = Wire()
+        wire.decode.load("a").cancel()
+        wire.run()
+        loading = wire.decode.load("a")
+        wire.run()
+        saving = wire.prefill.save(make_handoff("a", 8))
+        wire.run()
+        assert [outcome(loading, 0), outcome(saving, 0)] == [8, None]
+
+    def test_a_word_of_nothing_that_is_known_does_nothing(self) -> None:
+        wire = Wire()
+        for kind in ("take", "got", "drop", "later"):
+            wire.prefill.read({"kind": kind, "key": "x", "number": 7, "reason": "", "header": {}, "directions": {}})
+        for kind in ("offer", "refused", "later"):
+            wire.decode.read({"kind": kind, "key": "x", "number": 7, "reason": "", "header": {}, "directions": {}})
+        wire.run()
+        assert wire.num_sent == 0
+
+    def test_all_are_cancelled_between_the_offer_and_its_taking(self) -> None:
+        wire = Wire()
+        saving, loading = wire.prefill.save(make_handoff("a")), wire.decode.load("a")
+        wire.prefill.read(wire.to_prefill.pop(0))
+        wire.jobs.pop(0)()
+        wire.decode.read(wire.to_decode.pop(0))
+        loading._state = "CANCELLED"  # as it is for a moment, before its callbacks have run
+        wire.run()
+        assert "no longer wanted" in outcome(saving, 0)
+
+    def test_no_more_refusals_are_remembered_than_there_is_room_for(self) -> None:
+        wire = Wire()
+        for number in range(LONGEST_MEMORY + 10):
+            wire.prefill.refuse(str(number), "none")
+        assert len(wire.prefill._book.refused) == LONGEST_MEMORY
+        oldest, newest = wire.decode.load("0"), wire.decode.load(str(LONGEST_MEMORY + 9))
+        wire.run()
+        assert (oldest.done(), newest.done()) == (False, True)
+
+    @pytest.mark.parametrize("field", ["kind", "version", "key", "tensors"])
+    def test_a_header_without_a_field_is_refused_before_tensors_travel(self, field: str) -> None:
+        wire = Wire()
+        loading = wire.decode.load("a")
+        header = header_with_checksums(make_handoff("a"))
+        del header[field]
+        wire.decode.read({"kind": "offer", "key": "a", "number": 0, "header": header, "directions": {}})
+        wire.decode_jobs.pop(0)()
+        assert outcome(loading, 0).startswith("InvalidHandoff: hand-off a: ")
+        assert [message["kind"] for message in wire.to_prefill] == ["want", "drop"]
