@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +26,10 @@ PROMPT = bundled_prompts()[0][:34]
 
 GREEDY = SamplingParams(max_new_tokens=6)
 SAMPLED = SamplingParams(max_new_tokens=6, temperature=1.0, top_p=0.9, seed=3)
-LOOPS = {"sync": {"scheduling": "sync"}, "async": {"scheduling": "async", "max_in_flight": 2}}
+LOOPS: dict[str, dict[str, Any]] = {
+    "sync": {"scheduling": "sync"},
+    "async": {"scheduling": "async", "max_in_flight": 2},
+}
 
 
 @cache
@@ -33,7 +37,7 @@ def draft() -> Draft:
     return bundled_draft_model(dtype=torch.float64)
 
 
-def engine(**settings: object) -> LLM:
+def engine(**settings: Any) -> LLM:
     return bundled_llm(draft(), 7, dtype=torch.float64, **{"max_num_requests": 4, "num_pages": 60, **settings})
 
 

@@ -128,7 +128,7 @@ WRONG: dict[str, tuple[Callable[[dict[str, Tensor]], dict[str, Tensor]], str, st
     ),
     "saved before the drafter wrote": (
         lambda found: found | {layer_name(4): torch.zeros_like(found[layer_name(4)])},
-        "no row of the draft's layers was written when vLLM saved them",
+        "no row of the draft's layers was written when vLLM saved them (vllm-project/vllm#35158)",
         "vllm-project/vllm#35158",
     ),
     "a part of two": (
@@ -190,6 +190,9 @@ def test_a_file_cut_short_is_named(tmp_path: Path) -> None:
     file = save_as_vllm(layers(), PROMPT, tmp_path) / f"{layer_name(1)}.safetensors"
     file.write_bytes(file.read_bytes()[:-4])
     with pytest.raises(InvalidHandoff, match=r"model\.layers\.1\..*cut short"):
+        load(tmp_path)
+    save_file({"hidden_states": torch.zeros(32, 2, 8)}, file)
+    with pytest.raises(InvalidHandoff, match="does not contain tensor kv_cache"):
         load(tmp_path)
 
 
