@@ -165,6 +165,13 @@ def test_what_cannot_be_gone_on_from_is_refused_by_name(tmp_path: Path, case: st
     assert hint in (raised.value.hint or "")
 
 
+def test_what_does_not_fit_is_known_from_headers(tmp_path: Path) -> None:
+    """Before a row is read, or anything generated."""
+    save_as_vllm(layers(0, 1, 2), PROMPT, tmp_path)
+    with pytest.raises(HandoffMismatch, match="the draft's layers 3 to 4 are missing"):
+        find_vllm_prefills(tmp_path, [PROMPT], pair())
+
+
 def test_a_prompt_that_vllm_ran_in_several_steps_is_refused(tmp_path: Path) -> None:
     """The connector saves in the step in which a prompt is scheduled first, under the name of all its blocks."""
     save_as_vllm(layers(), PROMPT, tmp_path, num_scheduled=10)
