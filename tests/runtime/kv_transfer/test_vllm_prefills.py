@@ -88,6 +88,18 @@ def test_the_last_token_is_always_left_to_run(tmp_path: Path) -> None:
     assert load(tmp_path).kv_len == 40
 
 
+def test_a_beginning_is_one_after_it_was_sent_on(tmp_path: Path) -> None:
+    save_as_vllm(layers(), PROMPT, tmp_path)
+    handoff = load(tmp_path)
+    header = handoff.to_header()
+    again = Handoff.read(header, handoff.tensors)
+    assert again.is_beginning
+    assert again.kv_len == 32
+    for wrong in ({"target": -1}, {"target": "32"}, [32]):
+        with pytest.raises(InvalidHandoff, match="num_rows"):
+            Handoff.read({**header, "num_rows": wrong}, handoff.tensors)
+
+
 def test_names_by_sha256_are_known(tmp_path: Path) -> None:
     """utils/hashing.py: what names folders where FIPS forbids MD5."""
     folder = save_as_vllm(layers(), PROMPT, tmp_path)
