@@ -12,6 +12,8 @@ from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+from torch import Tensor
+
 from dflash_runtime.device.kv_pages import Copied
 from dflash_runtime.device.runner import Runner
 from dflash_runtime.errors import DFlashError, HandoffMismatch, PeerUnreachable
@@ -67,8 +69,9 @@ class HandoffPlan:
 
 @dataclass(slots=True)
 class Arriving:
-    """One hand-off on its way to a request."""
+    """One hand-off on its way to a request: as its connector gives it, and ready to be copied to the device."""
 
+    source: "Future[Handoff]"
     future: "Future[Handoff]"
     deadline: float
     copied: Copied | None = None
@@ -123,8 +126,10 @@ class Transfers:
         for request in requests:
             if request not in self._arriving:
                 assert request.load_key is not None
-                future = _begun(self.plan.connector.load, request.load_key)
-                self._arriving[request] = Arriving(future, time.monotonic() + self.plan.timeout)
+                source = _begun(self.plan.connector.load, request.load_key)
+                # In the connector's thread: copying to pinned memory takes longer than a step.
+                future = _then(source, self._runner.porter.pin)
+                self._arriving[request] = Arriving(source, future, time.monotonic() + self.plan.timeout)
 
     def send(self, request: Request) -> None:
         """Take the KV of a request that has just ended its prompt, and begin to hand it off."""
@@ -155,9 +160,8 @@ class Transfers:
 
     def close(self) -> None:
         """Forget what is under way; the connector goes on with what it has begun."""
-        for arriving in self._arriving.values():
-            arriving.future.cancel()
-        self._arriving.clear()
+        for request in list(self._arriving):
+            self._drop(request)
         self._leaving.clear()
         self._settle_keeping()
         if self.counts.num_given_up > 1:
@@ -237,8 +241,7 @@ class Transfers:
         self._scheduler.give_up_loading(request)
 
     def _drop(self, request: Request) -> None:
-        arriving = self._arriving.pop(request)
-        arriving.future.cancel()
+        self._arriving.pop(request).source.cancel()
 
     def _taken(self, request: Request) -> Handoff:
         """A request's hand-off, its tensors still on the device."""
@@ -307,6 +310,23 @@ def _begun(begin: "Callable[[Given], Future[Got]]", what: Given) -> "Future[Got]
         failed: Future[Got] = Future()
         failed.set_exception(error)
         return failed
+
+
+def _then(
+    source: "Future[Handoff]", prepare: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
+) -> "Future[Handoff]":
+    """What comes of a future with its tensors prepared, in the thread that it came in."""
+    prepared: Future[Handoff] = Future()
+
+    def finish(done: "Future[Handoff]") -> None:
+        try:
+            handoff = done.result()
+            prepared.set_result(handoff.with_tensors(prepare(handoff.tensors)))
+        except BaseException as error:
+            prepared.set_exception(error)
+
+    source.add_done_callback(finish)
+    return prepared
 
 
 def _result(future: "Future[Got]") -> Got:

@@ -18,7 +18,8 @@ from dflash_runtime.kv_transfer.vllm_prefills import VllmPrefills, find_vllm_pre
 from dflash_runtime.llm import LLM
 from dflash_runtime.scheduling.request import RequestOutput, SamplingParams
 from dflash_runtime.transfers import HandoffPlan
-from dflash_testing.engine_kv import Kept, prefill_layers, save_as_vllm
+from dflash_testing.engine_kv import prefill_layers, save_as_vllm
+from dflash_testing.handoffs import MemoryConnector
 from dflash_testing.pairs import bundled_draft_model, bundled_llm, bundled_prompts
 
 PROMPT = bundled_prompts()[0][:34]
@@ -61,6 +62,7 @@ class Late:
         self._connector = connector
         self._random = random.Random(0)
         self.save = connector.save
+        self.refuse = connector.refuse
 
     def load(self, key: str) -> "Future[Handoff]":
         future: Future[Handoff] = Future()
@@ -146,7 +148,7 @@ def test_what_was_prefilled_after_rows_that_came_is_found_by_others(tmp_path: Pa
 def test_a_whole_hand_off_goes_on_with_the_seed_that_came(tmp_path: Path) -> None:
     """As before there were beginnings: nothing of it is prefilled here."""
     params = SamplingParams(max_new_tokens=8, temperature=1.0)
-    kept = Kept()
+    kept = MemoryConnector()
     sender, receiver = engine(seed=1), engine(seed=2)
     sender.generate([PROMPT], params, handoffs=HandoffPlan(connector=kept, keys=("a",), is_sending=True))
     outputs = receiver.generate([PROMPT], params, handoffs=HandoffPlan(connector=kept, keys=("a",)))

@@ -67,12 +67,16 @@ class PagePorter:
                 tensor.record_stream(self._stream)
         return Copied(copies, self._stream.record_event())
 
+    def pin(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Put tensors where the device can copy them from by itself. Takes as long as copying them; for any thread."""
+        return tensors if self._stream is None else {name: _pinned(tensor) for name, tensor in tensors.items()}
+
     def to_device(self, tensors: Mapping[str, Tensor]) -> Copied:
-        """Copy to the device what is to be put."""
+        """Copy to the device what is to be put, from pinned memory."""
         if self._stream is None:
             return Copied(tensors)
         with torch.cuda.stream(self._stream):
-            copies = {name: _pinned(tensor).to(self._device, non_blocking=True) for name, tensor in tensors.items()}
+            copies = {name: tensor.to(self._device, non_blocking=True) for name, tensor in tensors.items()}
         current = torch.cuda.current_stream(self._device)
         for tensor in copies.values():
             tensor.record_stream(current)
@@ -124,4 +128,4 @@ def _to_pinned(tensor: Tensor) -> Tensor:
 
 
 def _pinned(tensor: Tensor) -> Tensor:
-    return tensor if tensor.is_cuda else tensor.pin_memory()
+    return tensor if tensor.is_cuda or tensor.is_pinned() else tensor.pin_memory()

@@ -6,42 +6,19 @@ layer go into the paged cache; the lines are named beside it.
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dflash_runtime.kv_transfer.handoff import DRAFT_PAGES, TARGET_PAGES, Handoff
+from dflash_runtime.kv_transfer.handoff import DRAFT_PAGES, TARGET_PAGES
 from dflash_runtime.llm import LLM
 from dflash_runtime.scheduling.request import SamplingParams
 from dflash_runtime.transfers import HandoffPlan
+from dflash_testing.handoffs import MemoryConnector
 
 BLOCK_SIZE = 16
-
-
-class Kept:
-    """A connector that keeps what is saved, for who loads it in this process."""
-
-    name = "kept"
-
-    def __init__(self) -> None:
-        self.handoffs: dict[str, Handoff] = {}
-
-    def save(self, handoff: Handoff) -> "Future[None]":
-        self.handoffs[handoff.key] = handoff
-        saved: Future[None] = Future()
-        saved.set_result(None)
-        return saved
-
-    def load(self, key: str) -> "Future[Handoff]":
-        loaded: Future[Handoff] = Future()
-        loaded.set_result(self.handoffs[key])
-        return loaded
-
-    def close(self) -> None:
-        pass
 
 
 def prefill_layers(llm: LLM, prompt: Sequence[int]) -> dict[str, Tensor]:
@@ -52,10 +29,10 @@ def prefill_layers(llm: LLM, prompt: Sequence[int]) -> dict[str, Tensor]:
     model_executor/models/qwen3_dflash.py:471: the draft's are `layers.{layer_idx + start_layer_id}`, which :751 gives
     the number of the target's layers.
     """
-    kept = Kept()
+    kept = MemoryConnector()
     plan = HandoffPlan(connector=kept, keys=("kept",), is_sending=True)
     llm.generate([prompt], SamplingParams(ignore_eos=True), handoffs=plan)
-    handoff = kept.handoffs["kept"]
+    handoff = kept.saved["kept"]
     layers: dict[str, Tensor] = {}
     for model in (TARGET_PAGES, DRAFT_PAGES):
         shapes = llm.fingerprint.fields.get(f"{model} KV heads", [])

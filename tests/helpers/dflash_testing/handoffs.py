@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+from dflash_runtime.errors import PeerUnreachable
 from dflash_runtime.kv_transfer.handoff import Handoff
 from dflash_runtime.llm import LLM
 from dflash_runtime.scheduling.request import RequestOutput, SamplingParams
@@ -23,6 +24,7 @@ class MemoryConnector:
     waiting: list[tuple[str, "Future[Handoff]"]] = field(default_factory=list)
     change: Callable[[Handoff], Handoff] | None = None
     failure: Exception | None = None
+    refused: dict[str, str] = field(default_factory=dict)
     save_failure: Exception | None = None
     holds_saves: bool = False
     unconfirmed: "list[Future[None]]" = field(default_factory=list)
@@ -54,12 +56,14 @@ class MemoryConnector:
         key, future = self.waiting.pop(which)
         if self.failure is not None:
             future.set_exception(self.failure)
+        elif key in self.refused:
+            future.set_exception(PeerUnreachable(self.refused[key]))
         elif key in self.saved and future.set_running_or_notify_cancel():
             handoff = self.saved[key]
             future.set_result(handoff if self.change is None else self.change(handoff))
 
     def refuse(self, key: str, reason: str) -> None:
-        raise NotImplementedError
+        self.refused[key] = reason
 
     def close(self) -> None:
         self.waiting.clear()
