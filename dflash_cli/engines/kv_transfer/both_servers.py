@@ -114,9 +114,9 @@ def drafts_read_alike(transfer: Transfer) -> Iterator[Problem]:
     prefill, decode = transfer.prefill.config, transfer.decode.config
     if prefill is None or decode is None or prefill == decode:
         return
-    for name in ("target_layer_ids", "block_size", "windows", "num_layers", "num_kv_heads", "head_dim", "rope"):
+    for name in ("target_layer_ids", "block_size", "num_layers", "windows", "num_kv_heads", "head_dim", "rope"):
         first, second = getattr(prefill, name), getattr(decode, name)
-        if first != second:
+        if first != second and not (name == "windows" and prefill.num_layers != decode.num_layers):
             message = f"{name} {_shown(second)}, that of the prefill server {_shown(first)}"
             yield Problem(transfer.decode.location("draft"), message)
 

@@ -126,7 +126,7 @@ def release_of(version: str | None, fallback: Release) -> Release:
     if found is None:
         return fallback
     numbers = tuple(map(int, found[0].split(".")))
-    while len(numbers) > len(fallback) and numbers[-1] == 0:  # 0.33.0 is 0.33
+    while len(numbers) > 2 and numbers[-1] == 0:  # 0.33.0 is 0.33
         numbers = numbers[:-1]
     return numbers
 

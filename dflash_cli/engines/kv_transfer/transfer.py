@@ -12,7 +12,8 @@ from dflash_cli.engines.serving_engine import Release, ServingEngine
 from dflash_cli.validation.rule import Outcome, Problem
 
 Factor = Literal[
-    "decode-only", "prefill-only", "version", "target", "target-revision", "draft", "method", "kv-dtype", "draft-kv-dtype",
+    "decode-only", "prefill-only", "version", "target", "target-revision", "draft", "method", "kv-dtype",
+    "draft-kv-dtype",
 ]  # fmt: skip
 """What two servers may differ in, and a handshake may notice."""
 

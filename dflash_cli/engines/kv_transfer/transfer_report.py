@@ -128,7 +128,7 @@ def _unread(transfer: Transfer) -> Iterator[str]:
         ignored = server.launch.ignored
         if ignored:
             some = ", ".join(ignored[:4]) + (", ..." if len(ignored) > 4 else "")
-            yield f"{server.launch.path}: {len(ignored)} of the arguments are not looked at: {some}"
+            yield f"{server.launch.path}: arguments that are not looked at ({len(ignored)}): {some}"
 
 
 class _Opened:
