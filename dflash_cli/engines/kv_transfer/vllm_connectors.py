@@ -1,6 +1,7 @@
 """Rules on vLLM's connectors: whether they are two of a kind, and whether they carry the draft's layers."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from dflash_cli.engines.kv_transfer.both_servers import AGAIN
 from dflash_cli.engines.kv_transfer.carriers import (
@@ -19,11 +20,16 @@ from dflash_cli.engines.serving_engine import release_text
 from dflash_cli.engines.vllm import ENGINE, NAME
 from dflash_cli.validation.rule import Problem, check
 
+UNTRIED = "this release does not know such layers, and what it does with them was not tried"
 FIX_NIXL = f"use NixlConnector on both servers, then check again: {AGAIN}"
 NO_GROUPS = "disable_hybrid_kv_cache_manager"
 CLAMPS = (0, 32)
-"""The first release whose MoRIIO connector leaves out the blocks that a draft reserves ahead (vllm-project/vllm#55053),
-and that refuses windows and states with it."""
+"""The first release whose MoRIIO connector leaves out blocks that a draft reserves ahead (vllm-project/vllm#55053)."""
+PAIRS_TAILS = (0, 31)
+"""The first in which, where the decode server reads, blocks of its own may follow those that it reads. It refuses
+states together with a draft; earlier ones do not know states."""
+KNOWS_GROUPS = (0, 30)
+"""The first that knows windows; where it writes, it refuses them."""
 CODE = "vLLM 0.24.0 to 0.33.0 distributed/kv_transfer/kv_connector/v1"
 
 
@@ -82,19 +88,25 @@ def connectors_carry_the_draft(transfer: Transfer) -> Iterator[Problem]:
 @check(
     "K13",
     level="kv-transfer",
-    effect="the blocks that the prefill server reserves ahead for the draft have no place at the decode server",
+    effect="the blocks that a server reserves ahead for the draft have no place at the other one",
     fix=f"use vLLM {release_text(CLAMPS)} or later, or NixlConnector; then check again: {AGAIN}",
-    source="vllm-project/vllm#55053; moriio/moriio_layout.py and moriio_connector.py of 0.24.0 to 0.33.0",
+    source="vllm-project/vllm#55053, #50173; moriio/moriio_layout.py and moriio_connector.py of 0.24.0 to 0.33.0",
     engines=ENGINE,
 )
 def moriio_leaves_out_reserved_blocks(transfer: Transfer) -> Iterator[Problem]:
-    """MoRIIO, where it writes, leaves out the blocks that the draft reserves past the prompt.
+    """MoRIIO leaves out the blocks that a draft reserves past the prompt.
 
-    It stops at the first prompt whose reserve of K + 1 rows begins another block. Where the decode server reads, by
-    read_mode, only blocks of the prompt are asked for.
+    Before 0.32, where the prefill server writes, a request fails whose reserve of K + 1 rows begins another block.
+    Where the decode server reads, by read_mode, it reserves them before it reads, which is reported to fail, and is
+    provided for from 0.31 on.
     """
-    if _draft_is_over_moriio(transfer) and transfer.release < CLAMPS and not _reads(transfer.prefill):
-        yield Problem(transfer.prefill.location("connector"), f"MoRIIO writes, and {transfer.named} clips no blocks")
+    if not _draft_is_over_moriio(transfer):
+        return
+    location = transfer.prefill.location("connector")
+    if not _reads(transfer.prefill) and transfer.release < CLAMPS:
+        yield Problem(location, f"MoRIIO writes, and {transfer.named} clips no blocks")
+    elif _reads(transfer.prefill) and transfer.release < PAIRS_TAILS:
+        yield Problem(location, f"MoRIIO reads, by {transfer.named}", severity="warning", outcome="drops")
 
 
 @check(
@@ -102,18 +114,25 @@ def moriio_leaves_out_reserved_blocks(transfer: Transfer) -> Iterator[Problem]:
     level="kv-transfer",
     effect="vLLM stops as it starts",
     fix=FIX_NIXL,
-    source="vLLM 0.32.0 and 0.33.0 moriio/moriio_connector.py",
+    source="vLLM 0.30.0 to 0.33.0 moriio/moriio_connector.py",
     engines=ENGINE,
 )
 def moriio_takes_the_layers(transfer: Transfer) -> Iterator[Problem]:
-    """MoRIIO with a DFlash draft has no windows, where it writes, and no layers with a state."""
-    if not _draft_is_over_moriio(transfer) or transfer.release < CLAMPS:
+    """MoRIIO with a DFlash draft has no windows, where it writes, and no layers with a state.
+
+    It refuses windows from 0.30 on, and takes them for full attention before. States are refused with a draft from 0.31
+    on, DSpark's excepted from 0.32 on, and are not known to it before.
+    """
+    if not _draft_is_over_moriio(transfer):
         return
-    if transfer.decode.has_state:
-        yield Problem(transfer.decode.location("target"), "layers with a state, with which MoRIIO takes DSpark alone")
-    windows = _windows(transfer.decode)
-    if windows and not _reads(transfer.prefill):
-        yield Problem(transfer.decode.location("connector"), f"{windows} has windows, which MoRIIO does not write")
+    decode = transfer.decode
+    if decode.has_state:
+        problem = Problem(decode.location("target"), "layers with a state, which MoRIIO does not take with DFlash")
+        is_known = transfer.release >= PAIRS_TAILS
+        yield problem if is_known else replace(problem, effect=UNTRIED, severity="warning", outcome="drops")
+    windows = _windows(decode)
+    if windows and not _reads(transfer.prefill) and transfer.release >= KNOWS_GROUPS:
+        yield Problem(decode.location("connector"), f"{windows} has windows, which MoRIIO does not write")
 
 
 @check(
