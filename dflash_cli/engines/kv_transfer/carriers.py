@@ -54,7 +54,7 @@ CARRIERS: Mapping[str, Mapping[str, Carrier]] = {
         "HF3FSKVConnector": Carrier("hf3fs", "unknown", "nobody is known to have tried it", handles_groups=False),
         "UMBPStoreConnector": Carrier("umbp", "unknown", "its keys name the draft; nobody is known to have tried it"),
         "ExampleConnector": Carrier(
-            "example", "unknown", "a file a layer, written as the draft's attention runs, which graphs leave out",
+            "example", "unknown", "it writes a layer as its attention runs, and the draft's need not run for a prompt",
             handles_groups=False,
         ),
         "OffloadingConnector": Carrier("offloading", "nothing", _OWN_SERVER),
