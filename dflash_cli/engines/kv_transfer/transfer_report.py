@@ -61,6 +61,7 @@ class TransferReport:
 
     def to_json(self) -> dict[str, Any]:
         return {
+            "kind": "kv-transfer",
             "engine": str(self.transfer.named),
             "servers": {server.role: server.to_json() for server in self.transfer.servers},
             "num_rules": self.num_rules,

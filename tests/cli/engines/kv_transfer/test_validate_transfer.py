@@ -49,7 +49,7 @@ def test_a_context_that_is_lost_ends_with_3_and_says_why() -> None:
         "lost",
         ["K01"],
     )
-    assert document["servers"]["prefill"]["draft"] is None
+    assert (document["kind"], document["servers"]["prefill"]["draft"]) == ("kv-transfer", None)
     assert support.run_main(*command, "--ignore", "k01").code == 0
 
 
