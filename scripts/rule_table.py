@@ -66,7 +66,7 @@ def render() -> str:
 
 
 def _row(rule: Rule) -> str:
-    num_cases = sum(case.rule == rule.id for case in [*CASES, *TRANSFER_CASES])
+    num_cases = [*(case.rule for case in CASES), *(case.rule for case in TRANSFER_CASES)].count(rule.id)
     test = f"`{RUN_TESTS[rule.id]}`" if rule.id in RUN_TESTS else f"{num_cases} cases" if num_cases > 1 else "1 case"
     engines = ", ".join(rule.engines)
     file = rule.module.replace("kv_transfer.", "engines.kv_transfer.").replace(".", "/") + ".py"

@@ -6,25 +6,21 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from dflash_cli.checkpoints.checkpoint_identity import identify
-from dflash_cli.engines.kv_transfer.carriers import NIXL
 from dflash_cli.engines.kv_transfer.server import Server
-from dflash_cli.engines.kv_transfer.server_readers import READERS
-from dflash_cli.engines.kv_transfer.transfer import Factor, Transfer
+from dflash_cli.engines.kv_transfer.server_readers import ENGINE_SERVERS
+from dflash_cli.engines.kv_transfer.transfer import EngineServers, Factor, Transfer
 from dflash_cli.engines.serving_engine import release_text
 from dflash_cli.validation.rule import Problem, check
 from dflash_runtime.checkpoint.files import Checkpoint
 from dflash_runtime.errors import CheckpointError
 
 LEVEL = "kv-transfer"
-ENGINES = tuple(READERS)
+ENGINES = tuple(ENGINE_SERVERS)
 AGAIN = "dflash validate --kv-transfer {servers} --engine {engine}"
 FIX_SAME = f"start both servers with the same arguments for the draft, then check again: {AGAIN}"
 FIX_COMMAND = "dflash serve-command {draft} --target {target} --engine {engine} # has the draft's arguments for both"
 LOST = "the text stays right, and the draft proposes from a context that is not its own"
 SAME_FILES = "the files are the same, but NIXL's handshake compares names as they are written, and refuses the pair"
-FIRST_SGLANG = (0, 5, 23)
-LAST_FAILING_SGLANG = (0, 5, 16)
-FIRST_VLLM = (0, 24)
 
 
 @check(
@@ -218,7 +214,7 @@ def roles_fit(transfer: Transfer) -> Iterator[Problem]:
             continue
         found = "no role" if role is None else f"the role of a {role} server"
         problem = Problem(server.location("role"), f"{found}, expected that of a {server.role} server")
-        is_free = role is not None and transfer.is_over(NIXL) and transfer.named.name == "vllm"
+        is_free = role is not None and any(map(transfer.is_over, transfer.known.free_roles))
         yield replace(problem, severity="warning", outcome="serves") if is_free else problem
 
 
@@ -226,7 +222,7 @@ def roles_fit(transfer: Transfer) -> Iterator[Problem]:
     "K10",
     level="kv-transfer",
     effect="the first request that is handed over ends the decode server",
-    fix=f"use SGLang {release_text(FIRST_SGLANG)} or later on both servers, then check again: {AGAIN}",
+    fix=f"use a later release on both servers, then check again: {AGAIN}",
     source="sgl-project/sglang#36140, on 0.5.16; SGLang 0.5.23 speculative/dflash_disaggregation.py",
     engines=ENGINES,
 )
@@ -239,21 +235,20 @@ def release_hands_dflash_over(transfer: Transfer) -> Iterator[Problem]:
     for server in transfer.servers:
         if server.launch.version is None:
             continue
-        problem = _problem_of_release(transfer.named.name, server)
+        problem = _problem_of_release(transfer.known, server)
         if problem is not None:
             yield problem
 
 
-def _problem_of_release(engine: str, server: Server) -> Problem | None:
-    first, last_failing = (FIRST_SGLANG, LAST_FAILING_SGLANG) if engine == "sglang" else (FIRST_VLLM, ())
+def _problem_of_release(known: EngineServers, server: Server) -> Problem | None:
     location, version = server.location("version"), server.launch.version
-    if server.release >= first:
+    if server.release >= known.first:
         return None
-    if server.release <= last_failing:
+    if server.release <= known.last_failing:
         return Problem(location, f"{version} has no hand-over of DFlash drafts")
     return Problem(
         location,
-        f"{version}: known from {release_text(first)} on",
+        f"{version}: known from {release_text(known.first)} on",
         effect="whether this release hands a DFlash draft over is not known here",
         severity="warning",
         outcome="drops",

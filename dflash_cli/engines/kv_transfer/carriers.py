@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dflash_cli.engines.kv_transfer.server import Connector, Server
-from dflash_cli.engines.kv_transfer.server_readers import MULTI
 from dflash_cli.engines.serving_engine import Release
 
 Carries = Literal["all", "unknown", "nothing"]
 NIXL, MOONCAKE, MORIIO = "nixl", "mooncake", "moriio"
+MULTI = "MultiConnector"
+"""A connector of vLLM that holds others."""
 HASHES_DRAFTS: Release = (0, 28)
 """The first release of vLLM whose NIXL handshake has method, draft, its revision and its KV dtype in its hash
 (vllm-project/vllm#49230, merged in July 2026), and whether blocks are pulled or pushed."""
@@ -35,8 +36,7 @@ class Carrier:
 
 
 _OWN_SERVER = "keeps KV in memory of its own server"
-CARRIERS: Mapping[str, Mapping[str, Carrier]] = {
-    "vllm": {
+VLLM_CARRIERS: Mapping[str, Carrier] = {
         "NixlConnector": Carrier(NIXL, "all"),
         "NixlPullConnector": Carrier(NIXL, "all"),
         "NixlPushConnector": Carrier(NIXL, "all"),
@@ -62,32 +62,29 @@ CARRIERS: Mapping[str, Mapping[str, Carrier]] = {
         "HiSparseConnector": Carrier("hisparse", "nothing", _OWN_SERVER),
         "DecodeBenchConnector": Carrier("decode-bench", "nothing", "fills KV with made-up values, for timing"),
         "ExampleHiddenStatesConnector": Carrier("hidden-states", "nothing", "writes hidden states, and no KV"),
-    },
-    "sglang": {
-        "mooncake": Carrier("mooncake", "all"),
-        "mooncake_tcp": Carrier("mooncake", "all"),
-        "nixl": Carrier("nixl", "all"),
-        "mori": Carrier("mori", "all"),
-        "ascend": Carrier("ascend", "unknown", "nobody is known to have tried it with DFlash"),
-        "fake": Carrier("fake", "nothing", "sends nothing, for tests of one server"),
-    },
 }  # fmt: skip
+SGLANG_CARRIERS: Mapping[str, Carrier] = {
+    "mooncake": Carrier("mooncake", "all"),
+    "mooncake_tcp": Carrier("mooncake", "all"),
+    "nixl": Carrier("nixl", "all"),
+    "mori": Carrier("mori", "all"),
+    "ascend": Carrier("ascend", "unknown", "nobody is known to have tried it with DFlash"),
+    "fake": Carrier("fake", "nothing", "sends nothing, for tests of one server"),
+}
 
 
-def carrier_of(engine: str, server: Server) -> tuple[Connector, Carrier] | None:
-    """The connector by which a server reaches the other one: the first that is known to send, or the first at all."""
-    known = CARRIERS[engine]
-    plain = [item for item in server.connectors if item.name != MULTI]
-    found = [(item, carrier_named(engine, item)) for item in plain if item.name in known or item.is_external]
+def carrier_of(known: Mapping[str, Carrier], server: Server) -> tuple[Connector, Carrier] | None:
+    """The connector by which a server reaches the other one: the first that is known to send, or the first at all.
+
+    Of one whose code is not the engine's nothing is known. None where there is none, or none of the engine's.
+    """
+    found = [
+        (item, Carrier(item.name, "unknown", "its code is not the engine's") if item.is_external else known[item.name])
+        for item in server.connectors
+        if item.name in known or item.is_external
+    ]
     sending = [pair for pair in found if pair[1].carries != "nothing"]
     return next(iter([*sending, *found]), None)
-
-
-def carrier_named(engine: str, connector: Connector) -> Carrier:
-    """What is known of a connector; of code that is not the engine's, nothing."""
-    if connector.is_external:
-        return Carrier(connector.name, "unknown", "its code is not the engine's")
-    return CARRIERS[engine][connector.name]
 
 
 def nixl_mode(connector: Connector) -> str:

@@ -1,17 +1,27 @@
-"""What vLLM and SGLang call what rules look at, and a server made of it."""
+"""What vLLM and SGLang call what rules look at, a server made of it, and what else is known of such servers."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+from dflash_cli.engines.kv_transfer.carriers import (
+    HASHES_DRAFTS,
+    MOONCAKE,
+    MULTI,
+    NIXL,
+    SGLANG_CARRIERS,
+    VLLM_CARRIERS,
+)
 from dflash_cli.engines.kv_transfer.launch import Launch, LaunchKeys
 from dflash_cli.engines.kv_transfer.server import Connector, ServedDraft, Server, ServerKeys, release_of
+from dflash_cli.engines.kv_transfer.transfer import EngineServers, Factor, Transfer
 from dflash_cli.engines.serving_engine import Release
+from dflash_cli.engines.sglang import NAME as SGLANG
+from dflash_cli.engines.vllm import NAME as VLLM
 from dflash_runtime.errors import UsageError
 from dflash_runtime.json_values import as_object, is_int
 
 SPECULATIVE = "speculative_config"
 TRANSFER = "kv_transfer_config"
-MULTI = "MultiConnector"
 ROLES = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "both"}
 MODES = {"prefill": "prefill", "decode": "decode"}
 
@@ -136,12 +146,36 @@ def read_sglang(role: str, launch: Launch, release: Release) -> Server:
     )
 
 
-Reader = Callable[[str, Launch, Release], Server]
-READERS: Mapping[str, tuple[LaunchKeys, Reader]] = {
-    "vllm": (VLLM_LAUNCH, read_vllm),
-    "sglang": (SGLANG_LAUNCH, read_sglang),
-}
-"""The engines whose servers hand KV over to one another, by name."""
+def vllm_notices(transfer: Transfer) -> frozenset[Factor]:
+    """Mooncake needs a place for every layer that is sent; NIXL counts layers, and compares hashes unless told not."""
+    if transfer.is_over(MOONCAKE):
+        return frozenset({"prefill-only"})
+    if not transfer.is_over(NIXL):
+        return frozenset()
+    found: set[Factor] = {"decode-only", "prefill-only"}
+    if transfer.is_enforced:
+        found |= {"version", "target", "kv-dtype"}
+        if transfer.release >= HASHES_DRAFTS:
+            found |= {"draft", "method", "draft-kv-dtype"}
+    return frozenset(found)
+
+
+def sglang_notices(transfer: Transfer) -> frozenset[Factor]:
+    """Beside the page size, which has a rule of its own, the target's KV dtype is compared."""
+    return frozenset({"kv-dtype"})
+
+
+ENGINE_SERVERS: Mapping[str, EngineServers] = {
+    VLLM: EngineServers(
+        keys=VLLM_LAUNCH, read=read_vllm, carriers=VLLM_CARRIERS, notices=vllm_notices, first=(0, 24),
+        free_roles=frozenset({NIXL}),
+    ),
+    SGLANG: EngineServers(
+        keys=SGLANG_LAUNCH, read=read_sglang, carriers=SGLANG_CARRIERS, notices=sglang_notices, first=(0, 5, 23),
+        last_failing=(0, 5, 16),
+    ),
+}  # fmt: skip
+"""By engine; one that is not here is not known to have such servers."""
 
 
 def _vllm_draft(launch: Launch, within: Mapping[str, Any]) -> ServedDraft:

@@ -3,9 +3,8 @@
 from collections.abc import Iterator
 
 from dflash_cli.engines.kv_transfer.both_servers import AGAIN
-from dflash_cli.engines.kv_transfer.carriers import CARRIERS, carrier_of
 from dflash_cli.engines.kv_transfer.transfer import Transfer
-from dflash_cli.engines.sglang import ENGINE, NAME
+from dflash_cli.engines.sglang import ENGINE
 from dflash_cli.validation.rule import Problem, check
 
 CODE = "SGLang 0.5.23"
@@ -23,10 +22,10 @@ FIX_BACKEND = f"give both servers the same --disaggregation-transfer-backend, th
 )
 def backends_send(transfer: Transfer) -> Iterator[Problem]:
     """Both servers have the same transfer backend, and it is one that sends."""
-    first, second = (carrier_of(NAME, server) for server in transfer.servers)
+    first, second = (transfer.carrier_of(server) for server in transfer.servers)
     for server, found in zip(transfer.servers, (first, second), strict=True):
         if server.connectors and found is None:
-            expected = ", ".join(CARRIERS[NAME])
+            expected = ", ".join(transfer.known.carriers)
             message = f"{server.connectors[0].name!r}, expected one of {expected}"
             yield Problem(server.location("connector"), message)
         elif found is not None and found[1].carries == "nothing":

@@ -1,12 +1,13 @@
 """What rules of the level kv-transfer see: the server that runs prompts, and the one that decodes after it."""
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from dflash_cli.engines.kv_transfer.carriers import ENFORCE, HASHES_DRAFTS, MOONCAKE, NIXL, Carrier, carrier_of
+from dflash_cli.engines.kv_transfer.carriers import ENFORCE, Carrier, carrier_of
+from dflash_cli.engines.kv_transfer.launch import Launch, LaunchKeys
 from dflash_cli.engines.kv_transfer.server import Connector, Server
 from dflash_cli.engines.serving_engine import Release, ServingEngine
 from dflash_cli.validation.rule import Outcome, Problem
@@ -23,11 +24,33 @@ EFFECTS: Mapping[Outcome, str] = {
 }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineServers:
+    """What is known of an engine's servers that hand KV over.
+
+    read          makes a server of its role, its launch, and the release that is assumed where it states none
+    carriers      its connectors by name
+    notices       the differences that stop a request, by the engine's code that was read
+    first         the first release that is known to hand DFlash drafts over
+    last_failing  the last that is known not to; empty where none is
+    free_roles    families of connectors that take the stated role for less than what each request says
+    """
+
+    keys: LaunchKeys
+    read: Callable[[str, Launch, Release], Server]
+    carriers: Mapping[str, Carrier]
+    notices: "Callable[[Transfer], frozenset[Factor]]"
+    first: Release
+    last_failing: Release = ()
+    free_roles: frozenset[str] = frozenset()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Transfer:
-    """Two servers of an engine; `named` is the engine at the release that was asked for."""
+    """Two servers of an engine; `named` is the engine at the release that was asked for, `known` is known of it."""
 
     named: ServingEngine
+    known: EngineServers
     prefill: Server
     decode: Server
 
@@ -47,11 +70,14 @@ class Transfer:
     @property
     def carriers(self) -> tuple[tuple[Connector, Carrier], tuple[Connector, Carrier]] | None:
         """The connector of each server, where both have one of the same family."""
-        found = [carrier_of(self.named.name, server) for server in self.servers]
-        first, second = found
+        first, second = (self.carrier_of(server) for server in self.servers)
         if first is None or second is None or first[1].family != second[1].family:
             return None
         return first, second
+
+    def carrier_of(self, server: Server) -> tuple[Connector, Carrier] | None:
+        """The connector by which a server reaches the other one, and what is known of it."""
+        return carrier_of(self.known.carriers, server)
 
     def is_over(self, family: str) -> bool:
         """Whether both servers are joined by that family of connectors."""
@@ -64,19 +90,8 @@ class Transfer:
 
     @cached_property
     def noticed(self) -> frozenset[Factor]:
-        """The differences that stop a request, by code of the engine that was read."""
-        if self.named.name == "sglang":
-            return frozenset({"kv-dtype"})
-        if self.is_over(MOONCAKE):
-            return frozenset({"prefill-only"})
-        if not self.is_over(NIXL):
-            return frozenset()
-        found: set[Factor] = {"decode-only", "prefill-only"}
-        if self.is_enforced:
-            found |= {"version", "target", "kv-dtype"}
-            if self.release >= HASHES_DRAFTS:
-                found |= {"draft", "method", "draft-kv-dtype"}
-        return frozenset(found)
+        """The differences that stop a request."""
+        return self.known.notices(self)
 
     def problem(self, factor: Factor, location: str, message: str) -> Problem:
         """A difference, with what comes of it."""

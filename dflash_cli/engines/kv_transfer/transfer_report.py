@@ -9,7 +9,7 @@ from dflash_cli.checkpoints.opening import open_target
 from dflash_cli.checkpoints.references import Role, find_checkpoint, open_checkpoint
 from dflash_cli.engines.kv_transfer.launch import read_launch
 from dflash_cli.engines.kv_transfer.server import Server
-from dflash_cli.engines.kv_transfer.server_readers import READERS
+from dflash_cli.engines.kv_transfer.server_readers import ENGINE_SERVERS
 from dflash_cli.engines.kv_transfer.transfer import Transfer
 from dflash_cli.engines.serving_engine import ServingEngine
 from dflash_cli.validation.rule import SEVERITIES, Finding, Severity, all_rules
@@ -82,17 +82,15 @@ def validate_transfer(
         CheckpointNotFound: a file is not there.
         UsageError: an engine without such servers, or a file that says no arguments of it.
     """
-    if engine.name not in READERS:
-        raise UsageError(f"--kv-transfer: {engine} is not known to have such servers, expected {' or '.join(READERS)}")
-    keys, read = READERS[engine.name]
-    servers = [read(role, read_launch(path, keys), engine.release) for role, path in _by_role(prefill, decode)]
-    opened = _Opened()
-    first, second = (replace(server, **opened.facts_of(server)) for server in servers)
-    return _judge(Transfer(named=engine, prefill=first, decode=second), ignored, tuple(opened.notes))
-
-
-def _by_role(prefill: Path, decode: Path) -> Iterator[tuple[str, Path]]:
-    yield from (("prefill", prefill), ("decode", decode))
+    if engine.name not in ENGINE_SERVERS:
+        expected = " or ".join(ENGINE_SERVERS)
+        raise UsageError(f"--kv-transfer: {engine} is not known to have such servers, expected {expected}")
+    known, opened = ENGINE_SERVERS[engine.name], _Opened()
+    first, second = (
+        opened.with_facts(known.read(role, read_launch(path, known.keys), engine.release))
+        for role, path in (("prefill", prefill), ("decode", decode))
+    )
+    return _judge(Transfer(named=engine, known=known, prefill=first, decode=second), ignored, tuple(opened.notes))
 
 
 def _judge(transfer: Transfer, ignored: Collection[str], notes: tuple[str, ...]) -> TransferReport:
@@ -140,8 +138,8 @@ class _Opened:
         self._drafts: dict[str, Subject | None] = {}
         self._targets: dict[str, TargetFacts | None] = {}
 
-    def facts_of(self, server: Server) -> dict[str, Any]:
-        """The fields of a server that are read from its checkpoints."""
+    def with_facts(self, server: Server) -> Server:
+        """The server with what is read from its checkpoints."""
         draft = server.draft
         name = _reference(draft.name, draft.revision) if draft is not None else None
         target = _reference(server.target, server.target_revision)
@@ -149,10 +147,11 @@ class _Opened:
             self._drafts[name] = self._open_draft(name)
         if target is not None and target not in self._targets:
             self._targets[target] = self._open_target(target)
-        return {
-            "subject": self._drafts[name] if name is not None else None,
-            "target_facts": self._targets[target] if target is not None else None,
-        }
+        return replace(
+            server,
+            subject=self._drafts[name] if name is not None else None,
+            target_facts=self._targets[target] if target is not None else None,
+        )
 
     def _open_draft(self, name: str) -> Subject | None:
         try:

@@ -4,20 +4,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from dflash_cli.engines.kv_transfer.both_servers import AGAIN
-from dflash_cli.engines.kv_transfer.carriers import (
-    CARRIERS,
-    HASHES_DRAFTS,
-    MORIIO,
-    NIXL,
-    carrier_named,
-    carrier_of,
-    nixl_mode,
-)
+from dflash_cli.engines.kv_transfer.carriers import HASHES_DRAFTS, MORIIO, MULTI, NIXL, VLLM_CARRIERS, nixl_mode
 from dflash_cli.engines.kv_transfer.server import Server
-from dflash_cli.engines.kv_transfer.server_readers import MULTI
 from dflash_cli.engines.kv_transfer.transfer import Transfer
 from dflash_cli.engines.serving_engine import release_text
-from dflash_cli.engines.vllm import ENGINE, NAME
+from dflash_cli.engines.vllm import ENGINE
 from dflash_cli.validation.rule import Problem, check
 
 UNTRIED = "this release does not know such layers, and what it does with them was not tried"
@@ -43,7 +34,7 @@ CODE = "vLLM 0.24.0 to 0.33.0 distributed/kv_transfer/kv_connector/v1"
 )
 def connectors_are_of_a_kind(transfer: Transfer) -> Iterator[Problem]:
     """Both servers have connectors that understand each other."""
-    found = [carrier_of(NAME, server) for server in transfer.servers]
+    found = [transfer.carrier_of(server) for server in transfer.servers]
     for server, pair in zip(transfer.servers, found, strict=True):
         plain = [item.name for item in server.connectors if item.name != MULTI]
         if pair is None and plain:
@@ -75,7 +66,7 @@ def connectors_carry_the_draft(transfer: Transfer) -> Iterator[Problem]:
     target's. LMCache counts a draft's layers for methods that use the target's hidden states, DFlash among them.
     """
     for server in transfer.servers:
-        found = carrier_of(NAME, server)
+        found = transfer.carrier_of(server)
         if found is None or found[1].carries == "all":
             continue
         message = f"{found[0].name}: {found[1].why}"
@@ -160,8 +151,8 @@ def cache_managers_agree(transfer: Transfer) -> Iterator[Problem]:
 def _manages_groups(server: Server) -> bool:
     if server.launch.get(NO_GROUPS) is not None:
         return not server.launch.get(NO_GROUPS)
-    known = [item for item in server.connectors if item.name in CARRIERS[NAME]]
-    return all(carrier_named(NAME, item).handles_groups for item in known)
+    known = [VLLM_CARRIERS[item.name] for item in server.connectors if item.name in VLLM_CARRIERS]
+    return all(carrier.handles_groups for carrier in known)
 
 
 def _draft_is_over_moriio(transfer: Transfer) -> bool:
@@ -169,8 +160,8 @@ def _draft_is_over_moriio(transfer: Transfer) -> bool:
 
 
 def _reads(server: Server) -> bool:
-    found = carrier_of(NAME, server)
-    return found is not None and str(found[0].options.get("read_mode", "")).lower().strip() in ("true", "1")
+    stated = [str(item.options.get("read_mode", "")) for item in server.connectors]
+    return any(text.lower().strip() in ("true", "1") for text in stated)
 
 
 def _windows(server: Server) -> str | None:

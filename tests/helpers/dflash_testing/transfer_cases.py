@@ -248,3 +248,31 @@ CASES = [
     TransferCase(rule="K24", message="2 ranks, the prefill server's 1", engine="sglang", shape=WIDE,
                  decode=put("tp_size", 2), **WARN),
 ]  # fmt: skip
+
+
+TWO_RANKS = put("tensor_parallel_size", 2)
+SILENT = [
+    TransferCase(rule="K03", message="", engine="vllm@0.27", decode=COPY),
+    TransferCase(rule="K03", message="", engine="vllm@0.28", decode=COPY, sound=over(MOONCAKE)),
+    TransferCase(rule="K03", message="", engine="sglang", decode=put("speculative_draft_model_path",
+                                                                   "FOLDER/copies/dflash-draft")),
+    TransferCase(rule="K08", message="", prefill=put("version", "0.33.0"), decode=put("version", "v0.33")),
+    TransferCase(rule="K10", message="", engine="sglang", both=put("version", "0.5.23.post1")),
+    TransferCase(rule="K10", message="", both=put("version", "0.24.0+cu130")),
+    TransferCase(rule="K11", message="", prefill=over("NixlPullConnector")),
+    TransferCase(rule="K13", message="", engine="vllm@0.32", both=over(MORIIO)),
+    TransferCase(rule="K13", message="", engine="vllm@0.31", both=over(MORIIO, read_mode=True)),
+    TransferCase(rule="K14", message="", engine="vllm@0.29", shape=WINDOWS, both=over(MORIIO)),
+    TransferCase(rule="K15", message="", engine="vllm@0.33", both=put("disable_hybrid_kv_cache_manager", True)),
+    TransferCase(rule="K17", message="", engine="vllm@0.29", shape=WIDE),
+    TransferCase(rule="K17", message="", engine="vllm@0.28", shape=WIDE, target=LATENT),
+    TransferCase(rule="K18", message="", both=TWO_RANKS),
+    TransferCase(rule="K19", message="", engine="vllm@0.33", target=LATENT, decode=TWO_RANKS),
+    TransferCase(rule="K19", message="", engine="vllm@0.32", target=LATENT, both=TWO_RANKS),
+    TransferCase(rule="K20", message="", engine="vllm@0.27", shape=WINDOWS, prefill=put("block_size", 16),
+                 decode=put("block_size", 32)),
+    TransferCase(rule="K21", message="", engine="sglang", decode=put("disaggregation_transfer_backend",
+                                                                   "mooncake_tcp")),
+    TransferCase(rule="K24", message="", engine="sglang", decode=put("tp_size", 2)),
+]  # fmt: skip
+"""Pairs just on the other side of a rule."""

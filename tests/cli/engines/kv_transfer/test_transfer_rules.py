@@ -1,5 +1,6 @@
 """Every rule on two servers fires on a pair that breaks it, and is silent on the pair that it was made from."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from dflash_cli.engines.kv_transfer.transfer_report import TransferReport, validate_transfer
 from dflash_cli.engines.serving_engine import parse_engines
 from dflash_cli.validation.rule import PLACEHOLDER, all_rules
-from dflash_testing.transfer_cases import CASES, TransferCase, write_pair
+from dflash_testing.transfer_cases import CASES, SILENT, TransferCase, over, write_pair
 
 
 @pytest.fixture(scope="session")
@@ -30,6 +31,18 @@ def test_transfer_rule_fires(case: TransferCase, tmp_path: Path, models: Path) -
     assert not [item.fix for item in report.findings if PLACEHOLDER.search(item.fix)]
     sound = judge(case, tmp_path, models, is_sound=True)
     assert case.rule not in {item.id for item in sound.findings}, sound.findings
+
+
+@pytest.mark.parametrize("case", SILENT, ids=lambda case: f"{case.rule}-{case.engine}")
+def test_a_rule_ends_where_it_is_said_to(case: TransferCase, tmp_path: Path, models: Path) -> None:
+    report = judge(case, tmp_path, models)
+    assert case.rule not in {item.id for item in report.findings}, report.findings
+
+
+def test_pushing_beside_latent_keys_takes_equal_ranks(tmp_path: Path, models: Path) -> None:
+    sound = next(case for case in SILENT if (case.rule, case.engine) == ("K19", "vllm@0.33"))
+    report = judge(replace(sound, both=over("NixlPushConnector")), tmp_path, models)
+    assert "K19" in {item.id for item in report.findings}
 
 
 def test_every_transfer_rule_has_a_case() -> None:

@@ -1,6 +1,7 @@
 """`dflash validate --kv-transfer`: what is printed, exit codes, options that do not go with it."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ CHECKPOINTS = {
 }
 
 
-def write(prefill: dict[str, object], decode: dict[str, object]) -> list[str]:
+def write(prefill: Mapping[str, object], decode: Mapping[str, object]) -> list[str]:
     for role, own in (("prefill", prefill), ("decode", decode)):
         transfer = {"kv_connector": "MooncakeConnector", "kv_role": "kv_both"}
         Path(f"{role}.json").write_text(json.dumps({**CHECKPOINTS, "kv_transfer_config": transfer, **own}))
