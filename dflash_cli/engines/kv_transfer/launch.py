@@ -23,8 +23,9 @@ MODEL = "model"
 """The key of the target, whatever the engine calls it."""
 COMMAND = "command"
 VERSION = "version"
-WORDS = re.compile(r"\s-{1,2}[A-Za-z]")
-ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
+OPTION = re.compile(r"-{1,2}[A-Za-z]")
+PROGRAMS = ("serve", "launch_server", "api_server")
+"""How the word ends after which the arguments of a server begin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,19 +98,17 @@ def _read_arguments(path: Path) -> dict[str, Any]:
 
 
 def _parse_command(path: Path, text: str) -> dict[str, Any]:
-    """The options of a command line, and under `model` the argument that stands before them."""
+    """The options of a command line, and under `model` the argument before them, whatever starts the program."""
     try:
         words = shlex.split(text.replace("\\\n", " "))
     except ValueError as error:
         raise UsageError(f"{path}: the command cannot be read: {error}") from error
-    if not WORDS.search(f" {text}") and "serve" not in words:
+    begin = next((at + 1 for at, word in enumerate(words) if word.endswith(PROGRAMS)), None)
+    if begin is None and not any(OPTION.match(word) for word in words):
         raise UsageError(f"{path}: found no options, expected a JSON object of arguments or a serve command")
-    words = [word for word in words if not ASSIGNMENT.match(word)]
-    first = next((at for at, word in enumerate(words) if word.startswith("-") and word != "-m"), len(words))
-    found: dict[str, Any] = {}
-    if "serve" in words[:first] and words[first - 1] != "serve":
-        found[MODEL] = words[first - 1]
-    for name, values in _options(words[first:]):
+    words = words[begin:]
+    found: dict[str, Any] = {MODEL: words[0]} if begin and words and not OPTION.match(words[0]) else {}
+    for name, values in _options(words):
         _set(found, name, values)
     return found
 
@@ -119,7 +118,7 @@ def _options(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
     name: str | None = None
     values: list[str] = []
     for word in words:
-        if re.match(r"-{1,2}[A-Za-z]", word):
+        if OPTION.match(word):
             if name is not None:
                 yield name, values
             name, _, joined = word.partition("=")

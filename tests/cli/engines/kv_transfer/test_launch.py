@@ -30,6 +30,7 @@ def read(tmp_path: Path, text: str, keys: Any = VLLM_LAUNCH) -> Launch:
         json.dumps({"model": "m", "--tensor-parallel-size": "2", "speculative-config": SPECULATIVE_TEXT, "x": 0}),
         json.dumps({"command": f"vllm serve m -tp 2 --speculative-config '{SPECULATIVE_TEXT}' --port 1"}),
         f"A=1 vllm serve m --port=1 \\\n  --tensor-parallel-size=2 -sc '{SPECULATIVE_TEXT}'\n",
+        f"docker run --gpus all -e A=1 image:tag vllm serve m -tp 2 --speculative-config '{SPECULATIVE_TEXT}' --port 1",
         "python3 -m vllm.entrypoints.openai.api_server --model m --tensor-parallel-size 2 --enforce-eager "
         "--speculative-config.method dflash --speculative-config.model=org/dflash "
         "--speculative-config.num_speculative_tokens 7",
