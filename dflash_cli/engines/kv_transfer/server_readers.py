@@ -168,7 +168,7 @@ def sglang_notices(transfer: Transfer) -> frozenset[Factor]:
 ENGINE_SERVERS: Mapping[str, EngineServers] = {
     VLLM: EngineServers(
         keys=VLLM_LAUNCH, read=read_vllm, carriers=VLLM_CARRIERS, notices=vllm_notices, first=(0, 24),
-        free_roles=frozenset({NIXL}),
+        free_roles=frozenset({NIXL}), takes_drafts=True,
     ),
     SGLANG: EngineServers(
         keys=SGLANG_LAUNCH, read=read_sglang, carriers=SGLANG_CARRIERS, notices=sglang_notices, first=(0, 5, 23),

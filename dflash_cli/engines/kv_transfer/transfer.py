@@ -34,6 +34,7 @@ class EngineServers:
     first         the first release that is known to hand DFlash drafts over
     last_failing  the last that is known not to; empty where none is
     free_roles    families of connectors that take the stated role for less than what each request says
+    takes_drafts  a draft that names its target may be given in the place of one
     """
 
     keys: LaunchKeys
@@ -43,6 +44,7 @@ class EngineServers:
     first: Release
     last_failing: Release = ()
     free_roles: frozenset[str] = frozenset()
+    takes_drafts: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

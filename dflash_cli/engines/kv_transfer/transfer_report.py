@@ -8,7 +8,7 @@ from typing import Any
 from dflash_cli.checkpoints.opening import open_target
 from dflash_cli.checkpoints.references import Role, find_checkpoint, open_checkpoint
 from dflash_cli.engines.kv_transfer.launch import read_launch
-from dflash_cli.engines.kv_transfer.server import Server
+from dflash_cli.engines.kv_transfer.server import ServedDraft, Server
 from dflash_cli.engines.kv_transfer.server_readers import ENGINE_SERVERS
 from dflash_cli.engines.kv_transfer.transfer import Transfer
 from dflash_cli.engines.serving_engine import ServingEngine
@@ -85,7 +85,8 @@ def validate_transfer(
     if engine.name not in ENGINE_SERVERS:
         expected = " or ".join(ENGINE_SERVERS)
         raise UsageError(f"--kv-transfer: {engine} is not known to have such servers, expected {expected}")
-    known, opened = ENGINE_SERVERS[engine.name], _Opened()
+    known = ENGINE_SERVERS[engine.name]
+    opened = _Opened(takes_drafts=known.takes_drafts)
     first, second = (
         opened.with_facts(known.read(role, read_launch(path, known.keys), engine.release))
         for role, path in (("prefill", prefill), ("decode", decode))
@@ -133,13 +134,15 @@ def _unread(transfer: Transfer) -> Iterator[str]:
 class _Opened:
     """Drafts and targets that were opened, each once, and why others could not be."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, takes_drafts: bool) -> None:
         self.notes: list[str] = []
+        self._takes_drafts = takes_drafts
         self._drafts: dict[str, Subject | None] = {}
         self._targets: dict[str, TargetFacts | None] = {}
 
     def with_facts(self, server: Server) -> Server:
         """The server with what is read from its checkpoints."""
+        server = self._of_its_draft(server)
         draft = server.draft
         name = _reference(draft.name, draft.revision) if draft is not None else None
         target = _reference(server.target, server.target_revision)
@@ -152,6 +155,27 @@ class _Opened:
             subject=self._drafts[name] if name is not None else None,
             target_facts=self._targets[target] if target is not None else None,
         )
+
+    def _of_its_draft(self, server: Server) -> Server:
+        """A server that is given a draft for its target, as one of the target that the draft names."""
+        if not self._takes_drafts or server.draft is not None or server.target is None:
+            return server
+        try:
+            reference = _reference(server.target, server.target_revision) or ""
+            subject = open_subject(find_checkpoint(reference, Role.DRAFT), draft_reference=reference)
+        except DFlashError:
+            return server
+        if not subject.is_speculators or subject.parsed is None:
+            return server
+        config = subject.parsed.config
+        draft = ServedDraft(
+            name=server.target,
+            revision=server.target_revision,
+            method="dflash",
+            num_draft_tokens=config.num_draft_tokens,
+        )
+        target = config.verifier.name_or_path if config.verifier is not None else None
+        return replace(server, draft=draft, target=target, target_revision=None)
 
     def _open_draft(self, name: str) -> Subject | None:
         try:

@@ -70,6 +70,19 @@ def test_what_cannot_be_opened_is_said_and_the_rest_is_judged() -> None:
     assert outcome.err.count("the draft /nowhere/draft could not be read here, and its layers were not judged") == 1
 
 
+def test_a_draft_that_stands_for_its_target_is_a_draft() -> None:
+    """vLLM serves a draft of the speculators dialect by its own name, with the target that it names."""
+    support.run_main("convert", "tiny", "dflash-spec", "--to", "speculators", "--verifier", "my-org/target", "-q")
+    alone = {"model": "dflash-spec", "speculative_config": None}
+    document = json.loads(support.run_main(*write(alone, alone), "--json").out)
+    served = document["servers"]["prefill"]
+    assert (document["verdict"]["outcome"], served["target"], served["draft"]["num_draft_tokens"]) == (
+        "arrives", "my-org/target", 7,
+    )  # fmt: skip
+    beside = support.run_main(*write(alone, {"speculative_config": None}))
+    assert (beside.code, "K01 error   decode.json" in beside.out) == (3, True)
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
