@@ -19,6 +19,9 @@ ENGINES = tuple(ENGINE_SERVERS)
 AGAIN = "dflash validate --kv-transfer {servers} --engine {engine}"
 FIX_SAME = f"start both servers with the same arguments for the draft, then check again: {AGAIN}"
 FIX_COMMAND = "dflash serve-command {draft} --target {target} --engine {engine} # has the draft's arguments for both"
+COMPARED_WHOLE = ("target_layer_ids", "block_size", "num_kv_heads", "head_dim", "rope")
+COMPARED = (*COMPARED_WHOLE, "windows", "causal")
+"""Fields of both drafts' configs; those that have an entry a layer are compared where the layers are as many."""
 LOST = "the text stays right, and the draft proposes from a context that is not its own"
 SAME_FILES = "the files are the same, but NIXL's handshake compares names as they are written, and refuses the pair"
 
@@ -106,13 +109,13 @@ def drafts_are_the_same(transfer: Transfer) -> Iterator[Problem]:
     engines=ENGINES,
 )
 def drafts_read_alike(transfer: Transfer) -> Iterator[Problem]:
-    """The configs of both copies of the draft state the same taps, block, windows and heads."""
+    """The configs of both copies of the draft state the same taps, block, heads, windows and causality."""
     prefill, decode = transfer.prefill.config, transfer.decode.config
     if prefill is None or decode is None or prefill == decode:
         return
-    for name in ("target_layer_ids", "block_size", "num_layers", "windows", "num_kv_heads", "head_dim", "rope"):
+    for name in COMPARED if prefill.num_layers == decode.num_layers else ("num_layers", *COMPARED_WHOLE):
         first, second = getattr(prefill, name), getattr(decode, name)
-        if first != second and not (name == "windows" and prefill.num_layers != decode.num_layers):
+        if first != second:
             message = f"{name} {_shown(second)}, that of the prefill server {_shown(first)}"
             yield Problem(transfer.decode.location("draft"), message)
 

@@ -157,6 +157,8 @@ CASES = [
                  prefill=put("speculative_draft_model_revision", "a"), **WARN),
     TransferCase(rule="K04", message="target_layer_ids [1, 2], that of the prefill server [0, 2]", engine="vllm@0.27",
                  decode=OTHER, outcome="lost"),
+    TransferCase(rule="K04", message="num_layers 2, that of the prefill server 3", sound=over(MOONCAKE), outcome="lost",
+                 prefill=put(f"{SPECULATIVE}.model", "tiny")),
     TransferCase(rule="K05", message="nowhere, that of", decode=put("model", "FOLDER/nowhere")),
     TransferCase(rule="K05", message="revision b", prefill=put("revision", "a"), decode=put("revision", "b"),
                  outcome="lost"),
