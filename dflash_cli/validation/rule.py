@@ -1,8 +1,9 @@
 """What a rule is and what it reports.
 
-A rule is a function decorated `@check(id, severity, effect=..., fix=..., source=...)` that takes a `Subject`, or of the
-level kv-transfer two servers, and yields a `Problem` for each thing that is wrong. It works on the raw config and the headers, so that a config too broken to be
-read is still explained. The first line of its docstring is what must hold; the rest is for `dflash explain`.
+A rule is a function decorated `@check(id, severity, effect=..., fix=..., source=...)` that takes a `Subject`, or at the
+level kv-transfer two servers, and yields a `Problem` for each thing that is wrong. It works on the raw config and the
+headers, so that a config too broken to be read is still explained. The first line of its docstring is what must hold;
+the rest is for `dflash explain`.
 
 Whatever else follows from a rule, beside its findings, is stated by flags of `check`, never by its id.
 """
