@@ -136,6 +136,7 @@ COMMANDS = {
         examples=(
             "dflash validate org/draft --target org/model --engine vllm,sglang",
             "dflash validate org/draft --target org/model --level run",
+            "dflash validate --kv-transfer prefill.json decode.json --engine vllm",
         ),
         docs="docs/checks.md",
         draft="draft",

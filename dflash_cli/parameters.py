@@ -34,7 +34,8 @@ class Parameter:
     """One argument or option of a command. An argument has no `flags`; `off_flags` belong to a switch.
 
     `kind` is what one value is read as: str, int, float, bool, Path, or a tuple of choices. `low` and `high` bound a
-    number. `callback` takes a value that was typed and returns what the command gets.
+    number. `is_pair` asks for two values after one flag. `callback` takes a value that was typed and returns what the
+    command gets.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Parameter:
     default: Any = None
     is_required: bool = False
     is_list: bool = False
+    is_pair: bool = False
     panel: str = OPTIONS
     low: float | None = None
     high: float | None = None
@@ -84,7 +86,8 @@ class Parameter:
             help=self.help,
             autocompletion=self.completion or ((lambda: choices) if choices else None),
         )
-        return self._annotated(list[str] | None if self.is_list else str | None, info, None)
+        typed: Any = tuple[str, str] | None if self.is_pair else list[str] | None if self.is_list else str | None
+        return self._annotated(typed, info, None)
 
     def spelling(self, arguments: Sequence[str]) -> str:
         """The flag as it stands in the arguments, or its title."""
@@ -103,7 +106,13 @@ class Parameter:
         """
         if typed is None or (self.is_list and not typed):
             return self.default
-        value = [self._read_one(text, spelling) for text in typed] if self.is_list else self._read_one(typed, spelling)
+        if self.is_pair and any(text.startswith("--") for text in typed):
+            raise UsageError(f"{spelling} {' '.join(typed)}: expected two values, {self.metavar}")
+        if self.is_list or self.is_pair:
+            values = [self._read_one(text, spelling) for text in typed]
+            value = tuple(values) if self.is_pair else values
+        else:
+            value = self._read_one(typed, spelling)
         return value if self.callback is None else self.callback(value)
 
     def _read_one(self, text: Any, spelling: str) -> Any:
@@ -225,6 +234,7 @@ def _read_group(kind: type[Any]) -> Iterator[Parameter]:
 def _read_parameter(name: str, annotation: Any, default: Any) -> Parameter:
     annotation, info = _split(name, annotation)
     kind, is_list = _value_kind(annotation)
+    is_pair = any(get_origin(item) is tuple for item in (annotation, *get_args(annotation)))
     is_required = default is inspect.Parameter.empty
     decls = () if isinstance(info, ArgumentInfo) else _declarations(name, info, is_switch=kind is bool)
     return Parameter(
@@ -237,6 +247,7 @@ def _read_parameter(name: str, annotation: Any, default: Any) -> Parameter:
         default=None if is_required else default,
         is_required=is_required,
         is_list=is_list,
+        is_pair=is_pair,
         panel=info.rich_help_panel or (OPTIONS if decls else ESSENTIALS),
         low=info.min,
         high=info.max,
@@ -275,6 +286,8 @@ def _value_kind(annotation: Any) -> tuple[Any, bool]:
         return tuple(members), False
     if get_origin(annotation) is list:
         return _value_kind(members[0])[0], True
+    if get_origin(annotation) is tuple:
+        return _value_kind(members[0])[0], False
     if isinstance(annotation, type) and issubclass(annotation, Enum):
         return tuple(annotation), False
     if annotation in (str, int, float, bool, Path):

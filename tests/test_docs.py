@@ -87,6 +87,7 @@ def test_shown_output_is_compared_but_for_its_numbers() -> None:
     [
         ("README.md", False),
         ("docs/replay.md", False),
+        ("docs/handoff-validate.md", False),
         *(
             pytest.param(document, True, marks=pytest.mark.slow)
             for document in ("README.md", "docs/replay.md", "docs/publishing.md")

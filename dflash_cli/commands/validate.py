@@ -3,6 +3,7 @@
 import shutil
 import sys
 import textwrap
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,10 +15,10 @@ from dflash_cli import console
 from dflash_cli.checkpoints.opening import open_target
 from dflash_cli.checkpoints.pair_references import PairReferences, complete_pair
 from dflash_cli.checkpoints.references import Location, find_checkpoint, open_checkpoint
-from dflash_cli.engines.serving_engine import known_engines, parse_engines
+from dflash_cli.engines.serving_engine import ServingEngine, known_engines, parse_engines
 from dflash_cli.options import (
+    DRAFT_HELP,
     DeviceMapOption,
-    DraftArg,
     ForceOption,
     JsonOption,
     LockOption,
@@ -34,12 +35,24 @@ from dflash_runtime.errors import CheckpointError, CheckpointNotFound, Unsupport
 
 if TYPE_CHECKING:
     from dflash_cli.conversion.repair import Repaired
+    from dflash_cli.engines.kv_transfer.transfer_report import TransferReport
 
 FAILED = 3
 INDENT = "    "
 WIDEST = 100
 SHOWN_READINGS = 8
 """Of the alternative readings, the best first; --json has all."""
+OptionalDraft = Annotated[str | None, typer.Argument(metavar="DRAFT", help=f"{DRAFT_HELP} Not with --kv-transfer.")]
+TransferOption = Annotated[
+    tuple[Path, Path] | None,
+    typer.Option(
+        "--kv-transfer",
+        metavar="PREFILL DECODE",
+        help="Instead of DRAFT, two files that say how the server that runs prompts and the one that decodes are "
+        "started: a JSON object of the engine's arguments, or the serve command. Says whether the draft's context "
+        "arrives. Needs one --engine: vllm or sglang.",
+    ),
+]
 EngineOption = Annotated[
     str | None,
     typer.Option(
@@ -94,9 +107,10 @@ MaxNewOption = Annotated[
 
 
 def validate(
-    draft: DraftArg,
+    draft: OptionalDraft = None,
     target: TargetOption = None,
     engine: EngineOption = None,
+    kv_transfer: TransferOption = None,
     level: LevelOption = "headers",
     strict: StrictOption = False,
     ignore: IgnoreOption = None,
@@ -114,20 +128,16 @@ def validate(
     as_json: JsonOption = False,
 ) -> None:
     """Check a draft, alone or with its target; exits with 3 if it finds an error, 5 if it is no DFlash draft."""
-    engines = parse_engines(engine)
+    engines, ignored = parse_engines(engine), _ignored(ignore)
+    if kv_transfer is not None:
+        given = {"DRAFT": draft, "--target": target, "--fix-out": fix_out, "--lock": lock, "--prompts": prompts}
+        _refuse_beside_transfer({**given, "--num-speculative-tokens": num_speculative_tokens}, level)
+        _validate_transfer(kv_transfer, engines, ignored, strict=strict, as_json=as_json)
+        return
+    draft = _required(draft)
     if prompts is not None and level != "run":
         raise UsageError("--prompts needs --level run")
-    ignored = ignored_ids([part for item in ignore or [] for part in item.split(",")])
-    find = partial(find_checkpoint, needs_weights=level != "headers" or fix_out is not None)
-    pair: PairReferences[Location] = complete_pair(draft, target, find=find)
-    location = pair.draft_location
-    assert location is not None
-    if pair.is_named_by_draft and level != "run":
-        target_location, note = _find_named_target(pair)
-    else:
-        target_location, note = (pair.find_target(find) if pair.target is not None else None), pair.note
-    if note is not None:
-        console.note(note)
+    pair, location, target_location = _find_pair(draft, target, level, needs_weights=fix_out is not None)
     _check_lock(lock, location, target_location)
     request = ValidationRequest(
         draft=location,
@@ -161,6 +171,73 @@ def validate(
     if fails:
         is_other_kind = any(item.stage == "identity" and item.severity == "error" for item in report.findings)
         raise typer.Exit(UnsupportedError.exit_code if is_other_kind else FAILED)
+
+
+def _ignored(typed: list[str] | None) -> frozenset[str]:
+    """The rules to skip, of `--ignore S09,C20 --ignore P07`."""
+    return ignored_ids([part for item in typed or [] for part in item.split(",")])
+
+
+def _required(draft: str | None) -> str:
+    if draft is None:
+        raise UsageError("DRAFT is missing, expected a draft, or --kv-transfer with two files")
+    return draft
+
+
+def _find_pair(
+    draft: str, target: str | None, level: Level, *, needs_weights: bool
+) -> "tuple[PairReferences[Location], Location, Location | None]":
+    """The pair, where its draft is, and where its target is, if there is one that can be read."""
+    find = partial(find_checkpoint, needs_weights=level != "headers" or needs_weights)
+    pair: PairReferences[Location] = complete_pair(draft, target, find=find)
+    assert pair.draft_location is not None
+    if pair.is_named_by_draft and level != "run":
+        target_location, note = _find_named_target(pair)
+    else:
+        target_location, note = (pair.find_target(find) if pair.target is not None else None), pair.note
+    if note is not None:
+        console.note(note)
+    return pair, pair.draft_location, target_location
+
+
+def _refuse_beside_transfer(given: Mapping[str, object], level: Level) -> None:
+    """Refuse what says something of a draft, which the two files say."""
+    options = {**given, "--level": None if level == "headers" else level}
+    first = next((name for name, value in options.items() if value is not None), None)
+    if first is not None:
+        raise UsageError(f"{first} does not go with --kv-transfer, whose files name draft and target")
+
+
+def _validate_transfer(
+    files: tuple[Path, Path], engines: Sequence[ServingEngine], ignored: Collection[str], *, strict: bool, as_json: bool
+) -> None:
+    """Judge two servers, and end with 3 where the draft's context does not arrive."""
+    from dflash_cli.engines.kv_transfer.transfer_report import validate_transfer
+
+    if len(engines) != 1:
+        raise UsageError("--kv-transfer needs one engine", hint="add --engine vllm or --engine sglang")
+    report = validate_transfer(*files, engines[0], ignored=ignored)
+    fails = report.fails(strict=strict)
+    if as_json:
+        console.result_json({**report.to_json(), "passed": not fails})
+    else:
+        _print_transfer(report)
+    if fails:
+        raise typer.Exit(FAILED)
+
+
+def _print_transfer(report: "TransferReport") -> None:
+    for finding in report.findings:
+        print_finding(finding)
+    console.result(report.verdict.text)
+    prefill, decode = (server.launch.path for server in report.transfer.servers)
+    errors, warnings = report.count("error"), report.count("warning")
+    console.result(
+        f"{prefill} to {decode}: {report.num_rules} rules checked: "
+        f"{_plural(errors, 'error')}, {_plural(warnings, 'warning')}"
+    )
+    for note in report.notes:
+        console.note(note)
 
 
 def _run(

@@ -1,8 +1,9 @@
 """What a rule is and what it reports.
 
-A rule is a function decorated `@check(id, severity, effect=..., fix=..., source=...)` that takes a `Subject` and yields
-a `Problem` for each thing that is wrong. It works on the raw config and the headers, so that a config too broken to be
-read is still explained. The first line of its docstring is what must hold; the rest is for `dflash explain`.
+A rule is a function decorated `@check(id, severity, effect=..., fix=..., source=...)` that takes a `Subject`, or at the
+level kv-transfer two servers, and yields a `Problem` for each thing that is wrong. It works on the raw config and the
+headers, so that a config too broken to be read is still explained. The first line of its docstring is what must hold;
+the rest is for `dflash explain`.
 
 Whatever else follows from a rule, beside its findings, is stated by flags of `check`, never by its id.
 """
@@ -13,9 +14,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import islice
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
-from dflash_cli.validation.subject import Subject
+from dflash_cli.validation.subject import NamedEngine
 from dflash_runtime.errors import UsageError
 from dflash_runtime.registry import Registry
 
@@ -23,6 +24,8 @@ Severity = Literal["error", "warning", "info"]
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "info")
 Level = Literal["headers", "weights", "run"]
 LEVELS: tuple[Level, ...] = ("headers", "weights", "run")
+RuleLevel = Literal["headers", "weights", "run", "kv-transfer"]
+"""Of which `kv-transfer` is about two servers, and is no level of a draft's validation."""
 Outcome = Literal["stops", "drops", "serves"]
 """What an engine does with a draft that breaks a rule: refuse it or crash, serve it with lower acceptance, or serve
 it as usual."""
@@ -42,8 +45,14 @@ FIX_OTHER_TARGET = "check the draft against the target it was trained for: dflas
 FIX_REEXPORT = "export the draft again from the training run, then check it: dflash validate {draft}"
 FIX_REEXPORT_WEIGHTS = f"{FIX_REEXPORT} --level weights"
 
-PLACEHOLDER = re.compile(r"\{(draft|target|out)\}")
-GENERIC_WORDS = {"draft": "DRAFT", "target": "TARGET", "out": "OUT"}
+PLACEHOLDER = re.compile(r"\{(draft|target|out|servers|engine)\}")
+GENERIC_WORDS = {
+    "draft": "DRAFT",
+    "target": "TARGET",
+    "out": "OUT",
+    "servers": "PREFILL.json DECODE.json",
+    "engine": "ENGINE",
+}
 
 MAX_FINDINGS = 50
 """The most findings of one rule that a report lists."""
@@ -73,7 +82,7 @@ class Finding:
     engines: tuple[str, ...] = ()
     outcome: Outcome = "serves"
     repair: Mapping[str, Any] = field(default_factory=dict)
-    level: Level = "headers"
+    level: RuleLevel = "headers"
     stage: Stage = "rest"
     stops_runtime: bool = False
     serve_flag: str | None = None
@@ -106,7 +115,17 @@ class Problem:
     repair: Mapping[str, Any] = field(default_factory=dict)
 
 
-Check = Callable[[Subject], Iterator[Problem]]
+class _Judged(Protocol):
+    """What a rule can be about: a `Subject`, or at the level kv-transfer a pair of servers."""
+
+    def engine(self, name: str) -> NamedEngine | None: ...
+
+    @property
+    def command_words(self) -> dict[str, str]: ...
+
+
+Check = Callable[[Any], Iterator[Problem]]
+"""It takes what is judged at its level."""
 EngineNames = tuple[str, ...] | Callable[[], tuple[str, ...]]
 
 
@@ -120,7 +139,7 @@ class Rule:
     effect: str
     fix: str
     source: str
-    level: Level
+    level: RuleLevel
     outcome: Outcome
     about: EngineNames
     unnamed: Severity | None
@@ -153,8 +172,8 @@ class Rule:
         """The engines that the rule is about; empty if it is about all."""
         return self.about() if callable(self.about) else self.about
 
-    def findings(self, subject: Subject) -> list[Finding]:
-        """The findings of the rule on a draft, at most MAX_FINDINGS and a last one that says there are more."""
+    def findings(self, subject: _Judged) -> list[Finding]:
+        """The findings of the rule, at most MAX_FINDINGS and a last one that says there are more."""
         engines = self.engines
         named = tuple(name for name in engines if subject.engine(name) is not None)
         severity = self.unnamed if engines and not named else self.severity
@@ -211,7 +230,7 @@ def check(
     effect: str,
     fix: str,
     source: str,
-    level: Level = "headers",
+    level: RuleLevel = "headers",
     outcome: Outcome | None = None,
     engines: EngineNames = (),
     unnamed: Severity | None = None,
@@ -262,8 +281,8 @@ def check(
 
 @cache
 def all_rules() -> tuple[Rule, ...]:
-    """Every rule in order of id: those in `rules/`, and those in the file of an engine."""
-    for package in ("dflash_cli.validation.rules", "dflash_cli.engines"):
+    """Every rule in order of id: those in `rules/`, those in the file of an engine, and those on two servers."""
+    for package in ("dflash_cli.validation.rules", "dflash_cli.engines", "dflash_cli.engines.kv_transfer"):
         CHECKS.discover(package)
     return tuple(sorted(CHECKS.values(), key=lambda rule: rule.id))
 
@@ -300,5 +319,5 @@ def _grouped(problems: Iterator[Problem]) -> Iterator[Problem]:
 
 
 def fill(template: str, words: Mapping[str, str]) -> str:
-    """A `fix` with names in place of `{draft}`, `{target}` and `{out}`."""
+    """A `fix` with names in place of its placeholders."""
     return PLACEHOLDER.sub(lambda found: words[found[1]], template)

@@ -70,6 +70,7 @@ COUNTERPARTS: dict[Callable[..., Any], tuple[Callable[..., Any], dict[str, str]]
         {
             "engine": "engines",
             "ignore": "ignored",
+            "kv_transfer": "(dflash_cli.engines.kv_transfer.transfer_report)",
             "lock": LOCKED,
             "strict": "(of Report.fails)",
             "fix_out": "(dflash_cli.validation.repair writes files, as convert_draft does)",

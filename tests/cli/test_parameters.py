@@ -37,6 +37,7 @@ def toy(
     colour: Annotated[Colour, typer.Option("--colour")] = Colour.RED,
     chat: Annotated[bool, typer.Option("--chat/--raw")] = False,
     adapt: Annotated[bool | None, typer.Option("--adapt/--no-adapt")] = None,
+    files: Annotated[tuple[Path, Path] | None, typer.Option("--files", metavar="A B")] = None,
 ) -> None:
     """A toy."""
 
@@ -98,6 +99,13 @@ def test_a_wrong_value_is_one_line(signature: Signature, typed: dict[str, Any], 
     with pytest.raises(UsageError) as raised:
         values(signature, **({"draft": "d"} | typed))
     assert raised.value.message == message
+
+
+def test_a_pair_takes_two_values(signature: Signature) -> None:
+    assert values(signature, draft="d", files=("a", "b"))["files"] == (Path("a"), Path("b"))
+    assert values(signature, draft="d")["files"] is None
+    with pytest.raises(UsageError, match="--files a --share: expected two values, A B"):
+        values(signature, draft="d", files=("a", "--share"))
 
 
 def test_a_message_spells_a_flag_as_it_was_typed(signature: Signature) -> None:

@@ -1,0 +1,129 @@
+"""`dflash validate --kv-transfer`: what is printed, exit codes, options that do not go with it."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from dflash_testing import checkpoints as support
+
+CHECKPOINTS = {
+    "model": "tiny",
+    "speculative_config": {"method": "dflash", "model": "tiny", "num_speculative_tokens": 7},
+}
+
+
+def write(prefill: Mapping[str, object], decode: Mapping[str, object]) -> list[str]:
+    for role, own in (("prefill", prefill), ("decode", decode)):
+        transfer = {"kv_connector": "MooncakeConnector", "kv_role": "kv_both"}
+        Path(f"{role}.json").write_text(json.dumps({**CHECKPOINTS, "kv_transfer_config": transfer, **own}))
+    return ["validate", "--kv-transfer", "prefill.json", "decode.json", "--engine", "vllm"]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_a_sound_pair_of_servers_passes() -> None:
+    outcome = support.run_main(*write({}, {"port": 8000, "host": "h"}))
+    assert (outcome.code, outcome.out) == (
+        0,
+        "vllm 0.33, MooncakeConnector: the draft's context arrives\n"
+        "prefill.json to decode.json: 20 rules checked: 0 errors, 0 warnings\n",
+    )
+    assert "decode.json: arguments that are not looked at (2): port, host" in outcome.err
+
+
+def test_a_context_that_is_lost_ends_with_3_and_says_why() -> None:
+    command = write({"speculative_config": None}, {})
+    outcome = support.run_main(*command)
+    assert outcome.code == 3
+    assert "K01 error   decode.json:speculative_config.model: a draft, which the prefill server has not" in outcome.out
+    assert (
+        "vllm 0.33, MooncakeConnector: the draft's context does not arrive, and acceptance falls (K01)" in outcome.out
+    )
+    document = json.loads(support.run_main(*command, "--json").out)
+    assert (document["passed"], document["verdict"]["outcome"], document["verdict"]["reasons"]) == (
+        False,
+        "lost",
+        ["K01"],
+    )
+    assert (document["kind"], document["servers"]["prefill"]["draft"]) == ("kv-transfer", None)
+    assert support.run_main(*command, "--ignore", "k01").code == 0
+
+
+def test_warnings_fail_where_they_are_to() -> None:
+    command = write({"version": "0.32.0"}, {"version": "0.33.0"})
+    outcome = support.run_main(*command)
+    assert outcome.code == 0
+    assert "not known whether the draft's context arrives (K08)" in outcome.out
+    assert support.run_main(*command, "--strict").code == 3
+
+
+def test_what_cannot_be_opened_is_said_and_the_rest_is_judged() -> None:
+    elsewhere = {"model": "/nowhere/target", "speculative_config": {"method": "dflash", "model": "/nowhere/draft"}}
+    outcome = support.run_main(*write(elsewhere, {**elsewhere, "kv_cache_dtype": "fp8"}))
+    assert outcome.code == 3
+    assert "K07" in outcome.out
+    assert outcome.err.count("the draft /nowhere/draft could not be read here, and its layers were not judged") == 1
+
+
+def test_a_draft_that_stands_for_its_target_is_a_draft() -> None:
+    """vLLM serves a draft of the speculators dialect by its own name, with the target that it names."""
+    support.run_main("convert", "tiny", "dflash-spec", "--to", "speculators", "--verifier", "my-org/target", "-q")
+    alone = {"model": "dflash-spec", "speculative_config": None}
+    document = json.loads(support.run_main(*write(alone, alone), "--json").out)
+    served = document["servers"]["prefill"]
+    assert (document["verdict"]["outcome"], served["target"], served["draft"]["num_draft_tokens"]) == (
+        "arrives", "my-org/target", 7,
+    )  # fmt: skip
+    beside = support.run_main(*write(alone, {"speculative_config": None}))
+    assert (beside.code, "K01 error   decode.json" in beside.out) == (3, True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["tiny"], 2, "DRAFT does not go with --kv-transfer"),
+        (["--target", "tiny"], 2, "--target does not go with --kv-transfer"),
+        (["--level", "run"], 2, "--level does not go with --kv-transfer"),
+        (["--fix-out", "d"], 2, "--fix-out does not go with --kv-transfer"),
+        (["-e", "vllm,sglang"], 2, "--kv-transfer needs one engine"),
+        (["-e", "llama.cpp"], 2, "--kv-transfer: llama.cpp is not known to have such servers, expected vllm or sglang"),
+        (["-e", "vllm@0.23"], 2, "unknown release"),
+        (["--ignore", "K99"], 2, "no rule K99"),
+    ],
+)
+def test_what_does_not_go_with_it(arguments: list[str], code: int, message: str) -> None:
+    outcome = support.run_main(*write({}, {}), *arguments)
+    assert (outcome.code, outcome.out) == (code, "")
+    assert message in outcome.err
+
+
+def test_files_that_are_missing() -> None:
+    write({}, {})
+    assert support.run_main("validate", "--kv-transfer", "prefill.json", "no.json", "-e", "vllm").code == 4
+    outcome = support.run_main("validate", "--kv-transfer", "prefill.json", "--engine", "vllm")
+    assert (outcome.code, outcome.err) == (
+        2, "error: --kv-transfer prefill.json --engine: expected two values, PREFILL DECODE\n",
+    )  # fmt: skip
+    outcome = support.run_main("validate")
+    assert (outcome.code, outcome.err.startswith("error: DRAFT is missing")) == (2, True)
+
+
+def test_an_engine_in_a_file_that_is_another_one_is_seen() -> None:
+    """vLLM's arguments read as SGLang's say no role and no draft."""
+    write({}, {})
+    outcome = support.run_main("validate", "--kv-transfer", "prefill.json", "decode.json", "-e", "sglang")
+    assert outcome.code == 3
+    assert "no role, expected that of a decode server" in outcome.out
+    assert "speculative_config, kv_transfer_config" in outcome.err
+
+
+def test_help_and_explain_know_of_it() -> None:
+    assert "--kv-transfer PREFILL DECODE" in support.run_main("validate", "--help").out
+    explained = support.run_main("explain", "K01").out
+    assert "kv-transfer" in explained
+    assert "SGLang 0.5.23 disaggregation" in " ".join(explained.split())
