@@ -7,6 +7,7 @@ arrives is run: messages are JSON. Who can reach the port can take part, so it b
 """
 
 import json
+import os
 import socket
 import struct
 import threading
@@ -124,17 +125,19 @@ def listen(address: Address, greeting: Mapping[str, Any], timeout_s: float) -> C
     raise PeerUnreachable(f"nobody connected to {address} within {timeout_s:g} s")
 
 
-def bind(address: Address) -> socket.socket:
-    """A socket that listens there.
+def bind(address: Address, port: int | None = None) -> socket.socket:
+    """A socket that listens there, or at another port of that host; 0 is any.
 
     Raises:
         UsageError: the address is not of this machine, or its port is taken.
     """
     try:
         family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
-        return socket.create_server((address.host, address.port), family=family, backlog=1)
+        place = (address.host, address.port if port is None else port)
+        return socket.create_server(place, family=family, backlog=1)
     except OSError as error:
-        raise UsageError(f"cannot listen at {address}: {error.strerror or error}") from error
+        reason = error.strerror if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
+        raise UsageError(f"cannot listen at {address}: {reason}") from error
 
 
 def connect(address: Address, greeting: Mapping[str, Any], timeout_s: float) -> ControlChannel:

@@ -164,7 +164,8 @@ def _make_agent() -> Any:
     try:
         from nixl._api import nixl_agent, nixl_agent_config
     except ImportError as error:
-        reason = "which is not installed" if error.name == "nixl" else f"which cannot be imported: {error}"
+        is_absent = isinstance(error, ModuleNotFoundError)
+        reason = "which is not installed" if is_absent else f"which cannot be imported: {error}"
         raise UnsupportedError(f"nixl:// needs nixl, {reason}", hint=INSTALL) from error
     agent = nixl_agent(f"dflash-{uuid.uuid4()}", nixl_agent_config(backends=[BACKEND]))
     if BACKEND not in agent.backends:

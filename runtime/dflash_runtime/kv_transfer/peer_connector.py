@@ -4,6 +4,7 @@ Three threads: one reads messages, one writes them, one moves tensors, one hand-
 process is gone, or has closed, every future that is open ends with PeerUnreachable, and so does every later one.
 """
 
+import atexit
 import logging
 import threading
 from collections.abc import Callable
@@ -55,6 +56,7 @@ class PeerConnector:
         self._lock = threading.Lock()
         self._worker = start_thread(self._work, "handoff-tensors")
         self._reader = start_thread(self._read, "handoff-reader")
+        atexit.register(self.close)  # a thread that is within torch when the interpreter ends would abort the process
 
     def save(self, handoff: Handoff) -> "Future[None]":
         """See `Connector.save`."""
@@ -77,6 +79,7 @@ class PeerConnector:
             if self._is_closed:
                 return
             self._is_closed = True
+        atexit.unregister(self.close)
         self._channel.send({"kind": "bye"})
         self._lose(f"the connection with {self.address} was closed")
         join(self._reader, ENDING_S)  # ends when the other side has read all and ends too

@@ -204,7 +204,7 @@ def _check_backend(backend: Backend) -> None:
 
 def _make_store(address: Address, timeout_s: float) -> Any:
     """Where the ranks of a group find each other: at the address of the prefill side, on any free port."""
-    server = bind(Address(address.host, 0))
+    server = bind(address, 0)
     port, limit = server.getsockname()[1], timedelta(seconds=timeout_s)
     return dist.TCPStore(
         address.host, port, 2, is_master=True, timeout=limit, wait_for_workers=False, master_listen_fd=server.detach()

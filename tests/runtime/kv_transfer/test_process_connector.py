@@ -400,6 +400,7 @@ def kill_at_a_random_moment(peers: Peers, role: str, seed: int) -> None:
     connector.close()
     assert not late
     assert time.monotonic() - started < 5
+    assert not transfer_threads()
     for number, future in enumerate(futures):
         error = future.exception()
         assert isinstance(error, PeerUnreachable | None)
