@@ -1,0 +1,99 @@
+"""Two processes, of which one runs prompts and the other goes on, over a connector on which nothing can be relied."""
+
+import random
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from dflash_runtime.llm import LLM
+from dflash_runtime.scheduling.request import RequestOutput
+from dflash_testing.handoff_peer import make_llm, make_requests, open_side, run_side, start_peer
+from dflash_testing.transfers import free_place
+
+
+@contextmanager
+def running_peer(*arguments: Any, **options: Any) -> Iterator[Any]:
+    process = start_peer(*arguments, **options)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def assert_nothing_is_left(llm: LLM) -> None:
+    scheduler = llm.engine.scheduler
+    scheduler.check_integrity()
+    assert not scheduler.has_work
+    assert scheduler.pages.num_available == scheduler.pages.num_pages - 1
+
+
+def traces(outputs: list[RequestOutput]) -> list[Any]:
+    return [(output.index, output.token_ids, output.finish_reason, output.drafts) for output in outputs]
+
+
+@pytest.mark.parametrize("num_prompts", [60, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["gloo", "folder"])
+def test_nothing_is_lost_and_nothing_is_done_twice(num_prompts: int, kind: str, tmp_path: Any) -> None:
+    """Hand-offs are late, overtake one another, come twice or not at all; every prompt has its one answer."""
+    place = str(tmp_path / "handoffs") if kind == "folder" else free_place("gloo")
+    llm = make_llm()
+    with running_peer(place, "prefill", num_prompts, 7, faults=True):
+        connector = open_side(place, "decode", 8, faults=True)
+        found = run_side(llm, connector, "decode", num_prompts, 7)
+        connector.close()
+    assert traces(found) == traces(make_llm().generate(*make_requests(num_prompts, 7)))
+    num_loaded = sum(output.num_loaded > 0 for output in found)
+    assert num_prompts // 2 < num_loaded < num_prompts
+    assert_nothing_is_left(llm)
+
+
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 12))])
+@pytest.mark.parametrize("kind", ["gloo", "folder"])
+def test_the_other_goes_on_when_the_sender_is_killed(seed: int, kind: str, tmp_path: Any) -> None:
+    """At any moment: what has not come by then is run here."""
+    num_prompts, generator = 40, random.Random(seed)
+    place = str(tmp_path / "handoffs") if kind == "folder" else free_place("gloo")
+    llm = make_llm()
+    with running_peer(place, "prefill", num_prompts, seed, faults=False) as sender:
+        connector = open_side(place, "decode", seed, faults=False)
+        kill_in(llm, sender, generator.randint(1, 60))
+        found = run_side(llm, connector, "decode", num_prompts, seed)
+        connector.close()
+    assert traces(found) == traces(make_llm().generate(*make_requests(num_prompts, seed)))
+    assert_nothing_is_left(llm)
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 8))])
+def test_the_sender_ends_when_the_other_is_killed(seed: int) -> None:
+    """Requests that nobody takes any more end with an error that says so, and their pages are free."""
+    num_prompts, generator = 40, random.Random(seed)
+    place = free_place("gloo")
+    llm = make_llm()
+    with running_peer(place, "decode", num_prompts, seed, faults=False) as receiver:
+        connector = open_side(place, "prefill", seed, faults=False)
+        kill_in(llm, receiver, generator.randint(1, 30))
+        found = run_side(llm, connector, "prefill", num_prompts, seed)
+        connector.close()
+    assert [output.index for output in found] == list(range(num_prompts))
+    assert {output.exit_code for output in found} <= {0, 4}
+    assert 4 in {output.exit_code for output in found}
+    assert_nothing_is_left(llm)
+
+
+def kill_in(llm: LLM, process: Any, num_steps: int) -> None:
+    """Kill a process before one of the steps to come, and wait until it is gone."""
+    step, left = llm.engine.step, [num_steps]
+
+    def watched() -> Any:
+        left[0] -= 1
+        if left[0] == 0:
+            process.kill()
+            process.wait()
+            time.sleep(0.05)
+        return step()
+
+    llm.engine.step = watched  # type: ignore[method-assign]

@@ -1,0 +1,84 @@
+"""One side of a deployment in a process of its own: an engine with a small random pair that hands prompts off, or goes
+on from what it is handed. Both sides make the same pair and the same prompts of a seed.
+
+python -m dflash_testing.handoff_peer PLACE ROLE NUM_PROMPTS SEED FAULTS
+"""
+
+import os
+import random
+import subprocess
+import sys
+
+from dflash_runtime.kv_transfer.connector import Connector
+from dflash_runtime.kv_transfer.places import open_connector
+from dflash_runtime.llm import LLM
+from dflash_runtime.scheduling.request import RequestOutput, SamplingParams
+from dflash_runtime.transfers import HandoffPlan
+from dflash_testing.faulty_connector import FaultyConnector
+from dflash_testing.pairs import random_draft, random_llm, random_target
+
+LOAD_SECONDS = 1.0
+"""Until a prompt whose hand-off does not come is run where it is waited for."""
+
+
+def make_llm(num_pages: int = 120) -> LLM:
+    target = random_target(num_layers=2)
+    draft = random_draft(target, target_layer_ids=(0, 1), num_layers=1, block_size=4)
+    return random_llm(target, draft, 3, scheduling="async", max_num_requests=16, num_pages=num_pages)
+
+
+def make_requests(num_prompts: int, seed: int) -> tuple[list[tuple[int, ...]], list[SamplingParams]]:
+    """Prompts of 1 to 60 tokens, some of which begin alike, and 1 to 12 tokens to say, a third of them sampled."""
+    generator = random.Random(seed)
+    beginning = tuple(generator.randrange(97) for _ in range(40))
+    prompts, params = [], []
+    for index in range(num_prompts):
+        start = beginning[: generator.randrange(41)] if generator.random() < 0.4 else ()
+        prompts.append(start + tuple(generator.randrange(97) for _ in range(generator.randint(1, 20))))
+        temperature = generator.choice([0.0, 0.0, 0.9])
+        params.append(SamplingParams(max_new_tokens=generator.randint(1, 12), temperature=temperature, seed=index))
+    return prompts, params
+
+
+def keys_of(num_prompts: int) -> tuple[str, ...]:
+    return tuple(f"{index:05}" for index in range(num_prompts))
+
+
+def run_side(
+    connector: Connector, role: str, num_prompts: int, seed: int, llm: LLM | None = None
+) -> list[RequestOutput]:
+    """Everything of one side; what is not handed over in time is run where it is waited for."""
+    prompts, params = make_requests(num_prompts, seed)
+    plan = HandoffPlan(
+        connector=connector, keys=keys_of(num_prompts), is_sending=role == "prefill", timeout=LOAD_SECONDS
+    )
+    return llm.generate(prompts, params, handoffs=plan)
+
+
+def start_peer(place: str, role: str, num_prompts: int, seed: int, *, faults: bool) -> "subprocess.Popen[str]":
+    """The other side, in a process, once it can begin; with a place between processes it then waits for this one."""
+    arguments = [place, role, str(num_prompts), str(seed), str(int(faults))]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", __name__, *arguments]
+    process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+def open_side(place: str, role: str, seed: int, *, faults: bool) -> Connector:
+    connector = open_connector(place, role, 60.0)  # type: ignore[arg-type]
+    return FaultyConnector(connector, seed) if faults else connector
+
+
+def main(place: str, role: str, num_prompts: int, seed: int, faults: int) -> None:
+    llm = make_llm()
+    print("ready", flush=True)
+    connector = open_side(place, role, seed, faults=bool(faults))
+    run_side(llm, connector, role, num_prompts, seed)
+    sys.stdin.read()  # stays until nobody wants anything of it any more
+    connector.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], *map(int, sys.argv[3:]))
