@@ -44,9 +44,7 @@ def keys_of(num_prompts: int) -> tuple[str, ...]:
     return tuple(f"{index:05}" for index in range(num_prompts))
 
 
-def run_side(
-    connector: Connector, role: str, num_prompts: int, seed: int, llm: LLM | None = None
-) -> list[RequestOutput]:
+def run_side(llm: LLM, connector: Connector, role: str, num_prompts: int, seed: int) -> list[RequestOutput]:
     """Everything of one side; what is not handed over in time is run where it is waited for."""
     prompts, params = make_requests(num_prompts, seed)
     plan = HandoffPlan(
