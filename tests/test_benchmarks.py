@@ -21,6 +21,7 @@ from dflash_testing.paths import ROOT
 sys.path.append(str(ROOT / "examples" / "benchmarks"))
 
 import experts
+import handoff_steps
 import hosted
 import load
 import step_time
@@ -48,6 +49,16 @@ def test_experts_are_timed_in_each_way(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert [line.split()[:3] for line in lines[-2:]] == [[arm, "1", "False"] for arm in ("plain", "dflash")]
     floors = [float(line.split()[-1]) for line in lines[-2:]]
     assert floors[1] > 2 * floors[0]  # the rows of a block touch more experts, and the draft is read too
+
+
+def test_steps_are_timed_beside_loads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Both parts have their steps, and hand-offs were loaded in the second."""
+    out = tmp_path / "times.json"
+    handoff_steps.main([*SMALL, "--prompt-len", "20", "--batch", "1", "--steps", "4", "--out", str(out)])
+    times = json.loads(out.read_text())
+    assert (len(times["alone"]), len(times["beside"])) == (4, 4)
+    assert len(times["loads"]) > 2
+    assert "beside / alone" in capsys.readouterr().out
 
 
 def test_a_block_touches_most_experts() -> None:

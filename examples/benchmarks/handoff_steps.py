@@ -1,0 +1,152 @@
+"""Time decode steps of some requests while the KV of others is loaded beside them, and without.
+
+    python3 examples/benchmarks/handoff_steps.py [--shape qwen3-8b] [--prompt-len 4096] [--batch 8] [--steps 200]
+
+Hand-offs lie in the memory of this process, so that what is timed is the engine's part: copying to the device on a
+stream of its own, putting rows into pages, switching the request on. Each request that is loaded ends with its next
+token, so that the batch stays what it was. Steps in which none is under way are those of the same engine before it.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from dflash_runtime.config import EngineConfig
+from dflash_runtime.kv_transfer.handoff import Handoff
+from dflash_runtime.llm import LLM
+from dflash_runtime.scheduling.request import Request, SamplingParams
+from dflash_runtime.transfers import HandoffPlan
+from timing.pairs import SHAPES, build_pair, open_device, random_prompt
+
+NUM_WARM = 20
+"""Steps that are not counted, before either part."""
+
+
+class HeldHandoffs:
+    """A connector that keeps hand-offs in the memory of this process, and gives each as often as it is asked for."""
+
+    name = "memory"
+
+    def __init__(self) -> None:
+        self.handoffs: dict[str, Handoff] = {}
+
+    def save(self, handoff: Handoff) -> "Future[None]":
+        self.handoffs[handoff.key] = handoff
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def load(self, key: str) -> "Future[Handoff]":
+        future: Future[Handoff] = Future()
+        future.set_result(self.handoffs[key])
+        return future
+
+    def refuse(self, key: str, reason: str) -> None:
+        """Nothing is refused here."""
+
+    def close(self) -> None:
+        self.handoffs.clear()
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """What the script is told."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3-8b")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--prompt-len", type=int, default=4096, help="tokens of each prompt that is handed over")
+    parser.add_argument("--batch", type=int, default=8, help="requests that decode meanwhile")
+    parser.add_argument("--steps", type=int, default=200, help="steps of either part")
+    parser.add_argument("--out", type=Path, help="write all times here, as JSON")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, and print a table."""
+    given = make_parser().parse_args(arguments)
+    device, shape = open_device(given.device), SHAPES[given.shape]
+    max_len = max(given.prompt_len + 64, 512 + 20 * (2 * given.steps + 4 * NUM_WARM))
+    made = build_pair(shape, min(max_len, shape.positions), device).pair
+    limits = replace(made.limits, max_num_requests=given.batch + 2, max_model_len=min(max_len, shape.positions))
+    config = EngineConfig(max_num_requests=given.batch + 2, prefix_cache=False)
+    llm = LLM(replace(made, limits=limits, config=config))
+    generator = torch.Generator().manual_seed(1)
+    prompt = random_prompt(shape, given.prompt_len, generator)
+    connector = HeldHandoffs()
+    params = SamplingParams(max_new_tokens=2, ignore_eos=True)
+    llm.generate([prompt], params, handoffs=HandoffPlan(connector=connector, keys=("0",), is_sending=True))
+    llm.warm_up(max_requests=given.batch + 2)
+    decoding = [random_prompt(shape, 512, generator) for _ in range(given.batch)]
+    times = measure(llm, decoding, prompt, connector, given.steps)
+    num_bytes = connector.handoffs["0"].num_bytes
+    print(table(times, num_bytes, given.prompt_len))
+    if given.out is not None:
+        given.out.write_text(json.dumps({"num_bytes": num_bytes, **times}))
+
+
+def measure(
+    llm: LLM, decoding: Sequence[tuple[int, ...]], prompt: tuple[int, ...], connector: HeldHandoffs, num_steps: int
+) -> dict[str, list[float]]:
+    """Milliseconds of steps alone and beside loads, and of each load from its request to its last token."""
+    engine = llm.engine
+    long = SamplingParams(max_new_tokens=llm.limits.max_model_len, ignore_eos=True)
+    for index, item in enumerate(decoding):
+        engine.add(Request(index=index, prompt_token_ids=item, params=long))
+    plan = HandoffPlan(connector=connector, keys=("0",))
+    engine.open_transfers(plan, llm.fingerprint)
+    while any(not request.output_token_ids for request in engine.scheduler.live):
+        engine.step()
+    alone = list(_steps(llm, NUM_WARM + num_steps))[NUM_WARM:]
+    loads: list[float] = []
+    beside = list(_steps(llm, NUM_WARM + num_steps, plan, prompt, loads))[NUM_WARM:]
+    engine.close_transfers()
+    engine.abort()
+    return {"alone": alone, "beside": beside, "loads": loads}
+
+
+def _steps(
+    llm: LLM,
+    num_steps: int,
+    plan: HandoffPlan | None = None,
+    prompt: tuple[int, ...] = (),
+    loads: list[float] | None = None,
+) -> Iterator[float]:
+    """The times of steps; with a plan one request is always being loaded."""
+    loading: Request | None = None
+    params, begun = SamplingParams(max_new_tokens=2, ignore_eos=True), 0.0
+    for _ in range(num_steps):
+        if plan is not None and loads is not None and (loading is None or loading.is_finished):
+            if loading is not None:
+                loads.append(1000 * (time.perf_counter() - begun))
+            loading, begun = plan.apply(Request(index=0, prompt_token_ids=prompt, params=params)), time.perf_counter()
+            llm.engine.add(loading)
+        started = time.perf_counter()
+        llm.engine.step()
+        yield 1000 * (time.perf_counter() - started)
+
+
+def table(times: Mapping[str, Sequence[float]], num_bytes: int, prompt_len: int) -> str:
+    """Medians and tails; the sum over all steps is what other requests notice."""
+    alone, beside = times["alone"], times["beside"]
+    rows = [f"{prompt_len} tokens, {num_bytes / 2**20:.0f} MiB each; ms of a step"]
+    for name, values in (("alone", alone), ("beside loads", beside)):
+        tail = sorted(values)[int(0.95 * len(values))]
+        mean = statistics.mean(values)
+        rows.append(f"{name:13} median {statistics.median(values):7.3f}  mean {mean:7.3f}  95 of 100 {tail:7.3f}")
+    rows.append(f"mean beside / alone: {statistics.mean(beside) / statistics.mean(alone):.3f}")
+    if times["loads"]:
+        load = statistics.median(times["loads"])
+        rows.append(
+            f"{len(times['loads'])} loads, each {load:.1f} ms with its two tokens, {num_bytes / load / 1e6:.1f} GB/s"
+        )
+    return "\n".join(rows)
+
+
+if __name__ == "__main__":
+    main()
