@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +26,10 @@ PROMPT = bundled_prompts()[0][:34]
 
 GREEDY = SamplingParams(max_new_tokens=6)
 SAMPLED = SamplingParams(max_new_tokens=6, temperature=1.0, top_p=0.9, seed=3)
-LOOPS = {"sync": {"scheduling": "sync"}, "async": {"scheduling": "async", "max_in_flight": 2}}
+LOOPS: dict[str, dict[str, Any]] = {
+    "sync": {"scheduling": "sync"},
+    "async": {"scheduling": "async", "max_in_flight": 2},
+}
 
 
 @cache
@@ -33,7 +37,7 @@ def draft() -> Draft:
     return bundled_draft_model(dtype=torch.float64)
 
 
-def engine(**settings: object) -> LLM:
+def engine(**settings: Any) -> LLM:
     return bundled_llm(draft(), 7, dtype=torch.float64, **{"max_num_requests": 4, "num_pages": 60, **settings})
 
 
@@ -106,6 +110,27 @@ def test_rows_that_are_cached_here_are_not_taken(tmp_path: Path, loop: str) -> N
     assert trace(outputs) == trace(wanted)
     assert [output.num_cached for output in outputs] == [16] * len(lengths)
     assert [output.num_loaded for output in outputs] == [max(0, length - 16) for length in lengths]
+    llm.engine.scheduler.check_integrity()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_beginnings_of_texts_that_share_some_in_little_memory(tmp_path: Path, seed: int) -> None:
+    """Prompts that wait for pages, find each other's, and are preempted, beside rows that come late."""
+    draw = random.Random(seed)
+    texts = [prompt[:34] for prompt in bundled_prompts()[:5]]
+    pairs = [draw.sample(texts, 2) for _ in range(14)]
+    prompts = [(*first[: draw.choice([0, 16, 20, 32])], *second[: draw.randint(2, 14)]) for first, second in pairs]
+    lengths = [draw.randint(1, len(prompt)) for prompt in prompts]
+    params = [
+        SamplingParams(max_new_tokens=draw.randint(1, 40), temperature=draw.choice([0.0, 1.0]), seed=index)
+        for index in range(len(prompts))
+    ]
+    wanted = engine(prefix_cache=False).generate(prompts, params)
+    rows, loop = draw.choice([8, 24, 64]), LOOPS["async" if seed % 2 else "sync"]
+    llm = engine(prefix_cache=seed > 0, num_pages=9, max_num_requests=6, max_batched_tokens=rows, **loop)
+    outputs = llm.generate(prompts, params, handoffs=beginnings(tmp_path, prompts, lengths, llm))
+    assert trace(outputs) == trace(wanted)
     llm.engine.scheduler.check_integrity()
 
 

@@ -121,7 +121,7 @@ class Handoff:
                     **{**header["params"], "stop_token_ids": tuple(header["params"]["stop_token_ids"])}
                 ),
                 seed=header["seed"],
-                num_rows=header["num_rows"],
+                num_rows=_num_rows(header),
                 tensors=tensors,
                 state_values=header["state_values"],
                 finish_reason=None if header["finish_reason"] is None else FinishReason(header["finish_reason"]),
@@ -228,3 +228,10 @@ def _ids(header: Mapping[str, Any], name: str) -> tuple[int, ...]:
     if not isinstance(ids, list) or not all(map(is_int, ids)):
         raise InvalidHandoff(f"{name}: expected a list of token ids")
     return tuple(ids)
+
+
+def _num_rows(header: Mapping[str, Any]) -> Mapping[str, int]:
+    rows = header["num_rows"]
+    if not isinstance(rows, dict) or not all(is_int(count) and count >= 0 for count in rows.values()):
+        raise InvalidHandoff(f"num_rows: found {rows}, expected a number of rows for each model")
+    return rows

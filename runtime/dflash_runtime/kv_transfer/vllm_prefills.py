@@ -24,7 +24,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -44,9 +44,11 @@ LAYER_NUMBER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 NUM_THREADS = 4
 
+ISSUE = "vllm-project/vllm#35158"
+"""Before it, what the drafter writes in a step was not there to be saved."""
+
 UNSAVED = (
-    "prefill with this draft, with --enforce-eager (a captured draft step saves nothing), on a release with "
-    "vllm-project/vllm#35158"
+    f"prefill with this draft and --enforce-eager (a captured draft step saves nothing), on a release with {ISSUE}"
 )
 """What helps where the draft's rows were not saved."""
 
@@ -59,23 +61,36 @@ class VllmPrefill:
     prompt_token_ids: tuple[int, ...]
     num_tokens: int
 
-    def read(self, key: str, fingerprint: Fingerprint) -> Handoff:
-        """Its rows as a hand-off to the pair with this fingerprint, which is taken for the sender's.
+    def check(self, fingerprint: Fingerprint) -> dict[str, list[Path]]:
+        """The files of each model's layers, held by their headers against the pair with this fingerprint.
 
         Raises:
             HandoffMismatch: layers, rows, heads or dtype are not those of the pair; names which.
             InvalidHandoff: a file cannot be read.
         """
-        fields = fingerprint.fields
-        files = self._layer_files()
-        shapes = {TARGET_PAGES: fields["target KV heads"], DRAFT_PAGES: fields.get("draft KV heads", [])}
-        self._check_layers(files, len(shapes[TARGET_PAGES]), len(shapes[DRAFT_PAGES]))
-        models, first = {}, 0
-        for name, heads in shapes.items():
-            models[name] = [self._layer(files[first + i], shape, fields["dtype"]) for i, shape in enumerate(heads)]
-            first += len(heads)
+        files, heads = self._layer_files(), _heads(fingerprint)
+        self._check_layers(files, len(heads[TARGET_PAGES]), len(heads[DRAFT_PAGES]))
+        ordered = iter(sorted(files.items()))
+        found = {name: [next(ordered)[1] for _ in shapes] for name, shapes in heads.items()}
+        for name, shapes in heads.items():
+            for file, shape in zip(found[name], shapes, strict=True):
+                self._check_rows(file, shape, fingerprint.fields["dtype"])
+        return found
+
+    def read(self, key: str, fingerprint: Fingerprint) -> Handoff:
+        """Its rows as a hand-off to the pair with this fingerprint, which is taken for the sender's.
+
+        Raises:
+            HandoffMismatch, InvalidHandoff: see `check`, or no row of a model was written.
+        """
+        heads = _heads(fingerprint)
+        models = {
+            name: [self._rows(file, shape[1]) for file, shape in zip(files, heads[name], strict=True)]
+            for name, files in self.check(fingerprint).items()
+            if files
+        }
         num_rows = min(self._num_rows(models), len(self.prompt_token_ids) - 1)
-        tensors = {name: _to_pages(layers, num_rows, fields["page_size"]) for name, layers in models.items() if layers}
+        page_size = fingerprint.fields["page_size"]
         return Handoff(
             key=key,
             fingerprint=fingerprint,
@@ -83,8 +98,8 @@ class VllmPrefill:
             output_token_ids=(),
             params=SamplingParams(),
             seed=0,
-            num_rows=dict.fromkeys(tensors, num_rows),
-            tensors=tensors,
+            num_rows=dict.fromkeys(models, num_rows),
+            tensors={name: _to_pages(layers, num_rows, page_size) for name, layers in models.items()},
         )
 
     def _layer_files(self) -> dict[int, Path]:
@@ -111,19 +126,18 @@ class VllmPrefill:
         if others and num_draft:
             raise HandoffMismatch(f"{there}; layers {_spans(others)} are of another draft", path=self.path)
 
-    def _layer(self, file: Path, heads: tuple[int, int], dtype: str) -> Tensor:
-        """Keys and values of a layer with these KV heads and their size, [rows, 2, KV * D]."""
-        num_heads, head_dim = heads
+    def _check_rows(self, file: Path, heads: tuple[int, int], dtype: str) -> None:
+        """Refuse rows of other heads or another dtype than a layer's, or fewer than the folder's name says."""
         try:
-            stored = load_file(file)[TENSOR]
-        except (SafetensorError, OSError, KeyError) as error:
+            with safe_open(file, "pt") as opened:
+                stored = opened.get_slice(TENSOR)
+                shape, found = list(stored.get_shape()), str(stored[:0].dtype).removeprefix("torch.")
+        except (SafetensorError, OSError) as error:
             raise InvalidHandoff(f"{TENSOR}: cannot be read, it may be cut short: {error}", path=file) from error
-        shape = list(stored.shape)
-        _check_dtype(file, stored, dtype)
-        if shape[1:] == [num_heads, 2 * head_dim]:
-            stored = stored.unflatten(-1, (2, head_dim)).transpose(1, 2)
-        elif shape[1:] != [2, num_heads, head_dim]:
-            raise _misshapen(file, shape, num_heads, head_dim)
+        if found != dtype:
+            raise _of_another_dtype(file, found, dtype)
+        if shape[1:] not in _row_shapes(*heads):
+            raise _misshapen(file, shape, *heads)
         if shape[0] < self.num_tokens:
             raise HandoffMismatch(
                 f"{TENSOR}: {shape[0]} rows, of {self.num_tokens} tokens by the folder's name: vLLM saves what the "
@@ -131,7 +145,11 @@ class VllmPrefill:
                 path=file,
                 hint="prefill with --max-num-batched-tokens of at least the longest prompt",
             )
-        return stored[: self.num_tokens].flatten(2)
+
+    def _rows(self, file: Path, head_dim: int) -> Tensor:
+        """Keys and values of a layer, [rows, 2, KV * D]."""
+        stored = load_file(file)[TENSOR][: self.num_tokens]
+        return (stored.unflatten(2, (2, head_dim)).transpose(1, 2) if stored.ndim == 3 else stored).flatten(2)
 
     def _num_rows(self, models: Mapping[str, Sequence[Tensor]]) -> int:
         """Rows that were written in every layer: slots that nobody wrote are zeros.
@@ -144,7 +162,9 @@ class VllmPrefill:
             if not count:
                 what = "draft" if name == DRAFT_PAGES else "target"
                 raise HandoffMismatch(
-                    f"no row of the {what}'s layers was written when vLLM saved them", path=self.path, hint=UNSAVED
+                    f"no row of the {what}'s layers was written when vLLM saved them ({ISSUE})",
+                    path=self.path,
+                    hint=UNSAVED,
                 )
         fewest = min(num_rows.values())
         if fewest < self.num_tokens:
@@ -175,6 +195,9 @@ class VllmPrefills:
         """See `Connector.load`; a prompt that vLLM has not prefilled is not waited for."""
         return self._pool.submit(self._read, key)
 
+    def refuse(self, key: str, reason: str) -> None:
+        """See `Connector.refuse`; nobody waits here."""
+
     def close(self) -> None:
         """See `Connector.close`."""
         self._pool.shutdown(wait=True, cancel_futures=True)
@@ -199,6 +222,7 @@ def find_vllm_prefills(
 
     Raises:
         UsageError: none of the prompts was prefilled there.
+        HandoffMismatch, InvalidHandoff: see `VllmPrefill.check`.
         UnsupportedError: the pair's target keeps its own cache.
     """
     if fingerprint.fields["target runtime"] == "own cache":
@@ -210,6 +234,7 @@ def find_vllm_prefills(
         name, num_tokens = _longest(prompt, folders)
         if num_tokens:
             prefills[key] = VllmPrefill(folders[name], tuple(prompt), num_tokens)
+            prefills[key].check(fingerprint)
     if not prefills:
         raise UsageError(
             f"{folder}: {len(folders)} prefills by vLLM, none of them of the {len(prompts)} prompts given",
@@ -244,17 +269,25 @@ def _longest(prompt: Sequence[int], names: Mapping[str, Path]) -> tuple[str, int
     return found
 
 
-def _check_dtype(file: Path, stored: Tensor, dtype: str) -> None:
-    found = str(stored.dtype).removeprefix("torch.")
-    if found == dtype:
-        return
+def _heads(fingerprint: Fingerprint) -> dict[str, list[tuple[int, int]]]:
+    """KV heads and their size of each layer of each model."""
+    fields = fingerprint.fields
+    return {TARGET_PAGES: fields["target KV heads"], DRAFT_PAGES: fields.get("draft KV heads", [])}
+
+
+def _row_shapes(num_heads: int, head_dim: int) -> tuple[list[int], list[int]]:
+    """What a row may be: of 0.33, and of 0.24."""
+    return [num_heads, 2 * head_dim], [2, num_heads, head_dim]
+
+
+def _of_another_dtype(file: Path, found: str, dtype: str) -> HandoffMismatch:
     if found == "uint8" or found.startswith("float8"):
-        raise HandoffMismatch(
+        return HandoffMismatch(
             f"{TENSOR}: quantised ({found}), and its scales are not in the files",
             path=file,
             hint="prefill with --kv-cache-dtype auto",
         )
-    raise HandoffMismatch(
+    return HandoffMismatch(
         f"{TENSOR}: found {found}, this engine runs {dtype}", path=file, hint=f"run here with --dtype {found}"
     )
 
@@ -264,7 +297,7 @@ def _misshapen(file: Path, shape: list[int], num_heads: int, head_dim: int) -> H
     found = f"{TENSOR}: shape {shape}"
     if len(shape) == 2:
         return HandoffMismatch(f"{found} is that of latent attention (MLA), expected keys and values", path=file)
-    heads = next((n for n in shape[1:3] if [n, 2 * head_dim] == shape[1:] or [2, n, head_dim] == shape[1:]), 0)
+    heads = next((n for n in shape[1:3] if shape[1:] in _row_shapes(n, head_dim)), 0)
     if 0 < heads < num_heads and num_heads % heads == 0:
         return HandoffMismatch(
             f"{found} has {heads} of {num_heads} KV heads: with tensor parallelism every worker writes this file, "
@@ -272,9 +305,8 @@ def _misshapen(file: Path, shape: list[int], num_heads: int, head_dim: int) -> H
             path=file,
             hint="prefill with --tensor-parallel-size 1",
         )
-    return HandoffMismatch(
-        f"{found}, expected [rows, {num_heads}, {2 * head_dim}] or [rows, 2, {num_heads}, {head_dim}]", path=file
-    )
+    expected = " or ".join(str(["rows", *row]).replace("'", "") for row in _row_shapes(num_heads, head_dim))
+    return HandoffMismatch(f"{found}, expected {expected}", path=file)
 
 
 def _num_written(layer: Tensor) -> int:

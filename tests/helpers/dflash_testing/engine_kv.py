@@ -55,7 +55,8 @@ def prefill_layers(llm: LLM, prompt: Sequence[int]) -> dict[str, Tensor]:
     kept = Kept()
     plan = HandoffPlan(connector=kept, keys=("kept",), is_sending=True)
     llm.generate([prompt], SamplingParams(ignore_eos=True), handoffs=plan)
-    handoff, layers = kept.handoffs["kept"], {}
+    handoff = kept.handoffs["kept"]
+    layers: dict[str, Tensor] = {}
     for model in (TARGET_PAGES, DRAFT_PAGES):
         shapes = llm.fingerprint.fields.get(f"{model} KV heads", [])
         for index, heads in enumerate(shapes):

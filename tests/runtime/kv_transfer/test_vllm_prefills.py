@@ -88,6 +88,18 @@ def test_the_last_token_is_always_left_to_run(tmp_path: Path) -> None:
     assert load(tmp_path).kv_len == 40
 
 
+def test_a_beginning_is_one_after_it_was_sent_on(tmp_path: Path) -> None:
+    save_as_vllm(layers(), PROMPT, tmp_path)
+    handoff = load(tmp_path)
+    header = handoff.to_header()
+    again = Handoff.read(header, handoff.tensors)
+    assert again.is_beginning
+    assert again.kv_len == 32
+    for wrong in ({"target": -1}, {"target": "32"}, [32]):
+        with pytest.raises(InvalidHandoff, match="num_rows"):
+            Handoff.read({**header, "num_rows": wrong}, handoff.tensors)
+
+
 def test_names_by_sha256_are_known(tmp_path: Path) -> None:
     """utils/hashing.py: what names folders where FIPS forbids MD5."""
     folder = save_as_vllm(layers(), PROMPT, tmp_path)
@@ -128,7 +140,7 @@ WRONG: dict[str, tuple[Callable[[dict[str, Tensor]], dict[str, Tensor]], str, st
     ),
     "saved before the drafter wrote": (
         lambda found: found | {layer_name(4): torch.zeros_like(found[layer_name(4)])},
-        "no row of the draft's layers was written when vLLM saved them",
+        "no row of the draft's layers was written when vLLM saved them (vllm-project/vllm#35158)",
         "vllm-project/vllm#35158",
     ),
     "a part of two": (
@@ -165,6 +177,13 @@ def test_what_cannot_be_gone_on_from_is_refused_by_name(tmp_path: Path, case: st
     assert hint in (raised.value.hint or "")
 
 
+def test_what_does_not_fit_is_known_from_headers(tmp_path: Path) -> None:
+    """Before a row is read, or anything generated."""
+    save_as_vllm(layers(0, 1, 2), PROMPT, tmp_path)
+    with pytest.raises(HandoffMismatch, match="the draft's layers 3 to 4 are missing"):
+        find_vllm_prefills(tmp_path, [PROMPT], pair())
+
+
 def test_a_prompt_that_vllm_ran_in_several_steps_is_refused(tmp_path: Path) -> None:
     """The connector saves in the step in which a prompt is scheduled first, under the name of all its blocks."""
     save_as_vllm(layers(), PROMPT, tmp_path, num_scheduled=10)
@@ -190,6 +209,9 @@ def test_a_file_cut_short_is_named(tmp_path: Path) -> None:
     file = save_as_vllm(layers(), PROMPT, tmp_path) / f"{layer_name(1)}.safetensors"
     file.write_bytes(file.read_bytes()[:-4])
     with pytest.raises(InvalidHandoff, match=r"model\.layers\.1\..*cut short"):
+        load(tmp_path)
+    save_file({"hidden_states": torch.zeros(32, 2, 8)}, file)
+    with pytest.raises(InvalidHandoff, match="does not contain tensor kv_cache"):
         load(tmp_path)
 
 
