@@ -23,7 +23,7 @@ from dflash_runtime.errors import DFlashError, GateFailed, PeerUnreachable, Usag
 from dflash_testing import checkpoints as support
 
 FEW = ["eval-acceptance", "tiny", "--disaggregated", "--num-prompts", "12", "-n", "12", "--bootstrap", "0"]
-TURNS = [{"turns": [f"def {name}(", "And a test."]} for name in ("add", "sort", "read")]
+TURNS = [{"turns": [f"def {name}(", "And a test.", "Shorter."]} for name in ("add", "sort", "read")]
 
 
 class InThisProcess:
@@ -151,21 +151,22 @@ def lost_before(monkeypatch: pytest.MonkeyPatch, in_thread: None) -> list[int]:
 
 
 def test_turns_of_a_lost_process_are_prefilled_here(lost_before: list[int], tmp_path: Path) -> None:
-    """The text stays right, one warning says so, the report counts them."""
+    """At once, not when their time is up; the text stays right, one warning says so, and the report counts them."""
     prompts, rows = tmp_path / "turns.jsonl", tmp_path / "rows.jsonl"
     prompts.write_text("".join(json.dumps(row) + "\n" for row in TURNS))
     asked = ["eval-acceptance", "tiny", "--disaggregated", "-p", prompts, "-n", "4", "--bootstrap", "0"]
     lost_before.append(2)
     document, said = evaluate(*asked, "--rows", rows)
     found = document["disaggregation"]
-    assert (found["holds"], found["num_handed"], found["num_prefilled_here"]) == (True, 3, 3)
+    assert (found["holds"], found["num_handed"], found["num_prefilled_here"]) == (True, 3, 6)
+    assert document["seconds"] < 30
     assert "the prefill process has ended: signal 9" in found["why_prefilled_here"]
-    assert said.count("warning: ") == said.count("warning: 3 prompts prefilled here instead of in the prefill") == 1
+    assert said.count("warning: ") == said.count("warning: 6 prompts prefilled here instead of in the prefill") == 1
     lines = [json.loads(line) for line in rows.read_text().splitlines()[1:]]
     assert sum("num_loaded" in line for line in lines) == 3
     rows.write_text("".join(rows.read_text().splitlines(keepends=True)[:-1]))
     resumed, _ = evaluate(*asked, "--rows", rows, "--resume")
-    assert resumed["disaggregation"]["num_turns"] == 4  # three first turns, and the one that was asked again
+    assert resumed["disaggregation"]["num_turns"] == 5  # three first turns, and two more of the one asked again
 
 
 @pytest.mark.usefixtures("in_thread")
