@@ -43,6 +43,7 @@ COMMANDS = {
         examples=(
             'dflash generate "def fibonacci(n):" -n 64',
             "dflash generate -d org/draft -t org/model --chat -p prompts.jsonl -o out.jsonl",
+            "dflash generate -d org/draft -p prompts.jsonl --handoff-out handed",
         ),
     ),
     "eval-acceptance": Entry(
@@ -54,6 +55,7 @@ COMMANDS = {
             "dflash eval-acceptance org/draft -p prompts.jsonl --chat --rows answers.jsonl",
             "dflash eval-acceptance org/draft --mode replay --dump D --head-from org/model",
             "dflash eval-acceptance org/draft -p prompts.jsonl --workers 8",
+            "dflash eval-acceptance org/draft --disaggregated",
         ),
         docs="docs/vocabulary.md",
         draft="draft",

@@ -90,7 +90,7 @@ def test_shown_output_is_compared_but_for_its_numbers() -> None:
         ("docs/handoff-validate.md", False),
         *(
             pytest.param(document, True, marks=pytest.mark.slow)
-            for document in ("README.md", "docs/replay.md", "docs/publishing.md")
+            for document in ("README.md", "docs/replay.md", "docs/publishing.md", "docs/handoff.md")
         ),
     ],
 )

@@ -158,7 +158,7 @@ def generate(
     console.status(tally.figures(seconds))
     _tell(session, tally, params, handing)
     if interrupted:
-        _stop(tally, sum(row.num_turns for row in choice.rows), output)
+        _stop(tally, sum(row.num_turns for row in choice.rows), handing.kept_in or output)
     _finish(tally, lossless)
 
 
@@ -230,7 +230,8 @@ def _tell(session: "PairSession", tally: "Tally", params: "SamplingParams", hand
     handing.tell(tally)
     if not handing.is_sending:
         note_cut_answers(tally.outputs, params, session.llm.limits.max_model_len)
-    suggest_diagnosis(tally.counts, session.references)
+    if not handing.counts.problems:  # by which low acceptance is explained
+        suggest_diagnosis(tally.counts, session.references)
 
 
 def _note_odd_prompts(prompts: "Sequence[str]", *, has_draft: bool) -> None:

@@ -170,14 +170,19 @@ def _config_there(config: EngineConfig, request: PrefillRequest) -> tuple[Engine
     """
     import torch
 
-    there = replace(config, num_draft_tokens=0, draft_sampling="greedy") if request.draft == NO_DRAFT else config
+    there = replace(config, graphs=False)  # which are of steps that decode
+    if request.draft == NO_DRAFT:
+        there = replace(there, num_draft_tokens=0, draft_sampling="greedy")
     num_gpus = 0 if config.device == "cpu" else torch.cuda.device_count()
-    if num_gpus > 1:
+    if num_gpus > 1 and config.device_map is None:
         own = int(config.device.partition(":")[2] or 0)
         return replace(there, device=f"cuda:{(own + 1) % num_gpus}"), False
-    if num_gpus == 1 and request.connector == "nccl":
-        raise UsageError("--connector nccl joins two GPUs, and there is one", hint="file, gloo and nixl do with one")
-    return replace(there, gpu_memory_utilization=config.gpu_memory_utilization / (1 + num_gpus)), num_gpus == 1
+    if num_gpus and request.connector == "nccl":
+        raise UsageError(
+            "--connector nccl joins two GPUs, and there is none to spare", hint="gloo and file do with one"
+        )
+    share = config.gpu_memory_utilization / (2 if num_gpus else 1)
+    return replace(there, gpu_memory_utilization=share), num_gpus > 0
 
 
 def _place(connector: str, stack: ExitStack) -> str:

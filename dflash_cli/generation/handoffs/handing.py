@@ -65,6 +65,11 @@ class Handing:
         """How the first of those that wait is to go on; None where the user says how."""
         return self.waiting[0].params if self.waiting else None
 
+    @property
+    def kept_in(self) -> str | None:
+        """The folder that holds what was handed off, if it is one."""
+        return self.place if self.is_sending and self.is_folder else None
+
     def check_pair(self, llm: LLM) -> None:
         """Refuse what waits and does not fit the pair, before anything is generated.
 

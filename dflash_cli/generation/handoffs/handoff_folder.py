@@ -57,8 +57,8 @@ def _read(path: Path) -> Handoff:
         handoff = Handoff.read(header, {name: empty_like_spec(spec, "meta") for name, spec in specs.items()})
         if handoff.key != path.name:
             raise InvalidHandoff(f"key: found {handoff.key!r}, expected {path.name!r}")
-        if not handoff.prompt_token_ids or not handoff.output_token_ids:
-            raise InvalidHandoff("prompt_token_ids, output_token_ids: expected one token or more in each")
+        if not handoff.prompt_token_ids:
+            raise InvalidHandoff("prompt_token_ids: empty, expected one token or more")
     except InvalidHandoff as error:
         raise InvalidHandoff(error.message, path=path / HEADER, hint=error.hint) from error
     _check_size(path / TENSORS, specs)

@@ -10,14 +10,20 @@ from typing import Any
 
 import pytest
 
+from dflash_cli.evaluation import disaggregation
 from dflash_cli.evaluation.disaggregation import Disaggregation, SideBySide
-from dflash_cli.generation.handoffs import prefill_process
+from dflash_cli.evaluation.measure import EvaluationRequest
+from dflash_cli.generation.answers import Answer
+from dflash_cli.generation.handoffs import handed_session, prefill_process
+from dflash_cli.generation.handoffs.handed_session import PrefillRequest
 from dflash_cli.generation.handoffs.prefill_side import PrefillProcess
-from dflash_runtime.errors import DFlashError, GateFailed, PeerUnreachable
+from dflash_cli.generation.loaded_pair import PairSession
+from dflash_runtime.config import EngineConfig
+from dflash_runtime.errors import DFlashError, GateFailed, PeerUnreachable, UsageError
 from dflash_testing import checkpoints as support
 
 FEW = ["eval-acceptance", "tiny", "--disaggregated", "--num-prompts", "12", "-n", "12", "--bootstrap", "0"]
-TURNS = [{"turns": [f"def {name}(", "And a test."]} for name in ("add", "sort", "read", "find", "load", "sum")]
+TURNS = [{"turns": [f"def {name}(", "And a test.", "Shorter."]} for name in ("add", "sort", "read")]
 
 
 class InThisProcess:
@@ -85,7 +91,15 @@ def evaluate(*arguments: object, code: int = 0) -> tuple[dict[str, Any], str]:
     ],
     ids=" ".join,
 )
-def test_two_engines_are_one(options: list[str], tmp_path: Path) -> None:
+def test_two_engines_are_one(options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the one engine that they are held against has nothing in its prefix cache of what was handed over."""
+    ask = disaggregation._ask
+
+    def ask_alone(session: PairSession, request: EvaluationRequest) -> list[Answer]:
+        assert len(session.llm.engine.scheduler.cache) == 0
+        return ask(session, request)
+
+    monkeypatch.setattr(disaggregation, "_ask", ask_alone)
     rows = tmp_path / "rows.jsonl"
     document, said = evaluate(*FEW, "--num-prompts", "6", *options, "--rows", rows)
     found, plain = document["disaggregation"], [item for item in FEW if item != "--disaggregated"]
@@ -137,25 +151,22 @@ def lost_before(monkeypatch: pytest.MonkeyPatch, in_thread: None) -> list[int]:
 
 
 def test_turns_of_a_lost_process_are_prefilled_here(lost_before: list[int], tmp_path: Path) -> None:
-    """The text stays right, one warning says so, the report counts them; a run without hand-offs is none."""
+    """At once, not when their time is up; the text stays right, one warning says so, and the report counts them."""
     prompts, rows = tmp_path / "turns.jsonl", tmp_path / "rows.jsonl"
     prompts.write_text("".join(json.dumps(row) + "\n" for row in TURNS))
-    asked = ["eval-acceptance", "tiny", "--disaggregated", "-p", prompts, "-n", "8", "--bootstrap", "0"]
+    asked = ["eval-acceptance", "tiny", "--disaggregated", "-p", prompts, "-n", "4", "--bootstrap", "0"]
     lost_before.append(2)
     document, said = evaluate(*asked, "--rows", rows)
     found = document["disaggregation"]
-    assert (found["holds"], found["num_handed"], found["num_prefilled_here"]) == (True, 6, 6)
+    assert (found["holds"], found["num_handed"], found["num_prefilled_here"]) == (True, 3, 6)
+    assert document["seconds"] < 30
     assert "the prefill process has ended: signal 9" in found["why_prefilled_here"]
     assert said.count("warning: ") == said.count("warning: 6 prompts prefilled here instead of in the prefill") == 1
     lines = [json.loads(line) for line in rows.read_text().splitlines()[1:]]
-    assert sum("num_loaded" in line for line in lines) == 6
+    assert sum("num_loaded" in line for line in lines) == 3
     rows.write_text("".join(rows.read_text().splitlines(keepends=True)[:-1]))
     resumed, _ = evaluate(*asked, "--rows", rows, "--resume")
-    assert resumed["disaggregation"]["num_turns"] == 7  # six first turns, and the one that was asked again
-    lost_before[:] = [5]
-    lost, said = evaluate(*asked, code=3)
-    assert lost["disaggregation"]["num_handed"] == 0
-    assert "error: the hand-off does not hold: nothing was handed over: " in said
+    assert resumed["disaggregation"]["num_turns"] == 5  # three first turns, and two more of the one asked again
 
 
 @pytest.mark.usefixtures("in_thread")
@@ -182,10 +193,27 @@ def test_options_that_contradict_each_other_are_refused(arguments: list[str], me
     assert done.err.startswith(f"error: {message}")
 
 
-def test_help_fits_80_columns() -> None:
-    done = support.launch("eval-acceptance", "--help", env={"COLUMNS": "80"})
-    assert "--disaggregated" in done.out
-    assert max(map(len, done.out.splitlines())) <= 80
+@pytest.mark.parametrize(
+    ("num_gpus", "config", "expected"),
+    [
+        (0, {}, ("auto", 0.9, False)),
+        (2, {}, ("cuda:1", 0.9, False)),
+        (2, {"device": "cuda:1"}, ("cuda:0", 0.9, False)),
+        (2, {"device_map": "auto"}, ("auto", 0.45, True)),
+        (1, {}, ("auto", 0.45, True)),
+        (1, {"device": "cpu"}, ("cpu", 0.9, False)),
+    ],
+)
+def test_the_prefill_process_takes_another_gpu_or_part_of_the_memory(
+    num_gpus: int, config: dict[str, Any], expected: tuple[str, float, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: num_gpus)
+    there, shares = handed_session._config_there(EngineConfig(**config), PrefillRequest(draft="none"))
+    assert (there.device, there.gpu_memory_utilization, shares) == expected
+    assert (there.num_draft_tokens, there.graphs) == (0, False)
+    if num_gpus == 1 and not config:
+        with pytest.raises(UsageError, match="joins two GPUs"):
+            handed_session._config_there(EngineConfig(), PrefillRequest(connector="nccl"))
 
 
 def found_with(**changes: Any) -> Disaggregation:

@@ -28,10 +28,14 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
+SAMPLED = ["-n", "12", "--temperature", "0.8", "--seed", "3"]
+
+
 @pytest.fixture(scope="module")
 def handed_off(prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Samples, since those go on from seeds too."""
     folder = tmp_path_factory.mktemp("handoffs") / "ho"
-    done = support.run_main("generate", "-p", prompts, "-n", 12, "--handoff-out", folder)
+    done = support.run_main("generate", "-p", prompts, *SAMPLED, "--handoff-out", folder)
     assert (done.code, done.out) == (0, f"{folder}\n")
     assert "5 prompts handed off" in done.err
     return folder
@@ -57,15 +61,9 @@ def refuse(code: int, *arguments: object) -> str:
     return done.err[done.err.index("error: ") :]
 
 
-@pytest.mark.parametrize(
-    "sampling", [pytest.param([], marks=pytest.mark.slow), ["--temperature", "0.8", "--seed", "3"]], ids=" ".join
-)
-def test_two_runs_over_a_folder_are_one(sampling: list[str], prompts: Path, tmp_path: Path) -> None:
+def test_two_runs_over_a_folder_are_one(prompts: Path, handed_off: Path) -> None:
     """Rows, traces, numbers, ids and text; each row says how much of it was handed off."""
-    one = rows_of("-p", prompts, "-n", 12, "--trace", *sampling)
-    sent = support.run_main("generate", "-p", prompts, "-n", 12, *sampling, "--handoff-out", tmp_path / "ho")
-    assert sent.code == 0, sent.err
-    two = rows_of("--handoff-in", tmp_path / "ho", "--trace")
+    one, two = rows_of("-p", prompts, *SAMPLED, "--trace"), rows_of("--handoff-in", handed_off, "--trace")
     assert [row.pop("num_loaded") for row in two] == list(LENGTHS)
     assert two == one
 
@@ -133,7 +131,7 @@ def test_a_damaged_page_is_prefilled_again_with_one_warning(copied: Path, prompt
     assert "damaged" in done.err
     rows = [json.loads(line) for line in done.out.splitlines()]
     assert [row.get("num_loaded") for row in rows] == [1, 15, 16, 17, None]
-    assert [row["token_ids"] for row in rows] == [row["token_ids"] for row in rows_of("-p", prompts, "-n", 12)]
+    assert [row["token_ids"] for row in rows] == [row["token_ids"] for row in rows_of("-p", prompts, *SAMPLED)]
 
 
 def test_a_hand_off_of_another_pair_is_refused_by_name_or_taken_by_force(handed_off: Path, tmp_path: Path) -> None:
@@ -211,12 +209,5 @@ def test_bad_input_ends_in_one_line(
     assert not Path("out").exists()
 
 
-def test_samples_are_not_judged_token_by_token(prompts: Path, tmp_path: Path) -> None:
-    support.run_main("generate", "-p", prompts, "-n", 4, "--temperature", "1", "--handoff-out", tmp_path / "ho")
-    assert "these hand-offs are sampled" in refuse(2, "--handoff-in", tmp_path / "ho", "--check-lossless")
-
-
-def test_help_fits_80_columns() -> None:
-    done = support.launch("generate", "--help", env={"COLUMNS": "80"})
-    assert "--handoff-out PLACE" in done.out
-    assert max(map(len, done.out.splitlines())) <= 80
+def test_samples_are_not_judged_token_by_token(handed_off: Path) -> None:
+    assert "these hand-offs are sampled" in refuse(2, "--handoff-in", handed_off, "--check-lossless")
