@@ -46,7 +46,9 @@ class FaultyConnector:
         """See `Connector.load`."""
         outer: Future[Handoff] = Future()
         is_lost, is_doubled, delay_s = self._draw()
-        if not is_lost:
+        if is_lost:  # the word that it is not waited for any more does get through
+            outer.add_done_callback(lambda done: self._inner.load(key).cancel() if done.cancelled() else None)
+        else:
             self._later(delay_s, lambda: self._pass_on(outer, self._inner.load, key, is_doubled))
         self._open.add(outer)
         outer.add_done_callback(self._open.discard)
