@@ -233,6 +233,7 @@ def _notice_silence(connection: socket.socket) -> None:
     """Have the system ask now and then whether the other machine is still there: a crash of it sends nothing."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3)):
-        if hasattr(socket, name):  # Linux has all three
+    limits = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 11_000}  # s, s, times, ms
+    for name, value in limits.items():
+        if hasattr(socket, name):  # Linux has all of them
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

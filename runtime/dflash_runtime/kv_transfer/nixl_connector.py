@@ -11,7 +11,7 @@ import os
 import time
 import uuid
 from base64 import b64decode, b64encode
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -29,8 +29,11 @@ from dflash_runtime.kv_transfer.peer_connector import PeerConnector, open_channe
 BACKEND = "UCX"
 INSTALL = "pip install 'dflash-cli[nixl]'"
 
-LOOK_S = 0.0002
+LOOK_S = 50e-6
 """How long until it is looked again whether a read is done."""
+
+DONE = b"done"
+"""What the other side is notified of by NIXL once a read is done."""
 
 SLOWEST_BYTES_PER_S = 50e6
 """A read that is slower, by more than the connector's time limit, stands still."""
@@ -71,7 +74,9 @@ class NixlCarrier:
         return Staged(staged, directions, registration)
 
     def send(self, staged: Staged) -> None:
-        """See `Carrier.send`."""
+        """See `Carrier.send`: help the other side to read, until it says that it has; some ways need this side too."""
+        if staged.registration is not None:
+            self._look_until(lambda: bool(self._agent.get_new_notifs()), staged.tensors)
 
     def release(self, staged: Staged) -> None:
         """See `Carrier.release`."""
@@ -95,7 +100,7 @@ class NixlCarrier:
         try:
             other = self._meet(directions["agent"], regions)
             here = self._agent.get_xfer_descs(filled)
-            self._read(here, self._agent.get_xfer_descs(regions, directions["memory"]), other, sum(map(len, filled)))
+            self._read(here, self._agent.get_xfer_descs(regions, directions["memory"]), other, tensors)
         finally:
             self._agent.deregister_memory(registration)
 
@@ -121,19 +126,30 @@ class NixlCarrier:
         self._known += regions
         return self._other
 
-    def _read(self, here: Any, there: Any, other: str, num_bytes: int) -> None:
-        until = time.monotonic() + self._timeout_s + num_bytes / SLOWEST_BYTES_PER_S
-        handle = self._agent.initialize_xfer("READ", here, there, other)
+    def _read(self, here: Any, there: Any, other: str, tensors: Mapping[str, Tensor]) -> None:
+        handle = self._agent.initialize_xfer("READ", here, there, other, DONE)
+        states = [self._agent.transfer(handle)]
+
+        def has_ended() -> bool:
+            states[0] = states[0] if states[0] != "PROC" else self._agent.check_xfer_state(handle)
+            return bool(states[0] != "PROC")
+
         try:
-            state = self._agent.transfer(handle)
-            while state == "PROC" and not self._is_stopped and time.monotonic() < until:
-                time.sleep(LOOK_S)
-                state = self._agent.check_xfer_state(handle)
+            self._look_until(has_ended, tensors)
         finally:
             with suppress(Exception):  # one that is not done may not be released; NIXL does it with the agent
                 self._agent.release_xfer_handle(handle)
-        if state != "DONE":
-            raise RuntimeError(f"NIXL's read ended with {state}")
+        if states[0] != "DONE":
+            raise RuntimeError(f"NIXL's read ended with {states[0]}")
+
+    def _look_until(self, has_ended: Callable[[], bool], tensors: Mapping[str, Tensor]) -> None:
+        """Let NIXL get on. It has a thread for that, which would take all of a core all the time."""
+        num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+        until = time.monotonic() + self._timeout_s + num_bytes / SLOWEST_BYTES_PER_S
+        while not has_ended():
+            if self._is_stopped or time.monotonic() > until:
+                raise RuntimeError("stopped" if self._is_stopped else f"NIXL moved {num_bytes} bytes too slowly")
+            time.sleep(LOOK_S)
 
 
 class NixlConnector(PeerConnector):
@@ -159,15 +175,15 @@ def open_nixl(place: str, options: OpenOptions) -> Connector:
 
 
 def _make_agent() -> Any:
-    # It would write to stdout, where results go, and to stderr what is raised as well.
-    os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
+    for name in ("NIXL_LOG_LEVEL", "UCX_LOG_LEVEL"):  # both write to stdout, where results go
+        os.environ.setdefault(name, "FATAL")
     try:
         from nixl._api import nixl_agent, nixl_agent_config
     except ImportError as error:
         is_absent = isinstance(error, ModuleNotFoundError)
         reason = "which is not installed" if is_absent else f"which cannot be imported: {error}"
         raise UnsupportedError(f"nixl:// needs nixl, {reason}", hint=INSTALL) from error
-    agent = nixl_agent(f"dflash-{uuid.uuid4()}", nixl_agent_config(backends=[BACKEND]))
+    agent = nixl_agent(f"dflash-{uuid.uuid4()}", nixl_agent_config(backends=[BACKEND], enable_prog_thread=False))
     if BACKEND not in agent.backends:
         raise UnsupportedError(f"nixl:// needs NIXL's {BACKEND} plugin, which is not there", hint=INSTALL)
     return agent

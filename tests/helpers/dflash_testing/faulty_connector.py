@@ -16,7 +16,7 @@ class FaultyConnector:
 
     Of saves and loads the share `lost` never arrives: such a load waits until it is cancelled, such a save ends as if
     it had arrived or with PeerUnreachable. The share `doubled` is done twice. Each is late by up to `delay_s` seconds,
-    by which they overtake one another. `num_faults` counts what was done.
+    by which they overtake one another. `lost_keys` and `num_doubled` say what was done.
     """
 
     def __init__(
@@ -28,13 +28,14 @@ class FaultyConnector:
         self._shares = (lost, doubled, delay_s)
         self._lock = threading.Lock()
         self._open: set[Future[Any]] = set()
-        self.num_faults = {"lost": 0, "doubled": 0}
+        self.lost_keys: set[str] = set()
+        self.num_doubled = 0
 
     def save(self, handoff: Handoff) -> "Future[None]":
         """See `Connector.save`."""
         outer: Future[None] = Future()
         outer.set_running_or_notify_cancel()
-        is_lost, is_doubled, delay_s = self._draw()
+        is_lost, is_doubled, delay_s = self._draw(handoff.key)
         if is_lost:
             error = PeerUnreachable(f"hand-off {handoff.key} was lost") if delay_s * 2 > self._shares[2] else None
             self._later(delay_s, lambda: settle(outer, error))
@@ -45,8 +46,10 @@ class FaultyConnector:
     def load(self, key: str) -> "Future[Handoff]":
         """See `Connector.load`."""
         outer: Future[Handoff] = Future()
-        is_lost, is_doubled, delay_s = self._draw()
-        if not is_lost:
+        is_lost, is_doubled, delay_s = self._draw(key)
+        if is_lost:  # the word that it is not waited for any more does get through
+            outer.add_done_callback(lambda done: self._inner.load(key).cancel() if done.cancelled() else None)
+        else:
             self._later(delay_s, lambda: self._pass_on(outer, self._inner.load, key, is_doubled))
         self._open.add(outer)
         outer.add_done_callback(self._open.discard)
@@ -54,9 +57,7 @@ class FaultyConnector:
 
     def refuse(self, key: str, reason: str) -> None:
         """See `Connector.refuse`."""
-        _, is_doubled, delay_s = self._draw()
-        for _ in range(1 + is_doubled):
-            self._later(delay_s, lambda: self._inner.refuse(key, reason))
+        self._later(self._random.uniform(0, self._shares[2]), lambda: self._inner.refuse(key, reason))
 
     def close(self) -> None:
         """See `Connector.close`."""
@@ -64,12 +65,12 @@ class FaultyConnector:
         for future in list(self._open):
             future.cancel()
 
-    def _draw(self) -> tuple[bool, bool, float]:
+    def _draw(self, key: str) -> tuple[bool, bool, float]:
         lost, doubled, delay_s = self._shares
         with self._lock:
             is_lost, is_doubled = self._random.random() < lost, self._random.random() < doubled
-            self.num_faults["lost"] += is_lost
-            self.num_faults["doubled"] += is_doubled and not is_lost
+            self.lost_keys |= {key} if is_lost else set()
+            self.num_doubled += is_doubled and not is_lost
             return is_lost, is_doubled, self._random.uniform(0, delay_s)
 
     def _later(self, delay_s: float, do: Callable[[], None]) -> None:

@@ -1,0 +1,52 @@
+"""The faults that soak tests are given, and that a connector under them loses nothing that it was not told to lose."""
+
+from concurrent.futures import wait
+from pathlib import Path
+
+import pytest
+
+from dflash_runtime.errors import PeerUnreachable
+from dflash_runtime.kv_transfer.places import open_connector
+from dflash_testing.deadline import deadline
+from dflash_testing.faulty_connector import FaultyConnector
+from dflash_testing.transfers import LIMIT_S, free_place, make_handoff, open_both, outcome
+
+NUM_KEYS = 40
+
+
+def run(prefill: FaultyConnector, decode: FaultyConnector) -> None:
+    """Save and load all keys through faults: each comes as it was saved, but those that were lost."""
+    loads = {str(number): decode.load(str(number)) for number in range(NUM_KEYS)}
+    saves = [prefill.save(make_handoff(key, int(key))) for key in loads]
+    lost = prefill.lost_keys | decode.lost_keys
+    for key, load in loads.items():
+        if key in lost:
+            assert load.cancel(), "it did not come"
+        else:
+            assert outcome(load) == int(key)
+    assert not wait(saves, LIMIT_S).not_done, "a load that is given up ends its save too"
+    assert {type(save.exception()) for save in saves} <= {type(None), PeerUnreachable}
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_what_is_lost_is_what_was_to_be_lost(seed: int) -> None:
+    with deadline(60), open_both(free_place("gloo")) as (prefill, decode):
+        faulty = FaultyConnector(prefill, seed), FaultyConnector(decode, seed + 100)
+        run(*faulty)
+        assert all(one.lost_keys and one.num_doubled for one in faulty)
+
+
+def test_delays_and_doubles_alone_lose_nothing(tmp_path: Path) -> None:
+    with deadline(60), open_both(free_place("gloo")) as (prefill, decode):
+        run(FaultyConnector(prefill, 1, lost=0, doubled=0.5), FaultyConnector(decode, 2, lost=0, doubled=0.5))
+    folder = open_connector(str(tmp_path), "prefill")
+    faulty = FaultyConnector(folder, 3, lost=0, doubled=0.5)
+    run(faulty, faulty)
+    faulty.close()
+
+
+def test_the_same_seed_has_the_same_faults(tmp_path: Path) -> None:
+    folder = open_connector(str(tmp_path), "prefill")
+    drawn = [FaultyConnector(folder, seed)._draw("a") for seed in (5, 5, 6)]
+    folder.close()
+    assert drawn[0] == drawn[1] != drawn[2]
