@@ -1,5 +1,6 @@
 """`dflash card`: the part of a model card that says what a draft gives, and how it is served."""
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,6 +13,9 @@ from dflash_runtime.errors import CheckpointNotFound, DFlashError, UsageError
 if TYPE_CHECKING:
     from dflash_cli.evaluation.publishing.card_insertion import Insertion
     from dflash_cli.evaluation.stored_evaluation import StoredEvaluation
+
+HERE = re.compile(r"""[\s"']/\w""")
+"""How a command shows that it names a folder of the machine it was made on."""
 
 ResultArg = Annotated[Path, typer.Argument(metavar="RESULT", help="A file that eval-acceptance --json has written.")]
 OutputOption = Annotated[
@@ -115,6 +119,8 @@ def _serve_commands(
     except DFlashError as error:
         console.warn(f"no command to serve it: {error.message}")
         return {}
+    if (name is None or base_model is None) and any(HERE.search(command) for command in commands.values()):
+        console.note("the commands name folders of this machine; --name and --base-model say what others call them")
     for text in refusals:
         console.note(f"no command of an engine that does not serve it: {text}")
     return commands

@@ -134,6 +134,7 @@ def dump(
         taps=layers,
         folder=out,
         num_overhang=overhang,
+        source=choice.source,
         chat=choice.chat,
         resume=resume,
         force=force,

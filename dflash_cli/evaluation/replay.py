@@ -37,6 +37,7 @@ from dflash_runtime.device.settings import resolve_device, resolve_dtype, resolv
 from dflash_runtime.device.text_pages import Anchor, TextPages
 from dflash_runtime.drafts.draft import Draft, build_draft, load_draft_weights
 from dflash_runtime.errors import CheckpointError, PairMismatch, UsageError
+from dflash_runtime.json_values import as_object
 from dflash_runtime.models.placement import Placement
 from dflash_runtime.scheduling.request import DraftStep, RequestOutput
 
@@ -238,7 +239,7 @@ def replay(request: ReplayRequest) -> Evaluation:
         anchors=_summarise(sampled, ready) if request.every else None,
         settings=settings,
         rejected_tokens=find_rejected([answer.output for answer in answers], None),
-        source=PromptSource(name=request.dump.path.name, num_available=len(rows)),
+        source=_source(request.dump, len(rows)),
         measured={
             **_describe(request),
             **describe_run(ready.placement.device),
@@ -248,6 +249,14 @@ def replay(request: ReplayRequest) -> Evaluation:
         },
         seconds=seconds,
     )
+
+
+def _source(dump: Dump, num_rows: int) -> PromptSource:
+    """Where the prompts of a dump come from: what it says, or the dump itself."""
+    stated = as_object(dump.prompts)
+    if "name" not in stated or "num_available" not in stated:
+        return PromptSource(name=dump.path.name, num_available=num_rows)
+    return PromptSource(**{name: stated[name] for name in PromptSource.__dataclass_fields__ if name in stated})
 
 
 def check_dump(draft: DraftCheckpoint, dump: Dump, head_from: TargetSource | None) -> None:

@@ -56,6 +56,7 @@ class Dump:
     ends_digest: str | None = None
     is_complete: bool = True
     settings: Mapping[str, Any] = field(default_factory=dict)
+    prompts: Mapping[str, Any] | None = None
     note: str | None = None
 
     @property

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dflash_cli.checkpoints.fingerprint import digest_ends
-from dflash_cli.evaluation.acceptance_report import Failure
+from dflash_cli.evaluation.acceptance_report import Failure, PromptSource
 from dflash_cli.evaluation.dumps.dump_format import HIDDEN, TOKENS, DumpedText
 from dflash_cli.evaluation.dumps.own_dump import (
     DUMP_VERSION,
@@ -42,13 +42,17 @@ BATCHES = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DumpRequest:
-    """What to dump and where: the layers `taps` for these rows, and `num_overhang` tokens past each answer."""
+    """What to dump and where: the layers `taps` for these rows, and `num_overhang` tokens past each answer.
+
+    `source` says where the rows come from, for whoever replays on them.
+    """
 
     rows: Sequence[PromptRow]
     params: SamplingParams
     taps: tuple[int, ...]
     folder: Path
     num_overhang: int
+    source: PromptSource | None = None
     chat: bool = False
     resume: bool = False
     force: bool = False
@@ -132,6 +136,7 @@ def _describe(session: PairSession, request: DumpRequest, params: SamplingParams
         "ends_digest": digest_ends(session.target),
         **text_digests(session.target.checkpoint),
         "settings": settings | {"num_overhang": request.num_overhang},
+        "prompts": request.source.to_json() if request.source is not None else None,
         "measured": session.describe(),
     }
     plain: dict[str, Any] = json.loads(json.dumps(manifest))

@@ -61,6 +61,7 @@ class OwnDump:
             target=manifest["target"],
             ends_digest=manifest.get("ends_digest"),
             is_complete=manifest.get("is_complete") is True,
+            prompts=manifest.get("prompts"),
             settings=manifest["settings"],
         )
 

@@ -66,6 +66,7 @@ def test_a_replay_has_the_figures_of_a_run(dump: Path, tmp_path: Path) -> None:
     assert found["settings"]["target_digest"] == run["settings"]["target_digest"]
     assert found["settings"]["draft_digest"] == run["settings"]["draft_digest"]
     assert found["measured"]["prompts_digest"] == run["measured"]["prompts_digest"]
+    assert found["prompts"] == run["prompts"]
     keys = ("index", "digest", "token_ids", "acceptance_lengths", "committed_lengths")
     one, other = (
         sorted([row[key] for key in keys] for row in map(json.loads, path.read_text().splitlines()[1:]))

@@ -57,6 +57,11 @@ def test_a_pair_that_is_here_has_its_commands(result: Path) -> None:
     assert "vllm serve org/t --speculative-config" in text
     assert '"model": "org/d", "num_speculative_tokens": 7' in text
     assert "--speculative-draft-model-path org/d" in text
+    known, unknown = (
+        support.run_main("card", str(result), *names)
+        for names in (("--name", "org/d", "--base-model", "org/t"), ("--name", "org/d"))
+    )
+    assert ["folders of this machine" in done.err for done in (known, unknown)] == [False, True]
     absent = write_evaluation(result, drawn_evaluation(draft="./absent"))
     done = support.run_main("card", str(absent))
     assert done.code == 0
