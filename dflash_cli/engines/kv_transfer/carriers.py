@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from dflash_cli.engines.kv_transfer.server import Connector, Server
+from dflash_cli.engines.kv_transfer.server import EngineConnector, Server
 from dflash_cli.engines.serving_engine import Release
 
 Carries = Literal["all", "unknown", "nothing"]
@@ -22,7 +22,7 @@ ENFORCE = "enforce_handshake_compat"
 
 
 @dataclass(frozen=True, slots=True)
-class Carrier:
+class EngineCarrier:
     """What a connector carries: every layer that is registered, the draft's among them; nothing; or it is not known.
 
     Two servers understand each other where their carriers are of one family. `handles_groups` says that it works with
@@ -36,50 +36,55 @@ class Carrier:
 
 
 _OWN_SERVER = "keeps KV in memory of its own server"
-VLLM_CARRIERS: Mapping[str, Carrier] = {
-        "NixlConnector": Carrier(NIXL, "all"),
-        "NixlPullConnector": Carrier(NIXL, "all"),
-        "NixlPushConnector": Carrier(NIXL, "all"),
-        "MooncakeConnector": Carrier(MOONCAKE, "all"),
-        "MoRIIOConnector": Carrier(MORIIO, "all"),
-        "MooncakeStoreConnector": Carrier(
+VLLM_CARRIERS: Mapping[str, EngineCarrier] = {
+        "NixlConnector": EngineCarrier(NIXL, "all"),
+        "NixlPullConnector": EngineCarrier(NIXL, "all"),
+        "NixlPushConnector": EngineCarrier(NIXL, "all"),
+        "MooncakeConnector": EngineCarrier(MOONCAKE, "all"),
+        "MoRIIOConnector": EngineCarrier(MORIIO, "all"),
+        "MooncakeStoreConnector": EngineCarrier(
             "mooncake-store", "unknown", "its keys do not name the draft, so that another draft's KV is found"
         ),
-        "LMCacheConnectorV1": Carrier(
+        "LMCacheConnectorV1": EngineCarrier(
             "lmcache", "unknown", "it counts the draft's layers, and makes room for them by the target's KV heads",
             handles_groups=False,
         ),
-        "LMCacheMPConnector": Carrier("lmcache-mp", "unknown", "what it stores is decided by LMCache's server"),
-        "FlexKVConnectorV1": Carrier("flexkv", "unknown", "what it stores is decided by FlexKV", handles_groups=False),
-        "HF3FSKVConnector": Carrier("hf3fs", "unknown", "nobody is known to have tried it", handles_groups=False),
-        "UMBPStoreConnector": Carrier("umbp", "unknown", "its keys name the draft; nobody is known to have tried it"),
-        "ExampleConnector": Carrier(
+        "LMCacheMPConnector": EngineCarrier("lmcache-mp", "unknown", "what it stores is decided by LMCache's server"),
+        "FlexKVConnectorV1": EngineCarrier("flexkv", "unknown", "what it stores is decided by FlexKV", handles_groups=False),
+        "HF3FSKVConnector": EngineCarrier("hf3fs", "unknown", "nobody is known to have tried it", handles_groups=False),
+        "UMBPStoreConnector": EngineCarrier("umbp", "unknown", "its keys name the draft; nobody is known to have tried it"),
+        "ExampleConnector": EngineCarrier(
             "example", "unknown", "it writes a layer as its attention runs, and the draft's need not run for a prompt",
             handles_groups=False,
         ),
-        "OffloadingConnector": Carrier("offloading", "nothing", _OWN_SERVER),
-        "SimpleCPUOffloadConnector": Carrier("cpu-offload", "nothing", _OWN_SERVER),
-        "HiSparseConnector": Carrier("hisparse", "nothing", _OWN_SERVER),
-        "DecodeBenchConnector": Carrier("decode-bench", "nothing", "fills KV with made-up values, for timing"),
-        "ExampleHiddenStatesConnector": Carrier("hidden-states", "nothing", "writes hidden states, and no KV"),
+        "OffloadingConnector": EngineCarrier("offloading", "nothing", _OWN_SERVER),
+        "SimpleCPUOffloadConnector": EngineCarrier("cpu-offload", "nothing", _OWN_SERVER),
+        "HiSparseConnector": EngineCarrier("hisparse", "nothing", _OWN_SERVER),
+        "DecodeBenchConnector": EngineCarrier("decode-bench", "nothing", "fills KV with made-up values, for timing"),
+        "ExampleHiddenStatesConnector": EngineCarrier("hidden-states", "nothing", "writes hidden states, and no KV"),
 }  # fmt: skip
-SGLANG_CARRIERS: Mapping[str, Carrier] = {
-    "mooncake": Carrier("mooncake", "all"),
-    "mooncake_tcp": Carrier("mooncake", "all"),
-    "nixl": Carrier("nixl", "all"),
-    "mori": Carrier("mori", "all"),
-    "ascend": Carrier("ascend", "unknown", "nobody is known to have tried it with DFlash"),
-    "fake": Carrier("fake", "nothing", "sends nothing, for tests of one server"),
+SGLANG_CARRIERS: Mapping[str, EngineCarrier] = {
+    "mooncake": EngineCarrier("mooncake", "all"),
+    "mooncake_tcp": EngineCarrier("mooncake", "all"),
+    "nixl": EngineCarrier("nixl", "all"),
+    "mori": EngineCarrier("mori", "all"),
+    "ascend": EngineCarrier("ascend", "unknown", "nobody is known to have tried it with DFlash"),
+    "fake": EngineCarrier("fake", "nothing", "sends nothing, for tests of one server"),
 }
 
 
-def carrier_of(known: Mapping[str, Carrier], server: Server) -> tuple[Connector, Carrier] | None:
+def carrier_of(known: Mapping[str, EngineCarrier], server: Server) -> tuple[EngineConnector, EngineCarrier] | None:
     """The connector by which a server reaches the other one: the first that is known to send, or the first at all.
 
     Of one whose code is not the engine's nothing is known. None where there is none, or none of the engine's.
     """
     found = [
-        (item, Carrier(item.name, "unknown", "its code is not the engine's") if item.is_external else known[item.name])
+        (
+            item,
+            EngineCarrier(item.name, "unknown", "its code is not the engine's")
+            if item.is_external
+            else known[item.name],
+        )
         for item in server.connectors
         if item.name in known or item.is_external
     ]
@@ -87,6 +92,6 @@ def carrier_of(known: Mapping[str, Carrier], server: Server) -> tuple[Connector,
     return next(iter([*sending, *found]), None)
 
 
-def nixl_mode(connector: Connector) -> str:
+def nixl_mode(connector: EngineConnector) -> str:
     """Who moves the blocks: the decode server pulls them unless the connector is the one that pushes."""
     return "push" if connector.name == "NixlPushConnector" else "pull"

@@ -13,7 +13,7 @@ from dflash_runtime.config import DraftConfig, TargetFacts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Connector:
+class EngineConnector:
     """What carries KV to the other server: a connector of vLLM, a transfer backend of SGLang.
 
     `role` is prefill, decode or both, None where none is stated; `is_external` says that its code is not the engine's.
@@ -68,7 +68,7 @@ class Server:
     draft: ServedDraft | None
     target: str | None
     target_revision: str | None = None
-    connectors: tuple[Connector, ...] = ()
+    connectors: tuple[EngineConnector, ...] = ()
     tensor_parallel: int = 1
     context_parallel: int = 1
     kv_dtype: str = "auto"

@@ -12,7 +12,7 @@ from dflash_cli.engines.kv_transfer.carriers import (
     VLLM_CARRIERS,
 )
 from dflash_cli.engines.kv_transfer.launch import Launch, LaunchKeys
-from dflash_cli.engines.kv_transfer.server import Connector, ServedDraft, Server, ServerKeys, release_of
+from dflash_cli.engines.kv_transfer.server import EngineConnector, ServedDraft, Server, ServerKeys, release_of
 from dflash_cli.engines.kv_transfer.transfer import EngineServers, Factor, Transfer
 from dflash_cli.engines.serving_engine import Release
 from dflash_cli.engines.sglang import NAME as SGLANG
@@ -138,7 +138,7 @@ def read_sglang(role: str, launch: Launch, release: Release) -> Server:
         draft=draft if method is not None or name is not None else None,
         target=launch.get("model_path"),
         target_revision=launch.get("revision"),
-        connectors=(Connector(name=backend or "mooncake", role=MODES.get(mode)),) if mode in MODES else (),
+        connectors=(EngineConnector(name=backend or "mooncake", role=MODES.get(mode)),) if mode in MODES else (),
         tensor_parallel=launch.get("tp_size") or 1,
         context_parallel=launch.get("attn_cp_size") or launch.get("dcp_size") or 1,
         kv_dtype=launch.get("kv_cache_dtype") or "auto",
@@ -196,7 +196,7 @@ def _vllm_draft(launch: Launch, within: Mapping[str, Any]) -> ServedDraft:
     )
 
 
-def _vllm_connectors(launch: Launch, within: Mapping[str, Any], place: str) -> Iterator[Connector]:
+def _vllm_connectors(launch: Launch, within: Mapping[str, Any], place: str) -> Iterator[EngineConnector]:
     """The connector, and after one that holds others, those."""
     name, role = _text(launch, place, within, "kv_connector"), _text(launch, place, within, "kv_role")
     if role is not None and role not in ROLES:
@@ -204,7 +204,7 @@ def _vllm_connectors(launch: Launch, within: Mapping[str, Any], place: str) -> I
     if name is None:
         return
     options = as_object(within.get("kv_connector_extra_config"))
-    yield Connector(
+    yield EngineConnector(
         name=name,
         role=ROLES[role] if role is not None else None,
         options=options,

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from dflash_cli.engines.kv_transfer.carriers import ENFORCE, Carrier, carrier_of
+from dflash_cli.engines.kv_transfer.carriers import ENFORCE, EngineCarrier, carrier_of
 from dflash_cli.engines.kv_transfer.launch import Launch, LaunchKeys
-from dflash_cli.engines.kv_transfer.server import Connector, Server
+from dflash_cli.engines.kv_transfer.server import EngineConnector, Server
 from dflash_cli.engines.serving_engine import Release, ServingEngine
 from dflash_cli.validation.rule import Outcome, Problem
 
@@ -39,7 +39,7 @@ class EngineServers:
 
     keys: LaunchKeys
     read: Callable[[str, Launch, Release], Server]
-    carriers: Mapping[str, Carrier]
+    carriers: Mapping[str, EngineCarrier]
     notices: "Callable[[Transfer], frozenset[Factor]]"
     first: Release
     last_failing: Release = ()
@@ -70,14 +70,14 @@ class Transfer:
         return self.named if self.named.name == name else None
 
     @property
-    def carriers(self) -> tuple[tuple[Connector, Carrier], tuple[Connector, Carrier]] | None:
+    def carriers(self) -> tuple[tuple[EngineConnector, EngineCarrier], tuple[EngineConnector, EngineCarrier]] | None:
         """The connector of each server, where both have one of the same family."""
         first, second = (self.carrier_of(server) for server in self.servers)
         if first is None or second is None or first[1].family != second[1].family:
             return None
         return first, second
 
-    def carrier_of(self, server: Server) -> tuple[Connector, Carrier] | None:
+    def carrier_of(self, server: Server) -> tuple[EngineConnector, EngineCarrier] | None:
         """The connector by which a server reaches the other one, and what is known of it."""
         return carrier_of(self.known.carriers, server)
 
