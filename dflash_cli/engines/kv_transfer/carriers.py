@@ -50,9 +50,13 @@ VLLM_CARRIERS: Mapping[str, EngineCarrier] = {
             handles_groups=False,
         ),
         "LMCacheMPConnector": EngineCarrier("lmcache-mp", "unknown", "what it stores is decided by LMCache's server"),
-        "FlexKVConnectorV1": EngineCarrier("flexkv", "unknown", "what it stores is decided by FlexKV", handles_groups=False),
+        "FlexKVConnectorV1": EngineCarrier(
+            "flexkv", "unknown", "what it stores is decided by FlexKV", handles_groups=False
+        ),
         "HF3FSKVConnector": EngineCarrier("hf3fs", "unknown", "nobody is known to have tried it", handles_groups=False),
-        "UMBPStoreConnector": EngineCarrier("umbp", "unknown", "its keys name the draft; nobody is known to have tried it"),
+        "UMBPStoreConnector": EngineCarrier(
+            "umbp", "unknown", "its keys name the draft; nobody is known to have tried it"
+        ),
         "ExampleConnector": EngineCarrier(
             "example", "unknown", "it writes a layer as its attention runs, and the draft's need not run for a prompt",
             handles_groups=False,
