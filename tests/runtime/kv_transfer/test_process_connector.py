@@ -425,7 +425,7 @@ def test_a_process_that_never_closes_ends_by_itself(peers: Peers) -> None:
     peer, prefill = open_beside(peers, "decode")
     saving = prefill.save(make_handoff("a"))
     peer.close()
-    assert outcome(saving).endswith("is gone")
+    assert outcome(saving).endswith("has closed")
     prefill.close()
 
 
