@@ -67,6 +67,7 @@ def test_a_refusal_ends_the_wait_until_something_is_saved_after_all(connector: F
     assert outcome(waiting) == "PeerUnreachable: hand-off a will not come: no page is free"
     assert outcome(connector.load("a")) == "PeerUnreachable: hand-off a will not come: no page is free"
     connector.save(make_handoff("a", 2)).result(LIMIT_S)
+    assert [item.name for item in connector.folder.iterdir()] == ["a"]
     connector.refuse("a", "too late")
     assert outcome(connector.load("a")) == 2
 
