@@ -122,21 +122,11 @@ class FileConnector:
     def _read(self, key: str, futures: "list[Future[Handoff]]") -> None:
         wanted = [future for future in futures if future.set_running_or_notify_cancel()]
         try:
-            outcome: Any = _read_settled(self.folder / key) if self._lies_there(key) else self._read_refusal(key)
+            outcome: Any = _read_settled(self.folder, key)
         except Exception as error:
             outcome = error
         for future in wanted:
             settle(future, outcome)
-
-    def _lies_there(self, key: str) -> bool:
-        try:
-            return (self.folder / key / HEADER).exists()
-        except OSError as error:
-            raise InvalidHandoff(f"cannot be read: {error.strerror or error}", path=self.folder / key) from error
-
-    def _read_refusal(self, key: str) -> PeerUnreachable:
-        reason = refusal_file(self.folder, key).read_text(encoding="utf-8", errors="replace")
-        return PeerUnreachable(f"hand-off {key} will not come: {reason}")
 
 
 def check_key(key: str) -> str:
@@ -208,17 +198,28 @@ def read_handoff(path: Path) -> Handoff:
         raise InvalidHandoff(error.message, path=path, hint=error.hint) from error
 
 
-def _read_settled(path: Path) -> Handoff:
-    """A hand-off that may be replaced while it is read."""
-    for _ in range(NUM_LOOKS):
-        before = _identity(path)
-        try:
-            return read_handoff(path)
-        except InvalidHandoff:
-            if before is not None and _identity(path) == before:
-                raise
-        time.sleep(LOOK_SECONDS)
-    return read_handoff(path)
+def _read_settled(folder: Path, key: str) -> Handoff | PeerUnreachable:
+    """What has come under a key: a hand-off, which may be replaced while it is read, or that there will be none.
+
+    Raises:
+        InvalidHandoff: it cannot be read.
+    """
+    path = folder / key
+    try:
+        for _ in range(NUM_LOOKS):
+            before = _identity(path)
+            if before is None and refusal_file(folder, key).exists():
+                reason = refusal_file(folder, key).read_text(encoding="utf-8", errors="replace")
+                return PeerUnreachable(f"hand-off {key} will not come: {reason}")
+            try:
+                return read_handoff(path)
+            except InvalidHandoff:
+                if before is not None and _identity(path) == before:
+                    raise
+            time.sleep(LOOK_SECONDS)
+        return read_handoff(path)
+    except OSError as error:
+        raise InvalidHandoff(f"cannot be read: {error.strerror or error}", path=path) from error
 
 
 def _identity(path: Path) -> int | None:

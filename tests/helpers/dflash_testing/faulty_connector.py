@@ -81,7 +81,11 @@ class FaultyConnector:
     def _pass_on(self, outer: "Future[Any]", begin: Callable[[Any], "Future[Any]"], what: Any, doubled: bool) -> None:
         if outer.cancelled():
             return
-        inner = [begin(what) for _ in range(1 + doubled)]
+        try:
+            inner = [begin(what) for _ in range(1 + doubled)]
+        except Exception as error:  # as after it was closed
+            settle(outer, error)
+            return
         outer.add_done_callback(lambda done: [future.cancel() for future in inner] if done.cancelled() else None)
         inner[0].add_done_callback(lambda done: _copy(done, outer))
 

@@ -188,6 +188,13 @@ class TestWords:
         assert "no longer wanted" in outcome(saving, 0)
         assert "no longer wanted" in outcome(second, 0), "it was let go of, so none will come"
 
+    def test_what_was_given_up_before_it_was_saved_is_not_held(self) -> None:
+        wire = Wire()
+        wire.decode.load("a").cancel()
+        wire.run()
+        saving = wire.prefill.save(make_handoff("a"))
+        assert outcome(saving, 0) == "PeerUnreachable: hand-off a was not taken: it is no longer wanted"
+
     def test_what_was_given_up_before_it_was_saved_can_be_wanted_again(self) -> None:
         wire = Wire()
         wire.decode.load("a").cancel()

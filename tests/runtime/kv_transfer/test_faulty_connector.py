@@ -41,8 +41,10 @@ def test_delays_and_doubles_alone_lose_nothing(tmp_path: Path) -> None:
         run(FaultyConnector(prefill, 1, lost=0, doubled=0.5), FaultyConnector(decode, 2, lost=0, doubled=0.5))
     folder = open_connector(str(tmp_path), "prefill")
     faulty = FaultyConnector(folder, 3, lost=0, doubled=0.5)
-    run(faulty, faulty)
-    faulty.close()
+    try:
+        run(faulty, faulty)
+    finally:
+        faulty.close()
 
 
 def test_the_same_seed_has_the_same_faults(tmp_path: Path) -> None:

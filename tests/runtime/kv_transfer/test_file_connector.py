@@ -67,6 +67,7 @@ def test_a_refusal_ends_the_wait_until_something_is_saved_after_all(connector: F
     assert outcome(waiting) == "PeerUnreachable: hand-off a will not come: no page is free"
     assert outcome(connector.load("a")) == "PeerUnreachable: hand-off a will not come: no page is free"
     connector.save(make_handoff("a", 2)).result(LIMIT_S)
+    assert [item.name for item in connector.folder.iterdir()] == ["a"]
     connector.refuse("a", "too late")
     assert outcome(connector.load("a")) == 2
 
@@ -78,6 +79,28 @@ def test_saving_anew_replaces_and_whoever_reads_meanwhile_gets_one_or_the_other(
     assert {type(outcome(load)) for load in loads} == {int}
     assert [outcome(save) for save in saves] == [None] * 12
     assert sorted(item.name for item in connector.folder.iterdir()) == ["a"]
+
+
+def test_what_is_away_for_a_moment_while_it_is_replaced_is_read_after_it(
+    connector: FileConnector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One process replaces a hand-off while another one, that has seen the old one, begins to read."""
+    connector.save(make_handoff("a", 1)).result(LIMIT_S)
+    found, aside = connector.folder / "a", connector.folder / ".aside"
+    looks: list[Path] = []
+    identity = file_connector._identity
+
+    def away(path: Path) -> int | None:
+        looks.append(path)
+        if len(looks) == 1:
+            found.rename(aside)
+        elif len(looks) == 3:
+            aside.rename(found)
+        return identity(path)
+
+    monkeypatch.setattr(file_connector, "_identity", away)
+    assert outcome(connector.load("a")) == 1
+    assert len(looks) >= 3
 
 
 def test_closing_cancels_what_waits_and_refuses_what_comes(tmp_path: Path) -> None:
