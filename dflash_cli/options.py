@@ -9,9 +9,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from dflash_cli.parameters import DRAFTING, ENGINE, ESSENTIALS, MEASURING, OUTPUT, SAMPLING
+from dflash_cli.parameters import DRAFTING, ENGINE, ESSENTIALS, MEASURING, OUTPUT, SAMPLING, parse_size
 from dflash_runtime.config import EngineConfig
-from dflash_runtime.errors import UsageError
 from dflash_runtime.scheduling.request import SamplingParams
 
 DRAFT_HELP = "Draft: a directory, a hub repository org/repo[@revision], or a bundled one: tiny, tiny:reduced."
@@ -344,6 +343,15 @@ class EngineOptions:
             rich_help_panel=ENGINE,
         ),
     ] = True
+    prefix_store: Annotated[
+        str | None,
+        typer.Option(
+            "--prefix-store",
+            metavar="DIR",
+            help="Keep the KV of prompts in DIR, and begin prompts of later runs of the same pair with it.",
+            rich_help_panel=ENGINE,
+        ),
+    ] = None
     scheduling: Annotated[
         Literal["async", "sync"],
         typer.Option(
@@ -378,23 +386,7 @@ class EngineOptions:
             kv_memory_bytes=parse_size(self.kv_memory, "--kv-memory") if self.kv_memory is not None else None,
             gpu_memory_utilization=self.gpu_memory_utilization,
             prefix_cache=self.prefix_cache,
+            prefix_store=self.prefix_store,
             scheduling=self.scheduling,
             graphs=self.graphs,
         )
-
-
-def parse_size(text: str, option: str) -> int:
-    """Bytes of `512M`, `20GB`, `1.5GiB` or a plain number of bytes; every unit is a power of 1,024.
-
-    Raises:
-        UsageError: anything else.
-    """
-    number = text.strip().upper().removesuffix("IB").removesuffix("B")
-    factor = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}.get(number[-1:], 1)
-    try:
-        size = float(number.rstrip("KMGT")) * factor
-    except ValueError:
-        size = 0.0
-    if not 1 <= size < 2**63:
-        raise UsageError(f"{option} {text!r}, expected a size such as 512M or 20G, in units of 1,024")
-    return int(size)

@@ -324,3 +324,20 @@ def _comma(names: list[str]) -> list[str]:
 
 def _text(choice: Any) -> str:
     return str(choice.value) if isinstance(choice, Enum) else str(choice)
+
+
+def parse_size(text: str, option: str) -> int:
+    """Bytes of `512M`, `20GB`, `1.5GiB` or a plain number of bytes; every unit is a power of 1,024.
+
+    Raises:
+        UsageError: anything else.
+    """
+    number = text.strip().upper().removesuffix("IB").removesuffix("B")
+    factor = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}.get(number[-1:], 1)
+    try:
+        size = float(number.rstrip("KMGT")) * factor
+    except ValueError:
+        size = 0.0
+    if not 1 <= size < 2**63:
+        raise UsageError(f"{option} {text!r}, expected a size such as 512M or 20G, in units of 1,024")
+    return int(size)

@@ -242,13 +242,20 @@ def find_width_policy(pair: LoadedPair, runner: Runner) -> WidthPolicy | None:
 
 
 def open_store(pair: LoadedPair, fingerprint: Fingerprint) -> PrefixStore | None:
-    """Where prompts are kept over runs, if that is asked for."""
+    """Where prompts are kept over runs, if that is asked for.
+
+    Raises:
+        UsageError: it is a file.
+    """
     if pair.config.prefix_store is None:
         return None
+    folder = Path(pair.config.prefix_store)
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"{folder}: is a file, expected a folder for prompts that are kept")
     if not pair.has_prefix_cache:
         logger.warning("prompts are not kept in %s because of a prefix cache that is off", pair.config.prefix_store)
         return None
-    return PrefixStore(Path(pair.config.prefix_store), fingerprint, pair.config.page_size)
+    return PrefixStore(folder, fingerprint, pair.config.page_size)
 
 
 def _requests(

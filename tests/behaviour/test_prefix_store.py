@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from dflash_runtime.errors import UsageError
 from dflash_runtime.llm import LLM
 from dflash_runtime.scheduling.prefix_cache import page_digests
 from dflash_runtime.scheduling.request import Request, RequestOutput, SamplingParams
@@ -87,12 +88,15 @@ def test_a_page_that_is_harmed_is_run_again(tmp_path: Path, harm: str, caplog: p
 
 
 def test_a_store_that_cannot_be_written_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "file").write_text("no folder")
+    llm = make_llm(tmp_path / "store")
+    (tmp_path / "store").write_text("no folder")
     with caplog.at_level(logging.WARNING):
-        outputs = make_llm(tmp_path / "file").generate(PROMPTS, PARAMS)
+        outputs = llm.generate(PROMPTS, PARAMS)
     assert traces(outputs) == traces(make_llm(None).generate(PROMPTS, PARAMS))
     assert len(caplog.records) == 1
-    assert caplog.records[0].message.startswith(f"prompts are not kept: {tmp_path}/file/")
+    assert caplog.records[0].message.startswith(f"prompts are not kept: {tmp_path}/store/")
+    with pytest.raises(UsageError, match="is a file, expected a folder"):
+        make_llm(tmp_path / "store")
 
 
 def test_without_a_prefix_cache_there_is_no_store(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dflash_cli.options import parse_size
+from dflash_cli.parameters import parse_size
 from dflash_runtime.errors import UsageError
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 from dflash_cli import console
@@ -21,6 +22,7 @@ from dflash_runtime.json_values import is_int
 from dflash_runtime.kv_transfer.connector import Connector
 from dflash_runtime.kv_transfer.handoff import Handoff, check_handoff
 from dflash_runtime.kv_transfer.places import open_connector
+from dflash_runtime.kv_transfer.vllm_prefills import find_vllm_prefills
 from dflash_runtime.llm import LLM, Delta
 from dflash_runtime.scheduling.request import RequestOutput, SamplingParams
 from dflash_runtime.transfers import HandoffPlan, TransferCounts
@@ -44,6 +46,7 @@ class Handing:
     """Hands the requests of a run off, each under its row's number, or lets them go on from hand-offs.
 
     Without a place it does neither. `waiting` are those that lie in a folder; prompts and parameters come from them.
+    What vLLM has prefilled has neither, and is found by the prompts that are given.
     """
 
     place: str | None = None
@@ -52,6 +55,7 @@ class Handing:
     timeout_s: float = 60.0
     force: bool = False
     waiting: tuple[Handoff, ...] = ()
+    is_of_vllm: bool = False
     counts: TransferCounts = field(default_factory=TransferCounts)
 
     @property
@@ -93,6 +97,9 @@ class Handing:
         if self.place is None:
             yield None
             return
+        if self.is_of_vllm:
+            yield partial(self._stream_prefills, llm)
+            return
         if self.is_sending and self.is_folder:
             empty_folder(self.place)
         if not self.is_folder:
@@ -128,11 +135,31 @@ class Handing:
             notes=tuple({"index": row.index, "id": row.id, "category": row.category} for row in rows),
         )
         given = [replace(item.params, seed=item.seed) for item in waiting] or params
-        for delta in llm.stream(prompts, given, handoffs=plan):
-            transfers = llm.engine.transfers
-            self.counts = transfers.counts if transfers is not None else self.counts
+        for delta in self._counted(llm, prompts, given, plan):
             if delta.output is not None and delta.output.error is not None:
                 self._look_at(delta.output, partial(connector.refuse, plan.keys[delta.index]))
+            yield delta
+
+    def _stream_prefills(
+        self, llm: LLM, prompts: list[list[int]], params: list[SamplingParams], rows: list[PromptRow]
+    ) -> Iterator[Delta]:
+        """See `Streaming`; prompts begin with what vLLM has prefilled of them.
+
+        Raises:
+            DFlashError: see `find_vllm_prefills`.
+        """
+        keys, connector = find_vllm_prefills(Path(str(self.place)), prompts, llm.fingerprint)
+        try:
+            yield from self._counted(llm, prompts, params, HandoffPlan(connector=connector, keys=keys))
+        finally:
+            connector.close()
+
+    def _counted(
+        self, llm: LLM, prompts: list[list[int]], params: list[SamplingParams], plan: HandoffPlan
+    ) -> Iterator[Delta]:
+        for delta in llm.stream(prompts, params, handoffs=plan):
+            transfers = llm.engine.transfers
+            self.counts = transfers.counts if transfers is not None else self.counts
             yield delta
 
     @cached_property

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -56,7 +57,7 @@ class HandoffOptions:
             "--handoff-in",
             metavar="PLACE",
             help="Go on from what --handoff-out hands off. A folder brings its prompts and how to sample; for an "
-            "address, both sides are given the same.",
+            "address, and for a folder of vLLM's ExampleConnector, both sides are given the same.",
             rich_help_panel=ENGINE,
         ),
     ] = None
@@ -66,6 +67,19 @@ class HandoffOptions:
     @property
     def brings_prompts(self) -> bool:
         """Whether prompts, sampling and lengths come from hand-offs that lie in a folder."""
+        return self._is_folder and not self.is_of_vllm
+
+    @property
+    def is_of_vllm(self) -> bool:
+        """Whether what lies in a folder are prefills of vLLM, which hold no tokens."""
+        if not self._is_folder:
+            return False
+        from dflash_runtime.kv_transfer.vllm_prefills import has_vllm_prefills
+
+        return has_vllm_prefills(Path(str(self.handoff_in)))
+
+    @property
+    def _is_folder(self) -> bool:
         return self.handoff_in is not None and "://" not in self.handoff_in
 
     def check(self, given: Mapping[str, Any], sampling: SamplingOptions) -> None:
@@ -78,6 +92,10 @@ class HandoffOptions:
             raise UsageError("--handoff-out and --handoff-in do not go together: an engine prefills, or goes on")
         if self.force_mismatch and self.handoff_in is None:
             raise UsageError("--force-mismatch goes with --handoff-in")
+        if self.force_mismatch and self.is_of_vllm:
+            raise UsageError(
+                "--force-mismatch does not go with prefills of vLLM, which do not say what pair they are of"
+            )
         if self.handoff_out is not None:
             _refuse(given, OF_ANSWERS, "--handoff-out, which hands requests off before they are answered")
         if self.brings_prompts:
@@ -112,7 +130,7 @@ def open_handing(options: HandoffOptions, given: "PromptSet | None", *, force: b
     is_folder = place is not None and check_place(place)
     if is_folder and is_sending:
         check_folder(str(place), force=force)
-    waiting = read_waiting(str(place)) if is_folder and not is_sending else ()
+    waiting = read_waiting(str(place)) if options.brings_prompts else ()
     if check_lossless and not all(item.params.is_greedy for item in waiting):
         raise UsageError("--check-lossless: these hand-offs are sampled, and a sample has no single right value")
     return Handing(
@@ -122,6 +140,7 @@ def open_handing(options: HandoffOptions, given: "PromptSet | None", *, force: b
         timeout_s=options.handoff_timeout,
         force=options.force_mismatch,
         waiting=waiting,
+        is_of_vllm=options.is_of_vllm,
     )
 
 

@@ -13,7 +13,8 @@ import pytest
 from safetensors.torch import save_file
 
 from dflash_testing import checkpoints as support
-from dflash_testing.pairs import bundled_prompts
+from dflash_testing.engine_kv import BLOCK_SIZE, prefill_layers, save_as_vllm
+from dflash_testing.pairs import bundled_draft_model, bundled_llm, bundled_prompts
 
 LENGTHS = (1, 15, 16, 17, 33)
 """Of prompts, so that their last page holds one row, all but one, all, and those of the next page."""
@@ -64,7 +65,7 @@ def refuse(code: int, *arguments: object) -> str:
 def test_two_runs_over_a_folder_are_one(prompts: Path, handed_off: Path) -> None:
     """Rows, traces, numbers, ids and text; each row says how much of it was handed off."""
     one, two = rows_of("-p", prompts, *SAMPLED, "--trace"), rows_of("--handoff-in", handed_off, "--trace")
-    assert [row.pop("num_loaded") for row in two] == list(LENGTHS)
+    assert [row.pop("num_loaded", 0) for row in two] == list(LENGTHS)
     assert two == one
 
 
@@ -94,7 +95,7 @@ def test_an_address_joins_two_processes(prompts: Path, tmp_path: Path) -> None:
     two = rows_of(*asked, "--handoff-in", place)
     out, err = sender.communicate(timeout=60)
     assert (sender.returncode, out) == (0, f"{place}\n"), err
-    assert [row.pop("num_loaded") for row in two] == list(LENGTHS)
+    assert [row.pop("num_loaded", 0) for row in two] == list(LENGTHS)
     assert two == rows_of(*asked)
 
 
@@ -211,3 +212,48 @@ def test_bad_input_ends_in_one_line(
 
 def test_samples_are_not_judged_token_by_token(handed_off: Path) -> None:
     assert "these hand-offs are sampled" in refuse(2, "--handoff-in", handed_off, "--check-lossless")
+
+
+@pytest.fixture(scope="module")
+def prefilled(prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same prompts as vLLM's ExampleConnector leaves them."""
+    folder = tmp_path_factory.mktemp("vllm") / "prefilled"
+    llm = bundled_llm(bundled_draft_model(), 7)
+    for line in prompts.read_text().splitlines():
+        ids = json.loads(line)["prompt_token_ids"]
+        if len(ids) > BLOCK_SIZE:
+            save_as_vllm(prefill_layers(llm, ids), ids, folder)
+    return folder
+
+
+def test_prompts_begin_with_what_vllm_has_prefilled(prompts: Path, prefilled: Path) -> None:
+    """Whole blocks that lack the last token; the others are run here, and that is said."""
+    given = ("-p", prompts, *SAMPLED)
+    wanted = rows_of(*given)
+    done = support.run_main("generate", *given, "--handoff-in", prefilled, "-o", "-")
+    found = [json.loads(line) for line in done.out.splitlines()]
+    assert [row.pop("num_loaded", 0) for row in found] == [0, 0, 0, 16, 32]
+    assert [row.pop("num_loaded", 0) for row in wanted] == [0] * 5
+    assert found == wanted
+    assert "2 prompts went on from hand-offs" in done.err
+    assert "warning: 3 prompts prefilled here instead: vLLM has saved no block of it" in done.err
+
+
+def test_prefills_of_vllm_are_refused_by_name(prompts: Path, prefilled: Path, tmp_path: Path) -> None:
+    assert "no prompt" in refuse(2, "--handoff-in", prefilled)
+    force = refuse(2, "-p", prompts, "--handoff-in", prefilled, "--force-mismatch")
+    assert "--force-mismatch does not go with prefills of vLLM" in force
+    cut = Path(shutil.copytree(prefilled, tmp_path / "cut"))
+    for file in cut.glob("*/model.layers.[678].*"):
+        file.unlink()
+    assert "the draft's layers 6 to 8 are missing" in refuse(3, "-p", prompts, "--handoff-in", cut)
+
+
+def test_prompts_are_kept_over_runs(prompts: Path, tmp_path: Path) -> None:
+    given = ("-p", prompts, *SAMPLED, "--prefix-store", tmp_path / "store")
+    first, again = rows_of(*given), rows_of(*given)
+    assert [row.pop("num_loaded", 0) for row in first] == [0] * 5
+    assert [row.pop("num_loaded", 0) for row in again] == [0, 0, 0, 16, 32]
+    assert first == again
+    (tmp_path / "file").touch()
+    assert "is a file, expected a folder" in refuse(2, "-p", prompts, "--prefix-store", tmp_path / "file")
