@@ -209,10 +209,11 @@ class Handing:
         if counts.problems:
             rates = tally.counts.per_pos_acceptance_rates
             seen = f"; position 1 was accepted in {rates[0]:.2f} of steps" if rates else ""
-            console.warn(
-                f"went on from hand-offs that do not fit, and acceptance may be lower for it{seen}: "
-                f"{'; '.join(without_echoes(counts.problems))}"
-            )
+            # The draft's rows decide what is proposed, the target's what is said.
+            is_said_wrongly = any("target " in text for text in counts.problems)
+            harm = "the text may be wrong" if is_said_wrongly else "acceptance may be lower"
+            listed = "; ".join(without_echoes(counts.problems))
+            console.warn(f"went on from hand-offs that do not fit, and {harm} for it{seen}: {listed}")
 
     def to_json(self) -> dict[str, Any] | None:
         """The part `handoffs` of the document."""

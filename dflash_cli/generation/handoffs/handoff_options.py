@@ -31,7 +31,7 @@ ForceMismatchOption = Annotated[
     typer.Option(
         "--force-mismatch",
         help="Go on from hand-offs of another pair or without all their rows, as far as they go, and say what did not "
-        "fit. The text stays right; acceptance may fall.",
+        "fit. Without rows of the draft acceptance falls; without the target's the text is wrong too.",
         rich_help_panel=ENGINE,
     ),
 ]

@@ -146,6 +146,8 @@ def test_a_hand_off_of_another_pair_is_refused_by_name_or_taken_by_force(handed_
     (warning,) = (line for line in done.err.splitlines() if line.startswith("warning: "))
     assert "do not fit, and acceptance may be lower for it; position 1 was accepted in 0." in warning
     assert "draft weights: here" in warning
+    wrong = support.run_main("generate", "--page-size", "8", "--handoff-in", handed_off, "--force-mismatch")
+    assert "warning: went on from hand-offs that do not fit, and the text may be wrong for it; " in wrong.err
     text = [json.loads(line)["token_ids"] for line in output.read_text().splitlines()]
     assert text == [row["token_ids"] for row in rows_of("--handoff-in", handed_off)]
 
