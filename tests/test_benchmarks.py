@@ -21,6 +21,7 @@ from dflash_testing.paths import ROOT
 sys.path.append(str(ROOT / "examples" / "benchmarks"))
 
 import experts
+import handoff
 import handoff_steps
 import hosted
 import load
@@ -406,3 +407,12 @@ def test_every_table_of_speed_says_how_it_was_measured() -> None:
         given = {"step_time": step_time, "load": load}[name].make_parser().parse_args(shlex.split(options))
         known = load.ARMS if name == "load" else step_time.KNOWN_ARMS
         assert {*given.arms.split(",")} <= {*known}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["file", "gloo"])
+def test_hand_offs_are_timed_between_two_processes(backend: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert handoff.main(["--backend", backend, "--megabytes", "0,1", "--rounds", "1", "--json"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["megabytes"] >= size for row, size in zip(rows, (0, 1), strict=True)] == [True, True]
+    assert all(row["backend"] == backend and row["ms"] > 0 for row in rows)

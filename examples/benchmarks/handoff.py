@@ -89,7 +89,7 @@ def measure(arguments: argparse.Namespace, backend: str, folder: Path) -> list[d
     with socket.create_server(("127.0.0.1", 0)) as server:
         place = f"{backend}://127.0.0.1:{server.getsockname()[1]}"
     place = str(folder) if backend == "file" else place
-    command = [sys.executable, __file__, *sys.argv[1:], "--backend", backend, "--place", place]
+    command = [sys.executable, __file__, *arguments.given, "--backend", backend, "--place", place]
     times: dict[float, list[float]] = {}
     num_bytes: dict[float, int] = {}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
@@ -122,6 +122,7 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--place", help=argparse.SUPPRESS)
     arguments = parser.parse_args(given)
+    arguments.given = sys.argv[1:] if given is None else given
     if arguments.place:
         receive(arguments, arguments.place)
         return 0
