@@ -22,9 +22,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if torch.cuda.is_available():
         return
     os.environ.setdefault("TRITON_INTERPRET", "1")
-    from dflash_testing.interpreter import remember_builtins
+    from dflash_testing.interpreter import quicken
 
-    remember_builtins()
+    quicken()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
