@@ -75,7 +75,7 @@ def expected(draft: str, num_draft_tokens: int, max_new_tokens: int) -> list[Req
 def check(combo: dict[str, Any], max_new_tokens: int) -> None:
     engine = dict(combo)
     name, num_draft_tokens, pool = (engine.pop(key) for key in ("draft", "num_draft_tokens", "pool"))
-    num_pages = 12 if pool == "short" else 300
+    num_pages = 12 if pool == "short" else 1000
     draft = bundled_draft_model(name, torch.float64)
     llm = bundled_llm(draft, num_draft_tokens, dtype=torch.float64, num_pages=num_pages, **engine)
     requests = [
