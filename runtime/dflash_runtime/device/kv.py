@@ -44,9 +44,9 @@ class KVCache:
 
 def _zeros(shape: tuple[int, ...], placement: Placement) -> Tensor:
     """Zeros; on the CPU in memory that is taken where it is first written, so that pages nobody fills cost nothing."""
-    if placement.device.type != "cpu":
-        return torch.zeros(shape, device=placement.device, dtype=placement.dtype)
     num_bytes = math.prod(shape) * placement.dtype.itemsize
+    if placement.device.type != "cpu" or not num_bytes:
+        return torch.zeros(shape, device=placement.device, dtype=placement.dtype)
     return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(placement.dtype).view(shape)
 
 
