@@ -231,7 +231,7 @@ def fake_vllm(tmp_path: Path) -> str:
 def test_vllm_is_measured_in_a_process_of_its_own(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fake_vllm: str
 ) -> None:
-    arguments = ("--batches", "1,3,2", "--context", "8", "--steps", "100", "--arms", "vllm-plain,vllm-dflash")
+    arguments = ("--batches", "1,3,2", "--context", "8", "--steps", "40", "--arms", "vllm-plain,vllm-dflash")
     more = ("--acceptance", "4", "--prefill", "16", "--vllm-path", fake_vllm)
     code, rows = run(step_time, monkeypatch, tmp_path / "rows.jsonl", *arguments, *more)
     assert code == 1, "one batch size fails"

@@ -117,7 +117,7 @@ def test_drafting_switched_off_and_on_again_keeps_its_context() -> None:
         assert again.drafts[0].draft_ids == step.draft_ids
 
 
-@pytest.mark.parametrize("width", range(2, 9))
+@pytest.mark.parametrize("width", [2, 5, 7, 8, *(pytest.param(width, marks=pytest.mark.slow) for width in (3, 4, 6))])
 def test_a_narrow_verification_shortens_what_is_verified_not_what_is_drafted(width: int) -> None:
     draft = bundled_draft_model(dtype=torch.float64)
     prompt = bundled_prompts()[0][:20]
@@ -138,7 +138,7 @@ def test_leaving_early_frees_everything_and_the_engine_goes_on() -> None:
     for _ in range(5):
         next(stream)
     stream.close()
-    assert llm.engine.scheduler.pages.num_available == 999
+    assert llm.engine.scheduler.pages.num_available == llm.engine.scheduler.pages.num_pages - 1
     assert not llm.engine.scheduler.has_work
     again = llm.generate(prompts, SamplingParams(max_new_tokens=12))
     fresh = bundled_llm(bundled_draft_model(), 7).generate(prompts, SamplingParams(max_new_tokens=12))

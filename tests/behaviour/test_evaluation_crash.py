@@ -16,7 +16,7 @@ import pytest
 
 from dflash_testing import checkpoints as support
 
-OPTIONS = ["--num-prompts", "8", "-n", "24", "--max-num-requests", "2", "--bootstrap", "0", "--json"]
+OPTIONS = ["--num-prompts", "8", "-n", "12", "--max-num-requests", "2", "--bootstrap", "0", "--json"]
 HELPERS = [path for path in sys.path if Path(path, "dflash_testing").is_dir()]
 FIGURES = ("num_drafts", "acceptance_len", "histogram", "definitions", "num_conversations", "num_failed", "categories")
 

@@ -50,7 +50,7 @@ def test_any_number_of_rows_at_full_load() -> None:
     prompts = random_prompts([3, 9, 16, 17, 5] * 5, target.config.vocab_size)
     params = SamplingParams(max_new_tokens=10)
     wanted = random_llm(target, draft, 7, max_num_requests=1).generate(prompts, params)
-    for max_num_requests in (2, 3, 4, 5, 7, 8, 9, 15, 16, 17):
+    for max_num_requests in (2, 3, 7, 8, 9, 16, 17):
         llm = random_llm(target, draft, 7, max_num_requests=max_num_requests, scheduling="async")
         assert [output.drafts for output in llm.generate(prompts, params)] == [output.drafts for output in wanted]
 
@@ -62,7 +62,7 @@ def test_any_page_size(page_size: int) -> None:
     prompts = [prompt[:length] for prompt, length in zip(bundled_prompts(), (1, 17, 40), strict=False)]
     params = SamplingParams(max_new_tokens=20)
     wanted = bundled_llm(draft, 7, dtype=torch.float64).generate(prompts, params)
-    # A pool of a few thousand tokens whatever the page size; clearing a larger one would take most of the time.
+    # A pool of a few thousand tokens whatever the page size.
     llm = bundled_llm(
         draft, 7, dtype=torch.float64, page_size=page_size, num_pages=max(20, 1000 // page_size), max_num_requests=2,
         scheduling="async",
@@ -211,7 +211,7 @@ def test_taps_are_read_in_the_configs_order() -> None:
     )
     draft = load_draft(swapped, bundled_target_model(), placement())
     prompts = bundled_prompts()[:6]
-    params = SamplingParams(max_new_tokens=40)
+    params = SamplingParams(max_new_tokens=24)
     wrong = bundled_llm(draft, 7).generate(prompts, params)
     right = bundled_llm(bundled_draft_model(), 7).generate(prompts, params)
     assert [output.token_ids for output in wrong] == [output.token_ids for output in right]

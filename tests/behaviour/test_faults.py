@@ -26,6 +26,12 @@ ERRORS: dict[str, Callable[[], BaseException]] = {
     "Ctrl-C": KeyboardInterrupt,
     "value": lambda: ValueError("Overflow when unpacking long long"),
 }
+SAMPLE = {
+    "memory": ((1, True), (2, False), (3, True), (9, False)),
+    "Ctrl-C": ((1, True), (9, False)),
+    "value": ((2, False), (9, True)),
+}
+"""By kind of error, which call fails, and whether it does so after its work."""
 
 
 class Breaking:
@@ -123,7 +129,7 @@ def check_fault(place: str, nth: int, kind: str, *, is_late: bool, **engine: Any
 @pytest.mark.parametrize("place", PLACES)
 def test_after_a_failed_step_the_same_engine_gives_the_right_text(place: str, kind: str) -> None:
     """A sample of the calls: the first ones, in which prompts are begun, and one that decodes."""
-    for nth, is_late in ((1, True), (2, False), (3, True), (9, False)):
+    for nth, is_late in SAMPLE[kind]:
         assert check_fault(place, nth, kind, is_late=is_late)
 
 

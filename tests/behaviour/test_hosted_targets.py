@@ -49,7 +49,10 @@ def prompts(lengths: Sequence[int], vocab_size: int) -> list[list[int]]:
     return [first[:16] + other[16:] if len(other) > 16 else other for other in others]
 
 
-@pytest.mark.parametrize("num_right", range(NUM_DRAFTS + 1))
+@pytest.mark.parametrize(
+    "num_right",
+    [0, 1, 4, NUM_DRAFTS - 1, NUM_DRAFTS, *(pytest.param(count, marks=pytest.mark.slow) for count in (2, 3, 5))],
+)
 def test_a_draft_that_is_right_for_some_tokens(models: Any, num_right: int) -> None:
     model, target = models
     (prompt,) = prompts((17,), target.config.vocab_size)
@@ -60,8 +63,15 @@ def test_a_draft_that_is_right_for_some_tokens(models: Any, num_right: int) -> N
     assert set(output.acceptance_lengths) == {num_right + 1}
 
 
-@pytest.mark.parametrize("scheduling", ["sync", "async"])
-@pytest.mark.parametrize("is_random", [True, False], ids=["random", "right"])
+@pytest.mark.parametrize(
+    ("scheduling", "is_random"),
+    [
+        ("sync", True),
+        ("async", False),
+        pytest.param("sync", False, marks=pytest.mark.slow),
+        pytest.param("async", True, marks=pytest.mark.slow),
+    ],
+)
 def test_many_prompts_at_once(models: Any, scheduling: str, *, is_random: bool) -> None:
     """Four at a time, in pages that they share, read in chunks of at most 24 rows."""
     model, target = models

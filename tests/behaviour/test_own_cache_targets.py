@@ -41,7 +41,7 @@ from dflash_testing.pairs import (
 
 KINDS = [kind if kind in OWN_CACHE_DEFAULT else pytest.param(kind, marks=pytest.mark.slow) for kind in OWN_CACHE]
 NUM_DRAFTS = 7
-NUM_TOKENS = 20
+NUM_TOKENS, FEW = 20, 12
 PARAMS = SamplingParams(max_new_tokens=NUM_TOKENS, ignore_eos=True)
 LENGTHS = (1, 2, 17, 33, 65)
 
@@ -75,7 +75,10 @@ def steps_of(models: Any, num_right: int) -> tuple[list[int], list[int], set[int
     return list(output.token_ids), text[:NUM_TOKENS], set(output.acceptance_lengths)
 
 
-@pytest.mark.parametrize("num_right", range(NUM_DRAFTS + 1))
+@pytest.mark.parametrize(
+    "num_right",
+    [0, 1, 4, NUM_DRAFTS - 1, NUM_DRAFTS, *(pytest.param(count, marks=pytest.mark.slow) for count in (2, 3, 5))],
+)
 def test_a_draft_that_is_right_for_some_tokens(models: Any, num_right: int) -> None:
     said, wanted, accepted = steps_of(models, num_right)
     assert said == wanted
@@ -95,11 +98,11 @@ def test_many_prompts_at_once(models: Any, scheduling: str, *, is_random: bool) 
     """Four at a time, read in chunks of at most 24 rows, with other rows between the chunks."""
     model, target = models
     given = random_prompts(LENGTHS, target.config.vocab_size)
-    texts = [plain_text(model, prompt, NUM_TOKENS) for prompt in given]
+    texts = [plain_text(model, prompt, FEW) for prompt in given]
     known = [Known([*prompt, *text], index) for index, (prompt, text) in enumerate(zip(given, texts, strict=True))]
     draft = draft_of(target, None if is_random else known)
     llm = random_llm(target, draft, NUM_DRAFTS, scheduling=scheduling, max_num_requests=4, max_batched_tokens=24)
-    outputs = llm.generate(given, PARAMS)
+    outputs = llm.generate(given, replace(PARAMS, max_new_tokens=FEW))
     assert [list(output.token_ids) for output in outputs] == texts
     assert is_random or max(length for output in outputs for length in output.acceptance_lengths) > 4
 

@@ -115,7 +115,7 @@ def steps_of(**engine: Any) -> list[tuple[DraftStep, ...]]:
     return [output.drafts for output in llm.generate(prompts, SamplingParams(max_new_tokens=14))]
 
 
-@pytest.mark.parametrize("chunk", [1, 4, 7, 8, 15, 16, 17])
+@pytest.mark.parametrize("chunk", [1, 7, 8, 15, 16, 17, pytest.param(4, marks=pytest.mark.slow)])
 def test_chunks_of_any_size_prefill_the_same(chunk: int) -> None:
     """Page size, K and K + 1 among them."""
     assert steps_of(max_batched_tokens=chunk, max_num_requests=2, scheduling="async") == steps_of()

@@ -25,7 +25,11 @@ SAMPLINGS = [
 ]
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+@pytest.mark.parametrize(
+    "sampling",
+    [SAMPLINGS[0], SAMPLINGS[3], *(pytest.param(sampling, marks=pytest.mark.slow) for sampling in SAMPLINGS[1:3])],
+    ids=str,
+)
 def test_speculation_does_not_change_sampled_text(sampling: dict[str, float]) -> None:
     """Every draw is keyed by seed and position, so the tokens do not depend on how many a step verifies."""
     prompts = [prompt[:24] for prompt in bundled_prompts()[:4]]

@@ -93,10 +93,10 @@ def test_a_text_and_its_trace_do_not_depend_on_the_widths_of_batch_mates(
     """Alone a request's step runs its own rows, beside a wide one all rows with acceptance capped."""
     prompt, mate = bundled_prompts()[0][:20], bundled_prompts()[1][:20]
     for width in (2, 5):
-        own = SamplingParams(max_new_tokens=30, verify_width=width, **sampling)
+        own = SamplingParams(max_new_tokens=20, verify_width=width, **sampling)
         alone = exact_llm(draft_sampling=draft_sampling).generate([prompt], own)[0]
         beside = exact_llm(draft_sampling=draft_sampling, max_num_requests=2).generate(
-            [prompt, mate], [own, SamplingParams(max_new_tokens=60, **sampling)]
+            [prompt, mate], [own, SamplingParams(max_new_tokens=40, **sampling)]
         )[0]
         assert (beside.token_ids, beside.drafts) == (alone.token_ids, alone.drafts)
         assert 1 < max(alone.acceptance_lengths) <= width

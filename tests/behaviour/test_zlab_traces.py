@@ -7,6 +7,7 @@ while a whole block is left to generate.
 
 import hashlib
 import json
+from collections.abc import Collection
 from typing import Any
 
 import pytest
@@ -30,8 +31,13 @@ def test_traces_belong_to_the_bundled_pair() -> None:
         )
 
 
+AROUND_PAGES = (1, 15, 16, 33, 94)
+"""Lengths of the prompts that are run by default: half of those that were recorded."""
+
+
+@pytest.mark.parametrize("lengths", [AROUND_PAGES, pytest.param(range(1, 95), marks=pytest.mark.slow)], ids=len)
 @pytest.mark.parametrize("reading", ["full", "causal", "sliding", "sliding causal"])
-def test_trace_equals_the_reference_loop(reading: str) -> None:
+def test_trace_equals_the_reference_loop(reading: str, lengths: Collection[int]) -> None:
     config = bundled_draft().config
     window = RECORDED["provenance"]["window"] if "sliding" in reading else None
     draft = bundled_draft_model(
@@ -39,8 +45,10 @@ def test_trace_equals_the_reference_loop(reading: str) -> None:
     )
     llm = bundled_llm(draft, BLOCK - 1)
     params = SamplingParams(max_new_tokens=RECORDED["provenance"]["max_new_tokens"])
-    traces = [trace for trace in RECORDED["traces"] if trace["reading"] == reading]
-    assert len(traces) >= 8
+    recorded = [trace for trace in RECORDED["traces"] if trace["reading"] == reading]
+    traces = [trace for trace in recorded if len(trace["prompt_token_ids"]) in lengths]
+    assert len(recorded) >= 8
+    assert len(traces) >= 5
     for trace, output in zip(
         traces, llm.generate([trace["prompt_token_ids"] for trace in traces], params), strict=True
     ):

@@ -7,8 +7,10 @@ Axis letters: L layers, S slots, R requests, N rows a request, T flat rows (R * 
 values, D head dim, P pages.
 """
 
+import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,11 +35,19 @@ class KVCache:
         widest = shapes[0] if len(set(shapes)) == 1 else (1, _width(config))
         shape = (config.num_layers, num_pages * page_size, *widest)
         self.page_size = page_size
-        self.keys, self.values = (torch.zeros(shape, device=placement.device, dtype=placement.dtype) for _ in range(2))
+        self.keys, self.values = (_zeros(shape, placement) for _ in range(2))
         self.layers = [
             (_shaped(self.keys[layer], *shape), _shaped(self.values[layer], *shape))
             for layer, shape in enumerate(shapes)
         ]
+
+
+def _zeros(shape: tuple[int, ...], placement: Placement) -> Tensor:
+    """Zeros; on the CPU in memory that is taken where it is first written, so that pages nobody fills cost nothing."""
+    num_bytes = math.prod(shape) * placement.dtype.itemsize
+    if placement.device.type != "cpu" or not num_bytes:
+        return torch.zeros(shape, device=placement.device, dtype=placement.dtype)
+    return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(placement.dtype).view(shape)
 
 
 def _shaped(rows: Tensor, num_heads: int, head_dim: int) -> Tensor:

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -60,18 +61,30 @@ def test_a_download_says_its_size_and_a_second_one_nothing(environment: dict[str
     assert "downloading" not in support.launch("validate", "acme/draft", *DOWNLOAD, "-q", env=environment).err
 
 
-@pytest.mark.parametrize("how", [(), DOWNLOAD], ids=["headers", "download"])
-@pytest.mark.parametrize(
-    ("reference", "message"),
-    [
-        ("acme/gated", "acme/gated: access is gated"),
-        ("acme/absent", "acme/absent: not found on the hub"),
-        ("acme/draft@v9", "acme/draft: no revision 'v9'"),
-        ("acme/broken", "acme/broken: the hub answered: "),
-        ("acme--x/draft", "not a valid name of a hub repository"),
-        ("no such thing", "no such thing: no such directory, and not a hub repository"),
-    ],
-)
+REFUSALS = {
+    "acme/gated": "acme/gated: access is gated",
+    "acme/absent": "acme/absent: not found on the hub",
+    "acme/draft@v9": "acme/draft: no revision 'v9'",
+    "acme/broken": "acme/broken: the hub answered: ",
+    "acme--x/draft": "not a valid name of a hub repository",
+    "no such thing": "no such thing: no such directory, and not a hub repository",
+}
+FOR_HEADERS = ("acme/gated", "acme/absent", "acme--x/draft", "no such thing")
+FOR_DOWNLOADS = ("acme/gated", "acme/draft@v9", "acme/broken")
+
+
+def refusals() -> list[Any]:
+    """Every refusal in at least one way of reading, and each way with what the hub says in it; the rest is slow."""
+    return [
+        pytest.param(
+            reference, message, how, id=f"{reference}-{way}", marks=() if reference in default else pytest.mark.slow
+        )
+        for way, how, default in (("headers", (), FOR_HEADERS), ("download", DOWNLOAD, FOR_DOWNLOADS))
+        for reference, message in REFUSALS.items()
+    ]
+
+
+@pytest.mark.parametrize(("reference", "message", "how"), refusals())
 def test_each_refusal_reads_differently(
     reference: str, message: str, how: tuple[str, ...], environment: dict[str, str]
 ) -> None:

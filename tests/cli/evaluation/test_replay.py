@@ -32,7 +32,7 @@ def test_the_walk_is_a_run_step_for_step(sampling: dict[str, Any], tmp_path: Pat
     """Drafts, what was accepted of them, and what was committed: also past stop tokens and at an answer's end."""
     rows = bundled_rows(4)
     session = open_session(None, TINY, replace(EXACT, num_draft_tokens=0))
-    params = SamplingParams(max_new_tokens=40, **sampling).with_stops(session.stop_token_ids)
+    params = SamplingParams(max_new_tokens=32, **sampling).with_stops(session.stop_token_ids)
     dump = dump_to(tmp_path / "dump", rows, params)
     for name in (TINY, "tiny:reduced"):
         outputs = live(name, rows, params)

@@ -5,6 +5,7 @@ They are made in float32 on the CPU. Their weights are wide enough for texts wit
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -270,13 +271,19 @@ def host_own_cache(path: Path) -> OwnCacheTarget:
 
 def plain_text(model: Any, prompt: Sequence[int], num_tokens: int) -> list[int]:
     """What transformers' own greedy generation says after a prompt, stop tokens passed over."""
+    return list(_greedy_text(model, tuple(prompt), num_tokens))
+
+
+@lru_cache(maxsize=256)
+def _greedy_text(model: Any, prompt: tuple[int, ...], num_tokens: int) -> tuple[int, ...]:
+    """Said once for all tests of a module that ask the same model the same."""
     from transformers import GenerationConfig
 
     model.generation_config.eos_token_id = None  # what the call leaves open is taken from here
     config = GenerationConfig(max_new_tokens=num_tokens, do_sample=False, eos_token_id=None, pad_token_id=0)
-    ids = torch.tensor([list(prompt)])
+    ids = torch.tensor([prompt])
     said: list[int] = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)[0].tolist()
-    return said[len(prompt) :]
+    return tuple(said[len(prompt) :])
 
 
 class WindowedAttention:

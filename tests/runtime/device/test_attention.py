@@ -1,7 +1,9 @@
 """A backend serves what it says it can; features that exclude each other are switched off with one warning."""
 
 import logging
+import resource
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ from dflash_runtime.scheduling.request import SamplingParams
 from dflash_testing.pairs import CPU, bundled_draft_model, bundled_llm, placement, random_draft_config, random_target
 
 TARGET = random_target().config
+STATM = Path("/proc/self/statm")
 CAUSAL_ONLY = {"old": Capability(non_causal=False, non_causal_window=False), "new": Capability()}
 NO_WINDOW = {"old": Capability(causal_window=False, non_causal_window=False)}
 
@@ -54,6 +57,23 @@ def test_a_causal_draft_with_a_window_is_refused_where_windows_are_not_served() 
     windowed = replace(TARGET, windows=(None, None, 9, None))
     with pytest.raises(UnsupportedError, match="target layer 2"):
         check_capability("old", windowed, draft(), "float32", backends=NO_WINDOW)
+
+
+@pytest.mark.skipif(not STATM.exists(), reason="needs Linux, which says what memory a process has")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_pages_that_nobody_fills_take_no_memory_of_the_host(dtype: torch.dtype) -> None:
+    before = num_resident_bytes()
+    cache = KVCache(TARGET, 40_000, 16, placement(dtype))
+    assert cache.keys.nbytes >= 64 * 2**20
+    assert num_resident_bytes() - before < cache.keys.nbytes / 8
+    assert (cache.keys.dtype, cache.values.shape) == (dtype, cache.keys.shape)
+    cache.values[:, -1] = 1
+    assert not cache.values[:, :-1:99_991].any()
+    assert not cache.keys[:, ::99_991].any()
+
+
+def num_resident_bytes() -> int:
+    return int(STATM.read_text().split()[1]) * resource.getpagesize()
 
 
 def test_layers_with_other_kv_heads_share_pages_as_wide_as_the_widest() -> None:

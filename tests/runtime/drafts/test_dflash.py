@@ -4,6 +4,8 @@ Text stays right when context KV is wrong, so it is compared with a computation 
 transformers' model, projected row by row.
 """
 
+from itertools import product
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -39,8 +41,14 @@ def reference() -> torch.nn.Module:
     return model.eval()
 
 
-@pytest.mark.parametrize("num_draft_tokens", [1, 3, 7])
-@pytest.mark.parametrize("prompt_len", [1, 15, 16, 17, 60])
+AROUND_PAGES = [(1, 1), (7, 1), (3, 15), (7, 16), (1, 17), (7, 60)]
+OTHERS = [case for case in product((1, 3, 7), (1, 15, 16, 17, 60)) if case not in AROUND_PAGES]
+
+
+@pytest.mark.parametrize(
+    ("num_draft_tokens", "prompt_len"),
+    [*AROUND_PAGES, *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS)],
+)
 def test_context_kv_equals_recomputation(reference: torch.nn.Module, num_draft_tokens: int, prompt_len: int) -> None:
     draft = bundled_draft_model()
     llm = bundled_llm(draft, num_draft_tokens)

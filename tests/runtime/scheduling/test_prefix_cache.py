@@ -87,13 +87,20 @@ def test_without_a_cache_nothing_is_found() -> None:
     assert found(cache, list(range(12)))[1] == 0
 
 
-@pytest.mark.parametrize("name", ["tiny", "tiny:reduced"])
-@pytest.mark.parametrize("scheduling", ["sync", "async"])
+@pytest.mark.parametrize(
+    ("scheduling", "name"),
+    [
+        ("sync", "tiny"),
+        ("async", "tiny:reduced"),
+        pytest.param("sync", "tiny:reduced", marks=pytest.mark.slow),
+        pytest.param("async", "tiny", marks=pytest.mark.slow),
+    ],
+)
 def test_a_hit_accepts_what_a_full_prefill_accepts(name: str, scheduling: str) -> None:
     """vllm#47930, llama.cpp#27342: context KV of restored pages is there, so drafts are the same drafts."""
     draft = bundled_draft_model(name, torch.float64)
     prompts = [prompt for prompt in bundled_prompts() if len(prompt) > 34][:4]
-    params = SamplingParams(max_new_tokens=30)
+    params = SamplingParams(max_new_tokens=20)
     cold = bundled_llm(draft, 7, dtype=torch.float64, prefix_cache=False).generate(prompts, params)
     llm = bundled_llm(draft, 7, dtype=torch.float64, scheduling=scheduling, max_num_requests=2)
     first, second = llm.generate(prompts, params), llm.generate(prompts, params)
