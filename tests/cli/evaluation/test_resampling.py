@@ -2,7 +2,6 @@
 
 import argparse
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -20,11 +19,11 @@ import coverage
 SAMPLED = ("bimodal", "heavy")
 
 
-def check_coverage(name: str, num_turns: int, counts: Sequence[int] = (MIN_UNITS, 16, 32, 128)) -> None:
+def check_coverage(name: str, num_turns: int) -> None:
     """95% intervals cover the truth in 93 to 97 of 100 replications, of which there are 2,000: standard error 0.5."""
     world = coverage.WORLDS[name]
     truth = coverage.true_ratio(world, num_turns)
-    for count in counts:
+    for count in (MIN_UNITS, 16, 32, 128):
         rng = np.random.default_rng(count + num_turns)
         units = coverage.as_units(coverage.draw_counts(world, rng, (2000, count), num_turns))
         assert 93 <= coverage.coverage(coverage.widened(units, 1000), truth) <= 97, count
@@ -34,12 +33,12 @@ def check_coverage(name: str, num_turns: int, counts: Sequence[int] = (MIN_UNITS
 @pytest.mark.parametrize("name", SAMPLED)
 def test_the_interval_covers_as_often_as_it_says(name: str, num_turns: int) -> None:
     """An interval over turns covers in 65 of 100 with five turns, the plain percentile one in 89 with 16 prompts."""
-    check_coverage(name, num_turns, (MIN_UNITS, 16, 32))
+    check_coverage(name, num_turns)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_turns", [1, 5])
-@pytest.mark.parametrize("name", sorted(coverage.WORLDS))
+@pytest.mark.parametrize("name", sorted(set(coverage.WORLDS) - set(SAMPLED)))
 def test_the_interval_covers_as_often_as_it_says_everywhere(name: str, num_turns: int) -> None:
     check_coverage(name, num_turns)
 
