@@ -83,8 +83,11 @@ class FileConnector:
             self._is_closed = True
             waiting = [future for futures in self._waited_for.values() for future in futures]
             self._waited_for = {}
+            watcher = self._watcher
         for future in waiting:
             future.cancel()
+        if watcher is not None and watcher is not threading.current_thread():
+            watcher.join()
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def _watch(self) -> None:
