@@ -33,6 +33,7 @@ class HeldHandoffs:
     """A connector that keeps hand-offs in the memory of this process, and gives each as often as it is asked for."""
 
     name = "memory"
+    takes_device = False
 
     def __init__(self) -> None:
         self.handoffs: dict[str, Handoff] = {}

@@ -29,6 +29,9 @@ logger = logging.getLogger(__name__)
 Given = TypeVar("Given")
 Got = TypeVar("Got")
 
+TAKEN_SECONDS = 600.0
+"""How long pages are kept for a hand-off that nobody takes; the other side may have a long queue before it."""
+
 WAIT_SECONDS = 0.02
 """How long an engine that has nothing else to do waits at a time; time limits are looked at in between."""
 
@@ -83,6 +86,7 @@ class Leaving:
 
     handoff: Handoff
     copied: Copied
+    deadline: float
     future: "Future[None] | None" = None
 
 
@@ -134,7 +138,9 @@ class Transfers:
     def send(self, request: Request) -> None:
         """Take the KV of a request that has just ended its prompt, and begin to hand it off."""
         handoff = self._taken(request)
-        self._leaving[request] = Leaving(handoff, self._runner.porter.to_host(handoff.tensors))
+        porter = self._runner.porter
+        copy = porter.left_here if self.plan.connector.takes_device else porter.to_host
+        self._leaving[request] = Leaving(handoff, copy(handoff.tensors), time.monotonic() + TAKEN_SECONDS)
 
     def keep(self, request: Request) -> None:
         """Take the pages of a prompt that was run, of which its store has not all."""
@@ -269,7 +275,7 @@ class Transfers:
             if leaving.future is None and leaving.copied.is_ready:
                 handoff = leaving.handoff.with_tensors(leaving.copied.tensors)
                 leaving.future = _begun(self.plan.connector.save, handoff)
-            if leaving.future is not None and leaving.future.done():
+            if leaving.future is not None and (leaving.future.done() or time.monotonic() > leaving.deadline):
                 self._leave(request, leaving)
                 yield request
 
@@ -293,6 +299,9 @@ class Transfers:
         del self._leaving[request]
         assert leaving.future is not None
         try:
+            if not leaving.future.done():
+                leaving.future.cancel()
+                raise PeerUnreachable(f"nobody took it within {TAKEN_SECONDS:g} s")
             _result(leaving.future)
         except DFlashError as error:
             self._scheduler.fail(request, error)

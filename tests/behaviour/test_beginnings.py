@@ -57,6 +57,7 @@ class Late:
     """A connector whose hand-offs come in an order of their own."""
 
     name = "late"
+    takes_device = False
 
     def __init__(self, connector: Connector) -> None:
         self._connector = connector

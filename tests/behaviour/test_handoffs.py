@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from dflash_runtime import transfers
 from dflash_runtime.errors import CapacityError
 from dflash_runtime.kv_transfer.fingerprint import Fingerprint
 from dflash_runtime.kv_transfer.handoff import DRAFT_PAGES, TARGET_PAGES, Handoff
@@ -369,6 +370,16 @@ def test_what_cannot_be_sent_is_an_error_of_its_prompt(failure: Exception) -> No
     assert [output.exit_code for output in outputs] == [6, 6] if isinstance(failure, CapacityError) else [4, 4]
     llm.engine.scheduler.check_integrity()
     assert not llm.engine.scheduler.has_work
+
+
+def test_what_nobody_takes_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfers, "TAKEN_SECONDS", 0.1)
+    llm = make_llm()
+    plan = HandoffPlan(connector=MemoryConnector(holds_saves=True), keys=("a",), is_sending=True)
+    (output,) = llm.generate(PROMPTS[3:4], PARAMS, handoffs=plan)
+    assert (output.exit_code, output.error) == (4, "nobody took it within 0.1 s")
+    assert not llm.engine.scheduler.has_work
+    llm.engine.scheduler.check_integrity()
 
 
 def test_pages_stay_until_the_other_side_has_them() -> None:

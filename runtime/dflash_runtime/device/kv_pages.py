@@ -56,6 +56,10 @@ class PagePorter:
         for name, cache in self._caches.items():
             self._put(cache, tensors.get(name), columns, first)
 
+    def left_here(self, tensors: Mapping[str, Tensor]) -> Copied:
+        """Leave on the device what was taken; ready once it is written."""
+        return Copied(tensors, None if self._stream is None else torch.cuda.current_stream(self._device).record_event())
+
     def to_host(self, tensors: Mapping[str, Tensor]) -> Copied:
         """Copy to the host what was taken."""
         if self._stream is None:

@@ -29,6 +29,7 @@ class Carrier(Protocol):
     """
 
     name: str
+    takes_device: bool
 
     def stage(self, tensors: Mapping[str, Tensor]) -> Staged:
         """Make tensors ready to travel; they are written already."""

@@ -22,9 +22,13 @@ TransferRole = Literal["prefill", "decode"]
 
 
 class Connector(Protocol):
-    """Carries hand-offs from where they are saved to where they are loaded, each under its key."""
+    """Carries hand-offs from where they are saved to where they are loaded, each under its key.
+
+    With `takes_device` what is saved is best where it was computed; otherwise it is copied to the host before.
+    """
 
     name: str
+    takes_device: bool
 
     def save(self, handoff: Handoff) -> "Future[None]":
         """Begin to hand off; done once the other side has it, or it lies where it can be had.

@@ -43,6 +43,7 @@ class FileConnector:
     """Saves to a folder and loads from it; what is not there yet is waited for."""
 
     name = "file"
+    takes_device = False
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -53,6 +53,7 @@ class NixlCarrier:
     def __init__(self, device: torch.device | None, timeout_s: float) -> None:
         self._agent = _make_agent()
         self._device = device if device is not None else torch.device("cpu")
+        self.takes_device = self._device.type == "cuda"
         self._timeout_s = timeout_s
         self._known: list[Region] = []
         self._other = ""

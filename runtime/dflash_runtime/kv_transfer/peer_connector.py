@@ -46,7 +46,7 @@ class PeerConnector:
     """Saves where it is the prefill side, loads where it is the decode side."""
 
     def __init__(self, role: TransferRole, address: Address, channel: ControlChannel, carrier: Carrier) -> None:
-        self.name = carrier.name
+        self.name, self.takes_device = carrier.name, carrier.takes_device
         self.role, self.address = role, address
         self._channel, self._carrier = channel, carrier
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()

@@ -47,6 +47,7 @@ class PrefixStore:
     """The pages of one pair in a folder. As a connector it only loads; `keep` is its way in."""
 
     name = "prefix store"
+    takes_device = False
 
     def __init__(self, folder: Path, fingerprint: Fingerprint, page_size: int) -> None:
         self.folder = folder / fingerprint.digest

@@ -38,6 +38,7 @@ class GlooCarrier:
     """Tensors by way of the host's memory and TCP; what lies on a device is copied there first."""
 
     name = "gloo"
+    takes_device = False
 
     def __init__(self, role: TransferRole, channel: ControlChannel, store: Any, timeout_s: float) -> None:
         self._other, self._is_stopped = 1 - RANKS[role], False
@@ -104,6 +105,7 @@ class NcclCarrier:
     """
 
     name = "nccl"
+    takes_device = True
 
     def __init__(self, role: TransferRole, device: torch.device | None, store: Any, timeout_s: float) -> None:
         self.device = device if device is not None else torch.device("cuda", torch.cuda.current_device())

@@ -177,6 +177,7 @@ class VllmPrefills:
     """A connector that loads prefills of vLLM, by the keys that `find_vllm_prefills` gives."""
 
     name = "vllm-files"
+    takes_device = False
 
     def __init__(self, prefills: Mapping[str, VllmPrefill], fingerprint: Fingerprint) -> None:
         self.prefills = prefills

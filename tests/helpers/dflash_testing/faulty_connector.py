@@ -22,7 +22,7 @@ class FaultyConnector:
     def __init__(
         self, inner: Connector, seed: int, *, lost: float = 0.1, doubled: float = 0.1, delay_s: float = 0.02
     ) -> None:
-        self.name = inner.name
+        self.name, self.takes_device = inner.name, inner.takes_device
         self._inner = inner
         self._random = random.Random(seed)
         self._shares = (lost, doubled, delay_s)

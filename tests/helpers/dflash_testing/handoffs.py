@@ -19,6 +19,7 @@ class MemoryConnector:
     or a `failure` comes instead. Saves that are held are done when `confirm` is called."""
 
     name: str = "memory"
+    takes_device: bool = False
     saved: dict[str, Handoff] = field(default_factory=dict)
     holds_back: bool = False
     waiting: list[tuple[str, "Future[Handoff]"]] = field(default_factory=list)

@@ -106,6 +106,7 @@ class Wire:
         self.decode = ReceivingSide(self, self.to_prefill.append, self.decode_jobs.append)
 
     name = "wire"
+    takes_device = False
 
     def stage(self, tensors: Mapping[str, Tensor]) -> Staged:
         return Staged({name: tensor.contiguous() for name, tensor in tensors.items()})
