@@ -21,7 +21,7 @@ from dflash_cli.evaluation.tuning.roundings import (
 VALUES = torch.randn(6, 4 * GROUP, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3, 2, 6)[:, None]
 
 
-@pytest.mark.parametrize("rounding", {*WEIGHTS.values(), *KV.values()}, ids=lambda item: item.__name__)
+@pytest.mark.parametrize("rounding", dict.fromkeys((*WEIGHTS.values(), *KV.values())), ids=lambda item: item.__name__)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_what_is_rounded_keeps_its_dtype_and_stays(rounding: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
     """The second rounding changes nothing but for the last bit of a scale."""
