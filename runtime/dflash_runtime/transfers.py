@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from dflash_runtime.device.kv_pages import Copied
+from dflash_runtime.device.kv_pages import MovingPages
 from dflash_runtime.device.runner import Runner
 from dflash_runtime.errors import DFlashError, HandoffMismatch, PeerUnreachable
 from dflash_runtime.kv_transfer.connector import Connector
@@ -77,26 +77,32 @@ class Arriving:
     source: "Future[Handoff]"
     future: "Future[Handoff]"
     deadline: float
-    copied: Copied | None = None
+    moving: MovingPages | None = None
+    generation: int = 0  # of the request when its pages began to be filled
 
 
 @dataclass(slots=True)
 class Leaving:
-    """One request on its way out: what was taken of it, then the connector's word."""
+    """One request on its way out: its pages are taken, none where it has ended, then the connector has the word."""
 
     handoff: Handoff
-    copied: Copied
+    moving: MovingPages | None
     deadline: float
     future: "Future[None] | None" = None
 
 
 @dataclass(frozen=True, slots=True)
 class Keeping:
-    """Pages of a prompt, from `first` on, on their way to a store."""
+    """Pages of a prompt, from `first` on, on their way to a store; taken while the request holds them."""
 
     request: Request
+    generation: int
     first: int
-    copied: Copied
+    moving: MovingPages
+
+    @property
+    def is_held(self) -> bool:
+        return self.request.row is not None and self.request.generation == self.generation
 
 
 @dataclass(slots=True)
@@ -137,10 +143,14 @@ class Transfers:
 
     def send(self, request: Request) -> None:
         """Take the KV of a request that has just ended its prompt, and begin to hand it off."""
-        handoff = self._taken(request)
-        porter = self._runner.porter
-        copy = porter.left_here if self.plan.connector.takes_device else porter.to_host
-        self._leaving[request] = Leaving(handoff, copy(handoff.tensors), time.monotonic() + TAKEN_SECONDS)
+        handoff, moving = self._describe(request), None
+        if handoff.finish_reason is None:
+            stays = self.plan.connector.takes_device
+            moving = self._runner.porter.begin_out(request.pages, handoff.kv_len, stays=stays)
+            state = self._runner.take_state(request)
+            handoff = replace(handoff, tensors=state.tensors, state_values=state.values)
+        self._leaving[request] = Leaving(handoff, moving, time.monotonic() + TAKEN_SECONDS)
+        self._advance_leaving_one(request)
 
     def keep(self, request: Request) -> None:
         """Take the pages of a prompt that was run, of which its store has not all."""
@@ -149,8 +159,10 @@ class Transfers:
             return
         first, end = store.first_missing(request)
         if first < end:
-            tensors = self._runner.take_pages(request.pages[first:end])
-            self._keeping.append(Keeping(request, first, self._runner.porter.to_host(tensors)))
+            num_tokens = (end - first) * self._runner.page_size
+            moving = self._runner.porter.begin_out(request.pages[first:end], num_tokens)
+            self._keeping.append(Keeping(request, request.generation, first, moving))
+            self._advance_keeping()
 
     def advance(self) -> list[Request]:
         """Do what can be done without waiting; returns requests that gained tokens, or ended."""
@@ -181,21 +193,19 @@ class Transfers:
                 yield from self._arrive(request, arriving)
 
     def _is_due(self, arriving: Arriving) -> bool:
-        """Whether there is anything to do about it: it failed or is late, has come, or is on the device."""
-        if arriving.copied is not None:
-            return arriving.copied.is_ready
+        """Whether there is anything to do about it: it has come, failed, or is late."""
         return arriving.future.done() or time.monotonic() > arriving.deadline
 
     def _arrive(self, request: Request, arriving: Arriving) -> Iterator[Request]:
         """Take the next step with what came for a request."""
         try:
             handoff = self._result(request, arriving)
-            if arriving.copied is None:
+            if arriving.moving is None or arriving.generation != request.generation:
                 self._check(request, handoff)
-                arriving.copied = self._runner.porter.to_device(handoff.tensors)
-                if not arriving.copied.is_ready:
-                    return
-            self._put(request, handoff, arriving.copied)
+                arriving.moving, arriving.generation = self._begin_in(request, handoff), request.generation
+            if not self._runner.porter.advance(arriving.moving):
+                return
+            self._take_over(request, handoff)
             yield request
         except HandoffMismatch as error:
             self._scheduler.fail(request, error)
@@ -227,13 +237,20 @@ class Transfers:
         else:
             check_handoff(handoff, self._fingerprint, expected)
 
-    def _put(self, request: Request, handoff: Handoff, copied: Copied) -> None:
-        """Store what arrived, in stream order, and let the request go on from it."""
+    def _begin_in(self, request: Request, handoff: Handoff) -> MovingPages:
+        """Begin to fill a request's pages; those that it shares hold the same already."""
+        if handoff.finish_reason is not None:
+            return MovingPages({}, ())
+        num_pages = -(-handoff.kv_len // self._runner.page_size)
+        first = min(num_pages, request.prefilled_len // self._runner.page_size)
+        return self._runner.porter.begin_in(handoff.tensors, request.pages[:num_pages], first)
+
+    def _take_over(self, request: Request, handoff: Handoff) -> None:
+        """Let a request go on from what is in its pages."""
         if not handoff.is_beginning:
             request.seed = handoff.seed
         if handoff.finish_reason is None:
-            first = request.prefilled_len // self._runner.page_size
-            self._runner.put(request, handoff, copied.tensors, first)
+            self._runner.take_over(request, handoff)
         self._scheduler.finish_loading(request, handoff.output_token_ids, handoff.kv_len, handoff.finish_reason)
         self.counts.num_loaded += 1
         self.counts.num_bytes += handoff.num_bytes
@@ -249,10 +266,10 @@ class Transfers:
     def _drop(self, request: Request) -> None:
         self._arriving.pop(request).source.cancel()
 
-    def _taken(self, request: Request) -> Handoff:
-        """A request's hand-off, its tensors still on the device."""
+    def _describe(self, request: Request) -> Handoff:
+        """A request's hand-off, as yet without tensors."""
         assert request.send_key is not None
-        handoff = Handoff(
+        return Handoff(
             key=request.send_key,
             fingerprint=self._fingerprint,
             prompt_token_ids=request.prompt_token_ids,
@@ -262,7 +279,6 @@ class Transfers:
             finish_reason=self._finish_reason(request),
             note=self.plan.notes[request.index] if self.plan.notes else {},
         )
-        return handoff if handoff.finish_reason is not None else self._runner.take(request, handoff)
 
     def _finish_reason(self, request: Request) -> FinishReason | None:
         """Why a request ends at its first token in any case, if it does."""
@@ -271,19 +287,44 @@ class Transfers:
         return request.finish_reason if request.finish_reason is FinishReason.STOP or is_last else None
 
     def _advance_leaving(self) -> Iterator[Request]:
-        for request, leaving in list(self._leaving.items()):
-            if leaving.future is None and leaving.copied.is_ready:
-                handoff = leaving.handoff.with_tensors(leaving.copied.tensors)
-                leaving.future = _begun(self.plan.connector.save, handoff)
-            if leaving.future is not None and (leaving.future.done() or time.monotonic() > leaving.deadline):
-                self._leave(request, leaving)
+        for request in list(self._leaving):
+            if self._advance_leaving_one(request):
                 yield request
 
+    def _advance_leaving_one(self, request: Request) -> bool:
+        """Whether a request has been let go of."""
+        leaving = self._leaving[request]
+        if leaving.future is None and leaving.moving is not None and not request.pages:
+            leaving.future = Future()  # a step has failed, and taken all pages with it
+            leaving.future.set_exception(DFlashError("its pages were lost before they were handed off"))
+        if leaving.future is None and (leaving.moving is None or self._runner.porter.advance(leaving.moving)):
+            leaving.future = _begun(self.plan.connector.save, self._complete(leaving))
+        if leaving.future is None or not (leaving.future.done() or time.monotonic() > leaving.deadline):
+            return False
+        self._leave(request, leaving)
+        return True
+
+    def _complete(self, leaving: Leaving) -> Handoff:
+        """A hand-off with the tensors that were taken; its rows are all there, as steps have written them."""
+        if leaving.moving is None:
+            return leaving.handoff
+        leaving.handoff = replace(
+            leaving.handoff,
+            tensors={**leaving.moving.tensors, **leaving.handoff.tensors},
+            num_rows=dict.fromkeys(leaving.moving.tensors, leaving.handoff.kv_len),
+        )
+        return leaving.handoff
+
     def _advance_keeping(self) -> None:
-        for item in [item for item in self._keeping if item.copied.is_ready]:
-            assert self.plan.store is not None
-            self._kept.append(self.plan.store.keep(item.request, item.first, item.copied.tensors))
-            self._keeping.remove(item)
+        """Take more pages of the prompts that still hold them, and hand what was taken of the others to the store."""
+        for item in list(self._keeping):
+            is_done = self._runner.porter.advance(item.moving, begins=item.is_held)
+            if is_done and item.moving.num_done:
+                assert self.plan.store is not None
+                taken = {name: tensor[: item.moving.num_done] for name, tensor in item.moving.tensors.items()}
+                self._kept.append(self.plan.store.keep(item.request, item.first, taken))
+            if is_done:
+                self._keeping.remove(item)
 
     def _settle_keeping(self) -> None:
         """Wait until pages that were to be kept are written; where some are not, say why, once."""

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from dflash_runtime import transfers
+from dflash_runtime.device import kv_pages
 from dflash_runtime.errors import CapacityError
 from dflash_runtime.kv_transfer.fingerprint import Fingerprint
 from dflash_runtime.kv_transfer.handoff import DRAFT_PAGES, TARGET_PAGES, Handoff
@@ -370,6 +371,39 @@ def test_what_cannot_be_sent_is_an_error_of_its_prompt(failure: Exception) -> No
     assert [output.exit_code for output in outputs] == [6, 6] if isinstance(failure, CapacityError) else [4, 4]
     llm.engine.scheduler.check_integrity()
     assert not llm.engine.scheduler.has_work
+
+
+@pytest.fixture
+def slow_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page at a time, each of which takes some looks to come, as copies of a GPU do."""
+    generator = random.Random(2)
+    monkeypatch.setattr(kv_pages, "PIECE_BYTES", 1)
+    monkeypatch.setattr(kv_pages.Piece, "is_ready", property(lambda piece: generator.random() < 0.4))
+
+
+@pytest.mark.usefixtures("slow_copies")
+@pytest.mark.parametrize("num_pages", [60, 10])
+def test_pages_that_move_piece_by_piece_are_all_there(num_pages: int) -> None:
+    """Also of requests that are preempted in between, which begin again, beside others that decode."""
+    wanted = make_llm().generate(PROMPTS, PARAMS)
+    connector = hand_off(make_llm(), PROMPTS, PARAMS)
+    llm = make_llm(num_pages=num_pages, scheduling="async", max_num_requests=6)
+    found = go_on(llm, PROMPTS, PARAMS, connector)
+    assert traces(found) == traces(wanted)
+    assert sum(output.num_loaded > 0 for output in found) > 5
+
+
+@pytest.mark.usefixtures("slow_copies")
+def test_a_step_that_fails_while_pages_leave_is_an_error_of_their_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = make_llm(max_num_requests=1)
+    fail_once(llm, 1, monkeypatch)
+    monkeypatch.setattr(kv_pages.Piece, "is_ready", property(lambda piece: False))
+    plan = HandoffPlan(connector=MemoryConnector(), keys=keys_of(PROMPTS[7:9]), is_sending=True)
+    stream = llm.stream(PROMPTS[7:9], PARAMS, handoffs=plan)
+    first = next(delta.output for delta in stream if delta.output is not None)
+    assert (first.exit_code, first.error) == (1, "its pages were lost before they were handed off")
+    stream.close()
+    llm.engine.scheduler.check_integrity()
 
 
 def test_what_nobody_takes_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,11 +2,13 @@
 
 import logging
 from collections.abc import Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dflash_runtime.device import kv_pages
 from dflash_runtime.errors import UsageError
 from dflash_runtime.llm import LLM
 from dflash_runtime.scheduling.prefix_cache import page_digests
@@ -60,6 +62,19 @@ def test_a_longer_prompt_begins_with_a_shorter_one(tmp_path: Path) -> None:
     (found,) = other.generate([whole], PARAMS)
     assert (found.num_cached, found.num_loaded) == (80, 0)
     other.engine.scheduler.check_integrity()
+
+
+def test_what_is_not_taken_before_its_request_ends_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages leave one at a time, four together, and late: of six pages four are right, and of the beginning."""
+    looks = count()
+    monkeypatch.setattr(kv_pages, "PIECE_BYTES", 1)
+    monkeypatch.setattr(kv_pages.Piece, "is_ready", property(lambda piece: next(looks) > 100))
+    whole = max(bundled_prompts(), key=len)[:100]
+    make_llm(tmp_path, num_pages=20).generate([whole], SamplingParams(max_new_tokens=2))
+    monkeypatch.undo()
+    found = make_llm(tmp_path).generate([whole], PARAMS)
+    assert found[0].num_loaded == 64
+    assert traces(found) == traces(make_llm(None).generate([whole], PARAMS))
 
 
 def test_another_pair_finds_nothing(tmp_path: Path) -> None:

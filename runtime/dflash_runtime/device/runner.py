@@ -13,9 +13,9 @@ accepted, which is plain decoding; one that is done takes part and changes nothi
 Axis letters: R requests, N block rows, W of them verified, K drafted tokens, T flat rows, F features, V vocabulary.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -82,15 +82,15 @@ class Runner:
         num_target_pages = num_pages if self.texts is None else 0
         self.target_kv = KVCache(self.target.config, num_target_pages, page_size, pair.placement)
         self.draft_kv = KVCache(self.draft.config, num_pages, page_size, pair.placement) if self.draft else None
-        caches = {} if self.texts is not None else {TARGET_PAGES: self.target_kv}
-        if self.draft_kv is not None:
-            caches[DRAFT_PAGES] = self.draft_kv
-        self.porter = PagePorter(caches, self.device)
         # A block may begin on the last position, so the table is a block wider than the model is long.
         max_pages = -(-(self.limits.max_model_len + self.limits.num_lookahead_tokens) // page_size)
         # The last row is never given to a request: graphs fill their batches with it.
         self.state = DeviceState.empty(self.limits.max_num_requests + 1, max_pages, self.device)
         self._upload = Uploader(self.device)
+        caches = {} if self.texts is not None else {TARGET_PAGES: self.target_kv}
+        if self.draft_kv is not None:
+            caches[DRAFT_PAGES] = self.draft_kv
+        self.porter = PagePorter(caches, self.device, self._upload)
         self._draft_places = self._find_places()
         self._bounds = Bounds(
             max_model_len=self.limits.max_model_len,
@@ -125,33 +125,21 @@ class Runner:
                 pending.append(PendingForward.send(requests, first, self.device, batch.chunks))
             return pending
 
-    @torch.inference_mode()
-    def take(self, request: Request, handoff: Handoff) -> Handoff:
-        """A hand-off with the KV of its request's committed rows, as every step queued so far has written it."""
-        with self._on_device():
-            tensors = self.porter.take(request.pages, handoff.kv_len)
-            num_rows = dict.fromkeys(tensors, handoff.kv_len)
-            state = self.texts.take(request) if self.texts is not None else TextState()
-            return replace(handoff, tensors={**tensors, **state.tensors}, num_rows=num_rows, state_values=state.values)
+    def take_state(self, request: Request) -> TextState:
+        """What a target that keeps its own cache has of a request's text, whose prompt has just been run."""
+        return self.texts.take(request) if self.texts is not None else TextState()
 
     @torch.inference_mode()
-    def take_pages(self, pages: Sequence[int]) -> dict[str, Tensor]:
-        """Whole pages, as every step queued so far has written them."""
-        with self._on_device():
-            return self.porter.take(pages, len(pages) * self.page_size)
-
-    @torch.inference_mode()
-    def put(self, request: Request, handoff: Handoff, tensors: Mapping[str, Tensor], first: int) -> None:
-        """Store a hand-off's KV, with tensors that are on the device, in a request's pages from column `first` on.
+    def take_over(self, request: Request, handoff: Handoff) -> None:
+        """Let a request go on from a hand-off whose rows are in its pages: its state, and its seed.
 
         Raises:
             HandoffMismatch: the state of a target that keeps its own cache is not one of this target.
         """
         with self._on_device():
             if self.texts is not None:
-                state = TextState(tensors, handoff.state_values)
+                state = TextState(handoff.tensors, handoff.state_values)
                 self.texts.put(request, state, self._upload.ints(request.prompt_token_ids[:1]), handoff.kv_len)
-            self.porter.put(tensors, request.pages[: -(-handoff.kv_len // self.page_size)], first)
             self.state.seeds[_row(request)] = request.seed
 
     @torch.inference_mode()
