@@ -19,7 +19,7 @@ from dflash_cli.evaluation.acceptance_difference import (
     tokens_per_step,
 )
 from dflash_cli.generation.answers import Answer, Tally, plural
-from dflash_cli.generation.handoffs.handing import without_echoes
+from dflash_cli.generation.handoffs.handoff_problems import without_echoes
 from dflash_runtime.errors import GateFailed
 from dflash_runtime.scheduling.request import RequestOutput
 

@@ -1,6 +1,6 @@
 """The hand-offs of a run of `dflash generate`: where they go, or come from, and what came of them."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -10,6 +10,7 @@ from typing import Any
 from dflash_cli import console
 from dflash_cli.generation.answers import Streaming, Tally, plural
 from dflash_cli.generation.handoffs.handoff_folder import empty_folder
+from dflash_cli.generation.handoffs.handoff_problems import without_echoes
 from dflash_cli.generation.prompt_sets import PromptSet
 from dflash_cli.generation.prompts import PromptRow
 from dflash_runtime.errors import (
@@ -28,17 +29,6 @@ from dflash_runtime.scheduling.request import RequestOutput, SamplingParams
 from dflash_runtime.transfers import HandoffPlan, TransferCounts
 
 SAME_PAIR = "both sides need the same pair, settings and prompts; --force-mismatch takes what fits of another pair's"
-
-
-def without_echoes(problems: Iterable[str]) -> list[str]:
-    """What does not fit, without the fields that one side lacks because it has no draft: that is said once.
-
-    Rows that are missing come first, since they are what acceptance falls by.
-    """
-    found = list(dict.fromkeys(problems))
-    has_no_draft = any(text in found for text in ("draft: here dflash, there none", "draft: here none, there dflash"))
-    kept = [text for text in found if not (has_no_draft and (" nothing" in text))]
-    return sorted(kept, key=lambda text: ": here " in text)
 
 
 @dataclass(kw_only=True)
