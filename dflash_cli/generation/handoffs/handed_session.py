@@ -10,7 +10,7 @@ from typing import Any
 
 from dflash_cli import console
 from dflash_cli.generation.answers import Event, answer_rows
-from dflash_cli.generation.handoffs.handing import without_echoes
+from dflash_cli.generation.handoffs.handoff_problems import without_echoes
 from dflash_cli.generation.handoffs.prefill_side import PrefillProcess
 from dflash_cli.generation.loaded_pair import OpenedPair, PairSession, load_session
 from dflash_cli.generation.prompts import PromptRow
