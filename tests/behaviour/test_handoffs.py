@@ -378,7 +378,7 @@ def slow_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """A page at a time, each of which takes some looks to come, as copies of a GPU do."""
     generator = random.Random(2)
     monkeypatch.setattr(kv_pages, "PIECE_BYTES", 1)
-    monkeypatch.setattr(kv_pages.Piece, "is_ready", property(lambda piece: generator.random() < 0.4))
+    monkeypatch.setattr(kv_pages.MovingPiece, "is_ready", property(lambda piece: generator.random() < 0.4))
 
 
 @pytest.mark.usefixtures("slow_copies")
@@ -397,7 +397,7 @@ def test_pages_that_move_piece_by_piece_are_all_there(num_pages: int) -> None:
 def test_a_step_that_fails_while_pages_leave_is_an_error_of_their_request(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = make_llm(max_num_requests=1)
     fail_once(llm, 1, monkeypatch)
-    monkeypatch.setattr(kv_pages.Piece, "is_ready", property(lambda piece: False))
+    monkeypatch.setattr(kv_pages.MovingPiece, "is_ready", property(lambda piece: False))
     plan = HandoffPlan(connector=MemoryConnector(), keys=keys_of(PROMPTS[7:9]), is_sending=True)
     stream = llm.stream(PROMPTS[7:9], PARAMS, handoffs=plan)
     first = next(delta.output for delta in stream if delta.output is not None)

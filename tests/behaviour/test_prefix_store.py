@@ -68,7 +68,7 @@ def test_what_is_not_taken_before_its_request_ends_is_not_kept(tmp_path: Path, m
     """Pages leave one at a time, four together, and late: of six pages four are right, and of the beginning."""
     looks = count()
     monkeypatch.setattr(kv_pages, "PIECE_BYTES", 1)
-    monkeypatch.setattr(kv_pages.Piece, "is_ready", property(lambda piece: next(looks) > 100))
+    monkeypatch.setattr(kv_pages.MovingPiece, "is_ready", property(lambda piece: next(looks) > 100))
     whole = max(bundled_prompts(), key=len)[:100]
     make_llm(tmp_path, num_pages=20).generate([whole], SamplingParams(max_new_tokens=2))
     monkeypatch.undo()

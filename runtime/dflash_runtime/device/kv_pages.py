@@ -27,7 +27,7 @@ MAX_PIECES = 4
 
 
 @dataclass(slots=True)
-class Piece:
+class MovingPiece:
     """Columns `[begin, end)` of a request's pages on their way, and what the device holds of them meanwhile."""
 
     begin: int
@@ -54,7 +54,7 @@ class MovingPages:
     num_tokens: int | None = None
     num_begun: int = 0
     num_done: int = 0
-    flying: deque[Piece] = field(default_factory=deque)
+    flying: deque[MovingPiece] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
         self.num_begun = self.num_done = self.first
@@ -131,7 +131,7 @@ class PagePorter:
                 self._put(piece, moving.pages)
             moving.num_done = piece.end
 
-    def _take(self, moving: MovingPages, begin: int, end: int) -> Piece:
+    def _take(self, moving: MovingPages, begin: int, end: int) -> MovingPiece:
         """Columns out of their pages, behind all steps that are queued, and towards where they go."""
         taken = {}
         columns = self._upload.ints(moving.pages[begin:end])
@@ -144,9 +144,9 @@ class PagePorter:
             if num_last < cache.page_size:
                 rows[-1, :, :, num_last:] = 0
             taken[name] = rows
-        return self._send(moving, Piece(begin, end, taken, None))
+        return self._send(moving, MovingPiece(begin, end, taken, None))
 
-    def _send(self, moving: MovingPages, piece: Piece) -> Piece:
+    def _send(self, moving: MovingPages, piece: MovingPiece) -> MovingPiece:
         """Copy a piece that was taken to where the move goes."""
         rows = {name: tensor[piece.begin : piece.end] for name, tensor in moving.tensors.items()}
         if self._stream is None or any(item.is_cuda for item in rows.values()):
@@ -162,18 +162,18 @@ class PagePorter:
         piece.event = self._stream.record_event()
         return piece
 
-    def _fetch(self, moving: MovingPages, begin: int, end: int) -> Piece:
+    def _fetch(self, moving: MovingPages, begin: int, end: int) -> MovingPiece:
         """Columns of a payload on their way to the device, from pinned memory."""
         rows = {name: tensor[begin:end] for name, tensor in moving.tensors.items()}
         if self._stream is None:
-            return Piece(begin, end, rows, None)
+            return MovingPiece(begin, end, rows, None)
         with torch.cuda.stream(self._stream):
             copies = {name: tensor.to(self._device, non_blocking=True) for name, tensor in rows.items()}
         for tensor in copies.values():
             tensor.record_stream(torch.cuda.current_stream(self._device))
-        return Piece(begin, end, copies, self._stream.record_event())
+        return MovingPiece(begin, end, copies, self._stream.record_event())
 
-    def _put(self, piece: Piece, pages: Sequence[int]) -> None:
+    def _put(self, piece: MovingPiece, pages: Sequence[int]) -> None:
         columns = self._upload.ints(pages[piece.begin : piece.end])
         for name, cache in self._caches.items():
             rows = piece.tensors.get(name)
