@@ -181,7 +181,7 @@ class PagePorter:
             for index, whole in enumerate((cache.keys, cache.values)):
                 by_page = _by_page(whole, cache.page_size)
                 if num_layers < len(by_page):
-                    by_page[:, columns] = 0
+                    by_page.index_fill_(1, columns, 0)
                 if rows is not None and num_layers:
                     by_page[:num_layers, columns] = rows[:, :num_layers, index].transpose(0, 1).to(whole.dtype)
 

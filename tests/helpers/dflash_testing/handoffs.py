@@ -74,9 +74,11 @@ def keys_of(prompts: Sequence[object]) -> tuple[str, ...]:
     return tuple(f"{index:05}" for index in range(len(prompts)))
 
 
-def hand_off(llm: LLM, prompts: Sequence[Sequence[int]], params: Params) -> MemoryConnector:
+def hand_off(
+    llm: LLM, prompts: Sequence[Sequence[int]], params: Params, *, takes_device: bool = False
+) -> MemoryConnector:
     """Run prompts and hand all of them off."""
-    connector = MemoryConnector()
+    connector = MemoryConnector(takes_device=takes_device)
     outputs = llm.generate(
         prompts, params, handoffs=HandoffPlan(connector=connector, keys=keys_of(prompts), is_sending=True)
     )
