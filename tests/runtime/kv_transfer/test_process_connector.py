@@ -401,6 +401,9 @@ def kill_at_a_random_moment(peers: Peers, role: str, seed: int) -> None:
     connector.close()
     assert not late
     assert time.monotonic() - started < 5
+    # Rarely a receive that begins as its peer dies is not told by gloo, and ends with the time limit of transfers.
+    while transfer_threads() and time.monotonic() - started < LIMIT_S + 5:
+        time.sleep(0.01)
     assert not transfer_threads()
     for number, future in enumerate(futures):
         error = future.exception()
