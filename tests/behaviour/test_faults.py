@@ -40,13 +40,18 @@ class Breaking:
     def __init__(self, function: Callable[..., Any], nth: int, make: Callable[[], BaseException], *, is_late: bool):
         self._function, self._nth, self._make, self._is_late = function, nth, make, is_late
         self.num_calls = 0
+        self.is_missed = False  # the call that was to fail late ended by itself before
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         self.num_calls += 1
         is_due = self.num_calls == self._nth
         if is_due and not self._is_late:
             raise self._make()
-        result = self._function(*arguments, **options)
+        try:
+            result = self._function(*arguments, **options)
+        except BaseException:
+            self.is_missed |= is_due
+            raise
         if is_due:
             raise self._make()
         return result
@@ -111,7 +116,7 @@ def check_fault(place: str, nth: int, kind: str, *, is_late: bool, **engine: Any
     if kind == "Ctrl-C" and breaking.num_calls < nth:
         try:
             outputs = llm.generate(PROMPTS, PARAMS)
-            assert breaking.num_calls < nth
+            assert breaking.num_calls < nth or breaking.is_missed
         except KeyboardInterrupt:
             outputs = None
     else:
