@@ -141,10 +141,11 @@ class Engine:
     def deliver(self) -> list[Committed]:
         """Tokens that were committed and not handed out yet, and requests that ended."""
         committed = []
-        sending = {request: None for request in self._touched if request.is_sending}
+        sending: dict[Request, None] = {}
         for request in self._touched:
             if request.is_sending:
-                continue  # it has ended when its KV is handed off, or could not be
+                sending[request] = None  # it has ended when its KV is handed off, or could not be
+                continue
             token_ids = request.output_token_ids[request.num_delivered :]
             if token_ids or request.is_finished:
                 request.num_delivered += len(token_ids)

@@ -169,26 +169,28 @@ def test_nothing_is_published_and_nothing_reserved_before_it_has_come() -> None:
 
 
 def test_the_lookahead_is_held_back_for_what_is_loading() -> None:
-    """A pool of three pages: rows of 16 that are loading have one, and the next prompt may not have what their first
-    step takes."""
-    connector = hand_off(make_llm(), PROMPTS[:3], PARAMS)
+    """Nine pages of 4: 16 rows that are loading have four, and their first step takes two more. Another prompt, which
+    takes three, would fit into the five that are left, and waits."""
+    connector = hand_off(make_llm(page_size=4), PROMPTS[:3], PARAMS)
     connector.holds_back = True
-    llm = make_llm(num_pages=4)
-    handoffs = HandoffPlan(connector=connector, keys=("00002",))
-    llm.engine.open_transfers(handoffs, llm.fingerprint)
-    loading = Request(index=0, prompt_token_ids=PROMPTS[2], params=PARAMS, load_key="00002")
-    other = Request(index=1, prompt_token_ids=PROMPTS[1][:3], params=SamplingParams(max_new_tokens=3))
+    llm = make_llm(page_size=4, num_pages=10)
+    scheduler = llm.engine.scheduler
+    llm.engine.open_transfers(HandoffPlan(connector=connector, keys=("00002",)), llm.fingerprint)
+    params = SamplingParams(max_new_tokens=8)
+    loading = Request(index=0, prompt_token_ids=PROMPTS[2], params=params, load_key="00002")
     llm.engine.add(loading)
     llm.engine.step()
-    llm.engine.add(Request(index=2, prompt_token_ids=PROMPTS[1], params=SamplingParams(max_new_tokens=2)))
+    other = Request(index=1, prompt_token_ids=PROMPTS[1][:4], params=params)
     llm.engine.add(other)
-    llm.engine.step()
-    assert llm.engine.scheduler.pages.num_available >= 1
-    connector.deliver()
-    while llm.engine.scheduler.has_work:
+    for _ in range(3):
         llm.engine.step()
-        llm.engine.scheduler.check_integrity()
-    assert loading.num_preemptions == 0
+        assert (scheduler.pages.num_available, other.row) == (5, None)
+    connector.deliver()
+    while scheduler.has_work:
+        llm.engine.step()
+        scheduler.check_integrity()
+    assert loading.num_preemptions == other.num_preemptions == 0
+    assert len(other.output_token_ids) == len(loading.output_token_ids) == 8
 
 
 def test_what_has_come_is_found_by_later_prompts() -> None:

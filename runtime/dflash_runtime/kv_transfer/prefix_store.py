@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dflash_runtime.errors import CapacityError, InvalidHandoff
+from dflash_runtime.errors import CapacityError, InvalidHandoff, UsageError
 from dflash_runtime.kv_transfer.fingerprint import Fingerprint
 from dflash_runtime.kv_transfer.handoff import Handoff
 from dflash_runtime.kv_transfer.payload_bytes import checksum
@@ -80,10 +80,15 @@ class PrefixStore:
         return self._pool.submit(self._read_all, key, self._found.pop(key))
 
     def save(self, handoff: Handoff) -> "Future[None]":
-        raise NotImplementedError("prompts are kept, not handed off")
+        """Refused: `keep` is the way in.
+
+        Raises:
+            UsageError: always.
+        """
+        raise UsageError("a prefix store keeps prompts, and nothing is handed off to it")
 
     def refuse(self, key: str, reason: str) -> None:
-        raise NotImplementedError("prompts are kept, not handed off")
+        """See `Connector.refuse`; nobody waits here."""
 
     def close(self) -> None:
         """See `Connector.close`; what is being written is written to its end."""

@@ -39,7 +39,7 @@ class ExpectedRoom:
         ends and frees its pages, so the pool is fullest just before one of them ends.
         """
         size = self.pages.page_size
-        needed = sum(self._missing(item) for item in (request, *running) if item is request or item.is_loading)
+        needed = self.pages.pages_for(self.limits.reserved_len(request.rows_to_prefill)) - len(request.pages)
         if needed + len(running) > self.pages.num_available:
             return False
         longest = self._longest + self.limits.num_lookahead_tokens + size
@@ -54,10 +54,6 @@ class ExpectedRoom:
             grown += item.total_len + self.limits.num_lookahead_tokens - held
             fullest = max(fullest, grown + count * (self._expected_left(item) + size // 2) - freed)
         return fullest <= self.pages.num_available * size
-
-    def _missing(self, request: Request) -> int:
-        """Pages between what a request has and what its prompt and one lookahead take."""
-        return self.pages.pages_for(self.limits.reserved_len(request.rows_to_prefill)) - len(request.pages)
 
     def learn(self, request: Request) -> None:
         """Expect of the others what a request that ended by itself has used of the tokens it was allowed."""
