@@ -1,6 +1,6 @@
 """Time a target with experts at the shape of Qwen3-30B-A3B with random weights: one layer's experts, and whole steps.
 
-    python3 examples/benchmarks/experts.py [--batches 1,8] [--device cpu --shape small]
+    python3 examples/benchmarks/experts.py [--parts layer,steps] [--batches 1,8] [--device cpu --shape small]
 
 The floor is the time in which the weights that are read pass memory at the rate of a copy, which is measured: of a
 layer those of the experts that its rows chose, of a step those of every layer, of the head, and of the draft if there
@@ -215,6 +215,7 @@ def step_ms(pair: LoadedPair, shape: Shape, batch: int) -> Row:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-30b-a3b")
+    parser.add_argument("--parts", default="layer,steps", help="what to time")
     parser.add_argument("--batches", default="1,8")
     parser.add_argument("--device", default="cuda:0")
     given = parser.parse_args()
@@ -222,13 +223,20 @@ def main() -> int:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     placement = Placement(device, dtype, pick_kernels("auto", device, dtype), MAX_LEN + BLOCK)
     bandwidth = measure_rates(device, dtype).bandwidth
-    with torch.inference_mode():
-        layers = list(layer_rows(shape, placement, bandwidth))
+    parts = given.parts.split(",")
+    layers: list[Row] = []
+    steps: list[Row] = []
+    if "layer" in parts:
+        with torch.inference_mode():
+            layers = list(layer_rows(shape, placement, bandwidth))
         print(table(("rows", "experts of a layer", "ms", "floor ms", "error"), layers) + "\n", flush=True)
-    batches = [int(part) for part in given.batches.split(",")]
-    steps = list(step_rows(shape, placement, batches, bandwidth))
-    print(f"copies {bandwidth / 1e12:.2f} TB/s; the floor of a step is all weights that its rows touch, once")
-    print(table(("step", "batch", "captured", "ms", "floor ms"), steps))
+    if "steps" in parts:
+        batches = [int(part) for part in given.batches.split(",")]
+        for row in step_rows(shape, placement, batches, bandwidth):
+            steps.append(row)
+            say(f"{row[0]}, batch {row[1]}, captured {row[2]}: {row[3]} ms")
+        print(f"copies {bandwidth / 1e12:.2f} TB/s; the floor of a step is all weights that its rows touch, once")
+        print(table(("step", "batch", "captured", "ms", "floor ms"), steps))
     return 1 if any(row[-2] is None for row in (*steps, *(row[:-1] for row in layers))) else 0
 
 
