@@ -140,7 +140,8 @@ class Runner:
             if self.texts is not None:
                 state = TextState(handoff.tensors, handoff.state_values)
                 self.texts.put(request, state, self._upload.ints(request.prompt_token_ids[:1]), handoff.kv_len)
-            self.state.seeds[_row(request)] = request.seed
+            row = _row(request)
+            self.state.seeds[row : row + 1].fill_(request.seed)  # to assign to one element is to wait for the device
 
     @torch.inference_mode()
     def regrets(self, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> list[float]:
