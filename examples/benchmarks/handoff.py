@@ -1,11 +1,12 @@
 """How fast each connector carries a hand-off from one process to another on this machine.
 
-    python examples/benchmarks/handoff.py [--backend file,gloo,nixl,nccl] [--megabytes 0,64,512] [--rounds 5]
+    python examples/benchmarks/handoff.py [--backend file,gloo,nixl,nccl,link] [--megabytes 0,64,512] [--rounds 5]
 
 A payload has the shape of a request's pages: KV of a target and of a draft in bfloat16, so many megabytes in all. The
 other process wants it before it is saved. The time is from the save until the other side has all of it, checked
 against its checksums where there are some; the median of the rounds after a first one. `file` writes to a temporary
-folder (--folder). `nccl` sends from GPU 0 to GPU 1 of this machine; `nixl` goes the same way with --gpus.
+folder (--folder). `nccl` sends from GPU 0 to GPU 1 of this machine; `nixl` goes the same way with --gpus. `link` is no
+connector: a copy from GPU 0 to GPU 1 within one process, which is what the link between them gives.
 """
 
 import argparse
@@ -101,15 +102,34 @@ def measure(arguments: argparse.Namespace, backend: str, folder: Path) -> list[d
             num_bytes[size] = handoff.num_bytes
         connector.close()
     medians = {size: statistics.median(found[1:]) for size, found in times.items()}
-    return [
-        {
-            "backend": backend,
-            "megabytes": num_bytes[size] / 1e6,
-            "ms": median * 1e3,
-            "gb_per_s": num_bytes[size] / 1e9 / median,
-        }
-        for size, median in medians.items()
-    ]
+    return [row_of(backend, num_bytes[size], median) for size, median in medians.items()]
+
+
+def row_of(backend: str, num_bytes: int, seconds: float) -> dict[str, Any]:
+    return {
+        "backend": backend,
+        "megabytes": num_bytes / 1e6,
+        "ms": seconds * 1e3,
+        "gb_per_s": num_bytes / 1e9 / seconds,
+    }
+
+
+def measure_link(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Rows as `measure` has them, of copies between GPUs."""
+    rows = []
+    for size in arguments.megabytes:
+        sent = torch.randn(max(1, int(size * 1e6) // 4), device="cuda:0")
+        taken = torch.empty_like(sent, device="cuda:1")
+        times = []
+        for _ in range(arguments.rounds + 1):
+            torch.cuda.synchronize(0)
+            started = time.perf_counter()
+            taken.copy_(sent)
+            torch.cuda.synchronize(0)
+            torch.cuda.synchronize(1)
+            times.append(time.perf_counter() - started)
+        rows.append(row_of("link", sent.nbytes, statistics.median(times[1:])))
+    return rows
 
 
 def main(given: Sequence[str] | None = None) -> int:
@@ -128,7 +148,8 @@ def main(given: Sequence[str] | None = None) -> int:
         return 0
     for backend in arguments.backend:
         with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-            for row in measure(arguments, backend, Path(folder)):
+            rows = measure_link(arguments) if backend == "link" else measure(arguments, backend, Path(folder))
+            for row in rows:
                 line = "{backend:5} {megabytes:8.1f} MB {ms:8.1f} ms {gb_per_s:6.2f} GB/s".format(**row)
                 print(json.dumps(row) if arguments.json else line, flush=True)
     return 0
