@@ -1,11 +1,10 @@
 """The step loop: schedule a batch, queue it on the device, commit results that have come back.
 
 Synchronous, a step's results are read before the next is scheduled. Asynchronous, `max_in_flight` steps are queued
-before the oldest one's results are read, so the device never waits for the host. The forwards of a step, decoding and
-prompts, come back one by one: tokens are committed while the prompts behind them run. The scheduler does not know how
-many drafts the steps in flight accept, and plans for every count they can give: pages are reserved as if all were
-accepted, a request that the queued steps end in any case is left out, and nothing is preempted while a step is in
-flight.
+before the oldest one's results are read, so the device never waits for the host; where long prompts are queued, tokens
+of the steps before are committed while these run. The scheduler does not know how many drafts the steps in flight
+accept, and plans for every count they can give: pages are reserved as if all were accepted, a request that the queued
+steps end in any case is left out, and nothing is preempted while a step is in flight.
 
 A step that fails is undone: every request begins again from the tokens it has, in a pool without content, and half as
 many run at a time; out of memory, with half as many prompt rows. One that fails alone, and again, ends with the error,
@@ -35,6 +34,9 @@ logger = logging.getLogger(__name__)
 
 NUM_GOOD_STEPS = 200
 """Steps without a failure after which the load that was shed is doubled: each attempt may cost a prefill of all."""
+
+LONG_ROWS = 512
+"""Prompt rows of a forward that takes the device longer than it takes the host to queue the next one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,12 +176,12 @@ class Engine:
 
     @property
     def _is_due(self) -> bool:
-        """Whether to wait for the oldest results: as many steps are queued as may be, or prompts right behind it.
+        """Whether to wait for the oldest results: as many steps are queued as may be, or long prompts right behind it.
 
-        Prompts keep the device busy meanwhile, so that the tokens before them need not wait until they are through.
+        These keep the device busy meanwhile, so that the tokens before them need not wait until they are through.
         """
         queue = self._in_flight
-        return len(queue) > self.max_in_flight or (len(queue) > 1 and bool(queue[1].chunks))
+        return len(queue) > self.max_in_flight or (len(queue) > 1 and queue[1].num_prompt_rows >= LONG_ROWS)
 
     def _commit_oldest(self) -> None:
         """Wait for the results of the oldest forward in flight, if there is one, and make its tokens final."""

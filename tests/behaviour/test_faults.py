@@ -264,7 +264,7 @@ def read_until_interrupted(llm: LLM, params: Any) -> list[RequestOutput]:
 def test_what_had_ended_is_yielded_before_an_interruption_is_raised() -> None:
     llm = make_llm()
     params = [SamplingParams(max_new_tokens=count) for count in (1, 2, 30, 30)]
-    break_at(llm, "submit", 8, KeyboardInterrupt, is_late=True)
+    break_at(llm, "submit", 12, KeyboardInterrupt, is_late=True)
     seen = read_until_interrupted(llm, params)
     assert [(output.index, output.token_ids) for output in seen[:2]] == [
         (index, wanted()[index][: index + 1]) for index in (0, 1)

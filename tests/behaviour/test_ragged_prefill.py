@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dflash_runtime import engine
 from dflash_runtime.device.results import PendingForward
 from dflash_runtime.llm import LLM
 from dflash_runtime.models.layers import Attend
 from dflash_runtime.models.target import Target
-from dflash_runtime.scheduling.batch import Batch
+from dflash_runtime.scheduling.batch import Batch, Chunk
 from dflash_runtime.scheduling.request import Request, SamplingParams
 from dflash_testing.pairs import random_draft, random_llm, random_prompts, random_target
 
@@ -36,12 +37,12 @@ class Watched:
         return self._target(token_ids, positions, attend, taps)
 
 
-def make_llm(**engine: Any) -> tuple[LLM, Watched]:
+def make_llm(**settings: Any) -> tuple[LLM, Watched]:
     target = random_target(torch.float64, num_layers=3, windows=(None, 20, None))
     watched = Watched(target)
-    settings: dict[str, Any] = {"max_num_requests": len(PROMPTS), "prefix_cache": False} | engine
+    chosen: dict[str, Any] = {"max_num_requests": len(PROMPTS), "prefix_cache": False} | settings
     draft = random_draft(target, torch.float64, target_layer_ids=(0, 1))
-    return random_llm(watched, draft, 7, **settings), watched
+    return random_llm(watched, draft, 7, **chosen), watched
 
 
 def add(llm: LLM, prompts: Sequence[Sequence[int]], **params: Any) -> list[Request]:
@@ -152,40 +153,71 @@ def test_a_short_prompt_ends_while_a_long_one_is_prefilled() -> None:
     assert traces(requests) == one_by_one(prompts, max_new_tokens=8)
 
 
-def test_decoded_tokens_do_not_wait_for_the_prompts_behind_them() -> None:
-    """Asynchronous, and prompts in every step: what is decoded is committed while they run."""
+def test_decoded_tokens_do_not_wait_for_the_prompts_behind_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asynchronous, and long prompts in every step: what was decoded before them is committed while they run."""
+    monkeypatch.setattr(engine, "LONG_ROWS", 1)
     llm, _ = make_llm(max_batched_tokens=8, scheduling="async", max_in_flight=2)
     (decoding,) = add(llm, PROMPTS[:1], max_new_tokens=40)
     while not decoding.output_token_ids:
         llm.engine.step()
-    while llm.engine._in_flight:
-        llm.engine._commit_oldest()
     add(llm, [PROMPTS[5]], max_new_tokens=2)
+    llm.engine.step()
     for _ in range(4):
         num_tokens = len(decoding.output_token_ids)
         (committed,) = llm.engine.step()
         assert committed.request is decoding
         assert len(decoding.output_token_ids) > num_tokens
-        assert decoding.num_in_flight == 0
+        assert decoding.num_in_flight == 1  # the one that runs beside the prompt
         assert [bool(pending.chunks) for pending in llm.engine._in_flight] == [True]
 
 
-def test_decoded_results_are_sent_before_the_prompts_are_queued(monkeypatch: pytest.MonkeyPatch) -> None:
-    events: list[str] = []
+def test_short_prompts_leave_as_many_steps_queued() -> None:
+    llm, _ = make_llm(max_batched_tokens=8, scheduling="async", max_in_flight=2)
+    (decoding,) = add(llm, PROMPTS[:1], max_new_tokens=40)
+    while not decoding.output_token_ids:
+        llm.engine.step()
+    add(llm, [PROMPTS[5]], max_new_tokens=2)
+    for _ in range(2):
+        llm.engine.step()
+    assert [bool(pending.chunks) for pending in llm.engine._in_flight] == [True, True]
+
+
+def test_requests_that_decode_and_prompts_share_a_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The target's weights are read once; rows of blocks come first, and both kinds of results together."""
+    sent: list[tuple[list[int], int]] = []
     llm, watched = make_llm()
     send = PendingForward.send
 
-    def watched_send(requests: Sequence[Request], *rest: Any) -> PendingForward:
-        events.append(f"results of {len(requests)}")
-        return send(requests, *rest)
+    def watched_send(parts: Any, device: torch.device, chunks: Sequence[Chunk]) -> PendingForward:
+        sent.append(([len(requests) for requests, _ in parts], len(chunks)))
+        return send(parts, device, chunks)
 
     add(llm, PROMPTS[:2], max_new_tokens=20)
     llm.engine.step()
+    watched.num_rows.clear()
     add(llm, PROMPTS[2:5], max_new_tokens=20)
     monkeypatch.setattr(PendingForward, "send", watched_send)
-    monkeypatch.setattr(watched, "num_rows", events)
     llm.engine.step()
-    assert events == [16, "results of 2", sum(LENGTHS[2:5]), "results of 3"]
+    assert watched.num_rows == [16 + sum(LENGTHS[2:5])]
+    assert sent == [([2, 3], 3)]
+
+
+@pytest.mark.parametrize("max_batched_tokens", [1, 7, 24, 40])
+def test_rows_of_blocks_count_among_those_of_a_step(max_batched_tokens: int) -> None:
+    """A quarter is left to prompts however many decode."""
+    llm, watched = make_llm(max_batched_tokens=max_batched_tokens)
+    decoding = add(llm, PROMPTS[:2], max_new_tokens=60)
+    while not all(request.output_token_ids for request in decoding):
+        llm.engine.step()
+    (prompt,) = add(llm, [PROMPTS[7]], max_new_tokens=2)
+    watched.num_rows.clear()
+    llm.engine.step()
+    assert watched.num_rows == [16 + max(max_batched_tokens - 16, -(-max_batched_tokens // 4))]
+    assert watched.num_rows[0] <= llm.limits.max_rows
+    finish(llm)
+    assert traces([*decoding, prompt]) == [
+        *one_by_one(PROMPTS[:2], max_new_tokens=60), *one_by_one([PROMPTS[7]], max_new_tokens=2)
+    ]  # fmt: skip
 
 
 class Counting(TorchDispatchMode):

@@ -91,14 +91,17 @@ class DecodeGraphs:
         buckets = sorted({bucket_of(count, self._max_requests) for count in range(1, limit + 1)}, reverse=True)
         return [(bucket, mode) for bucket in buckets for mode in modes_of(bucket) if (bucket, mode) not in self._graphs]
 
+    def padded(self, rows: Sequence[int]) -> list[int]:
+        """Batch rows, filled up to the size of their bucket."""
+        return [*rows, *[self.padding_row] * (bucket_of(len(rows), self._max_requests) - len(rows))]
+
     def replay(self, rows: Sequence[int], mode: StepMode) -> Tensor:
         """Queue a step of these batch rows -> packed results, which the next replay overwrites."""
         bucket = bucket_of(len(rows), self._max_requests)
         if (bucket, mode) not in self._graphs:
             self.capture(bucket, mode)
         graph = self._graphs[bucket, mode]
-        padded = [*rows, *[self.padding_row] * (bucket - len(rows))]
-        sent = torch.tensor(padded, dtype=torch.int64, pin_memory=self._device.type == "cuda")
+        sent = torch.tensor(self.padded(rows), dtype=torch.int64, pin_memory=self._device.type == "cuda")
         if graph is None:
             return self._decode(sent.to(self._device, non_blocking=True), mode)[: len(rows)]
         graph.rows.copy_(sent, non_blocking=True)

@@ -147,13 +147,15 @@ def scratch_bytes(
 ) -> int:
     """Bytes that steps need besides KV and weights.
 
-    Prefill and steps that are launched one by one share memory. Captured steps have some of their own, which the
-    largest of them decides.
+    Steps with prompts and others that are launched one by one share memory. Captured steps have some of their own,
+    which the largest of them decides.
     """
     num_taps = draft.num_taps if draft is not None else 0
-    prefill = limits.max_batched_tokens * row_bytes(target, num_taps, placement.dtype)
     decode = _decode_bytes(config, target, draft, limits, placement)
-    shared = max(prefill, decode) + _table_bytes(config, limits)
+    forward = limits.max_rows * row_bytes(target, num_taps, placement.dtype)
+    # While tokens are chosen, the hidden states and features of prompts are kept: the draft's context KV is made last.
+    kept = limits.max_rows * 2 * (1 + num_taps) * target.hidden_size * placement.dtype.itemsize
+    shared = max(forward, kept + decode) + _table_bytes(config, limits)
     if not config.graphs or placement.kernels.name != "triton" or placement.device.type != "cuda":
         return shared
     widths = len(widths_for(limits.num_draft_tokens)) if config.adaptive_width else 1

@@ -1,8 +1,9 @@
 """Prefill: all chunks of a step in one forward, whatever prompts they are of.
 
 Flat rows are those of one chunk after the other. Lengths, which the host knows, go up in one copy together with the
-tokens; positions and slots are made of them on the device. After the forward the first tokens of all prompts that end
-in it are chosen together, and their rows of the device state switched on, as are those of resumed requests.
+tokens; positions and slots are made of them on the device (`Prefill.lay_out`). Then they go through the target, alone
+or behind the rows of requests that decode. After that the first tokens of all prompts that end are chosen together, and
+their rows of the device state switched on, as are those of resumed requests (`Prefill.finish`).
 
 Axis letters: T flat rows, G chunks, E requests whose prefill ends, F those of them whose first token is chosen.
 """
@@ -23,16 +24,12 @@ from dflash_kernels.suite import Kernels
 from dflash_runtime.device.kv import KVCache
 from dflash_runtime.device.results import StepResults
 from dflash_runtime.device.state import DeviceState, Uploader
-from dflash_runtime.device.texts import Texts
 from dflash_runtime.models.target import Target
 from dflash_runtime.scheduling.batch import Chunk
 from dflash_runtime.scheduling.request import Request
 
 ChooseFirst = Callable[[Sequence[Request], Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """(requests, batch rows [F], hidden states [F, hidden], positions [F]) -> token ids [F], how many are finite [F]."""
-
-WriteContext = Callable[[Tensor | None, Tensor, Tensor], None]
-"""(features [T, F], positions [T], slots [T]): stores the draft's context KV."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,31 +67,54 @@ class RaggedAttention:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptRows:
+    """Chunks as they go through the target, and the requests whose prefill they end."""
+
+    chunks: tuple[Chunk, ...]  # those with rows
+    token_ids: Tensor  # [T]
+    positions: Tensor  # [T]
+    slots: Tensor  # [T]
+    attend: RaggedAttention | None  # none where the target keeps its own cache
+    ended: tuple[Request, ...]  # [E], those whose first token is chosen before resumed ones
+    num_fresh: int  # of which so many are the former
+    last_rows: Tensor  # [F] the last flat row of each of these
+    rows: Tensor  # [E] of the state
+    kv_lens: Tensor  # [E]
+    remaining: Tensor  # [E]
+    anchors: Tensor  # [E - F] of resumed requests
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def fresh(self) -> tuple[Request, ...]:
+        return self.ended[: self.num_fresh]
+
+
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """Runs chunks through the target with what the runner has for it."""
+    """Lays out chunks, and chooses what follows prompts, with what the runner has for it."""
 
     target: Target
     kernels: Kernels
     cache: KVCache
-    texts: Texts | None
+    has_own_cache: bool
     state: DeviceState
     upload: Uploader
-    taps: tuple[int, ...]
     max_model_len: int
     choose_first: ChooseFirst
-    write_context: WriteContext
 
-    def fill(self, chunks: Sequence[Chunk]) -> tuple[list[Request], Tensor | None]:
-        """Queue chunks -> requests whose first token is chosen, and their packed results; None where there are none.
+    def lay_out(self, chunks: Sequence[Chunk]) -> PromptRows:
+        """The rows of chunks; none where each chunk is empty.
 
-        The chunk of a resumed request may be empty: every row up to its anchor was in the prefix cache.
+        The chunk of a resumed request may be: every row up to its anchor was in the prefix cache.
         """
-        filled = [chunk for chunk in chunks if chunk.start < chunk.end]
+        filled = tuple(chunk for chunk in chunks if chunk.start < chunk.end)
         plans = self._plans(filled)
         plan = next(iter(plans.values()))
         ended = sorted((chunk.request for chunk in chunks if chunk.is_last), key=_is_resumed)
-        fresh = [request for request in ended if not _is_resumed(request)]
+        num_fresh = sum(not _is_resumed(request) for request in ended)
         *placed, ends, shifts, table_rows, rows, kv_lens, remaining, anchors, last_rows, token_ids = self.upload.lists(
             *(item.ints for item in plans.values()),
             [segment.first_row + segment.num_rows for segment in plan.segments],
@@ -103,31 +123,41 @@ class Prefill:
             [_row(request) for request in ended],
             [request.rows_to_prefill for request in ended],
             [request.remaining(self.max_model_len) for request in ended],
-            [request.output_token_ids[-1] for request in ended[len(fresh) :]],
+            [request.output_token_ids[-1] for request in ended[num_fresh:]],
             [segment.first_row + segment.num_rows - 1 for segment, chunk in zip(plan.segments, filled, strict=True)
              if chunk.is_last and not _is_resumed(chunk.request)],
             [token for chunk in filled for token in chunk.request.token_slice(chunk.start, chunk.end)],
         )  # fmt: skip
-        is_done, packed = torch.zeros_like(rows, dtype=torch.bool), None
-        if filled:
-            positions, slots = self._locate(len(token_ids), ends, shifts, table_rows)
-            if self.texts is not None:
-                hidden, features = self.texts.fill(filled, token_ids, self.taps)
-            else:
-                windows = self.target.config.windows
-                cut = {shape: (item, ints) for (shape, item), ints in zip(plans.items(), placed, strict=True)}
-                attend = RaggedAttention(self.kernels, self.cache, self.state.page_table, cut, windows, slots)
-                hidden, features = self.target(token_ids, positions, attend, self.taps)
-            self.write_context(features, positions, slots)
-        if fresh:
-            results = self._first_tokens(fresh, rows, hidden[last_rows], positions[last_rows], remaining)
-            is_done = torch.cat((results.is_done, is_done[len(fresh) :]))
+        positions, slots = self._locate(len(token_ids), ends, shifts, table_rows)
+        attend = None
+        if not self.has_own_cache:
+            cut = {shape: (item, ints) for (shape, item), ints in zip(plans.items(), placed, strict=True)}
+            windows = self.target.config.windows
+            attend = RaggedAttention(self.kernels, self.cache, self.state.page_table, cut, windows, slots)
+        return PromptRows(
+            chunks=filled, token_ids=token_ids, positions=positions, slots=slots, attend=attend, ended=tuple(ended),
+            num_fresh=num_fresh, last_rows=last_rows, rows=rows, kv_lens=kv_lens, remaining=remaining, anchors=anchors,
+        )  # fmt: skip
+
+    def finish(self, prompts: PromptRows, hidden: Tensor | None) -> Tensor | None:
+        """Choose first tokens from the hidden states of all rows [T, hidden], and switch on what is prefilled.
+
+        Returns the packed results of fresh requests; None where there are none.
+        """
+        if not prompts.ended:
+            return None
+        count, packed = prompts.num_fresh, None
+        anchors, remaining = prompts.anchors, prompts.remaining
+        is_done = torch.zeros_like(prompts.rows, dtype=torch.bool)
+        if count:
+            assert hidden is not None
+            results = self._first_tokens(prompts, hidden[prompts.last_rows])
+            is_done = torch.cat((results.is_done, is_done[count:]))
             anchors = torch.cat((results.token_ids[:, 0], anchors))
-            remaining = torch.cat((remaining[: len(fresh)] - 1, remaining[len(fresh) :]))
+            remaining = torch.cat((remaining[:count] - 1, remaining[count:]))
             packed = results.pack()
-        if ended:
-            self.state.activate(rows, kv_lens, anchors, remaining, is_done)
-        return fresh, packed
+        self.state.activate(prompts.rows, prompts.kv_lens, anchors, remaining, is_done)
+        return packed
 
     def _plans(self, chunks: Sequence[Chunk]) -> dict[tuple[int, int], RaggedPlan]:
         """The chunks' rows one after the other, cut for each number and size of the target's KV heads."""
@@ -148,21 +178,19 @@ class Prefill:
     def _locate(self, num_rows: int, ends: Tensor, shifts: Tensor, table_rows: Tensor) -> tuple[Tensor, Tensor]:
         """Position and slot of each flat row, [T] each, from what is known of each chunk, [G]."""
         flat = torch.arange(num_rows, device=ends.device)
+        if not num_rows:
+            return flat, flat
         chunk = torch.bucketize(flat, ends, right=True)
         positions = flat + shifts[chunk]
         page_size = self.cache.page_size
         pages = self.state.page_table[table_rows[chunk], positions // page_size]
         return positions, torch.where(pages > 0, pages * page_size + positions % page_size, PAD)
 
-    def _first_tokens(
-        self, requests: Sequence[Request], rows: Tensor, hidden: Tensor, positions: Tensor, remaining: Tensor
-    ) -> StepResults:
-        """Choose the tokens after prompts from hidden states [F, hidden] of their last rows.
-
-        `rows` and `remaining` are those of all requests whose prefill ends, these before the resumed ones: [E].
-        """
-        rows, remaining = rows[: len(requests)], remaining[: len(requests)]
-        chosen, num_finite = self.choose_first(requests, rows, hidden, positions)
+    def _first_tokens(self, prompts: PromptRows, hidden: Tensor) -> StepResults:
+        """Choose the tokens after fresh prompts from hidden states [F, hidden] of their last rows."""
+        rows, remaining = prompts.rows[: prompts.num_fresh], prompts.remaining[: prompts.num_fresh]
+        positions = prompts.positions[prompts.last_rows]
+        chosen, num_finite = self.choose_first(prompts.fresh, rows, hidden, positions)
         zero, nothing = torch.zeros_like(rows), rows.new_empty((len(rows), 0))
         accepted = self.kernels.accept_block(nothing, chosen[:, None], zero, self.state.stop_ids[rows], remaining)
         return StepResults(

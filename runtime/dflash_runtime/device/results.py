@@ -41,42 +41,51 @@ class StepResults:
 
 @dataclass(frozen=True, slots=True)
 class PendingForward:
-    """A forward in flight: the requests of its result rows, the tensor these arrive in, and the chunks it fills."""
+    """A forward in flight: what arrives of it, the chunks it fills, and how many rows these have."""
 
-    requests: tuple[Request, ...]
-    results: Tensor | None  # [R, NUM_FIELDS + 2N - 1] int64, on the host; None where no tokens come of it
+    arriving: tuple[tuple[tuple[Request, ...], Tensor], ...]  # requests, [R, NUM_FIELDS + 2N - 1] int64 on the host
     event: torch.cuda.Event | None
     chunks: tuple[Chunk, ...] = ()
 
     @classmethod
     def send(
-        cls, requests: Sequence[Request], packed: Tensor | None, device: torch.device, chunks: Sequence[Chunk] = ()
+        cls, parts: Sequence[tuple[Sequence[Request], Tensor | None]], device: torch.device, chunks: Sequence[Chunk]
     ) -> "PendingForward":
-        """Start the copy to the host."""
+        """Start the copies to the host of packed results and whose they are; None where no tokens come of a part."""
+        arriving = tuple((tuple(requests), _sent(packed)) for requests, packed in parts if packed is not None)
         if device.type != "cuda":
-            return cls(tuple(requests), packed, None, tuple(chunks))
-        results = None
-        if packed is not None:
-            results = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
-            results.copy_(packed, non_blocking=True)
+            return cls(arriving, None, tuple(chunks))
         event = torch.cuda.Event()
         event.record()
-        return cls(tuple(requests), results, event, tuple(chunks))
+        return cls(arriving, event, tuple(chunks))
+
+    @property
+    def num_prompt_rows(self) -> int:
+        return sum(chunk.end - chunk.start for chunk in self.chunks)
 
     def read(self) -> list[tuple[Request, StepOutput]]:
         """Wait for the forward and unpack what it gave."""
         if self.event is not None:
             self.event.synchronize()
-        if self.results is None:
-            return []
-        num_rows = (self.results.shape[1] - NUM_FIELDS + 1) // 2
-        outputs = []
-        for request, row in zip(self.requests, self.results.tolist(), strict=True):
-            num_committed, num_accepted, is_drafting, is_done, num_finite, generation = row[:NUM_FIELDS]
-            is_finite = num_finite >= num_committed
-            token_ids = row[NUM_FIELDS : NUM_FIELDS + min(num_committed, num_finite)]
-            draft_ids = row[NUM_FIELDS + num_rows :] if is_drafting else []
-            accepted = num_accepted if is_drafting else None
-            output = StepOutput(token_ids, draft_ids, accepted, bool(is_done), generation, is_finite)
-            outputs.append((request, output))
-        return outputs
+        return [
+            (request, _unpacked(row))
+            for requests, results in self.arriving
+            for request, row in zip(requests, results.tolist(), strict=True)
+        ]
+
+
+def _sent(packed: Tensor) -> Tensor:
+    """Results on their way to pinned memory; those of the host stay where they are."""
+    if not packed.is_cuda:
+        return packed
+    return torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True).copy_(packed, non_blocking=True)
+
+
+def _unpacked(row: Sequence[int]) -> StepOutput:
+    num_rows = (len(row) - NUM_FIELDS + 1) // 2
+    num_committed, num_accepted, is_drafting, is_done, num_finite, generation = row[:NUM_FIELDS]
+    is_finite = num_finite >= num_committed
+    token_ids = list(row[NUM_FIELDS : NUM_FIELDS + min(num_committed, num_finite)])
+    draft_ids = list(row[NUM_FIELDS + num_rows :]) if is_drafting else []
+    accepted = num_accepted if is_drafting else None
+    return StepOutput(token_ids, draft_ids, accepted, bool(is_done), generation, is_finite)

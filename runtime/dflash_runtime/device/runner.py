@@ -7,6 +7,8 @@ One decode step, for R requests of N = K + 1 block rows each:
     accept    the longest prefix of the drafts the target agrees with, one bonus token, cut at stops and limits
     context   features of the committed rows -> the draft's context KV, before anything reads past them
 
+A step that has prompts too runs their rows behind those it verifies, so that the target's weights are read once.
+
 Nothing here waits for the device. A request whose block would pass the model's limit takes part with no drafts
 accepted, which is plain decoding; one that is done takes part and changes nothing.
 
@@ -24,10 +26,11 @@ from dflash_kernels.sampling import Distribution
 from dflash_kernels.step_rows import Bounds, StepRows
 from dflash_kernels.uniform import DRAFT
 from dflash_runtime.device.decode_graphs import DecodeGraphs, StepMode
+from dflash_runtime.device.joined_attention import JoinedAttention
 from dflash_runtime.device.kv import KVCache, PagedAttention
 from dflash_runtime.device.kv_pages import PagePorter
 from dflash_runtime.device.loading import LoadedPair
-from dflash_runtime.device.prefill import Prefill
+from dflash_runtime.device.prefill import Prefill, PromptRows
 from dflash_runtime.device.results import PendingForward
 from dflash_runtime.device.state import DeviceState, Uploader
 from dflash_runtime.device.texts import Texts
@@ -69,6 +72,19 @@ class Proposal:
     distribution: Distribution | Tensor | None = None  # over the draft's ids
 
 
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """What a decode step verifies: the blocks of R requests, W rows of each."""
+
+    rows: Tensor  # [R] of the state
+    step: StepRows
+    page_table: Tensor
+    sampling: Sampling
+    proposal: Proposal
+    token_ids: Tensor  # [R * W]
+    positions: Tensor  # [R, W]
+
+
 class Runner:
     """Executes batches on one device. Without a draft (K = 0) it decodes plainly."""
 
@@ -105,25 +121,24 @@ class Runner:
     def submit(self, batch: Batch) -> list[PendingForward]:
         """Queue one step, on the device of the pair whatever the caller's current one is.
 
-        Decoding first: its results are on their way to the host before the chunks, which take longer, are queued.
+        Decoding requests and prompts go through the target together. One that keeps its own cache runs them apart,
+        decoding first: its results are on their way to the host before the chunks, which take longer, are queued.
         """
         with self._on_device():
-            num_rows = self.limits.num_lookahead_tokens
             if self.texts is not None:
                 self.texts.drop_ended()
-            self.state.admit(batch.admitted, batch.additions, num_rows, self.page_size, self._upload)
-            pending = []
-            if batch.decode:
-                rows, mode = [_row(request) for request in batch.decode], _mode(batch.decode, batch.verify_width)
-                if self.graphs is not None:
-                    packed = self.graphs.replay(rows, mode)
-                else:
-                    packed = self._decode(self._upload.ints(rows), mode, batch.longest)
-                pending.append(PendingForward.send(batch.decode, packed, self.device))
-            if batch.chunks:
-                requests, first = self._prefill().fill(batch.chunks)
-                pending.append(PendingForward.send(requests, first, self.device, batch.chunks))
-            return pending
+            self.state.admit(
+                batch.admitted, batch.additions, self.limits.num_lookahead_tokens, self.page_size, self._upload
+            )
+            prefill = self._prefill()
+            prompts = prefill.lay_out(batch.chunks) if batch.chunks else None
+            if not batch.decode:
+                return [self._fill(batch, prefill, prompts)] if prompts is not None else []
+            if prompts is None or not len(prompts):
+                return [self._run_blocks(batch, prefill, prompts)]
+            if self.texts is not None:
+                return [self._run_blocks(batch, prefill, None), self._fill(batch, prefill, prompts)]
+            return [self._run_together(batch, prefill, prompts)]
 
     def take_state(self, request: Request) -> TextState:
         """What a target that keeps its own cache has of a request's text, whose prompt has just been run."""
@@ -169,48 +184,104 @@ class Runner:
     def _on_device(self) -> AbstractContextManager[object]:
         return as_current(self.device)
 
+    def _run_blocks(self, batch: Batch, prefill: Prefill, resumed: PromptRows | None) -> PendingForward:
+        """Decode; then switch on requests of which nothing is left to prefill."""
+        rows, mode = [_row(request) for request in batch.decode], _mode(batch.decode, batch.verify_width)
+        if self.graphs is not None:
+            packed = self.graphs.replay(rows, mode)
+        else:
+            packed = self._decode(self._upload.ints(rows), mode, batch.longest)
+        if resumed is not None:
+            prefill.finish(resumed, None)
+        return PendingForward.send([(batch.decode, packed)], self.device, batch.chunks if resumed is not None else ())
+
+    def _fill(self, batch: Batch, prefill: Prefill, prompts: PromptRows) -> PendingForward:
+        """Run prompts alone."""
+        hidden = None
+        if len(prompts):
+            hidden, features = self._read_prompts(prompts)
+            self._write_context(features, prompts.positions, prompts.slots)
+        return PendingForward.send([(prompts.fresh, prefill.finish(prompts, hidden))], self.device, batch.chunks)
+
+    def _read_prompts(self, prompts: PromptRows) -> tuple[Tensor, Tensor | None]:
+        """Rows [T] of prompts through the target -> hidden states [T, hidden], features [T, F]."""
+        if self.texts is not None:
+            return self.texts.fill(prompts.chunks, prompts.token_ids, self._taps)
+        assert prompts.attend is not None
+        return self.target(prompts.token_ids, prompts.positions, prompts.attend, self._taps)
+
+    def _run_together(self, batch: Batch, prefill: Prefill, prompts: PromptRows) -> PendingForward:
+        """Run blocks and prompts in one forward, the rows of blocks first."""
+        rows = [_row(request) for request in batch.decode]
+        # Of a size that steps are captured in, so that kernels are those that were compiled at start.
+        rows = self.graphs.padded(rows) if self.graphs is not None else rows
+        blocks = self._draft_blocks(self._upload.ints(rows), _mode(batch.decode, batch.verify_width), batch.longest)
+        count = len(blocks.token_ids)
+        assert prompts.attend is not None
+        attend = JoinedAttention(self._attend_target(blocks), prompts.attend, count)
+        positions = torch.cat((blocks.positions.flatten(), prompts.positions))
+        token_ids = torch.cat((blocks.token_ids, prompts.token_ids))
+        hidden, features = self.target(token_ids, positions, attend, self._taps)
+        packed, slots = self._settle(blocks, hidden[:count])
+        self._write_context(features, positions, torch.cat((slots.flatten(), prompts.slots)))
+        first = prefill.finish(prompts, hidden[count:])
+        parts = [(batch.decode, packed[: len(batch.decode)]), (prompts.fresh, first)]
+        return PendingForward.send(parts, self.device, batch.chunks)
+
     def _decode(self, rows: Tensor, mode: StepMode, longest: int | None = None) -> Tensor:
         """One step of decoding batch rows [R] -> packed results.
 
         `longest` bounds their true KV lengths; without it nothing here depends on lengths, only on shapes and the mode.
         """
-        state, width = self.state.row_state, mode.verify_width
+        blocks = self._draft_blocks(rows, mode, longest)
+        if self.texts is None:
+            attend = self._attend_target(blocks)
+            hidden, features = self.target(blocks.token_ids, blocks.positions.flatten(), attend, self._taps)
+        else:
+            ids, lens = blocks.token_ids.view(len(rows), -1), blocks.step.context_lens
+            hidden, features = self.texts.verify(rows.tolist(), lens.tolist(), ids, self._taps)
+        packed, slots = self._settle(blocks, hidden)
+        # Context KV of committed rows only, in the step that commits them and also where nothing was drafted: a later
+        # step reads all of it below kv_len.
+        self._write_context(features, blocks.positions, slots)
+        return packed
+
+    def _draft_blocks(self, rows: Tensor, mode: StepMode, longest: int | None) -> Blocks:
+        """Draft, for batch rows [R], up to what goes through the target."""
+        width = mode.verify_width
         block = self.limits.num_lookahead_tokens if width > 1 else 1
         # A block keeps its length where a request is near the model's limit, and where fewer rows of it are verified:
         # in a non-causal block every row depends on how many follow.
-        step = self.kernels.open_step(state, rows, block, width, self._bounds)
+        step = self.kernels.open_step(self.state.row_state, rows, block, width, self._bounds)
         page_table = self._page_table(rows, None if longest is None else longest + width)
         sampling = self._sampling(rows, mode)
         proposal = self._propose(step, page_table, sampling) if width > 1 else _no_drafts(rows)
         # A draft may decline a position with a negative id, which is never accepted. An embedding has no row for it,
         # so it becomes 0 here.
-        ids = torch.cat((step.block_ids[:, :1], proposal.token_ids.clamp(min=0)), dim=1).flatten()
-        positions = step.positions[:, :width]
-        if self.texts is None:
-            hidden, features = self.target(ids, positions.flatten(), self._attend_target(step, page_table), self._taps)
-        else:
-            blocks = ids.view(len(rows), -1)
-            hidden, features = self.texts.verify(rows.tolist(), step.context_lens.tolist(), blocks, self._taps)
-        chosen, max_accepted, is_finite = self._choose(hidden, positions, sampling, proposal, step.max_accepted)
-        packed, slots = self.kernels.close_step(state, rows, step, proposal.token_ids, chosen, max_accepted, is_finite)
-        # Context KV of committed rows only, in the step that commits them and also where nothing was drafted: a later
-        # step reads all of it below kv_len.
-        self._write_context(features, positions, slots)
-        return packed
+        ids = torch.cat((step.block_ids[:, :1], proposal.token_ids.clamp(min=0)), dim=1)
+        return Blocks(rows, step, page_table, sampling, proposal, ids.flatten(), step.positions[:, :width])
+
+    def _settle(self, blocks: Blocks, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Accept, by hidden states [R * W, hidden] -> packed results [R, ...], slots of committed rows [R, W]."""
+        step, proposal = blocks.step, blocks.proposal
+        chosen, max_accepted, is_finite = self._choose(
+            hidden, blocks.positions, blocks.sampling, proposal, step.max_accepted
+        )
+        return self.kernels.close_step(
+            self.state.row_state, blocks.rows, step, proposal.token_ids, chosen, max_accepted, is_finite
+        )
 
     def _prefill(self) -> Prefill:
-        """What runs prompts, with the parts that this runner has now."""
+        """What lays out prompts, with the parts that this runner has now."""
         return Prefill(
             target=self.target,
             kernels=self.kernels,
             cache=self.target_kv,
-            texts=self.texts,
+            has_own_cache=self.texts is not None,
             state=self.state,
             upload=self._upload,
-            taps=self._taps,
             max_model_len=self.limits.max_model_len,
             choose_first=self._choose_first,
-            write_context=self._write_context,
         )
 
     def _choose_first(
@@ -275,8 +346,9 @@ class Runner:
             )  # fmt: skip
         return chosen, max_accepted, is_finite.view_as(positions)
 
-    def _attend_target(self, step: StepRows, page_table: Tensor) -> PagedAttention:
+    def _attend_target(self, blocks: Blocks) -> PagedAttention:
         """The target's attention over the rows' pages, where it stores the KV of verified rows."""
+        step, page_table = blocks.step, blocks.page_table
         config = self.target.config
         causal = (True,) * config.num_layers
         return PagedAttention(

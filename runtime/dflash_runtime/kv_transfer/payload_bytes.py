@@ -49,5 +49,6 @@ def check_tensors(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> N
             raise InvalidHandoff(
                 f"tensors.{name}: found {found.dtype} {list(found.shape)}, expected {spec.dtype} {list(spec.shape)}"
             )
-        if header["tensors"][name].get("crc32") not in (None, checksum(found)):
+        expected = header["tensors"][name].get("crc32")
+        if expected is not None and checksum(found) != expected:  # without one nothing is copied to the host
             raise InvalidHandoff(f"tensors.{name}: damaged, its checksum is not that of the header")

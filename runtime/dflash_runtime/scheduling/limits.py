@@ -3,9 +3,21 @@
 from dataclasses import dataclass
 
 
+PROMPT_SHARE = 4
+"""Prompts have one of so many rows of a step at least, however many decode."""
+
+
+def rows_beside(num_decoded: int, max_rows: int) -> int:
+    """How many prompt rows a step of `max_rows` takes beside so many rows of requests that decode.
+
+    These run in any case, so that a step has more rows only where they leave prompts less than their share.
+    """
+    return max(max_rows - num_decoded, -(-max_rows // PROMPT_SHARE))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Fixed before the engine starts. A step prefills at most `max_batched_tokens` prompt rows."""
+    """Fixed before the engine starts. With prompts a step has `max_batched_tokens` rows at most; see `rows_beside`."""
 
     num_draft_tokens: int
     max_model_len: int
@@ -22,6 +34,12 @@ class Limits:
     def last_draft_len(self) -> int:
         """The longest true KV after which a whole block still fits the model; blocks are never shortened."""
         return self.max_model_len - self.num_lookahead_tokens
+
+    @property
+    def max_rows(self) -> int:
+        """Rows of the largest forward: blocks of all requests, and the prompts beside them."""
+        num_decoded = self.max_num_requests * self.num_lookahead_tokens
+        return num_decoded + rows_beside(num_decoded, self.max_batched_tokens)
 
     def reserved_len(self, known_len: int, num_in_flight: int = 0) -> int:
         """How many tokens a request must have pages for before a step is queued.

@@ -100,8 +100,11 @@ class Scheduler:
         """
         num_preemptions = self.num_preemptions
         decode = self._plan_decode(is_drained)
+        verify_width = self._verify_width(decode)
         # A step that had to preempt admits no request: the pages it gained are for requests that already run.
-        admitted, chunks = self._plan_prompts(may_admit=self.num_preemptions == num_preemptions)
+        admitted, chunks = self._plan_prompts(
+            self.load.prompt_rows(len(decode) * verify_width), may_admit=self.num_preemptions == num_preemptions
+        )
         additions, self._additions = self._additions, []
         longest = max((self._kv_upper(request) for request in decode), default=0)
         for request in decode:
@@ -112,7 +115,7 @@ class Scheduler:
             chunks=tuple(chunks),
             decode=tuple(decode),
             longest=longest,
-            verify_width=self._verify_width(decode),
+            verify_width=verify_width,
             loads=tuple(request for request in admitted if request.is_loading),
         )
 
@@ -243,9 +246,9 @@ class Scheduler:
         widths = [min(request.params.verify_width or full, full) for request in decode]
         return self.width_policy.choose(widths, sum(request.kv_len for request in decode)) if decode else 1
 
-    def _plan_prompts(self, *, may_admit: bool) -> tuple[list[Request], list[Chunk]]:
+    def _plan_prompts(self, num_rows: int, *, may_admit: bool) -> tuple[list[Request], list[Chunk]]:
         """Requests that are admitted, and the chunks of this step; see `RowShares` for who gets how many rows."""
-        shares = RowShares(self.load.max_batched_tokens)
+        shares = RowShares(num_rows)
         begun = [request for request in self._running if not (request.is_prefilled or request.is_loading)]
         first, last = shares.order(begun)
         for request in first:
@@ -257,7 +260,7 @@ class Scheduler:
         admitted = self._admit_waiting(shares) if may_admit else []
         for request in last:
             shares.give(request)
-        chunks = [self._chunk(request, num_rows) for request, num_rows in shares.settle().items()]
+        chunks = [self._chunk(request, share) for request, share in shares.settle().items()]
         return admitted, chunks
 
     def _admit_waiting(self, shares: RowShares) -> list[Request]:
