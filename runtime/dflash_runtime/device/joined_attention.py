@@ -1,0 +1,45 @@
+"""Attention of one forward whose first rows are blocks of requests that decode, and the others prompts.
+
+Axis letters: T flat rows, H heads, KV heads of keys and values, D head dim.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from dflash_kernels.block_attention import PLAIN, Softmax
+from dflash_kernels.rope_store import KVPlace
+from dflash_runtime.device.kv import PagedAttention
+from dflash_runtime.device.prefill import RaggedAttention
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedAttention:
+    """An `Attend` that has two of them, over one cache. Both store KV, in one launch."""
+
+    blocks: PagedAttention
+    prompts: RaggedAttention
+    num_block_rows: int
+    slots: Tensor = field(init=False)  # [T]
+
+    def __post_init__(self) -> None:
+        assert self.blocks.slots is not None
+        object.__setattr__(self, "slots", torch.cat((self.blocks.slots.flatten(), self.prompts.slots)))
+
+    def __call__(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, softmax: Softmax = PLAIN) -> Tensor:
+        """[T, H, D], [T, KV, D] twice -> [T, H, D]."""
+        self.prompts.kernels.kv_store(keys, values, *self.place(layer))
+        return self.read(layer, query, keys, values, softmax)
+
+    def place(self, layer: int) -> KVPlace:
+        """See `models.layers.Attend`."""
+        return self.prompts.place(layer)._replace(slots=self.slots)
+
+    def read(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, softmax: Softmax = PLAIN) -> Tensor:
+        """See `models.layers.Attend`."""
+        count = self.num_block_rows
+        return torch.cat((
+            self.blocks.read(layer, query[:count], keys[:count], values[:count], softmax),
+            self.prompts.read(layer, query[count:], keys[count:], values[count:], softmax),
+        ))  # fmt: skip
