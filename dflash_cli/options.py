@@ -310,7 +310,8 @@ class EngineOptions:
             "--max-num-batched-tokens",
             min=1,
             metavar="N",
-            help="Read at most N prompt tokens in one step. Default: 8192 on a GPU, 2048 on a CPU.",
+            help="Rows of a step that reads prompts, at most: of these and of requests that decode beside them. "
+            "Default: 8192 on a GPU, 2048 on a CPU.",
             rich_help_panel=ENGINE,
         ),
     ] = None

@@ -3,24 +3,28 @@
     python3 examples/benchmarks/handoff_steps.py [--shape qwen3-8b] [--prompt-len 4096] [--batch 8] [--steps 200]
 
 Hand-offs lie in the memory of this process, so that what is timed is the engine's part: copying to the device on a
-stream of its own, putting rows into pages, switching the request on. Each request that is loaded ends with its next
-token, so that the batch stays what it was. Steps in which none is under way are those of the same engine before it.
+stream of its own, putting rows into pages, switching the request on. Each request that is loaded ends soon after, and
+decodes meanwhile, which makes steps longer by itself: steps are told apart by how many requests they decode. Those of
+the same engine before any load are compared with those beside loads of as many requests.
 """
 
 import argparse
 import json
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 
 from dflash_runtime.config import EngineConfig
+from dflash_runtime.device.results import PendingForward
 from dflash_runtime.kv_transfer.handoff import Handoff
 from dflash_runtime.llm import LLM
+from dflash_runtime.scheduling.batch import Batch
 from dflash_runtime.scheduling.request import Request, SamplingParams
 from dflash_runtime.transfers import HandoffPlan
 from timing.pairs import SHAPES, build_pair, open_device, random_prompt
@@ -84,17 +88,29 @@ def main(arguments: Sequence[str] | None = None) -> None:
     llm.generate([prompt], params, handoffs=HandoffPlan(connector=connector, keys=("0",), is_sending=True))
     llm.warm_up(max_requests=given.batch + 2)
     decoding = [random_prompt(shape, 512, generator) for _ in range(given.batch)]
-    times = measure(llm, decoding, prompt, connector, given.steps)
+    alone, beside, loads = measure(llm, decoding, prompt, connector, given.steps)
     num_bytes = connector.handoffs["0"].num_bytes
-    print(table(times, num_bytes, given.prompt_len))
+    print(table(alone, beside, loads, num_bytes, given))
     if given.out is not None:
-        given.out.write_text(json.dumps({"num_bytes": num_bytes, **times}))
+        found = {"num_bytes": num_bytes, "alone": asdict(alone), "beside": asdict(beside), "loads": loads}
+        given.out.write_text(json.dumps(found))
+
+
+@dataclass
+class StepsOf:
+    """Milliseconds of steps, and how many requests each of them decodes."""
+
+    ms: list[float]
+    batch: list[int]
+
+    def of(self, num_requests: int) -> list[float]:
+        return [ms for ms, batch in zip(self.ms, self.batch, strict=True) if batch == num_requests]
 
 
 def measure(
     llm: LLM, decoding: Sequence[tuple[int, ...]], prompt: tuple[int, ...], connector: HeldHandoffs, num_steps: int
-) -> dict[str, list[float]]:
-    """Milliseconds of steps alone and beside loads, and of each load from its request to its last token."""
+) -> tuple[StepsOf, StepsOf, list[float]]:
+    """Steps alone, steps beside loads, and milliseconds of each load from its request to its last token."""
     engine = llm.engine
     long = SamplingParams(max_new_tokens=llm.limits.max_model_len, ignore_eos=True)
     for index, item in enumerate(decoding):
@@ -103,12 +119,12 @@ def measure(
     engine.open_transfers(plan, llm.fingerprint)
     while any(not request.output_token_ids for request in engine.scheduler.live):
         engine.step()
-    alone = list(_steps(llm, NUM_WARM + num_steps))[NUM_WARM:]
+    alone = _steps(llm, num_steps)
     loads: list[float] = []
-    beside = list(_steps(llm, NUM_WARM + num_steps, plan, prompt, loads))[NUM_WARM:]
+    beside = _steps(llm, num_steps, plan, prompt, loads)
     engine.close_transfers()
     engine.abort()
-    return {"alone": alone, "beside": beside, "loads": loads}
+    return alone, beside, loads
 
 
 def _steps(
@@ -117,36 +133,62 @@ def _steps(
     plan: HandoffPlan | None = None,
     prompt: tuple[int, ...] = (),
     loads: list[float] | None = None,
-) -> Iterator[float]:
-    """The times of steps; with a plan one request is always being loaded."""
+) -> StepsOf:
+    """Time steps; with a plan one request is always being loaded."""
     loading: Request | None = None
     params, begun = SamplingParams(max_new_tokens=2, ignore_eos=True), 0.0
-    for _ in range(num_steps):
-        if plan is not None and loads is not None and (loading is None or loading.is_finished):
-            if loading is not None:
-                loads.append(1000 * (time.perf_counter() - begun))
-            loading, begun = plan.apply(Request(index=0, prompt_token_ids=prompt, params=params)), time.perf_counter()
-            llm.engine.add(loading)
-        started = time.perf_counter()
-        llm.engine.step()
-        yield 1000 * (time.perf_counter() - started)
+    ms: list[float] = []
+    with _counting(llm) as batches:
+        for _ in range(NUM_WARM + num_steps):
+            if plan is not None and loads is not None and (loading is None or loading.is_finished):
+                if loading is not None:
+                    loads.append(1000 * (time.perf_counter() - begun))
+                loading = plan.apply(Request(index=0, prompt_token_ids=prompt, params=params))
+                begun = time.perf_counter()
+                llm.engine.add(loading)
+            started = time.perf_counter()
+            llm.engine.step()
+            ms.append(1000 * (time.perf_counter() - started))
+    # What a call waits for is the step that was queued so many calls before.
+    delay = llm.engine.max_in_flight
+    return StepsOf(ms[NUM_WARM:], batches[NUM_WARM - delay : len(ms) - delay])
 
 
-def table(times: Mapping[str, Sequence[float]], num_bytes: int, prompt_len: int) -> str:
-    """Medians and tails; the sum over all steps is what other requests notice."""
-    alone, beside = times["alone"], times["beside"]
-    rows = [f"{prompt_len} tokens, {num_bytes / 2**20:.0f} MiB each; ms of a step"]
-    for name, values in (("alone", alone), ("beside loads", beside)):
-        tail = sorted(values)[int(0.95 * len(values))]
-        mean = statistics.mean(values)
-        rows.append(f"{name:13} median {statistics.median(values):7.3f}  mean {mean:7.3f}  95 of 100 {tail:7.3f}")
-    rows.append(f"mean beside / alone: {statistics.mean(beside) / statistics.mean(alone):.3f}")
-    if times["loads"]:
-        load = statistics.median(times["loads"])
-        rows.append(
-            f"{len(times['loads'])} loads, each {load:.1f} ms with its two tokens, {num_bytes / load / 1e6:.1f} GB/s"
-        )
+@contextmanager
+def _counting(llm: LLM) -> Iterator[list[int]]:
+    """How many requests each step decodes that is queued meanwhile."""
+    runner, counts = llm.engine.runner, []
+    submit = runner.submit
+
+    def counted(batch: Batch) -> list[PendingForward]:
+        counts.append(len(batch.decode))
+        return submit(batch)
+
+    runner.submit = counted  # type: ignore[method-assign]
+    try:
+        yield counts
+    finally:
+        runner.submit = submit  # type: ignore[method-assign]
+
+
+def table(alone: StepsOf, beside: StepsOf, loads: Sequence[float], num_bytes: int, given: argparse.Namespace) -> str:
+    """Means and tails, beside loads by how many requests a step decodes."""
+    usual = alone.of(given.batch)
+    rows = [f"{given.prompt_len} tokens, {num_bytes / 2**20:.0f} MiB each; ms of a step", _row("alone", usual)]
+    for size in sorted(set(beside.batch)):
+        name = f"beside loads, {size}"
+        share = f"  mean / alone {statistics.mean(beside.of(size)) / statistics.mean(usual):.3f}"
+        rows.append(_row(name, beside.of(size)) + (share if size == given.batch else ""))
+    if loads:
+        load = statistics.median(loads)
+        rows.append(f"{len(loads)} loads, each {load:.1f} ms with its tokens, {num_bytes / load / 1e6:.1f} GB/s")
     return "\n".join(rows)
+
+
+def _row(name: str, values: Sequence[float]) -> str:
+    tail = sorted(values)[int(0.95 * len(values))]
+    median, mean = statistics.median(values), statistics.mean(values)
+    return f"{name:16} {len(values):4} steps  median {median:7.3f}  mean {mean:7.3f}  95 of 100 {tail:7.3f}"
 
 
 if __name__ == "__main__":

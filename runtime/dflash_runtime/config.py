@@ -274,8 +274,9 @@ class TargetConfig(TargetFacts):
 class EngineConfig:
     """How the engine runs. None and "auto" mean "decide from the checkpoints and the machine".
 
-    A step prefills at most `max_batched_tokens` prompt rows. `kv_memory_bytes` sets the size of the page pool;
-    without it the pool takes the memory that `gpu_memory_utilization` allows. `max_in_flight` steps are queued ahead of
+    A step with prompts has `max_batched_tokens` rows at most, those of requests that decode included; a quarter is for
+    prompts in any case. `kv_memory_bytes` sets the size of the page pool; without it the pool takes the memory that
+    `gpu_memory_utilization` allows. `max_in_flight` steps are queued ahead of
     their results when scheduling is asynchronous. Requests without a seed get theirs from `seed`; with None, that is
     another number each time. With `graphs`, decode steps on a GPU are captured as CUDA graphs. With `adaptive_width`
     steps verify as many rows of a block as promise the most tokens a second on this GPU, or decode plainly: the text is

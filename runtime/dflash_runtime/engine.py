@@ -7,7 +7,7 @@ accept, and plans for every count they can give: pages are reserved as if all we
 steps end in any case is left out, and nothing is preempted while a step is in flight.
 
 A step that fails is undone: every request begins again from the tokens it has, in a pool without content, and half as
-many run at a time; out of memory, with half as many prompt rows. One that fails alone, and again, ends with the error,
+many run at a time; out of memory, with half as many rows. One that fails alone, and again, ends with the error,
 and the others go on. So a batch that does not fit the memory is cut until it does, and a request that cannot be run is
 found by itself.
 """
@@ -243,14 +243,14 @@ class Engine:
         else:
             self.scheduler.load.shed(suspects, with_rows=is_out_of_memory(error))
             logger.warning(
-                "a step failed (%s); trying again with %d requests and %d prompt rows at a time",
+                "a step failed (%s); trying again with %d requests and %d rows at a time",
                 reason.message, self.scheduler.load.max_running, self.scheduler.load.max_batched_tokens,
             )  # fmt: skip
         if isinstance(reason, CapacityError) and torch.cuda.is_available():
             torch.cuda.empty_cache()
 
     def _can_shed(self, error: Exception) -> bool:
-        """Whether a request that runs alone may yet fit the memory, with fewer prompt rows a step."""
+        """Whether a request that runs alone may yet fit the memory, with fewer rows a step."""
         scheduler = self.scheduler
         return is_out_of_memory(error) and scheduler.load.max_batched_tokens > scheduler.limits.num_lookahead_tokens
 

@@ -15,7 +15,7 @@ from dflash_runtime.scheduling.limits import Limits
 MIN_CAPABILITY = (8, 0)
 
 KERNEL_ROWS, REFERENCE_ROWS = 8192, 2048
-"""Prompt rows of a step by default. More of them fill a GPU better: 32 prompts of 512 tokens take 379 ms instead of 409
+"""Rows of a step with prompts by default. More of them fill a GPU better: 32 prompts of 512 tokens take 379 ms, not 409
 (docs/performance.md). Reference attention holds all scores of a prompt's rows at once."""
 
 
@@ -98,7 +98,7 @@ def can_adapt(config: EngineConfig) -> bool:
 
 
 def prompt_rows(config: EngineConfig, kernels: Kernels) -> int:
-    """Most prompt rows of a step."""
+    """Most rows of a step with prompts."""
     return config.max_batched_tokens or (KERNEL_ROWS if kernels.name == "triton" else REFERENCE_ROWS)
 
 

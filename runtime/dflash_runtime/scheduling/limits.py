@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-
 PROMPT_SHARE = 4
 """Prompts have one of so many rows of a step at least, however many decode."""
 
