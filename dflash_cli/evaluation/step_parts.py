@@ -66,12 +66,12 @@ class _SilentTarget:
         self._dtype = pair.placement.dtype
 
     def __call__(
-        self, token_ids: Tensor, positions: Tensor, attend: object, taps: Sequence[int]
+        self, token_ids: Tensor, positions: Tensor, attend: object, taps: Sequence[int], wanted: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """[T, hidden] and [T, F] zeros."""
-        rows, size = len(token_ids), self.config.hidden_size
-        hidden = torch.zeros((rows, size), dtype=self._dtype, device=token_ids.device)
-        return hidden, hidden.new_zeros((rows, len(taps) * size)) if taps else None
+        """[T, hidden], or [S, hidden] of those wanted, and [T, F]: zeros."""
+        size, rows = self.config.hidden_size, token_ids if wanted is None else wanted
+        hidden = torch.zeros((len(rows), size), dtype=self._dtype, device=token_ids.device)
+        return hidden, hidden.new_zeros((len(token_ids), len(taps) * size)) if taps else None
 
 
 class _SilentHead:

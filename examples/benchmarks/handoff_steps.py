@@ -160,7 +160,7 @@ def _counting(llm: LLM) -> Iterator[list[int]]:
     runner, counts = llm.engine.runner, []
     submit = runner.submit
 
-    def counted(batch: Batch) -> list[PendingForward]:
+    def counted(batch: Batch) -> PendingForward | None:
         counts.append(len(batch.decode))
         return submit(batch)
 

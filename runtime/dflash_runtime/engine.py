@@ -97,7 +97,9 @@ class Engine:
             if batch.is_empty:
                 self._commit_oldest()
             else:
-                self._in_flight += self.runner.submit(batch)
+                pending = self.runner.submit(batch)
+                if pending is not None:
+                    self._in_flight.append(pending)
             self._begin_loading(batch)
             while self._is_due:
                 self._commit_oldest()

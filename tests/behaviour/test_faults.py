@@ -66,9 +66,9 @@ class TargetAs:
         self._target, self._forward = target, forward
 
     def __call__(
-        self, token_ids: Tensor, positions: Tensor, attend: Attend, taps: Sequence[int]
+        self, token_ids: Tensor, positions: Tensor, attend: Attend, taps: Sequence[int], wanted: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        return self._forward(self._target, token_ids, positions, attend, taps)
+        return self._forward(self._target, token_ids, positions, attend, taps, wanted)
 
 
 @cache
@@ -320,9 +320,12 @@ def test_a_device_that_fails_closes_the_engine() -> None:
 def not_finite_from(place: int, value: float) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """A forward whose rows are all this value from a position on."""
 
-    def forward(own: Target, token_ids: Tensor, positions: Tensor, *rest: Any) -> tuple[Tensor, Tensor | None]:
-        hidden, features = own(token_ids, positions, *rest)
-        return torch.where((positions >= place)[:, None], value, hidden), features
+    def forward(
+        own: Target, token_ids: Tensor, positions: Tensor, attend: Attend, taps: Sequence[int], wanted: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        hidden, features = own(token_ids, positions, attend, taps, wanted)
+        rows = positions if wanted is None else positions[wanted]
+        return torch.where((rows >= place)[:, None], value, hidden), features
 
     return forward
 

@@ -66,7 +66,7 @@ def check_every_step(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
         published.update(scheduler.cache._digests)
         return schedule(is_drained=is_drained)
 
-    def watched_submit(batch: Batch) -> list[PendingForward]:
+    def watched_submit(batch: Batch) -> PendingForward | None:
         written.clear()
         now = scheduler.cache._digests
         final = {page for page, digest in published.items() if now.get(page) == digest}

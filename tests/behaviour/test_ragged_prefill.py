@@ -31,10 +31,10 @@ class Watched:
         self._target = target
 
     def __call__(
-        self, token_ids: Tensor, positions: Tensor, attend: Attend, taps: Sequence[int]
+        self, token_ids: Tensor, positions: Tensor, attend: Attend, taps: Sequence[int], wanted: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         self.num_rows.append(len(token_ids))
-        return self._target(token_ids, positions, attend, taps)
+        return self._target(token_ids, positions, attend, taps, wanted)
 
 
 def make_llm(**settings: Any) -> tuple[LLM, Watched]:
@@ -236,9 +236,9 @@ class Silent(Watched):
     """A target without layers, since the reference attends prompt by prompt."""
 
     def __call__(
-        self, token_ids: Tensor, positions: Tensor, attend: Attend, taps: Sequence[int]
+        self, token_ids: Tensor, positions: Tensor, attend: Attend, taps: Sequence[int], wanted: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        return self.embedding[token_ids], None
+        return self.embedding[token_ids if wanted is None else token_ids[wanted]], None
 
 
 def calls_of(num_prompts: int, *, resumed: bool) -> list[str]:

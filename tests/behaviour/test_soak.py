@@ -30,12 +30,12 @@ class Accidents:
         self._target, self._generator, self._share = target, generator, share
 
     def __call__(
-        self, token_ids: Tensor, positions: Tensor, attend: Attend, taps: Sequence[int]
+        self, token_ids: Tensor, positions: Tensor, attend: Attend, taps: Sequence[int], wanted: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         place = self._generator.random()
         if place < self._share / 2:
             self._fail()
-        result = self._target(token_ids, positions, attend, taps)
+        result = self._target(token_ids, positions, attend, taps, wanted)
         if place > 1 - self._share / 2:
             self._fail()
         return result

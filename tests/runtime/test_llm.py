@@ -43,11 +43,11 @@ class Watched:
         self._target = target
 
     def __call__(
-        self, token_ids: Tensor, positions: Tensor, attend: Attend, taps: Sequence[int]
+        self, token_ids: Tensor, positions: Tensor, attend: Attend, taps: Sequence[int], wanted: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         callers = [frame.function for frame in inspect.stack()[1:] if HOUSE in Path(frame.filename).parents]
         self.chains.append(callers)
-        return self._target(token_ids, positions, attend, taps)
+        return self._target(token_ids, positions, attend, taps, wanted)
 
 
 @pytest.mark.parametrize("scheduling", ["sync", "async"])
@@ -57,7 +57,7 @@ def test_from_generate_to_the_targets_forward_it_is_six_calls(scheduling: str) -
     watched = Watched(target)
     random_llm(watched, random_draft(target), 3, scheduling=scheduling).generate([[1, 2, 3]], PARAMS)
     ways = {tuple(chain[::-1]) for chain in watched.chains}
-    assert ways == {("generate", "stream", "run", "step", "submit", way) for way in ("fill", "_decode")}
+    assert ways == {("generate", "stream", "run", "step", "submit", way) for way in ("_fill", "_decode")}
     assert all(len(chain) <= 6 for chain in watched.chains)
 
 

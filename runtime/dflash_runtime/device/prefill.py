@@ -88,6 +88,11 @@ class PromptRows:
         return len(self.token_ids)
 
     @property
+    def wanted(self) -> Tensor:
+        """The flat rows whose hidden states are read; one that is not, where there are none."""
+        return self.last_rows if self.num_fresh else self.last_rows.new_zeros(1)
+
+    @property
     def fresh(self) -> tuple[Request, ...]:
         return self.ended[: self.num_fresh]
 
@@ -140,7 +145,7 @@ class Prefill:
         )  # fmt: skip
 
     def finish(self, prompts: PromptRows, hidden: Tensor | None) -> Tensor | None:
-        """Choose first tokens from the hidden states of all rows [T, hidden], and switch on what is prefilled.
+        """Choose first tokens from the hidden states of `last_rows` [F, hidden], and switch on what is prefilled.
 
         Returns the packed results of fresh requests; None where there are none.
         """
@@ -151,7 +156,7 @@ class Prefill:
         is_done = torch.zeros_like(prompts.rows, dtype=torch.bool)
         if count:
             assert hidden is not None
-            results = self._first_tokens(prompts, hidden[prompts.last_rows])
+            results = self._first_tokens(prompts, hidden)
             is_done = torch.cat((results.is_done, is_done[count:]))
             anchors = torch.cat((results.token_ids[:, 0], anchors))
             remaining = torch.cat((remaining[:count] - 1, remaining[count:]))

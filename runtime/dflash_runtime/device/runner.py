@@ -45,6 +45,10 @@ REGRET_ROWS = 256
 """Rows whose logits are held against the best choice at a time; a whole text's would not fit beside the KV."""
 
 
+Results = list[tuple[Sequence[Request], Tensor | None]]
+"""Packed results [R, ...] and whose they are; None where no tokens come of them."""
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How the tokens of one forward are sampled, [R] each."""
@@ -118,27 +122,30 @@ class Runner:
         self.graphs = DecodeGraphs(self._decode, self.limits.max_num_requests, self.device) if pair.has_graphs else None
 
     @torch.inference_mode()
-    def submit(self, batch: Batch) -> list[PendingForward]:
-        """Queue one step, on the device of the pair whatever the caller's current one is.
+    def submit(self, batch: Batch) -> PendingForward | None:
+        """Queue one step, on the device of the pair whatever the caller's current one is; None where nothing runs.
 
-        Decoding requests and prompts go through the target together. One that keeps its own cache runs them apart,
-        decoding first: its results are on their way to the host before the chunks, which take longer, are queued.
+        Decoding requests and prompts go through the target together, unless it keeps a cache of its own.
         """
         with self._on_device():
             if self.texts is not None:
                 self.texts.drop_ended()
-            self.state.admit(
-                batch.admitted, batch.additions, self.limits.num_lookahead_tokens, self.page_size, self._upload
-            )
+            num_rows = self.limits.num_lookahead_tokens
+            self.state.admit(batch.admitted, batch.additions, num_rows, self.page_size, self._upload)
             prefill = self._prefill()
             prompts = prefill.lay_out(batch.chunks) if batch.chunks else None
-            if not batch.decode:
-                return [self._fill(batch, prefill, prompts)] if prompts is not None else []
-            if prompts is None or not len(prompts):
-                return [self._run_blocks(batch, prefill, prompts)]
-            if self.texts is not None:
-                return [self._run_blocks(batch, prefill, None), self._fill(batch, prefill, prompts)]
-            return [self._run_together(batch, prefill, prompts)]
+            rows, mode = _rows(batch.decode), _mode(batch.decode, batch.verify_width)
+            parts: Results = []
+            if rows and prompts and self.texts is None:
+                parts = self._run_together(batch, mode, prefill, prompts)
+            else:
+                if rows and self.graphs is not None:
+                    parts.append((batch.decode, self.graphs.replay(rows, mode)))
+                elif rows:
+                    parts.append((batch.decode, self._decode(self._upload.ints(rows), mode, batch.longest)))
+                if prompts is not None:
+                    parts.append((prompts.fresh, self._fill(prefill, prompts)))
+            return PendingForward.send(parts, self.device, batch.chunks) if parts else None
 
     def take_state(self, request: Request) -> TextState:
         """What a target that keeps its own cache has of a request's text, whose prompt has just been run."""
@@ -184,49 +191,37 @@ class Runner:
     def _on_device(self) -> AbstractContextManager[object]:
         return as_current(self.device)
 
-    def _run_blocks(self, batch: Batch, prefill: Prefill, resumed: PromptRows | None) -> PendingForward:
-        """Decode; then switch on requests of which nothing is left to prefill."""
-        rows, mode = [_row(request) for request in batch.decode], _mode(batch.decode, batch.verify_width)
-        if self.graphs is not None:
-            packed = self.graphs.replay(rows, mode)
-        else:
-            packed = self._decode(self._upload.ints(rows), mode, batch.longest)
-        if resumed is not None:
-            prefill.finish(resumed, None)
-        return PendingForward.send([(batch.decode, packed)], self.device, batch.chunks if resumed is not None else ())
-
-    def _fill(self, batch: Batch, prefill: Prefill, prompts: PromptRows) -> PendingForward:
-        """Run prompts alone."""
+    def _fill(self, prefill: Prefill, prompts: PromptRows) -> Tensor | None:
+        """Run prompts alone -> packed results of those that begin to decode."""
         hidden = None
         if len(prompts):
-            hidden, features = self._read_prompts(prompts)
+            if self.texts is None:
+                assert prompts.attend is not None
+                ids, positions = prompts.token_ids, prompts.positions
+                hidden, features = self.target(ids, positions, prompts.attend, self._taps, prompts.wanted)
+            else:
+                hidden, features = self.texts.fill(prompts.chunks, prompts.token_ids, self._taps)
+                hidden = hidden[prompts.wanted]
             self._write_context(features, prompts.positions, prompts.slots)
-        return PendingForward.send([(prompts.fresh, prefill.finish(prompts, hidden))], self.device, batch.chunks)
+        return prefill.finish(prompts, hidden)
 
-    def _read_prompts(self, prompts: PromptRows) -> tuple[Tensor, Tensor | None]:
-        """Rows [T] of prompts through the target -> hidden states [T, hidden], features [T, F]."""
-        if self.texts is not None:
-            return self.texts.fill(prompts.chunks, prompts.token_ids, self._taps)
-        assert prompts.attend is not None
-        return self.target(prompts.token_ids, prompts.positions, prompts.attend, self._taps)
-
-    def _run_together(self, batch: Batch, prefill: Prefill, prompts: PromptRows) -> PendingForward:
+    def _run_together(self, batch: Batch, mode: StepMode, prefill: Prefill, prompts: PromptRows) -> Results:
         """Run blocks and prompts in one forward, the rows of blocks first."""
-        rows = [_row(request) for request in batch.decode]
+        rows = _rows(batch.decode)
         # Of a size that steps are captured in, so that kernels are those that were compiled at start.
         rows = self.graphs.padded(rows) if self.graphs is not None else rows
-        blocks = self._draft_blocks(self._upload.ints(rows), _mode(batch.decode, batch.verify_width), batch.longest)
+        blocks = self._draft_blocks(self._upload.ints(rows), mode, batch.longest)
         count = len(blocks.token_ids)
         assert prompts.attend is not None
         attend = JoinedAttention(self._attend_target(blocks), prompts.attend, count)
         positions = torch.cat((blocks.positions.flatten(), prompts.positions))
         token_ids = torch.cat((blocks.token_ids, prompts.token_ids))
-        hidden, features = self.target(token_ids, positions, attend, self._taps)
+        wanted = torch.cat((torch.arange(count, device=self.device), prompts.wanted + count))
+        hidden, features = self.target(token_ids, positions, attend, self._taps, wanted)
         packed, slots = self._settle(blocks, hidden[:count])
         self._write_context(features, positions, torch.cat((slots.flatten(), prompts.slots)))
         first = prefill.finish(prompts, hidden[count:])
-        parts = [(batch.decode, packed[: len(batch.decode)]), (prompts.fresh, first)]
-        return PendingForward.send(parts, self.device, batch.chunks)
+        return [(batch.decode, packed[: len(batch.decode)]), (prompts.fresh, first)]
 
     def _decode(self, rows: Tensor, mode: StepMode, longest: int | None = None) -> Tensor:
         """One step of decoding batch rows [R] -> packed results.
@@ -382,6 +377,10 @@ class Runner:
 def _row(request: Request) -> int:
     assert request.row is not None
     return request.row
+
+
+def _rows(requests: Sequence[Request]) -> list[int]:
+    return [_row(request) for request in requests]
 
 
 def _mode(requests: Sequence[Request], verify_width: int) -> StepMode:

@@ -43,10 +43,10 @@ class DecoderTarget:
         return self.config.embedding_scale
 
     def __call__(
-        self, token_ids: Tensor, positions: Tensor, attend: Attend, taps: Sequence[int]
+        self, token_ids: Tensor, positions: Tensor, attend: Attend, taps: Sequence[int], wanted: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """See `models.target.Target`. A tap on the last layer gives the residual before the final norm."""
-        hidden, outputs = self._decoder(self.embedding[token_ids], positions, attend, taps)
+        hidden, outputs = self._decoder(self.embedding[token_ids], positions, attend, taps, wanted)
         return hidden, torch.cat([outputs[tap] for tap in taps], dim=-1) if taps else None
 
     @classmethod

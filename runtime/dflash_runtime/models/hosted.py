@@ -191,11 +191,12 @@ class HostedTarget:
         return self.config.embedding_scale
 
     def __call__(
-        self, token_ids: Tensor, positions: Tensor, attend: Attend, taps: Sequence[int]
+        self, token_ids: Tensor, positions: Tensor, attend: Attend, taps: Sequence[int], wanted: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """See `models.target.Target`. A tap on the last layer gives the residual before the final norm."""
         attended = _attend_on(self._device, attend) if self._is_spread else attend
-        return self.run(token_ids, positions, HostedAttention(self.config, attended), taps)
+        hidden, features = self.run(token_ids, positions, HostedAttention(self.config, attended), taps)
+        return hidden if wanted is None else hidden[wanted], features
 
     def run(
         self, token_ids: Tensor, positions: Tensor, attention: HostedAttention, taps: Sequence[int] = ()

@@ -186,14 +186,24 @@ class DecoderLayer:
         return cls(attention, mlp, norm)
 
     def __call__(
-        self, layer: int, normed: Tensor, residual: Tensor, cos: Tensor, sin: Tensor, attend: Attend
+        self,
+        layer: int,
+        normed: Tensor,
+        residual: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        attend: Attend,
+        wanted: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Normalised rows and the residual stream, [T, hidden] -> parts to be added to the stream, and the stream.
 
-        The last addition is left to the norm that follows, which does both in one pass.
+        The last addition is left to the norm that follows, which does both in one pass. With `wanted` [S] nothing is
+        made of other rows but their keys and values: what is returned has S rows.
         """
         query, keys, values = self.attention.project(normed, cos, sin, attend.place(layer))
         attended = attend.read(layer, query, keys, values, self.attention.softmax)
+        if wanted is not None:
+            attended, residual = attended[wanted], residual[wanted]
         normed, residual = self.mlp_norm.add(self.attention.output.parts(attended.flatten(-2)), residual)
         return self.mlp(normed), residual
 
@@ -224,21 +234,29 @@ class DecoderStack:
         return all(not isinstance(layer.mlp, Experts) or layer.mlp.follows_from_shapes for layer in self.layers)
 
     def __call__(
-        self, hidden: Tensor, positions: Tensor, attend: Attend, taps: Container[int] = ()
+        self,
+        hidden: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        taps: Container[int] = (),
+        wanted: Tensor | None = None,
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """Embedded rows [T, hidden] at positions [T] -> normalised rows [T, hidden], and the outputs of `taps`.
 
-        A layer's output is the residual stream after it; after the last layer, before the final norm.
+        A layer's output is the residual stream after it; after the last layer, before the final norm. With `wanted` [S]
+        only these rows are normalised, [S, hidden], and run through the last layer, unless that one is tapped.
         """
         cos, sin = self.rope.rows(positions)
         outputs: dict[int, Tensor] = {}
         normed, residual = self.norms[0](hidden), hidden
+        last = len(self.layers) - 1
+        kept = wanted if last not in taps else None
         for index, layer in enumerate(self.layers):
-            added, residual = layer(index, normed, residual, cos, sin, attend)
+            added, residual = layer(index, normed, residual, cos, sin, attend, kept if index == last else None)
             normed, residual = self.norms[index + 1].add(added, residual)
             if index in taps:
                 outputs[index] = residual
-        return normed, outputs
+        return normed if wanted is None or kept is not None else normed[wanted], outputs
 
 
 class RopeTable:

@@ -100,11 +100,11 @@ class OwnCacheTarget:
         return self.config.embedding_scale
 
     def __call__(
-        self, token_ids: Tensor, positions: Tensor, attend: Attend, taps: Sequence[int]
+        self, token_ids: Tensor, positions: Tensor, attend: Attend, taps: Sequence[int], wanted: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """See `models.target.Target`; the rows are a text from its beginning, and nothing is kept of it."""
         hidden, features, _ = self._forward(token_ids, 0, taps, use_cache=False)
-        return hidden, features
+        return hidden if wanted is None else hidden[wanted], features
 
     def read(
         self, text: TextCache, token_ids: Tensor, start: int, taps: Sequence[int], *, is_final: bool

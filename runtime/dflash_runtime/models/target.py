@@ -62,11 +62,13 @@ class Target(TargetEnds, Protocol):
     config: TargetConfig
 
     def __call__(
-        self, token_ids: Tensor, positions: Tensor, attend: Attend, taps: Sequence[int]
+        self, token_ids: Tensor, positions: Tensor, attend: Attend, taps: Sequence[int], wanted: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Token ids and positions [T] -> normalised hidden states [T, hidden], features [T, F].
 
-        Features are the outputs of the decoder layers `taps`, concatenated in that order; None without taps.
+        With `wanted` [S] only the hidden states of these rows, [S, hidden]: nobody reads those of a prompt's others, of
+        which the last layer then makes keys and values alone. Features are the outputs of the decoder layers `taps`,
+        concatenated in that order; None without taps.
         """
         ...
 
