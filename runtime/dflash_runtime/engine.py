@@ -35,8 +35,8 @@ logger = logging.getLogger(__name__)
 NUM_GOOD_STEPS = 200
 """Steps without a failure after which the load that was shed is doubled: each attempt may cost a prefill of all."""
 
-LONG_ROWS = 512
-"""Prompt rows of a forward that takes the device longer than it takes the host to queue the next one."""
+LONG_ROWS = 2048
+"""Prompt rows of a forward that takes the device several times as long as the host takes to queue the next one."""
 
 
 @dataclass(frozen=True, slots=True)
