@@ -48,12 +48,12 @@ class PagedKV(Protocol):
 
     @property
     def keys(self) -> Tensor:
-        """[L, S, KV, D]."""
+        """[L, P, page_size, KV, D]."""
         ...
 
     @property
     def values(self) -> Tensor:
-        """[L, S, KV, D]."""
+        """[L, P, page_size, KV, D]."""
         ...
 
 
