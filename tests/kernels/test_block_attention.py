@@ -80,17 +80,9 @@ def test_head_sizes(head_dim: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("arrangement", ["alone", "between layers"])
 def test_page_sizes(arrangement: str, page_size: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     either_kernel(dtype, monkeypatch)
-    lens = [page_size - 1, page_size, page_size + 1]
+    lens = [0, page_size - 1, page_size, page_size + 1, 2 * page_size]
     pages = random_pages(lens, 2, 16, page_size, dtype, 3, arrangement=arrangement)
     check(pages, 3, 2, is_causal=False, window=None)
-
-
-@pytest.mark.parametrize("has_shares", [True, False])
-def test_pages_whose_numbers_32_bits_cannot_count(has_shares: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not has_shares:
-        monkeypatch.setattr(module, "balanced_shape", lambda *_: None)
-    pages = random_pages([17, 40], 2, 16, PAGE, torch.float16, 3, arrangement="far apart")
-    check(pages, 3, 2, is_causal=True, window=None)
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
@@ -169,6 +161,13 @@ def test_sinks_and_caps_in_equal_shares(kind: str, dtype: torch.dtype, monkeypat
     monkeypatch.setattr(module, "balanced_shape", shares_of(3))
     pages = random_pages([3, 100, 64, 0], 2, 16, PAGE, dtype, 7)
     check(pages, 9, 6, is_causal=True, window=None, softmax=random_softmax(kind, 6, dtype))
+
+
+@pytest.mark.parametrize("shape", [None, BalancedShape(16, 16, 3, 2, 8)], ids=["parts", "shares"])
+def test_pages_whose_numbers_32_bits_cannot_count(shape: BalancedShape | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "balanced_shape", lambda *_: shape)
+    pages = random_pages([17, 40], 2, 16, PAGE, torch.float16, 3, arrangement="far apart")
+    check(pages, 3, 2, is_causal=True, window=None)
 
 
 def test_many_requests_share_the_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from dflash_testing.tensors import (
     DTYPES,
     assert_mostly_equal,
     assert_rows_close,
+    between_layers,
     far_apart,
     normal,
     whole,
@@ -118,7 +119,7 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="caches of one shape"):
         kv_store(keys, keys, cache[:, :1], cache, whole(1, 2))
     with pytest.raises(ValueError, match="strides are the same"):
-        kv_store(keys, keys, *ARRANGEMENTS["between layers"](cache, cache)[:1], cache, whole(1, 2))
+        kv_store(keys, keys, between_layers(cache, cache)[0], cache, whole(1, 2))
     with pytest.raises(ValueError, match="one dtype"):
         kv_store(keys.double(), keys, cache, cache, whole(1, 2))
     with pytest.raises(ValueError, match="as many"):
