@@ -99,15 +99,15 @@ def test_context_kv_of_every_layer(
     context_kv_store_ref(projected.double(), weights.double(), 1e-6, cos.double(), sin.double(), *exact, whole(*SLOTS))
     if arrangement != "alone":  # both are in the same pages
         assert num_before - num_nan(kept[0]) == projected[[slot != PAD for slot in SLOTS]].numel()
-    caches, same, exact = ([cache.flatten(1, 2) for cache in item] for item in (kept, same, exact))
+    stored, rounded, true = ([cache.flatten(1, 2) for cache in item] for item in (kept, same, exact))
     written = [slot for slot in SLOTS if slot != PAD]
     rest = [slot for slot in range(20) if slot not in written]
-    assert torch.equal(caches[1][:, written], same[1][:, written])
-    assert bool(caches[0][:, rest].isnan().all())
-    assert bool(caches[1][:, rest].isnan().all())
-    assert_rows_close(caches[0][:, written], exact[0][:, written], dtype)
+    assert torch.equal(stored[1][:, written], rounded[1][:, written])
+    assert bool(stored[0][:, rest].isnan().all())
+    assert bool(stored[1][:, rest].isnan().all())
+    assert_rows_close(stored[0][:, written], true[0][:, written], dtype)
     if dtype != torch.float32:
-        assert_mostly_equal(caches[0][:, written], same[0][:, written])
+        assert_mostly_equal(stored[0][:, written], rounded[0][:, written])
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -191,10 +191,10 @@ def test_what_does_not_fit_is_refused() -> None:
         check(lay_out([3], [2]), 3, 2, 16, torch.float32)
     with pytest.raises(ValueError, match="at least 1"):
         check(lay_out([3], [2]), 4, 2, 16, torch.float32, 0)
-    query = normal(4, 1, 16)
+    query, cache = normal(4, 1, 16), normal(1, 4, 1, 16)
     plan = plan_ragged(lay_out([3], [0]), 1, 1, SHAPE, DEVICE)
     with pytest.raises(ValueError, match="a plan of these rows"):
-        ragged_attention(query, query, query, *2 * [query[None]], place(plan)[None], plan, place(plan), window=None)
+        ragged_attention(query, query, query, cache, cache, place(plan)[None], plan, place(plan), window=None)
 
 
 def test_long_contexts_have_tiles_of_their_own_where_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,7 +45,9 @@ class KVCache:
         else:
             self.pages = _zeros((config.num_layers, 2, num_pages, page_size, width), placement).permute(2, 0, 1, 3, 4)
         common = shapes[0] if len(set(shapes)) == 1 else (1, width)
-        self.keys, self.values = self.pages.permute(2, 1, 0, 3, 4).unflatten(4, common)
+        self.keys, self.values = self.pages.permute(2, 1, 0, 3, 4).view(
+            2, config.num_layers, num_pages, page_size, *common
+        )
         self.layers = [
             (_shaped(self.pages[:, layer, 0], *shape), _shaped(self.pages[:, layer, 1], *shape))
             for layer, shape in enumerate(shapes)
@@ -67,7 +69,7 @@ def _zeros(shape: tuple[int, ...], placement: Placement) -> Tensor:
 
 def _shaped(rows: Tensor, num_heads: int, head_dim: int) -> Tensor:
     """The part of a layer's rows [P, page_size, W] that its heads take, [P, page_size, KV, D]."""
-    return rows[:, :, : num_heads * head_dim].unflatten(2, (num_heads, head_dim))
+    return rows[:, :, : num_heads * head_dim].view(*rows.shape[:2], num_heads, head_dim)
 
 
 def bytes_per_token(config: TargetConfig | DraftConfig, dtype: torch.dtype) -> int:
