@@ -149,7 +149,8 @@ def rope_store(
     require(head_norms is None or head_norms.shape == shape, f"a norm of {head_dim} elements for each rotated head")
     require(cos.shape == sin.shape == (num_rows, head_dim), "a row of cos and sin for each row")
     require(parts.stride(2) == cos.stride(1) == sin.stride(1) == 1, "contiguous rows")
-    caches, strides, page_size = (parts, parts), (0,) * 3, 1
+    caches, page_size = (parts, parts), 1
+    strides: tuple[int, ...] = (0, 0, 0)
     if place is not None:
         caches = (place.key_cache, place.value_cache)
         strides, page_size = strides_of_caches(*caches), place.key_cache.shape[1]

@@ -45,11 +45,10 @@ class KVCache:
         else:
             self.pages = _zeros((config.num_layers, 2, num_pages, page_size, width), placement).permute(2, 0, 1, 3, 4)
         common = shapes[0] if len(set(shapes)) == 1 else (1, width)
-        self.keys, self.values = self.pages.permute(2, 1, 0, 3, 4).view(
-            2, config.num_layers, num_pages, page_size, *common
-        )
+        by_layer = self.pages.permute(2, 1, 0, 3, 4)
+        self.keys, self.values = by_layer.view(*by_layer.shape[:4], *common)
         self.layers = [
-            (_shaped(self.pages[:, layer, 0], *shape), _shaped(self.pages[:, layer, 1], *shape))
+            (_shaped(by_layer[0, layer], *shape), _shaped(by_layer[1, layer], *shape))
             for layer, shape in enumerate(shapes)
         ]
 

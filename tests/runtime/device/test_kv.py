@@ -1,7 +1,6 @@
 """KV in pages: how they lie in memory, and how they come out of it and into it; in either arrangement."""
 
 import resource
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -83,10 +82,9 @@ def num_resident_bytes() -> int:
 
 
 @pytest.fixture
-def small_pieces(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two pages, so that a request has several."""
     monkeypatch.setattr(kv_pages, "PIECE_BYTES", 2 * filled(1).page_bytes)
-    yield
 
 
 @pytest.mark.usefixtures("small_pieces")
