@@ -8,8 +8,8 @@ Lengths are known on the host, so the host cuts the rows into tiles, once for al
 of those tiles that are long beside the rest into parts (flash-decoding; see `block_attention`). The kernel finds all
 of that in one tensor: no argument changes from step to step, so nothing is compiled for lengths not seen before.
 
-Axis letters: T flat rows, B rows of the page table, P pages, H heads, KV heads of keys and values, D head
-dim, M tiles, C tiles with several parts.
+Axis letters: T flat rows, B rows of the page table, P pages, H heads, KV heads of keys and values, D head dim,
+M tiles, C tiles with several parts.
 """
 
 import math
@@ -130,7 +130,7 @@ def ragged_attention_ref(
     query                   [T, H, D]
     keys, values            [T, KV, D]
     key_cache, value_cache  [P, page_size, KV, D]
-    page_table              [B, C / page_size] int64, C being the longest context it can hold
+    page_table              [B, pages of a request] int64, wide enough for every segment and its context
     plan                    the segments, which cover all rows
     placed                  `plan.ints` on the device, int64; the reference goes by the segments
     window                  a row sees keys less than `window` positions before it; None is unlimited

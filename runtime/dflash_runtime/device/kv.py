@@ -93,7 +93,7 @@ class PagedAttention:
 
     kernels: Kernels
     cache: KVCache
-    page_table: Tensor  # [R, pages of the longest]
+    page_table: Tensor  # [R, pages of a request]
     context_lens: Tensor  # [R]
     causal: tuple[bool, ...]
     windows: tuple[int | None, ...]
