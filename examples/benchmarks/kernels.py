@@ -32,6 +32,12 @@ def normal(*shape: int) -> Tensor:
     return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
 
 
+def paged_caches(num_pages: int) -> tuple[Tensor, Tensor]:
+    """Keys and values of several layers, [L, P, PAGE, KV, D] each, which lie in pages as those of a `KVCache` do."""
+    keys, values = normal(num_pages, LAYERS, 2, PAGE, KV, HEAD_DIM).permute(2, 1, 0, 3, 4, 5)
+    return keys, values
+
+
 def rotating(make: Callable[[], Sequence[Tensor]], call: Callable[..., object], copies: int) -> Callable[[], object]:
     """`call` on one of several input sets after the other; 8 calls make one timed graph."""
     sets = [make() for _ in range(copies)]
@@ -66,7 +72,7 @@ def attention_case(
     requests: int, context: int, rows: int, *, is_causal: bool, window: int | None = None, softmax: Softmax = PLAIN
 ) -> Case:
     pages = -(-context // PAGE) + 2
-    options = {"page_size": PAGE, "is_causal": is_causal, "window": window, "softmax": softmax}
+    options = {"is_causal": is_causal, "window": window, "softmax": softmax}
     attend = functools.partial(KERNELS.block_attention, **options)
     attend_ref = functools.partial(REFERENCE.block_attention, **options)
     lens = torch.full((requests,), context, device="cuda")
@@ -75,7 +81,7 @@ def attention_case(
 
     def make() -> list[Tensor]:
         table = (torch.randperm(requests * pages, device="cuda") + 1).view(requests, pages)
-        caches = [normal((requests * pages + 1) * PAGE, KV, HEAD_DIM) for _ in range(2)]
+        caches = [cache[0] for cache in paged_caches(requests * pages + 1)]
         block = [normal(requests, rows, heads, HEAD_DIM) for heads in (HEADS, KV, KV)]
         return [*block, *caches, table, lens]
 
@@ -98,7 +104,7 @@ def small_cases(requests: int) -> list[Case]:
     weight, head_norms, layer_weights = normal(HIDDEN), normal(HEADS + KV, HEAD_DIM), normal(LAYERS, HEAD_DIM)
     cos, sin = normal(tokens, HEAD_DIM), normal(tokens, HEAD_DIM)
     slots = torch.randperm(tokens + PAGE, device="cuda")[:tokens]
-    caches = normal(LAYERS, tokens + PAGE, KV, HEAD_DIM), normal(LAYERS, tokens + PAGE, KV, HEAD_DIM)
+    caches = paged_caches(tokens // PAGE + 1)
     hidden, residual = normal(tokens, HIDDEN), normal(tokens, HIDDEN)
     parts = normal(1, tokens, (HEADS + 2 * KV) * HEAD_DIM)
     projected = normal(tokens, LAYERS, 2, KV, HEAD_DIM)

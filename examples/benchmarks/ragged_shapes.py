@@ -24,7 +24,7 @@ from dflash_kernels.ragged_attention import Segment, plan_ragged
 from dflash_kernels.suite import REFERENCE, triton_kernels
 from timing.ceilings import device_ms
 
-HEADS, KV, HEAD_DIM, PAGE = 32, 8, 128, 16
+HEADS, KV, HEAD_DIM, PAGE, LAYERS = 32, 8, 128, 16, 4
 LENGTHS: dict[str, tuple[list[int], list[int]]] = {
     "1 x 2,048": ([2048], [0]),
     "4 x 512": ([512] * 4, [0] * 4),
@@ -40,16 +40,15 @@ LARGEST_ERROR = 1e-2
 
 
 class Batch:
-    """Prompts one after the other, with their context in pages of a shuffled order."""
+    """Prompts one after the other, with their context in pages of a shuffled order, which hold other layers too."""
 
     def __init__(self, rows: list[int], contexts: list[int]) -> None:
         firsts = list(itertools.accumulate(rows, initial=0))
         self.segments = tuple(Segment(*item) for item in zip(firsts, rows, contexts, range(len(rows)), strict=False))
         num_pages = -(-max(map(sum, zip(rows, contexts, strict=True))) // PAGE)
         self.table = (torch.randperm(len(rows) * num_pages, device="cuda") + 1).view(len(rows), num_pages)
-        num_slots = (len(rows) * num_pages + 1) * PAGE
         self.block = [normal(sum(rows), heads, HEAD_DIM) for heads in (HEADS, KV, KV)]
-        self.caches = [normal(num_slots, KV, HEAD_DIM) for _ in range(2)]
+        self.caches = normal(len(rows) * num_pages + 1, LAYERS, 2, PAGE, KV, HEAD_DIM)[:, 0].unbind(1)
         self.flops = sum(
             4 * HEADS * HEAD_DIM * n * (context + (n + 1) / 2) for n, context in zip(rows, contexts, strict=True)
         )
@@ -60,7 +59,7 @@ class Batch:
         plan = plan_ragged(self.segments, HEADS, KV, shape, self.table.device)
         placed = torch.tensor(plan.ints, device="cuda")
         attend = triton_kernels().ragged_attention
-        return lambda: attend(*self.block, *self.caches, self.table, plan, placed, page_size=PAGE, window=None)
+        return lambda: attend(*self.block, *self.caches, self.table, plan, placed, window=None)
 
     def one_by_one(self) -> Callable[[], Tensor]:
         """Attention of uniform blocks, called for each prompt."""
@@ -72,7 +71,7 @@ class Batch:
             lens = torch.tensor([segment.context_len], device="cuda")
             calls.append(([tensor[None, rows] for tensor in self.block], table, lens))
         return lambda: torch.cat(
-            [attend(*block, *self.caches, table, lens, page_size=PAGE, is_causal=True, window=None).flatten(0, 1)
+            [attend(*block, *self.caches, table, lens, is_causal=True, window=None).flatten(0, 1)
              for block, table, lens in calls]
         )  # fmt: skip
 
@@ -82,7 +81,7 @@ class Batch:
     def _attend_exactly(self) -> Tensor:
         plan = plan_ragged(self.segments, HEADS, KV, next(shapes()), self.table.device)
         block, caches = ([tensor.float() for tensor in tensors] for tensors in (self.block, self.caches))
-        return REFERENCE.ragged_attention(*block, *caches, self.table, plan, self.table, page_size=PAGE, window=None)
+        return REFERENCE.ragged_attention(*block, *caches, self.table, plan, self.table, window=None)
 
 
 def normal(*shape: int) -> Tensor:

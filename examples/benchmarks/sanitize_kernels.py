@@ -43,7 +43,7 @@ def prefill(kernels: Kernels, rows: list[Tensor], key_cache: Tensor, value_cache
         for softmax in softmaxes():
             kernels.ragged_attention(
                 *(tensor[0] for tensor in rows), key_cache, value_cache, table, plan,
-                torch.tensor(plan.ints, device="cuda"), page_size=PAGE, window=None, softmax=softmax,
+                torch.tensor(plan.ints, device="cuda"), window=None, softmax=softmax,
             )  # fmt: skip
 
 
@@ -51,14 +51,14 @@ def main() -> None:
     kernels = triton_kernels()
     lens = torch.tensor([0, 17, 130], device="cuda")
     table = torch.arange(1, 1 + REQUESTS * 10, device="cuda").view(REQUESTS, 10)
-    num_slots, num_rows = (REQUESTS * 10 + 1) * PAGE, REQUESTS * ROWS
+    num_rows = REQUESTS * ROWS
     slots = slot_mapping_ref(table, lens[:, None] + torch.arange(ROWS, device="cuda"), lens + 5, PAGE).flatten()
     hidden, weight = normal(num_rows, 1000), normal(1000)
     kernels.rms_norm(hidden, weight, 1e-6)
     kernels.add_rms_norm(torch.stack((hidden, hidden)), hidden, weight, 1e-6)
     products(kernels, hidden)
     cos, sin, head_norms = normal(num_rows, HEAD_DIM), normal(num_rows, HEAD_DIM), normal(HEADS + KV, HEAD_DIM)
-    key_cache, value_cache = normal(LAYERS, num_slots, KV, HEAD_DIM), normal(LAYERS, num_slots, KV, HEAD_DIM)
+    key_cache, value_cache = normal(REQUESTS * 10 + 1, LAYERS, 2, PAGE, KV, HEAD_DIM).permute(2, 1, 0, 3, 4, 5)
     place = KVPlace(key_cache[0], value_cache[0], slots)
     parts = normal(2, num_rows, (HEADS + 2 * KV) * HEAD_DIM)
     heads = kernels.rope_store(parts, head_norms, 1e-6, cos, sin, KV, place)
@@ -69,13 +69,11 @@ def main() -> None:
     for is_causal, window, softmax in itertools.product((True, False), (None, 20), softmaxes()):
         kernels.block_attention(
             *(tensor.unflatten(0, (REQUESTS, ROWS)) for tensor in (query, keys, values)),
-            key_cache[0], value_cache[0], table, lens, page_size=PAGE, is_causal=is_causal, window=window,
+            key_cache[0], value_cache[0], table, lens, is_causal=is_causal, window=window,
             softmax=softmax,
         )  # fmt: skip
     long = [normal(1, 400, heads, HEAD_DIM) for heads in (HEADS, KV, KV)]
-    kernels.block_attention(
-        *long, key_cache[0], value_cache[0], table[:1], lens[:1], page_size=PAGE, is_causal=True, window=None
-    )
+    kernels.block_attention(*long, key_cache[0], value_cache[0], table[:1], lens[:1], is_causal=True, window=None)
     prefill(kernels, long, key_cache[0], value_cache[0], table)
     ids = torch.randint(0, 3, (REQUESTS, ROWS), device="cuda")
     most, stops = torch.full_like(lens, ROWS), torch.full((REQUESTS, 2), -1, device="cuda")

@@ -91,18 +91,20 @@ def share_of_tiles(begin, end, context_tile, num_context, block_tile, block_tile
 
 
 @jit
-def _context_slots(page_table, position, readable_len, PAGE_SIZE: tl.constexpr):
-    """Slots of positions in a request's context, through its row of the page table; past its end, any."""
-    page = tl.load(page_table + position // PAGE_SIZE, mask=position < readable_len, other=0)
-    return page.to(tl.int64) * PAGE_SIZE + position % PAGE_SIZE
+def _context_rows(page_table, position, readable_len, page_stride, row_stride, PAGE_SIZE: tl.constexpr):
+    """Where rows of positions in a request's context begin in its caches, through its row of the page table; past the
+    context's end, any.
+    """
+    page = tl.load(page_table + position // PAGE_SIZE, mask=position < readable_len, other=0).to(tl.int64)
+    return page * page_stride + (position % PAGE_SIZE).to(tl.int64) * row_stride
 
 
 @jit
-def _load_keys(
-    source, row, row_stride, dim, is_key, HEAD_DIM: tl.constexpr, TILE_D: tl.constexpr, IS_FULL: tl.constexpr
-):
-    """[TILE_N, TILE_D] of keys or values. Rows past the last key may be NaN in memory and are returned as zero."""
-    address = source + (row * row_stride)[:, None] + dim[None, :]
+def _load_keys(source, begin, dim, is_key, HEAD_DIM: tl.constexpr, TILE_D: tl.constexpr, IS_FULL: tl.constexpr):
+    """[TILE_N, TILE_D] of keys or values, from where each begins. Rows past the last key may be NaN in memory and are
+    returned as zero.
+    """
+    address = source + begin[:, None] + dim[None, :]
     if IS_FULL and HEAD_DIM == TILE_D:
         tile = tl.load(address)
     else:
@@ -112,21 +114,22 @@ def _load_keys(
 
 @jit
 def walk_context(
-    queries, row, dim, keys, values, keys_row, values_row, page_table, context_len, readable_len, begin, end,
+    queries, row, dim, keys, values, page_stride, row_stride, page_table, context_len, readable_len, begin, end,
     acc, row_max, weight_sum, scale,
     HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
     TILE_N: tl.constexpr, TILE_D: tl.constexpr, IS_FULL: tl.constexpr,
 ):  # fmt: skip
     """Walk tiles `[begin, end)` of the context. IS_FULL says that every row sees every key of them."""
-    slot = _context_slots(page_table, begin * TILE_N + tl.arange(0, TILE_N), readable_len, PAGE_SIZE)
+    first = begin * TILE_N + tl.arange(0, TILE_N)
+    key = _context_rows(page_table, first, readable_len, page_stride, row_stride, PAGE_SIZE)
     for step in range(begin, end):
         position = step * TILE_N + tl.arange(0, TILE_N)
         is_key = position < readable_len
-        # Slots are looked up a tile ahead: keys whose address waits for a load would not be fetched ahead of their use.
-        next_slot = _context_slots(page_table, position + TILE_N, readable_len, PAGE_SIZE)
-        key_tile = _load_keys(keys, slot, keys_row, dim, is_key, HEAD_DIM, TILE_D, IS_FULL)
-        value_tile = _load_keys(values, slot, values_row, dim, is_key, HEAD_DIM, TILE_D, IS_FULL)
-        slot = next_slot
+        # Pages are looked up a tile ahead: keys whose address waits for a load would not be fetched ahead of their use.
+        next_key = _context_rows(page_table, position + TILE_N, readable_len, page_stride, row_stride, PAGE_SIZE)
+        key_tile = _load_keys(keys, key, dim, is_key, HEAD_DIM, TILE_D, IS_FULL)
+        value_tile = _load_keys(values, key, dim, is_key, HEAD_DIM, TILE_D, IS_FULL)
+        key = next_key
         is_visible = is_key[None, :]
         if WINDOW:
             is_visible = is_visible & (context_len + row[:, None] - position[None, :] < WINDOW)
@@ -146,8 +149,8 @@ def walk_block(
     for step in range(begin, end):
         position = step * TILE_N + tl.arange(0, TILE_N)
         is_key = position < num_rows
-        key_tile = _load_keys(keys, position.to(tl.int64), keys_row, dim, is_key, HEAD_DIM, TILE_D, IS_FULL)
-        value_tile = _load_keys(values, position.to(tl.int64), values_row, dim, is_key, HEAD_DIM, TILE_D, IS_FULL)
+        key_tile = _load_keys(keys, position.to(tl.int64) * keys_row, dim, is_key, HEAD_DIM, TILE_D, IS_FULL)
+        value_tile = _load_keys(values, position.to(tl.int64) * values_row, dim, is_key, HEAD_DIM, TILE_D, IS_FULL)
         is_visible = is_key[None, :]
         if IS_CAUSAL:
             is_visible = is_visible & (position[None, :] <= row[:, None])
@@ -162,7 +165,7 @@ def walk_block(
 
 @jit
 def mean_of_share(
-    queries, row, dim, head, sinks, keys, values, keys_row, values_row, page_table, context_len, readable_len,
+    queries, row, dim, head, sinks, keys, values, page_stride, row_stride, page_table, context_len, readable_len,
     block_keys, block_values, block_keys_row, block_values_row, num_rows,
     context_begin, context_end, block_begin, block_end, is_last, scale,
     HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, IS_CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
@@ -173,7 +176,7 @@ def mean_of_share(
     """
     acc, row_max, weight_sum = begin_softmax(sinks, head, is_last, TILE_M, TILE_D)
     acc, row_max, weight_sum = walk_context(
-        queries, row, dim, keys, values, keys_row, values_row, page_table, context_len, readable_len,
+        queries, row, dim, keys, values, page_stride, row_stride, page_table, context_len, readable_len,
         context_begin, context_end, acc, row_max, weight_sum, scale,
         HEAD_DIM, PAGE_SIZE, WINDOW, CAP, TILE_N, TILE_D, False,
     )  # fmt: skip

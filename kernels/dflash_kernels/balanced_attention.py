@@ -52,7 +52,7 @@ def _share(
 def _balanced_attention_kernel(
     query, block_keys, block_values, key_cache, value_cache, page_table, context_lens, sinks, out, parts, part_lses,
     query_row, query_head, keys_row, keys_head, values_row, values_head,
-    key_cache_row, key_cache_head, value_cache_row, value_cache_head, table_stride,
+    cache_page, cache_row, cache_head, table_stride,
     num_requests, num_rows, num_pages, scale,
     NUM_KV: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
     IS_CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
@@ -97,9 +97,8 @@ def _balanced_attention_kernel(
             begin - passed, tl.minimum(end, passed_then) - passed, context_tile, num_context, block_tile, block_tile_end
         )
         mean, lses = mean_of_share(
-            queries, row, dim, head, sinks,
-            key_cache + kv_head * key_cache_head, value_cache + kv_head * value_cache_head,
-            key_cache_row, value_cache_row, page_table + request * table_stride, context_len, readable_len,
+            queries, row, dim, head, sinks, key_cache + kv_head * cache_head, value_cache + kv_head * cache_head,
+            cache_page, cache_row, page_table + request * table_stride, context_len, readable_len,
             block_keys + request * num_rows * keys_row + kv_head * keys_head,
             block_values + request * num_rows * values_row + kv_head * values_head, keys_row, values_row, num_rows,
             context_begin, context_end, block_begin, block_end, is_last, scale,
@@ -170,12 +169,13 @@ def _combine_shares_kernel(
 
 
 def launch_balanced(
-    flat: Sequence[Tensor],
+    tensors: Sequence[Tensor],
     page_table: Tensor,
     context_lens: Tensor,
     sinks: Tensor | None,
     out: Tensor,
     shape: BalancedShape,
+    strides: Sequence[int],
     *,
     page_size: int,
     is_causal: bool,
@@ -184,11 +184,12 @@ def launch_balanced(
 ) -> None:
     """Fill `out` [R, N, H, D] in two launches; `block_attention` has checked what it gives.
 
-    flat  queries [R * N, H, D], keys and values of the block [R * N, KV, D], and both caches
-    cap   of products of queries and keys
+    tensors  queries [R * N, H, D], keys and values of the block [R * N, KV, D], and both caches
+    strides  of a row and a head of the first three; of a page, a row and a head of the caches; of the page table
+    cap      of products of queries and keys
     """
     num_requests, num_rows, num_heads, head_dim = out.shape
-    num_kv = flat[1].shape[1]
+    num_kv = tensors[1].shape[1]
     num_packed = num_rows * num_heads // num_kv
     num_row_tiles = ceil_div(num_packed, shape.rows)
     num_places = 2 * shape.num_programs * num_row_tiles * num_kv * shape.rows
@@ -201,8 +202,7 @@ def launch_balanced(
         "TILE_D": max(power_of_2(head_dim), MIN_DOT), **early(out.device),
     }  # fmt: skip
     _balanced_attention_kernel[(num_row_tiles, num_kv, shape.num_programs)](
-        *flat, page_table, context_lens, sinks, out, parts, part_lses,
-        *(stride for tensor in flat for stride in tensor.stride()[:2]), page_table.stride(0),
+        *tensors, page_table, context_lens, sinks, out, parts, part_lses, *strides,
         num_requests, num_rows, page_table.shape[1], math.log2(math.e) / math.sqrt(head_dim),
         PAGE_SIZE=page_size, CAP=cap, **cut, num_warps=4, num_stages=shape.num_stages,
     )  # fmt: skip

@@ -8,7 +8,7 @@ The kernel packs the query heads that share a KV head with the block's rows into
 values are read once for all of them, and cuts the keys into parts where there are too few requests to fill the device
 (flash-decoding). Source: Dao et al. 2023, "Flash-Decoding for long-context inference".
 
-Axis letters: R requests, N rows, S slots, P pages, H heads, KV heads of keys and values, D head dim, C context.
+Axis letters: R requests, N rows, P pages, H heads, KV heads of keys and values, D head dim, C context.
 """
 
 import math
@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from dflash_kernels.attention_walk import mean_of_share, share_of_tiles, tiles_in_sight
 from dflash_kernels.balanced_attention import launch_balanced
 from dflash_kernels.early_launch import early, let_next_launch_begin, wait_for_launches_before
+from dflash_kernels.kv_store import strides_of_caches
 from dflash_kernels.launch_config import (
     COMBINE_TILE,
     FEW_TILES,
@@ -62,7 +63,6 @@ def block_attention_ref(
     page_table: Tensor,
     context_lens: Tensor,
     *,
-    page_size: int,
     is_causal: bool,
     window: int | None,
     softmax: Softmax = PLAIN,
@@ -71,27 +71,27 @@ def block_attention_ref(
 
     query                     [R, N, H, D]
     block_keys, block_values  [R, N, KV, D]
-    key_cache, value_cache    [S, KV, D]
-    page_table                [R, P] int64, wide enough for the longest context
+    key_cache, value_cache    [P, page_size, KV, D]
+    page_table                [R, C / page_size] int64, wide enough for the longest context
     context_lens              [R] int64
     window                    a row sees keys less than `window` positions away; None is unlimited. Without causality
                               the window bounds both directions.
     softmax                   how scores become weights
     Returns [R, N, H, D].
     """
-    num_rows = query.shape[1]
-    context = torch.arange(page_table.shape[1] * page_size, device=query.device)  # [C]
-    slots = page_table[:, context // page_size] * page_size + context % page_size  # [R, C]
+    num_requests, num_rows = query.shape[:2]
+    context = torch.arange(page_table.shape[1] * key_cache.shape[1], device=query.device)  # [C]
     is_context = context < context_lens[:, None]  # [R, C]
     rows = torch.arange(num_rows, device=query.device)
     positions = context_lens[:, None] + rows  # [R, N]
-    key_positions = torch.cat((context.expand(len(slots), -1), positions), dim=1)  # [R, C + N]
+    key_positions = torch.cat((context.expand(num_requests, -1), positions), dim=1)  # [R, C + N]
     is_key = torch.cat((is_context, torch.ones_like(positions, dtype=torch.bool)), dim=1)
     visible = is_key[:, None, :] & _visible(positions, key_positions, is_causal, window)  # [R, N, C + N]
     # Slots outside the context may hold anything, NaN included, and a masked weight of zero does not silence NaN.
     hole = ~is_context[:, :, None, None]
-    keys = torch.cat((key_cache[slots].masked_fill(hole, 0), block_keys), dim=1)
-    values = torch.cat((value_cache[slots].masked_fill(hole, 0), block_values), dim=1)
+    context_keys, context_values = (cache[page_table].flatten(1, 2) for cache in (key_cache, value_cache))
+    keys = torch.cat((context_keys.masked_fill(hole, 0), block_keys), dim=1)
+    values = torch.cat((context_values.masked_fill(hole, 0), block_values), dim=1)
     heads = (query.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2))
     if softmax.cap is None and softmax.sinks is None:
         is_grouped = query.shape[2] != keys.shape[2]
@@ -159,7 +159,7 @@ def _part_of(num_tiles, part, NUM_PARTS: tl.constexpr):
 def _block_attention_kernel(
     query, block_keys, block_values, key_cache, value_cache, page_table, context_lens, sinks, out, part_lses,
     query_row, query_head, keys_row, keys_head, values_row, values_head,
-    key_cache_row, key_cache_head, value_cache_row, value_cache_head, table_stride,
+    cache_page, cache_row, cache_head, table_stride,
     num_rows, num_pages, num_out, scale,
     NUM_KV: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
     IS_CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, NUM_SPLITS: tl.constexpr,
@@ -200,8 +200,8 @@ def _block_attention_kernel(
             tl.store(part_lses + target, tl.full((TILE_M,), float("-inf"), tl.float32), mask=row < num_rows)
             return
     mean, lses = mean_of_share(
-        queries, row, dim, head, sinks, key_cache + kv_head * key_cache_head, value_cache + kv_head * value_cache_head,
-        key_cache_row, value_cache_row, page_table + request * table_stride, context_len, readable_len,
+        queries, row, dim, head, sinks, key_cache + kv_head * cache_head, value_cache + kv_head * cache_head,
+        cache_page, cache_row, page_table + request * table_stride, context_len, readable_len,
         block_keys + request * num_rows * keys_row + kv_head * keys_head,
         block_values + request * num_rows * values_row + kv_head * values_head, keys_row, values_row, num_rows,
         context_begin, context_end, block_begin, block_end, is_last, scale,
@@ -249,7 +249,6 @@ def block_attention(
     page_table: Tensor,
     context_lens: Tensor,
     *,
-    page_size: int,
     is_causal: bool,
     window: int | None,
     softmax: Softmax = PLAIN,
@@ -265,7 +264,7 @@ def block_attention(
     num_kv = block_keys.shape[2]
     require(num_heads % num_kv == 0, "query heads a multiple of KV heads")
     require(block_keys.shape == block_values.shape == (num_requests, num_rows, num_kv, head_dim), "a key for each row")
-    require(key_cache.shape[1:] == value_cache.shape[1:] == (num_kv, head_dim), "caches of the block's KV heads")
+    require(key_cache.shape[2:] == (num_kv, head_dim), "caches of the block's KV heads")
     require(len(page_table) == num_requests == len(context_lens), "a table row and a length for each request")
     require(page_table.stride(1) == 1, "contiguous rows of the page table")
     require(window is None or window > 0, "a window of at least 1")
@@ -274,15 +273,18 @@ def block_attention(
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     if not out.numel():
         return out
-    flat = [tensor.flatten(0, 1) for tensor in (query, block_keys, block_values)] + [key_cache, value_cache]
+    flat = [tensor.flatten(0, 1) for tensor in (query, block_keys, block_values)]
     require(all(tensor.stride(2) == 1 for tensor in flat), "each head contiguous")
+    tensors, page_size = (*flat, key_cache, value_cache), key_cache.shape[1]
+    strides = [stride for tensor in flat for stride in tensor.stride()[:2]]
+    strides += [*strides_of_caches(key_cache, value_cache), page_table.stride(0)]
 
     group, num_out = num_heads // num_kv, num_requests * num_rows * num_heads
     context_lens, cap = context_lens.contiguous(), cap_of_products(softmax, head_dim)
     balanced = balanced_shape(num_requests, num_kv, num_rows * group, head_dim, query.element_size(), query.device)
     if balanced is not None:
         launch_balanced(
-            flat, page_table, context_lens, softmax.sinks, out, balanced,
+            tensors, page_table, context_lens, softmax.sinks, out, balanced, strides,
             page_size=page_size, is_causal=is_causal, window=window, cap=cap,
         )  # fmt: skip
         return out
@@ -296,8 +298,7 @@ def block_attention(
         parts = torch.empty((num_splits, num_out, head_dim), dtype=torch.float32, device=query.device)
         part_lses = torch.empty((num_splits, num_out), dtype=torch.float32, device=query.device)
     _block_attention_kernel[(num_row_tiles, num_splits, num_requests * num_kv)](
-        *flat, page_table, context_lens, softmax.sinks, parts, part_lses,
-        *(stride for tensor in flat for stride in tensor.stride()[:2]), page_table.stride(0),
+        *tensors, page_table, context_lens, softmax.sinks, parts, part_lses, *strides,
         num_rows, page_table.shape[1], num_out, math.log2(math.e) / math.sqrt(head_dim),
         NUM_KV=num_kv, GROUP=group, HEAD_DIM=head_dim, PAGE_SIZE=page_size,
         IS_CAUSAL=is_causal, WINDOW=window or 0, CAP=cap, NUM_SPLITS=num_splits,

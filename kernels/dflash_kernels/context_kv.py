@@ -3,12 +3,12 @@
 The K and V projections of every draft layer read the same features, so one product makes them all; what is left is a
 norm, a rotation and a scatter for each layer, which this does without ever permuting the product.
 
-Axis letters: T rows, L draft layers, S slots, KV heads of keys and values, D head dim.
+Axis letters: T rows, L draft layers, P pages, KV heads of keys and values, D head dim.
 """
 
 from torch import Tensor
 
-from dflash_kernels.kv_store import kv_store_ref
+from dflash_kernels.kv_store import kv_store_ref, row_of_slot, strides_of_caches
 from dflash_kernels.launch_config import (
     HEAD_TILE,
     ceil_div,
@@ -35,11 +35,11 @@ def context_kv_store_ref(
 ) -> None:
     """Store each layer's keys, normalised and rotated, and its values; rows whose slot is PAD are dropped.
 
-    projected               [T, L, 2, KV, D]   keys, then values
+    projected               [T, L, 2, KV, D]           keys, then values
     norm_weights            [L, D]
     cos, sin                [T, D]
-    key_cache, value_cache  [L, S, KV, D]      written
-    slots                   [T] int64          no two the same, PAD apart
+    key_cache, value_cache  [L, P, page_size, KV, D]   written
+    slots                   [T] int64                  no two the same, PAD apart
 
     The reference waits for the device (`kv_store_ref`); the kernel does not.
     """
@@ -52,8 +52,9 @@ def context_kv_store_ref(
 def _context_kv_kernel(
     projected, norm_weights, cos, sin, key_cache, value_cache, slots,
     projected_row, projected_layer, projected_kind, projected_head, weights_layer, cos_row, sin_row,
-    keys_layer, keys_row, keys_head, values_layer, values_row, values_head, eps,
-    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, TILE_H: tl.constexpr, TILE_HALF: tl.constexpr,
+    cache_layer, cache_page, cache_row, cache_head, eps,
+    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    TILE_H: tl.constexpr, TILE_HALF: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     layer = tl.program_id(1).to(tl.int64)
@@ -81,13 +82,13 @@ def _context_kv_kernel(
         tl.load(sin + row * sin_row + dim, mask=is_dim, other=0.0)[None, :],
         tl.load(sin + row * sin_row + HALF + dim, mask=is_dim, other=0.0)[None, :],
     )  # fmt: skip
-    key_target = key_cache + layer * keys_layer + slot * keys_row + head * keys_head + dim[None, :]
-    tl.store(key_target, first, mask=is_element)
-    tl.store(key_target + HALF, second, mask=is_element)
-    value_target = value_cache + layer * values_layer + slot * values_row + head * values_head + dim[None, :]
+    place = layer * cache_layer + row_of_slot(slot, cache_page, cache_row, PAGE_SIZE)
+    place += head * cache_head + dim[None, :]
+    tl.store(key_cache + place, first, mask=is_element)
+    tl.store(key_cache + place + HALF, second, mask=is_element)
     value_source = source + projected_kind
-    tl.store(value_target, tl.load(value_source, mask=is_element, other=0.0), mask=is_element)
-    tl.store(value_target + HALF, tl.load(value_source + HALF, mask=is_element, other=0.0), mask=is_element)
+    tl.store(value_cache + place, tl.load(value_source, mask=is_element, other=0.0), mask=is_element)
+    tl.store(value_cache + place + HALF, tl.load(value_source + HALF, mask=is_element, other=0.0), mask=is_element)
 
 
 def context_kv_store(
@@ -109,16 +110,16 @@ def context_kv_store(
     require(norm_weights.shape == (num_layers, head_dim), "a norm weight for each layer")
     require(cos.shape == sin.shape == (num_rows, head_dim), "a row of cos and sin for each row")
     require(slots.numel() == num_rows, "a slot for each row")
-    for cache in (key_cache, value_cache):
-        require(cache.shape[0] == num_layers and cache.shape[2:] == projected.shape[3:], "caches of the same layers")
-    contiguous = (projected, norm_weights, cos, sin, key_cache, value_cache)
+    strides = strides_of_caches(key_cache, value_cache)
+    shape = (key_cache.shape[0], *key_cache.shape[3:])
+    require(shape == (num_layers, num_heads, head_dim), "caches of the same layers")
+    contiguous = (projected, norm_weights, cos, sin)
     require(all(tensor.stride(-1) == 1 for tensor in contiguous), "a contiguous last axis everywhere")
     if num_rows:
         tile_heads, tile_half = min(HEAD_TILE, power_of_2(num_heads)), power_of_2(head_dim // 2)
         _context_kv_kernel[(num_rows, num_layers, ceil_div(num_heads, tile_heads))](
             projected, norm_weights, cos, sin, key_cache, value_cache, slots.contiguous(),
             *projected.stride()[:4], norm_weights.stride(0), cos.stride(0), sin.stride(0),
-            *key_cache.stride()[:3], *value_cache.stride()[:3], eps,
-            NUM_HEADS=num_heads, HEAD_DIM=head_dim, TILE_H=tile_heads, TILE_HALF=tile_half,
-            num_warps=warps_for(tile_heads * tile_half), enable_fp_fusion=False,
+            *strides, eps, NUM_HEADS=num_heads, HEAD_DIM=head_dim, PAGE_SIZE=key_cache.shape[2],
+            TILE_H=tile_heads, TILE_HALF=tile_half, num_warps=warps_for(tile_heads * tile_half), enable_fp_fusion=False,
         )  # fmt: skip

@@ -8,8 +8,8 @@ Lengths are known on the host, so the host cuts the rows into tiles, once for al
 of those tiles that are long beside the rest into parts (flash-decoding; see `block_attention`). The kernel finds all
 of that in one tensor: no argument changes from step to step, so nothing is compiled for lengths not seen before.
 
-Axis letters: T flat rows, S slots, B rows of the page table, P pages, H heads, KV heads of keys and values, D head
-dim, M tiles, C tiles with several parts.
+Axis letters: T flat rows, B rows of the page table, P pages, H heads, KV heads of keys and values, D head dim,
+M tiles, C tiles with several parts.
 """
 
 import math
@@ -27,6 +27,7 @@ from dflash_kernels.attention_walk import (
     walk_context,
 )
 from dflash_kernels.block_attention import PLAIN, Softmax, block_attention_ref, cap_of_products, check_softmax
+from dflash_kernels.kv_store import strides_of_caches
 from dflash_kernels.launch_config import (
     COMBINE_TILE,
     MAX_GRID,
@@ -121,7 +122,6 @@ def ragged_attention_ref(
     plan: RaggedPlan,
     placed: Tensor,
     *,
-    page_size: int,
     window: int | None,
     softmax: Softmax = PLAIN,
 ) -> Tensor:
@@ -129,8 +129,8 @@ def ragged_attention_ref(
 
     query                   [T, H, D]
     keys, values            [T, KV, D]
-    key_cache, value_cache  [S, KV, D]
-    page_table              [B, P] int64
+    key_cache, value_cache  [P, page_size, KV, D]
+    page_table              [B, pages of a request] int64, wide enough for every segment and its context
     plan                    the segments, which cover all rows
     placed                  `plan.ints` on the device, int64; the reference goes by the segments
     window                  a row sees keys less than `window` positions before it; None is unlimited
@@ -140,12 +140,12 @@ def ragged_attention_ref(
     attended = []
     for segment in plan.segments:
         rows = slice(segment.first_row, segment.first_row + segment.num_rows)
-        num_pages = ceil_div(segment.context_len + segment.num_rows, page_size)
+        num_pages = ceil_div(segment.context_len + segment.num_rows, key_cache.shape[1])
         table = page_table[segment.table_row : segment.table_row + 1, :num_pages]
         context_lens = table.new_full((1,), segment.context_len)
         out = block_attention_ref(
             query[None, rows], keys[None, rows], values[None, rows], key_cache, value_cache, table, context_lens,
-            page_size=page_size, is_causal=True, window=window, softmax=softmax,
+            is_causal=True, window=window, softmax=softmax,
         )  # fmt: skip
         attended.append(out[0])
     return torch.cat(attended) if attended else torch.empty_like(query)
@@ -166,7 +166,7 @@ def _load_tile(tiles):
 def _ragged_attention_kernel(
     query, keys, values, key_cache, value_cache, page_table, tiles, sinks, out, parts, part_lses,
     query_row, query_head, keys_row, keys_head, values_row, values_head,
-    key_cache_row, key_cache_head, value_cache_row, value_cache_head, table_stride, scale,
+    cache_page, cache_row, cache_head, table_stride, scale,
     NUM_KV: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, CAP: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_D: tl.constexpr,
 ):  # fmt: skip
@@ -196,14 +196,14 @@ def _ragged_attention_kernel(
         full_context = tl.minimum(tl.maximum(context_len // TILE_N, context_begin), context_end)
         full_block = tl.minimum(tl.maximum((first_packed // GROUP + 1) // TILE_N, block_begin), block_end)
     table = page_table + table_row * table_stride
-    key_cache += kv_head * key_cache_head
-    value_cache += kv_head * value_cache_head
+    key_cache += kv_head * cache_head
+    value_cache += kv_head * cache_head
     keys += first_row * keys_row + kv_head * keys_head
     values += first_row * values_row + kv_head * values_head
     acc, row_max, weight_sum = begin_softmax(sinks, head, is_last, TILE_M, TILE_D)
     if not WINDOW:
         acc, row_max, weight_sum = walk_context(
-            queries, row, dim, key_cache, value_cache, key_cache_row, value_cache_row, table, context_len, context_len,
+            queries, row, dim, key_cache, value_cache, cache_page, cache_row, table, context_len, context_len,
             context_begin, full_context, acc, row_max, weight_sum, scale,
             HEAD_DIM, PAGE_SIZE, WINDOW, CAP, TILE_N, TILE_D, True,
         )  # fmt: skip
@@ -212,7 +212,7 @@ def _ragged_attention_kernel(
             acc, row_max, weight_sum, scale, HEAD_DIM, True, WINDOW, CAP, TILE_N, TILE_D, True,
         )  # fmt: skip
     acc, row_max, weight_sum = walk_context(
-        queries, row, dim, key_cache, value_cache, key_cache_row, value_cache_row, table, context_len, context_len,
+        queries, row, dim, key_cache, value_cache, cache_page, cache_row, table, context_len, context_len,
         full_context, context_end, acc, row_max, weight_sum, scale,
         HEAD_DIM, PAGE_SIZE, WINDOW, CAP, TILE_N, TILE_D, False,
     )  # fmt: skip
@@ -279,7 +279,6 @@ def ragged_attention(
     plan: RaggedPlan,
     placed: Tensor,
     *,
-    page_size: int,
     window: int | None,
     softmax: Softmax = PLAIN,
 ) -> Tensor:
@@ -290,7 +289,7 @@ def ragged_attention(
     num_kv = keys.shape[1]
     require(num_heads % num_kv == 0, "query heads a multiple of KV heads")
     require(keys.shape == values.shape == (num_rows, num_kv, head_dim), "a key for each row")
-    require(key_cache.shape[1:] == value_cache.shape[1:] == (num_kv, head_dim), "caches of the keys' heads")
+    require(key_cache.shape[2:] == (num_kv, head_dim), "caches of the keys' heads")
     require(page_table.stride(1) == 1 and placed.is_contiguous(), "contiguous rows of the page table and the plan")
     require(window is None or window > 0, "a window of at least 1")
     check_softmax(softmax, query)
@@ -299,17 +298,17 @@ def ragged_attention(
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     if not out.numel():
         return out
-    tensors = (query, keys, values, key_cache, value_cache)
-    require(all(tensor.stride(2) == 1 for tensor in tensors), "each head contiguous")
+    flat = (query, keys, values)
+    require(all(tensor.stride(2) == 1 for tensor in flat), "each head contiguous")
     shape, group, tile_dim = plan.shape, num_heads // num_kv, max(power_of_2(head_dim), MIN_DOT)
     # Parts are always float32, and empty where there are none, so that the kernel is one and the same.
     part_lses = torch.empty((plan.num_parts, num_kv, shape.rows), dtype=torch.float32, device=query.device)
     parts = torch.empty((*part_lses.shape, head_dim), dtype=torch.float32, device=query.device)
     _ragged_attention_kernel[(len(plan.tiles), num_kv)](
-        *tensors, page_table, placed, softmax.sinks, out, parts, part_lses,
-        *(stride for tensor in tensors for stride in tensor.stride()[:2]), page_table.stride(0),
-        math.log2(math.e) / math.sqrt(head_dim),
-        NUM_KV=num_kv, GROUP=group, HEAD_DIM=head_dim, PAGE_SIZE=page_size, WINDOW=window or 0,
+        *flat, key_cache, value_cache, page_table, placed, softmax.sinks, out, parts, part_lses,
+        *(stride for tensor in flat for stride in tensor.stride()[:2]),
+        *strides_of_caches(key_cache, value_cache), page_table.stride(0), math.log2(math.e) / math.sqrt(head_dim),
+        NUM_KV=num_kv, GROUP=group, HEAD_DIM=head_dim, PAGE_SIZE=key_cache.shape[1], WINDOW=window or 0,
         CAP=cap_of_products(softmax, head_dim), TILE_M=shape.rows, TILE_N=shape.keys, TILE_D=tile_dim,
         num_warps=shape.num_warps, num_stages=shape.num_stages,
     )  # fmt: skip

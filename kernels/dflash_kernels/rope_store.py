@@ -3,7 +3,7 @@
 The parts of the projection are added up, query and key heads are normalised and rotated, and keys and values go into
 their slots while they are at hand. Rounding is that of `rope_norm`.
 
-Axis letters: T rows, P parts, H query heads, KV heads of keys and values, D head dim, S slots.
+Axis letters: T rows, P parts, H query heads, KV heads of keys and values, D head dim; those of pages as in `kv_store`.
 """
 
 from typing import NamedTuple
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dflash_kernels.early_launch import early, wait_for_launches_before
-from dflash_kernels.kv_store import kv_store_ref
+from dflash_kernels.kv_store import kv_store_ref, row_of_slot, strides_of_caches
 from dflash_kernels.launch_config import (
     HEAD_TILE,
     ceil_div,
@@ -38,9 +38,9 @@ class KVPlace(NamedTuple):
     """Where rows' keys and values are kept; rows whose slot is PAD are dropped."""
 
     key_cache: Tensor
-    """[S, KV, D]"""
+    """[P, page_size, KV, D]"""
     value_cache: Tensor
-    """[S, KV, D]"""
+    """[P, page_size, KV, D]"""
     slots: Tensor
     """[T] int64, no two the same, PAD apart"""
 
@@ -86,10 +86,10 @@ def _store_halves(target, first, second, is_element, HALF: tl.constexpr):
 @jit(do_not_specialize=["part_stride"])
 def _rope_store_kernel(
     parts, weight, cos, sin, out, key_cache, value_cache, slots,
-    parts_row, part_stride, cos_row, sin_row, keys_row, keys_head, values_row, values_head, eps,
+    parts_row, part_stride, cos_row, sin_row, cache_page, cache_row, cache_head, eps,
     NUM_HEADS: tl.constexpr, NUM_KV: tl.constexpr, HEAD_DIM: tl.constexpr, NUM_PARTS: tl.constexpr,
-    HAS_NORM: tl.constexpr, HAS_PLACE: tl.constexpr, TILE_H: tl.constexpr, TILE_HALF: tl.constexpr,
-    IS_EARLY: tl.constexpr,
+    HAS_NORM: tl.constexpr, HAS_PLACE: tl.constexpr, PAGE_SIZE: tl.constexpr, TILE_H: tl.constexpr,
+    TILE_HALF: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64) * TILE_H + tl.arange(0, TILE_H)[:, None]
@@ -119,8 +119,9 @@ def _rope_store_kernel(
     if HAS_PLACE:
         slot = tl.load(slots + row).to(tl.int64)
         is_kept = is_element & (slot >= 0)
-        keys = key_cache + slot * keys_row + (head - NUM_HEADS) * keys_head + dim
-        values = value_cache + slot * values_row + (head - NUM_ROTATED) * values_head + dim
+        place = row_of_slot(slot, cache_page, cache_row, PAGE_SIZE) + dim
+        keys = key_cache + place + (head - NUM_HEADS) * cache_head
+        values = value_cache + place + (head - NUM_ROTATED) * cache_head
         _store_halves(keys, first, second, is_kept & is_rotated & (head >= NUM_HEADS), HALF)
         _store_halves(values, first, second, is_kept & (head >= NUM_ROTATED), HALF)
 
@@ -148,11 +149,12 @@ def rope_store(
     require(head_norms is None or head_norms.shape == shape, f"a norm of {head_dim} elements for each rotated head")
     require(cos.shape == sin.shape == (num_rows, head_dim), "a row of cos and sin for each row")
     require(parts.stride(2) == cos.stride(1) == sin.stride(1) == 1, "contiguous rows")
-    caches = (parts, parts)
+    caches, page_size = (parts, parts), 1
+    strides: tuple[int, ...] = (0, 0, 0)
     if place is not None:
         caches = (place.key_cache, place.value_cache)
-        require(all(cache.shape[1:] == (num_kv, head_dim) for cache in caches), "caches of the same heads")
-        require(all(cache.stride(2) == 1 for cache in caches), "each head contiguous")
+        strides, page_size = strides_of_caches(*caches), place.key_cache.shape[1]
+        require(place.key_cache.shape[2:] == (num_kv, head_dim), "caches of the same heads")
         require(place.slots.numel() == num_rows, "a slot for each row")
     out = torch.empty((num_rows, num_heads + 2 * num_kv, head_dim), dtype=cos.dtype, device=parts.device)
     if num_rows:
@@ -160,10 +162,9 @@ def rope_store(
         _rope_store_kernel[(num_rows, ceil_div(num_heads + 2 * num_kv, tile_heads))](
             parts, cos if head_norms is None else head_norms.contiguous(), cos, sin, out,
             *caches, cos if place is None else place.slots.contiguous(),
-            parts.stride(1), parts.stride(0), cos.stride(0), sin.stride(0),
-            *(stride for cache in caches for stride in cache.stride()[:2]), eps,
+            parts.stride(1), parts.stride(0), cos.stride(0), sin.stride(0), *strides, eps,
             NUM_HEADS=num_heads, NUM_KV=num_kv, HEAD_DIM=head_dim, NUM_PARTS=num_parts,
-            HAS_NORM=head_norms is not None, HAS_PLACE=place is not None,
+            HAS_NORM=head_norms is not None, HAS_PLACE=place is not None, PAGE_SIZE=page_size,
             TILE_H=tile_heads, TILE_HALF=tile_half, num_warps=warps_for(tile_heads * tile_half), enable_fp_fusion=False,
             **early(parts.device),
         )  # fmt: skip

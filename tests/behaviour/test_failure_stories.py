@@ -104,7 +104,7 @@ def test_judging_leaves_every_page_as_it_is() -> None:
     outputs = llm.generate([bundled_prompts()[0][:20]], SamplingParams(max_new_tokens=20))
     runner = llm.engine.runner
     assert runner.draft_kv is not None
-    tensors = [tensor for kv in (runner.target_kv, runner.draft_kv) for tensor in (kv.keys, kv.values)]
+    tensors = [kv.pages for kv in (runner.target_kv, runner.draft_kv)]
     before = [tensor.clone() for tensor in tensors]
     assert llm.check_lossless(outputs).is_lossless
     assert all(torch.equal(now, then) for now, then in zip(tensors, before, strict=True))
@@ -167,8 +167,8 @@ def test_context_kv_of_a_hit_stands_where_a_full_prefill_puts_it() -> None:
             runner = llm.engine.runner
             assert runner.draft_kv is not None
             positions = torch.arange(item.kv_len)
-            slots = torch.tensor(item.pages)[positions // 16] * 16 + positions % 16
-            found[name] = (item.num_cached, runner.draft_kv.keys[:, slots].clone())
+            rows = runner.draft_kv.keys[:, torch.tensor(item.pages)[positions // 16], positions % 16]
+            found[name] = (item.num_cached, rows)
             while llm.engine.scheduler.has_work:
                 llm.engine.step()
     assert found["hit"][0] == 48

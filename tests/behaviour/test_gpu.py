@@ -125,8 +125,7 @@ def test_poisoned_pages_change_nothing() -> None:
     runner = llm.engine.runner
     assert runner.draft_kv is not None
     for cache in (runner.target_kv, runner.draft_kv):
-        cache.keys.fill_(torch.nan)
-        cache.values.fill_(torch.nan)
+        cache.pages.fill_(torch.nan)
     assert [output.drafts for output in llm.generate(prompts, PARAMS)] == [output.drafts for output in clean]
 
 

@@ -132,7 +132,7 @@ def test_measuring_step_times_changes_nothing(monkeypatch: pytest.MonkeyPatch, t
     find_step_times(llm.engine.runner)
     for cache in (llm.engine.runner.target_kv, llm.engine.runner.draft_kv):
         assert cache is not None
-        assert not cache.keys.any()
+        assert not cache.pages.any()
     assert fixed(llm) == wanted
 
 
@@ -160,11 +160,10 @@ def test_padding_reads_and_writes_nothing() -> None:
     runner = llm.engine.runner
     assert runner.draft_kv is not None
     for cache in (runner.target_kv, runner.draft_kv):
-        cache.keys.fill_(torch.nan)
-        cache.values.fill_(torch.nan)
+        cache.pages.fill_(torch.nan)
     assert fixed(llm) == wanted
     for cache in (runner.target_kv, runner.draft_kv):
-        assert cache.keys[:, :16].isnan().all()  # page 0
+        assert cache.pages[0].isnan().all()
 
 
 @pytest.mark.gpu

@@ -42,13 +42,12 @@ def test_poisoned_slots_change_nothing_when_widths_do() -> None:
 def poison(llm: LLM, requests: list[Request]) -> None:
     """Fill every slot but the true KV of running requests with NaN."""
     runner = llm.engine.runner
-    num_slots = runner.target_kv.keys.shape[1]
-    is_free = torch.ones(num_slots, dtype=torch.bool)
+    is_free = torch.ones(runner.target_kv.keys.shape[1:3], dtype=torch.bool)
     for request in requests:
         if request.pages and request.output_token_ids:
             positions = torch.arange(request.kv_len)
             pages = torch.tensor(request.pages)
-            is_free[pages[positions // runner.page_size] * runner.page_size + positions % runner.page_size] = False
+            is_free[pages[positions // runner.page_size], positions % runner.page_size] = False
     assert runner.draft_kv is not None
     for cache in (runner.target_kv, runner.draft_kv):
         cache.keys[:, is_free] = torch.nan
@@ -61,5 +60,5 @@ def test_page_zero_is_never_written() -> None:
     runner = llm.engine.runner
     assert runner.draft_kv is not None
     for cache in (runner.target_kv, runner.draft_kv):
-        assert not cache.keys[:, : runner.page_size].any()
-        assert cache.keys.any()
+        assert not cache.pages[0].any()
+        assert cache.pages.any()

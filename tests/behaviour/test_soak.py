@@ -146,10 +146,10 @@ def count_publications(llm: LLM) -> dict[int, int]:
 def check_published(llm: LLM, publications: dict[int, int], digests: dict[tuple[int, int], bytes]) -> int:
     """Published pages hold what they held, in target and draft tensors, bit for bit; how many were looked at."""
     runner: Any = llm.engine.runner
-    tensors = [tensor for kv in (runner.target_kv, runner.draft_kv) for tensor in (kv.keys, kv.values)]
+    tensors = [kv.pages for kv in (runner.target_kv, runner.draft_kv)]
     pages = list(llm.engine.scheduler.cache._digests)
     for page in pages:
-        content = b"".join(tensor[:, page * PAGE : (page + 1) * PAGE].numpy().tobytes() for tensor in tensors)
+        content = b"".join(tensor[page].numpy().tobytes() for tensor in tensors)
         digest = hashlib.blake2b(content, digest_size=16).digest()
         key = (page, publications[page])
         assert digests.setdefault(key, digest) == digest, f"published page {page} has changed"

@@ -1,6 +1,7 @@
 """Attention of a block over pages and itself, against the reference in float64."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -25,10 +26,9 @@ LENS = [0, 1, PAGE - 1, PAGE + 1, 130]
 
 
 def check(
-    pages: Pages, num_rows: int, num_heads: int, *, is_causal: bool, window: int | None, page_size: int = PAGE,
-    softmax: Softmax = PLAIN,
+    pages: Pages, num_rows: int, num_heads: int, *, is_causal: bool, window: int | None, softmax: Softmax = PLAIN,
 ) -> Tensor:  # fmt: skip
-    num_kv, head_dim = pages.key_cache.shape[1:]
+    num_kv, head_dim = pages.key_cache.shape[2:]
     dtype = pages.key_cache.dtype
     lens = pages.context_lens
     query = normal(len(lens), num_rows, num_heads, head_dim, dtype=dtype, seed=1)
@@ -36,11 +36,11 @@ def check(
     keys, values = kv[:, :, :num_kv], kv[:, :, num_kv:]
     out = block_attention(
         query, keys, values, pages.key_cache, pages.value_cache, pages.page_table, lens,
-        page_size=page_size, is_causal=is_causal, window=window, softmax=softmax,
+        is_causal=is_causal, window=window, softmax=softmax,
     )  # fmt: skip
     expected = block_attention_ref(
         query.double(), keys.double(), values.double(), *pages.clean(), pages.page_table, lens,
-        page_size=page_size, is_causal=is_causal, window=window, softmax=softmax,
+        is_causal=is_causal, window=window, softmax=softmax,
     )  # fmt: skip
     assert_rows_close(out, expected, dtype)
     return out
@@ -75,11 +75,14 @@ def test_head_sizes(head_dim: int, dtype: torch.dtype) -> None:
     check(random_pages([40], 1, head_dim, PAGE, dtype, 2), 5, 2, is_causal=False, window=None)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("page_size", [1, 5, 64, 256])
-def test_page_sizes(page_size: int) -> None:
-    lens = [max(page_size - 1, 0), page_size, page_size + 1]
-    pages = random_pages(lens, 1, 16, page_size, torch.float32, 3)
-    check(pages, 3, 2, is_causal=False, window=None, page_size=page_size)
+@pytest.mark.parametrize("arrangement", ["alone", "between layers"])
+def test_page_sizes(arrangement: str, page_size: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    either_kernel(dtype, monkeypatch)
+    lens = [0, page_size - 1, page_size, page_size + 1, 2 * page_size]
+    pages = random_pages(lens, 2, 16, page_size, dtype, 3, arrangement=arrangement)
+    check(pages, 3, 2, is_causal=False, window=None)
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
@@ -160,6 +163,13 @@ def test_sinks_and_caps_in_equal_shares(kind: str, dtype: torch.dtype, monkeypat
     check(pages, 9, 6, is_causal=True, window=None, softmax=random_softmax(kind, 6, dtype))
 
 
+@pytest.mark.parametrize("shape", [None, BalancedShape(16, 16, 3, 2, 8)], ids=["parts", "shares"])
+def test_pages_whose_numbers_32_bits_cannot_count(shape: BalancedShape | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "balanced_shape", lambda *_: shape)
+    pages = random_pages([17, 40], 2, 16, PAGE, torch.float16, 3, arrangement="far apart")
+    check(pages, 3, 2, is_causal=True, window=None)
+
+
 def test_many_requests_share_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the rule of shapes, and nothing is left to the other kernel."""
     monkeypatch.setattr(module, "attention_shape", None)
@@ -176,7 +186,7 @@ def test_a_wider_page_table_changes_nothing() -> None:
     query, kv = normal(2, 3, 2, 16, seed=1), normal(2, 3, 2, 16, seed=2)
     wide = block_attention(
         query, kv[:, :, :1], kv[:, :, 1:], narrow.key_cache, narrow.value_cache, narrow.page_table,
-        narrow.context_lens, page_size=PAGE, is_causal=False, window=None,
+        narrow.context_lens, is_causal=False, window=None,
     )  # fmt: skip
     assert torch.allclose(wide, out, atol=1e-6)
 
@@ -191,6 +201,9 @@ def test_what_does_not_fit_is_refused() -> None:
         check(pages, 2, 4, is_causal=True, window=None, softmax=Softmax(cap=0.0))
     with pytest.raises(ValueError, match="a sink for each head"):
         check(pages, 2, 4, is_causal=True, window=None, softmax=random_softmax("sinks", 2))
+    unlike = replace(pages, key_cache=pages.key_cache.contiguous())
+    with pytest.raises(ValueError, match="strides are the same"):
+        check(unlike, 2, 4, is_causal=True, window=None)
     pages.key_cache = pages.key_cache.double()
     with pytest.raises(TypeError, match="float64"):
         check(pages, 2, 4, is_causal=True, window=None)
@@ -198,8 +211,8 @@ def test_what_does_not_fit_is_refused() -> None:
 
 def test_more_requests_than_a_grid_has_room_for_are_refused() -> None:
     query = torch.zeros(40_000, 1, 2, 16)
-    cache = torch.zeros(4, 2, 16)
+    cache = torch.zeros(1, 4, 2, 16)
     lens = torch.zeros(40_000, dtype=torch.int64)
     tensors = [tensor.to(DEVICE) for tensor in (query, query, query, cache, cache, lens[:, None], lens)]
     with pytest.raises(ValueError, match="at most 65535 requests times KV heads"):
-        block_attention(*tensors, page_size=4, is_causal=True, window=None)
+        block_attention(*tensors, is_causal=True, window=None)

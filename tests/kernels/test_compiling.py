@@ -20,6 +20,7 @@ from dflash_kernels.launch_config import LONG_SHAPE, ragged_shape
 from dflash_kernels.ragged_attention import Segment, plan_ragged
 from dflash_kernels.suite import triton_kernels
 from dflash_testing import compiling
+from dflash_testing.tensors import between_layers
 
 def normal(*shape):
     return torch.randn(*shape).bfloat16()
@@ -37,19 +38,18 @@ def calls():
         block = [normal(64, rows, heads, 128) for heads in (32, 8, 8)]
         table = torch.ones(64, 40, dtype=torch.int64)
         kernels.block_attention(
-            *block, normal(640, 8, 128), normal(640, 8, 128), table, table[:, 0], page_size=16, is_causal=True,
+            *block, *between_layers(normal(40, 16, 8, 128), normal(40, 16, 8, 128)), table, table[:, 0], is_causal=True,
             window=None,
         )
     silu_mul(normal(40, 256))
-    caches, table = [normal(640, 2, 128) for _ in range(2)], torch.ones(2, 40, dtype=torch.int64)
+    caches = between_layers(normal(40, 16, 2, 128), normal(40, 16, 2, 128))
+    table = torch.ones(2, 40, dtype=torch.int64)
     segments = [Segment(0, 1, 600, 0), Segment(1, 60, 0, 1)]
     usual = ragged_shape(128, 2, 0, table.device)
     for shape, softmax in ((usual, PLAIN), (LONG_SHAPE, PLAIN), (usual, Softmax(50.0, normal(8)))):
         plan = plan_ragged(segments, 8, 2, shape, table.device)
         block = [normal(61, heads, 128) for heads in (8, 2, 2)]
-        kernels.ragged_attention(
-            *block, *caches, table, plan, torch.tensor(plan.ints), page_size=16, window=None, softmax=softmax
-        )
+        kernels.ragged_attention(*block, *caches, table, plan, torch.tensor(plan.ints), window=None, softmax=softmax)
 
 sys.exit(compiling.run(calls))
 """

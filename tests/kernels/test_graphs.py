@@ -12,7 +12,7 @@ from dflash_kernels.step_rows import Bounds, RowState
 from dflash_kernels.suite import REFERENCE, Kernels, triton_kernels
 from dflash_testing.distributions import reject_probs
 from dflash_testing.gpu import detecting_syncs
-from dflash_testing.tensors import DEVICE, assert_rows_close, normal, random_pages
+from dflash_testing.tensors import DEVICE, assert_rows_close, between_layers, normal, random_pages
 
 R, N, H, KV, D, L, V, PAGE = 3, 4, 4, 2, 16, 2, 5000, 16
 BFLOAT = torch.bfloat16
@@ -52,25 +52,29 @@ def inputs(seed: int) -> Inputs:
 
 def attend(kernels: Kernels, at: Inputs, softmax: Softmax = PLAIN) -> tuple[Tensor, ...]:
     cached = [at[name] for name in ("key_cache", "value_cache", "table", "lens")]
-    options = {"page_size": PAGE, "is_causal": False, "window": 20, "softmax": softmax}
+    options = {"is_causal": False, "window": 20, "softmax": softmax}
     return (kernels.block_attention(at["query"], at["keys"], at["values"], *cached, **options),)
 
 
+def empty_caches(*layers: int) -> tuple[Tensor, Tensor]:
+    zeros = torch.zeros(*layers, 4, PAGE, KV, D, dtype=BFLOAT, device=DEVICE)
+    return between_layers(zeros, zeros)
+
+
 def store(kernels: Kernels, at: Inputs) -> tuple[Tensor, ...]:
-    keys, values = (torch.zeros(60, KV, D, dtype=BFLOAT, device=DEVICE) for _ in range(2))
+    keys, values = empty_caches()
     kernels.kv_store(at["keys"].flatten(0, 1), at["values"].flatten(0, 1), keys, values, at["slots"])
     return keys, values
 
 
 def store_context(kernels: Kernels, at: Inputs) -> tuple[Tensor, ...]:
-    keys, values = (torch.zeros(L, 60, KV, D, dtype=BFLOAT, device=DEVICE) for _ in range(2))
+    keys, values = empty_caches(L)
     kernels.context_kv_store(at["projected"], at["weights"], 1e-6, at["cos"], at["sin"], keys, values, at["slots"])
     return keys, values
 
 
 def rope_store(kernels: Kernels, at: Inputs) -> tuple[Tensor, ...]:
-    keys, values = (torch.zeros(60, KV, D, dtype=BFLOAT, device=DEVICE) for _ in range(2))
-    place = KVPlace(keys, values, at["slots"])
+    place = KVPlace(*empty_caches(), at["slots"])
     norms = at["weights"][:1].expand(H + KV, D)
     rows = kernels.rope_store(at["qkv"], norms, 1e-6, at["cos"], at["sin"], KV, place)
     return rows, place.key_cache, place.value_cache

@@ -37,27 +37,27 @@ def doubles(count: int) -> Tensor:
 
 
 def attention() -> None:
-    block, cache = floats(R, N, KV, D), floats(64, KV, D)
+    block, cache = floats(R, N, KV, D), floats(4, 16, KV, D)
     triton_kernels().block_attention(
         floats(R, N, 2 * KV, D), block, block, cache, cache, ints(R, 40), ints(R),
-        page_size=16, is_causal=False, window=None,
+        is_causal=False, window=None,
     )  # fmt: skip
 
 
 def context_kv() -> None:
-    table, cache = floats(T, D), floats(LAYERS, 64, KV, D)
+    table, cache = floats(T, D), floats(LAYERS, 4, 16, KV, D)
     triton_kernels().context_kv_store(
         floats(T, LAYERS, 2, KV, D), floats(LAYERS, D), 1e-6, table, table, cache, cache, ints(T)
     )
 
 
 def kv_store() -> None:
-    rows, cache = floats(T, KV, D), floats(64, KV, D)
+    rows, cache = floats(T, KV, D), floats(4, 16, KV, D)
     triton_kernels().kv_store(rows, rows, cache, cache, ints(T))
 
 
 def rope_store() -> None:
-    place = KVPlace(floats(64, KV, D), floats(64, KV, D), ints(T))
+    place = KVPlace(floats(4, 16, KV, D), floats(4, 16, KV, D), ints(T))
     parts, norms = floats(1, T, 5 * KV * D), floats(4 * KV, D)
     triton_kernels().rope_store(parts, norms, 1e-6, floats(T, D), floats(T, D), KV, place)
 

@@ -46,19 +46,22 @@ def place(plan: RaggedPlan) -> Tensor:
     return torch.tensor(plan.ints, dtype=torch.int64, device=DEVICE)
 
 
-def pages_of(segments: tuple[Segment, ...], num_kv: int, head_dim: int, dtype: torch.dtype) -> Pages:
+def pages_of(
+    segments: tuple[Segment, ...], num_kv: int, head_dim: int, dtype: torch.dtype, page_size: int = PAGE,
+    arrangement: str = "between layers",
+) -> Pages:  # fmt: skip
     """Context of each segment in the pages of its row of the table; every other slot is NaN."""
     lens = [segment.context_len for segment in sorted(segments, key=lambda item: item.table_row)]
     longest = max(segment.context_len + segment.num_rows for segment in segments)
-    spare = -(-longest // PAGE) - -(-max(lens) // PAGE)
-    return random_pages(lens, num_kv, head_dim, PAGE, dtype, 0, spare_pages=spare)
+    spare = -(-longest // page_size) - -(-max(lens) // page_size)
+    return random_pages(lens, num_kv, head_dim, page_size, dtype, 0, spare_pages=spare, arrangement=arrangement)
 
 
 def check(
     segments: tuple[Segment, ...], num_heads: int, num_kv: int, head_dim: int, dtype: torch.dtype,
-    window: int | None = None, shape: RaggedShape | None = None, softmax: Softmax = PLAIN,
+    window: int | None = None, shape: RaggedShape | None = None, softmax: Softmax = PLAIN, pages: Pages | None = None,
 ) -> RaggedPlan:  # fmt: skip
-    pages = pages_of(segments, num_kv, head_dim, dtype)
+    pages = pages or pages_of(segments, num_kv, head_dim, dtype)
     num_rows = sum(segment.num_rows for segment in segments)
     query = normal(num_rows, num_heads, head_dim, dtype=dtype, seed=1)
     heads = normal(num_rows, 2 * num_kv, head_dim, dtype=dtype, seed=2)  # views of one projection
@@ -67,11 +70,11 @@ def check(
     plan = plan_ragged(segments, num_heads, num_kv, shape, DEVICE)
     out = ragged_attention(
         query, keys, values, pages.key_cache, pages.value_cache, pages.page_table, plan, place(plan),
-        page_size=PAGE, window=window, softmax=softmax,
+        window=window, softmax=softmax,
     )  # fmt: skip
     expected = ragged_attention_ref(
         query.double(), keys.double(), values.double(), *pages.clean(), pages.page_table, plan, place(plan),
-        page_size=PAGE, window=window, softmax=softmax,
+        window=window, softmax=softmax,
     )  # fmt: skip
     assert_rows_close(out, expected, dtype)
     return plan
@@ -86,7 +89,7 @@ def test_the_definition_is_that_of_blocks(window: int | None) -> None:
     plan = plan_ragged(segments, 4, 2, SHAPE, DEVICE)
     flat = ragged_attention_ref(
         query, keys, values, pages.key_cache, pages.value_cache, pages.page_table, plan, place(plan),
-        page_size=PAGE, window=window,
+        window=window,
     )  # fmt: skip
     for segment in segments:
         rows = slice(segment.first_row, segment.first_row + 7)
@@ -94,13 +97,13 @@ def test_the_definition_is_that_of_blocks(window: int | None) -> None:
         alone = block_attention_ref(
             query[None, rows], keys[None, rows], values[None, rows], pages.key_cache, pages.value_cache,
             pages.page_table[segment.table_row, :num_pages][None], torch.tensor([segment.context_len], device=DEVICE),
-            page_size=PAGE, is_causal=True, window=window,
+            is_causal=True, window=window,
         )  # fmt: skip
         assert torch.equal(flat[rows], alone[0])
     together = block_attention_ref(
         query.view(3, 7, -1, 16), keys.view(3, 7, -1, 16), values.view(3, 7, -1, 16),
         pages.key_cache, pages.value_cache, pages.page_table.flip(0), pages.context_lens.flip(0),
-        page_size=PAGE, is_causal=True, window=window,
+        is_causal=True, window=window,
     )  # fmt: skip
     assert torch.allclose(flat, together.flatten(0, 1), atol=1e-6)
 
@@ -117,6 +120,20 @@ def test_every_length_after_every_context(window: int | None, dtype: torch.dtype
 @pytest.mark.parametrize(("num_heads", "num_kv"), [(1, 1), (4, 4), (6, 2), (5, 1), (8, 1)])
 def test_groups(num_heads: int, num_kv: int, dtype: torch.dtype) -> None:
     check(lay_out([65, 1, 30], [33, 0, 17]), num_heads, num_kv, 16, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("page_size", [1, 5, 16, 64])
+@pytest.mark.parametrize("arrangement", ["alone", "between layers"])
+def test_page_sizes(arrangement: str, page_size: int, dtype: torch.dtype) -> None:
+    segments = lay_out([30, 1, 17], [2 * page_size + 1, page_size, page_size - 1])
+    check(segments, 4, 2, 16, dtype, pages=pages_of(segments, 2, 16, dtype, page_size, arrangement))
+
+
+def test_pages_whose_numbers_32_bits_cannot_count() -> None:
+    segments = lay_out([3, 17], [40, 17])
+    pages = pages_of(segments, 2, 16, torch.float16, arrangement="far apart")
+    check(segments, 4, 2, 16, torch.float16, pages=pages)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -174,12 +191,10 @@ def test_what_does_not_fit_is_refused() -> None:
         check(lay_out([3], [2]), 3, 2, 16, torch.float32)
     with pytest.raises(ValueError, match="at least 1"):
         check(lay_out([3], [2]), 4, 2, 16, torch.float32, 0)
-    query = normal(4, 1, 16)
+    query, cache = normal(4, 1, 16), normal(1, 4, 1, 16)
     plan = plan_ragged(lay_out([3], [0]), 1, 1, SHAPE, DEVICE)
     with pytest.raises(ValueError, match="a plan of these rows"):
-        ragged_attention(
-            query, query, query, query, query, place(plan)[None], plan, place(plan), page_size=4, window=None
-        )
+        ragged_attention(query, query, query, cache, cache, place(plan)[None], plan, place(plan), window=None)
 
 
 def test_long_contexts_have_tiles_of_their_own_where_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from dflash_kernels.rope_norm import (
 )
 from dflash_kernels.rope_store import KVPlace, rope_store, rope_store_ref
 from dflash_kernels.slot_mapping import PAD
-from dflash_testing.tensors import DEVICE, DTYPES, assert_mostly_equal, assert_rows_close, normal
+from dflash_testing.tensors import ARRANGEMENTS, DEVICE, DTYPES, assert_mostly_equal, assert_rows_close, normal
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -56,22 +56,22 @@ def rope_tables(num_rows: int, head_dim: int, dtype: torch.dtype) -> tuple[Tenso
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
-def nan_place(num_slots: int, num_kv: int, head_dim: int, slots: Tensor, dtype: torch.dtype) -> KVPlace:
-    """Caches of NaN."""
-    keys, values = (torch.full((num_slots, num_kv, head_dim), torch.nan, dtype=dtype, device=DEVICE) for _ in range(2))
-    return KVPlace(keys, values, slots)
+def nan_place(arrangement: str, num_kv: int, head_dim: int, slots: Tensor, dtype: torch.dtype) -> KVPlace:
+    """Caches of NaN, of pages of three slots."""
+    empty = torch.full((len(slots) // 3 + 2, 3, num_kv, head_dim), torch.nan, dtype=dtype, device=DEVICE)
+    return KVPlace(*ARRANGEMENTS[arrangement](empty, empty.clone()), slots)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("has_norm", [True, False])
-@pytest.mark.parametrize("is_kept", [True, False])
+@pytest.mark.parametrize("arrangement", ["alone", "between layers", None])
 @pytest.mark.parametrize(
     ("num_parts", "num_rows", "num_heads", "num_kv", "head_dim"),
     [(1, 1, 1, 1, 8), (2, 7, 3, 1, 12), (1, 3, 9, 3, 80), (4, 15, 4, 2, 128), (2, 2, 6, 2, 256)],
 )
 def test_heads_are_rotated_and_kept(
-    num_parts: int, num_rows: int, num_heads: int, num_kv: int, head_dim: int, has_norm: bool, is_kept: bool,
-    dtype: torch.dtype,
+    num_parts: int, num_rows: int, num_heads: int, num_kv: int, head_dim: int, has_norm: bool,
+    arrangement: str | None, dtype: torch.dtype,
 ) -> None:  # fmt: skip
     kind = dtype if num_parts == 1 else torch.float32
     parts = normal(num_parts, num_rows, (num_heads + 2 * num_kv) * head_dim, dtype=kind) * 2
@@ -80,24 +80,28 @@ def test_heads_are_rotated_and_kept(
     slots = torch.randperm(num_rows + 3)[:num_rows].to(cos.device)
     slots[num_rows // 2] = PAD
     place, same, exact = (
-        nan_place(num_rows + 3, num_kv, head_dim, slots, kind) for kind in (dtype, dtype, torch.float64)
+        nan_place(item, num_kv, head_dim, slots, kind)
+        for item, kind in ((arrangement or "alone", dtype), ("alone", dtype), ("alone", torch.float64))
     )
-    out = rope_store(parts, weight, 1e-6, cos, sin, num_kv, place if is_kept else None)
+    out = rope_store(parts, weight, 1e-6, cos, sin, num_kv, place if arrangement else None)
     rounded = parts.double().sum(0, keepdim=True).to(dtype).double() if num_parts == 1 else parts.double()
     wide = None if weight is None else weight.double()
     true = rope_store_ref(rounded, wide, 1e-6, cos.double(), sin.double(), num_kv, exact)
     assert_rows_close(out, true, dtype)
     if dtype != torch.float32:
         assert_mostly_equal(out, rope_store_ref(parts, weight, 1e-6, cos, sin, num_kv, same))
-    if is_kept:
+    if arrangement:
         written = slots[slots >= 0]
-        is_written = torch.zeros(num_rows + 3, dtype=torch.bool, device=cos.device)
+        kept = place.key_cache.flatten(0, 1), place.value_cache.flatten(0, 1)
+        is_written = torch.zeros(len(kept[0]), dtype=torch.bool, device=cos.device)
         is_written[written] = True
-        keys, values = out[slots >= 0][:, -2 * num_kv :].split(num_kv, dim=1)
-        assert torch.equal(place.key_cache[written], keys)
-        assert torch.equal(place.value_cache[written], values)
-        assert bool(place.key_cache[~is_written].isnan().all())
-        assert bool(place.value_cache[~is_written].isnan().all())
+        for cache, rows in zip(kept, out[slots >= 0][:, -2 * num_kv :].split(num_kv, dim=1), strict=True):
+            assert torch.equal(cache[written], rows)
+            assert bool(cache[~is_written].isnan().all())
+        if arrangement != "alone":  # both are in the same pages
+            base = place.key_cache._base
+            assert base is not None
+            assert int((~base.isnan()).sum()) == 2 * len(written) * num_kv * head_dim
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -159,11 +159,11 @@ def test_pages_are_freed_with_their_llm() -> None:
     with_stand_ins(llm)
     llm.warm_up()
     llm.generate(PROMPTS[:2], GREEDY)
-    keys = ref(llm.engine.runner.target_kv.keys)
+    pages = ref(llm.engine.runner.target_kv.pages)
     gc.disable()
     try:
         del llm
-        assert keys() is None
+        assert pages() is None
     finally:
         gc.enable()
 

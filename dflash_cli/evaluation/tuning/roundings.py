@@ -110,6 +110,7 @@ def round_kv(kernels: Kernels, name: str) -> Kernels:
         *_, key_cache, value_cache, slots = arguments
         places = slots.clamp(min=0)  # those of dropped rows become slot 0, which lies in a page that is never used
         for cache in (key_cache, value_cache):
-            cache[:, places] = rounding(cache[:, places])
+            pages, offsets = places // cache.shape[2], places % cache.shape[2]
+            cache[:, pages, offsets] = rounding(cache[:, pages, offsets])
 
     return replace(kernels, kv_store=kv_store, rope_store=rope_store, context_kv_store=context_kv_store)

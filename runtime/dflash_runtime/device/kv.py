@@ -3,8 +3,8 @@
 Target and draft have tensors of their own and share page numbers: a page that holds a token's target KV holds its
 draft context KV as well.
 
-Axis letters: L layers, S slots, R requests, N rows a request, T flat rows (R * N), H heads, KV heads of keys and
-values, D head dim, P pages.
+Axis letters: P pages, L layers, W numbers of a row's keys in the layer that has most, R requests, N rows a request, T
+flat rows (R * N), H heads, KV heads of keys and values, D head dim.
 """
 
 import math
@@ -20,26 +20,42 @@ from dflash_kernels.suite import Kernels
 from dflash_runtime.config import DraftConfig, TargetConfig
 from dflash_runtime.models.placement import Placement
 
+IS_PAGE_MAJOR = True
+"""A page is one piece of memory over all layers, so that it can be sent as one. Otherwise each layer is one piece.
+
+Nothing but the allocation asks: all else goes by strides.
+"""
+
 
 class KVCache:
     """Keys and values of every layer, with slots `page * page_size + offset`.
 
-    `keys` and `values` are [L, S, KV, D] each, or [L, S, 1, W] where layers differ in their heads: as wide as the
-    widest needs. `layers` has the keys and values of each layer in its own shape, [S, KV, D].
+    `pages` is [P, L, 2, page_size, W]: keys, then values. All else are views of it: `keys` and `values`
+    [L, P, page_size, KV, D], or [L, P, page_size, 1, W] where layers differ in their heads; and `layers`, the keys and
+    values of each layer in its own shape, [P, page_size, KV, D].
     """
 
     def __init__(
         self, config: TargetConfig | DraftConfig, num_pages: int, page_size: int, placement: Placement
     ) -> None:
-        shapes = config.kv_shapes
-        widest = shapes[0] if len(set(shapes)) == 1 else (1, _width(config))
-        shape = (config.num_layers, num_pages * page_size, *widest)
+        shapes, width = config.kv_shapes, _width(config)
         self.page_size = page_size
-        self.keys, self.values = (_zeros(shape, placement) for _ in range(2))
+        if IS_PAGE_MAJOR:
+            self.pages = _zeros((num_pages, config.num_layers, 2, page_size, width), placement)
+        else:
+            self.pages = _zeros((config.num_layers, 2, num_pages, page_size, width), placement).permute(2, 0, 1, 3, 4)
+        common = shapes[0] if len(set(shapes)) == 1 else (1, width)
+        by_layer = self.pages.permute(2, 1, 0, 3, 4)
+        self.keys, self.values = by_layer.view(*by_layer.shape[:4], *common)
         self.layers = [
-            (_shaped(self.keys[layer], *shape), _shaped(self.values[layer], *shape))
+            (_shaped(by_layer[0, layer], *shape), _shaped(by_layer[1, layer], *shape))
             for layer, shape in enumerate(shapes)
         ]
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page over all layers."""
+        return math.prod(self.pages.shape[1:]) * self.pages.itemsize
 
 
 def _zeros(shape: tuple[int, ...], placement: Placement) -> Tensor:
@@ -51,8 +67,8 @@ def _zeros(shape: tuple[int, ...], placement: Placement) -> Tensor:
 
 
 def _shaped(rows: Tensor, num_heads: int, head_dim: int) -> Tensor:
-    """The part of a layer's slots that its heads take, [S, KV, D]."""
-    return rows.flatten(1)[:, : num_heads * head_dim].view(-1, num_heads, head_dim)
+    """The part of a layer's rows [P, page_size, W] that its heads take, [P, page_size, KV, D]."""
+    return rows[:, :, : num_heads * head_dim].view(*rows.shape[:2], num_heads, head_dim)
 
 
 def bytes_per_token(config: TargetConfig | DraftConfig, dtype: torch.dtype) -> int:
@@ -77,7 +93,7 @@ class PagedAttention:
 
     kernels: Kernels
     cache: KVCache
-    page_table: Tensor  # [R, P]
+    page_table: Tensor  # [R, pages of a request]
     context_lens: Tensor  # [R]
     causal: tuple[bool, ...]
     windows: tuple[int | None, ...]
@@ -94,7 +110,7 @@ class PagedAttention:
     ) -> "PagedAttention":
         """For one request whose context lies in the cache's first pages, in order; its block is not stored."""
         num_pages = max(1, -(-context_len // cache.page_size))
-        table = torch.arange(num_pages, device=cache.keys.device)[None]
+        table = torch.arange(num_pages, device=cache.pages.device)[None]
         return cls(kernels, cache, table, table.new_full((1,), context_len), causal, windows)
 
     def __call__(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, softmax: Softmax = PLAIN) -> Tensor:
@@ -120,7 +136,6 @@ class PagedAttention:
             *self.cache.layers[layer],
             self.page_table,
             self.context_lens,
-            page_size=self.cache.page_size,
             is_causal=self.causal[layer],
             window=self.windows[layer],
             softmax=softmax,

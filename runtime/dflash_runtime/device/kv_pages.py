@@ -72,7 +72,7 @@ class PagePorter:
         self._device = device
         self._upload = upload
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        page_bytes = sum(cache.keys[:, : cache.page_size].nbytes * 2 for cache in caches.values())
+        page_bytes = sum(cache.page_bytes for cache in caches.values())
         self._pages_at_a_time = max(1, PIECE_BYTES // max(1, page_bytes))
 
     def shapes(self, num_tokens: int) -> dict[str, tuple[int, ...]]:
@@ -87,7 +87,7 @@ class PagePorter:
         pages = pages[: max((shape[0] for shape in self.shapes(num_tokens).values()), default=0)]
         on_device = {"device": self._device} if stays else {"pin_memory": self._stream is not None}
         tensors = {
-            name: torch.empty(_shape(cache, len(pages)), dtype=cache.keys.dtype, **on_device)
+            name: torch.empty(_shape(cache, len(pages)), dtype=cache.pages.dtype, **on_device)
             for name, cache in self._caches.items()
         }
         return MovingPages(tensors, pages, num_tokens=num_tokens)
@@ -136,9 +136,7 @@ class PagePorter:
         taken = {}
         columns = self._upload.ints(moving.pages[begin:end])
         for name, cache in self._caches.items():
-            rows = cache.keys.new_empty(_shape(cache, end - begin))
-            for index, whole in enumerate((cache.keys, cache.values)):
-                rows[:, :, index] = _by_page(whole, cache.page_size)[:, columns].transpose(0, 1)
+            rows = cache.pages.index_select(0, columns)
             assert moving.num_tokens is not None
             num_last = moving.num_tokens - (end - 1) * cache.page_size
             if num_last < cache.page_size:
@@ -177,13 +175,11 @@ class PagePorter:
         columns = self._upload.ints(pages[piece.begin : piece.end])
         for name, cache in self._caches.items():
             rows = piece.tensors.get(name)
-            num_layers = 0 if rows is None else min(rows.shape[1], len(cache.keys))
-            for index, whole in enumerate((cache.keys, cache.values)):
-                by_page = _by_page(whole, cache.page_size)
-                if num_layers < len(by_page):
-                    by_page.index_fill_(1, columns, 0)
-                if rows is not None and num_layers:
-                    by_page[:num_layers, columns] = rows[:, :num_layers, index].transpose(0, 1).to(whole.dtype)
+            num_layers = 0 if rows is None else min(rows.shape[1], cache.pages.shape[1])
+            if num_layers < cache.pages.shape[1]:
+                cache.pages.index_fill_(0, columns, 0)
+            if rows is not None and num_layers:
+                cache.pages[:, :num_layers].index_copy_(0, columns, rows[:, :num_layers].to(cache.pages.dtype))
 
 
 def _but_layers(shape: Sequence[int]) -> tuple[int, ...]:
@@ -191,13 +187,7 @@ def _but_layers(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _shape(cache: KVCache, num_pages: int) -> tuple[int, ...]:
-    num_layers, _, *row = cache.keys.shape
-    return num_pages, num_layers, 2, cache.page_size, torch.Size(row).numel()
-
-
-def _by_page(whole: Tensor, page_size: int) -> Tensor:
-    """[L, S, KV, D] -> the same memory as [L, P, page_size, W]."""
-    return whole.view(len(whole), -1, page_size, whole.shape[2:].numel())
+    return num_pages, *cache.pages.shape[1:]
 
 
 def _pinned(tensor: Tensor) -> Tensor:

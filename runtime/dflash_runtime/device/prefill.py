@@ -61,7 +61,6 @@ class RaggedAttention:
             *self.cache.layers[layer],
             self.page_table,
             *self.plans[keys.shape[1], keys.shape[2]],
-            page_size=self.cache.page_size,
             window=self.windows[layer],
             softmax=softmax,
         )
@@ -172,12 +171,12 @@ class Prefill:
             Segment(first, length, chunk.start, _row(chunk.request))
             for first, length, chunk in zip(firsts, lens, chunks, strict=False)
         ]
-        config, keys = self.target.config, self.cache.keys
+        config, pages = self.target.config, self.cache.pages
         longest_context = max((chunk.start for chunk in chunks), default=0)
         plans = {}
         for heads, size in dict.fromkeys(config.kv_shapes):
-            shape = ragged_shape(size, keys.element_size(), longest_context, keys.device)
-            plans[heads, size] = plan_ragged(segments, config.num_heads, heads, shape, keys.device)
+            shape = ragged_shape(size, pages.element_size(), longest_context, pages.device)
+            plans[heads, size] = plan_ragged(segments, config.num_heads, heads, shape, pages.device)
         return plans
 
     def _locate(self, num_rows: int, ends: Tensor, shifts: Tensor, table_rows: Tensor) -> tuple[Tensor, Tensor]:

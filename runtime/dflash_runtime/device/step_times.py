@@ -94,7 +94,7 @@ def describe(runner: Runner) -> dict[str, Any]:
         "code": code_digest(),
         "target": _plain(runner.target.config),
         "draft": _plain(draft),
-        "dtype": str(runner.target_kv.keys.dtype),
+        "dtype": str(runner.target_kv.pages.dtype),
         "draft_sampling": "probabilistic" if runner.samples_drafts else "greedy",
         "num_draft_tokens": limits.num_draft_tokens,
         "max_num_requests": limits.max_num_requests,
@@ -128,9 +128,9 @@ def _replay_ms(runner: Runner, batch: int, width: int) -> float:
 
 def _byte_ms(kv: KVCache) -> float:
     """Milliseconds it takes to read a byte of KV; 0 where there is too little of it to tell."""
-    keys = kv.keys.view(-1)[: MAX_READ_BYTES // kv.keys.itemsize]
-    num_bytes = keys.numel() * keys.itemsize
-    return _milliseconds(keys.device, keys.amax) / num_bytes if num_bytes >= MIN_READ_BYTES else 0.0
+    pages = kv.pages[: max(1, MAX_READ_BYTES // kv.page_bytes)]
+    num_bytes = pages.numel() * pages.itemsize
+    return _milliseconds(pages.device, pages.amax) / num_bytes if num_bytes >= MIN_READ_BYTES else 0.0
 
 
 @torch.inference_mode()
@@ -150,7 +150,7 @@ def _milliseconds(device: torch.device, run: Callable[[], object]) -> float:
 def _context_bytes(config: TargetConfig | DraftConfig, runner: Runner) -> float:
     """KV bytes of a token that every step reads; a layer with a window reads few."""
     share = sum(window is None for window in config.windows) / len(config.windows)
-    return share * bytes_per_token(config, runner.target_kv.keys.dtype)
+    return share * bytes_per_token(config, runner.target_kv.pages.dtype)
 
 
 def _read(

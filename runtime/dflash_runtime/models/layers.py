@@ -1,6 +1,6 @@
 """The parts of a decoder, shared by targets and drafts. Weights are plain tensors; nothing is trained here.
 
-Axis letters: T flat rows, H heads, KV heads of keys and values, D head dim, F inner width, L layers, S slots.
+Axis letters: T flat rows, H heads, KV heads of keys and values, D head dim, F inner width, L layers, P pages.
 """
 
 from collections.abc import Container
@@ -48,12 +48,12 @@ class PagedKV(Protocol):
 
     @property
     def keys(self) -> Tensor:
-        """[L, S, KV, D]."""
+        """[L, P, page_size, KV, D]."""
         ...
 
     @property
     def values(self) -> Tensor:
-        """[L, S, KV, D]."""
+        """[L, P, page_size, KV, D]."""
         ...
 
 

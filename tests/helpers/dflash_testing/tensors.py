@@ -1,7 +1,10 @@
 """What the tests of the kernels share: dtypes, tolerances, random pages."""
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -56,6 +59,39 @@ def random_softmax(kind: str, num_heads: int, dtype: torch.dtype = torch.float32
     return Softmax(cap, sinks if kind in ("sinks", "both") else None)
 
 
+def between_layers(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """The same caches [..., P, page_size, KV, D], as views of pages of NaN that hold more layers, and wider rows."""
+    *layers, num_pages, page_size, num_kv, head_dim = keys.shape
+    pages = keys.new_full((num_pages, math.prod(layers) + 2, 2, page_size, num_kv * head_dim + 16), torch.nan)
+    views = pages[:, 1:-1, :, :, :-16].permute(2, 1, 0, 3, 4).unflatten(4, (num_kv, head_dim))
+    views = views if layers else views[:, 0]
+    views.copy_(torch.stack((keys, values)))
+    return views[0], views[1]
+
+
+def far_apart(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """The same caches [P, page_size, KV, D], the last page 2**31 numbers from the first; most is never touched."""
+    size = keys[0].numel()
+    stride = 2**31 // (len(keys) - 1) + 16
+    shape = (len(keys), stride)
+    if DEVICE.type == "cpu":
+        memory = torch.from_numpy(np.zeros(math.prod(shape) * keys.itemsize, np.uint8)).view(keys.dtype).view(shape)
+    else:
+        memory = torch.empty(shape, dtype=keys.dtype, device=DEVICE)
+    for index, cache in enumerate((keys, values)):
+        memory[:, index * size : (index + 1) * size] = cache.flatten(1)
+    views = memory[:, : 2 * size].unflatten(1, (2, *keys.shape[1:])).transpose(0, 1)
+    return views[0], views[1]
+
+
+ARRANGEMENTS: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
+    "alone": lambda keys, values: (keys, values),
+    "between layers": between_layers,
+    "far apart": far_apart,
+}
+"""Ways in which caches may lie; kernels are told by strides alone."""
+
+
 @dataclass
 class Pages:
     """Caches whose every slot outside the context is NaN, and the shuffled page table that leads to the rest."""
@@ -67,30 +103,32 @@ class Pages:
     is_context: Tensor
 
     def clean(self) -> tuple[Tensor, Tensor]:
-        """The caches in float64, with zeros for NaN, as a reference may read them."""
-        hole = ~self.is_context[:, None, None]
-        return self.key_cache.double().masked_fill(hole, 0), self.value_cache.double().masked_fill(hole, 0)
+        """Copies of the caches in float64, contiguous, with zeros for NaN, as a reference may read them."""
+        hole = ~self.is_context[:, :, None, None]
+        caches = (cache.contiguous().double() for cache in (self.key_cache, self.value_cache))
+        keys, values = (cache.masked_fill(hole, 0) for cache in caches)
+        return keys, values
 
 
 def random_pages(
-    lens: list[int], num_kv: int, head_dim: int, page_size: int, dtype: torch.dtype, seed: int, spare_pages: int = 1
-) -> Pages:
+    lens: list[int], num_kv: int, head_dim: int, page_size: int, dtype: torch.dtype, seed: int, spare_pages: int = 1,
+    arrangement: str = "between layers",
+) -> Pages:  # fmt: skip
     """Context for each request, in pages of a shuffled order; page 0 belongs to nobody."""
     generator = torch.Generator().manual_seed(seed)
     num_pages = -(-max(lens) // page_size) + spare_pages
     table = (torch.randperm(len(lens) * num_pages, generator=generator) + 1).view(len(lens), num_pages)
-    num_slots = (len(lens) * num_pages + 1) * page_size
-    is_context = torch.zeros(num_slots, dtype=torch.bool)
+    is_context = torch.zeros(len(lens) * num_pages + 1, page_size, dtype=torch.bool)
     for request, length in enumerate(lens):
         for position in range(length):
-            is_context[int(table[request, position // page_size]) * page_size + position % page_size] = True
+            is_context[table[request, position // page_size], position % page_size] = True
+    hole = ~is_context[:, :, None, None]
     keys, values = (
-        torch.randn(num_slots, num_kv, head_dim, generator=generator).masked_fill(~is_context[:, None, None], torch.nan)
+        torch.randn(*is_context.shape, num_kv, head_dim, generator=generator).masked_fill(hole, torch.nan)
         for _ in range(2)
     )
     return Pages(
-        keys.to(dtype).to(DEVICE),
-        values.to(dtype).to(DEVICE),
+        *ARRANGEMENTS[arrangement](keys.to(dtype).to(DEVICE), values.to(dtype).to(DEVICE)),
         table.to(DEVICE),
         torch.tensor(lens, device=DEVICE),
         is_context.to(DEVICE),

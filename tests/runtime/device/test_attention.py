@@ -1,9 +1,7 @@
 """A backend serves what it says it can; features that exclude each other are switched off with one warning."""
 
 import logging
-import resource
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +12,6 @@ from dflash_cli.checkpoints.references import tiny_directory
 from dflash_kernels.suite import REFERENCE
 from dflash_runtime.config import EngineConfig
 from dflash_runtime.device.attention import BACKENDS, Capability, check_capability
-from dflash_runtime.device.kv import KVCache, bytes_per_token
 from dflash_runtime.device.memory import fit_num_pages
 from dflash_runtime.device.settings import apply_exclusions
 from dflash_runtime.errors import CapacityError, UnsupportedError, UsageError
@@ -24,7 +21,6 @@ from dflash_runtime.scheduling.request import SamplingParams
 from dflash_testing.pairs import CPU, bundled_draft_model, bundled_llm, placement, random_draft_config, random_target
 
 TARGET = random_target().config
-STATM = Path("/proc/self/statm")
 CAUSAL_ONLY = {"old": Capability(non_causal=False, non_causal_window=False), "new": Capability()}
 NO_WINDOW = {"old": Capability(causal_window=False, non_causal_window=False)}
 
@@ -59,37 +55,7 @@ def test_a_causal_draft_with_a_window_is_refused_where_windows_are_not_served() 
         check_capability("old", windowed, draft(), "float32", backends=NO_WINDOW)
 
 
-@pytest.mark.skipif(not STATM.exists(), reason="needs Linux, which says what memory a process has")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_pages_that_nobody_fills_take_no_memory_of_the_host(dtype: torch.dtype) -> None:
-    before = num_resident_bytes()
-    cache = KVCache(TARGET, 40_000, 16, placement(dtype))
-    assert cache.keys.nbytes >= 64 * 2**20
-    assert num_resident_bytes() - before < cache.keys.nbytes / 8
-    assert (cache.keys.dtype, cache.values.shape) == (dtype, cache.keys.shape)
-    cache.values[:, -1] = 1
-    assert not cache.values[:, :-1:99_991].any()
-    assert not cache.keys[:, ::99_991].any()
-
-
-def num_resident_bytes() -> int:
-    return int(STATM.read_text().split()[1]) * resource.getpagesize()
-
-
-def test_layers_with_other_kv_heads_share_pages_as_wide_as_the_widest() -> None:
-    """2 heads of 8 numbers beside one of 24: 24 numbers a slot, of which the others take the first 16."""
-    config = replace(TARGET, other_kv_shapes={1: (1, 24)})
-    assert config.kv_shapes == ((2, 8), (1, 24), (2, 8), (2, 8))
-    cache = KVCache(config, 3, 16, placement())
-    assert [tuple(keys.shape) for keys, _ in cache.layers] == [(48, *shape) for shape in config.kv_shapes]
-    for layer, (keys, values) in enumerate(cache.layers):
-        keys.fill_(layer + 1)
-        values.fill_(-layer - 1)
-    assert [keys.unique().tolist() for keys, _ in cache.layers] == [[1], [2], [3], [4]]
-    assert [values.unique().tolist() for _, values in cache.layers] == [[-1], [-2], [-3], [-4]]
-    num_bytes = sum(tensor.numel() * tensor.itemsize for tensor in (cache.keys, cache.values))
-    assert num_bytes == 48 * bytes_per_token(config, torch.float32)
-    assert bytes_per_token(TARGET, torch.float32) == 2 * 4 * 16 * 4
+def test_every_layers_head_size_is_looked_at() -> None:
     with pytest.raises(UnsupportedError, match="head_dim 520"):
         check_capability("triton", replace(TARGET, other_kv_shapes={1: (1, 520)}), None, "float32")
 

@@ -157,10 +157,9 @@ def test_a_cache_that_cannot_be_written_costs_the_next_run_a_measurement(
 def test_context_adds_what_reading_its_kv_takes(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_step_times(runner).context_ms == 0  # of so little KV nobody can tell
     monkeypatch.setattr(step_times, "MIN_READ_BYTES", 1)
-    keys = runner.target_kv.keys
     other = fresh_runner(page_size=8)
     times = find_step_times(other)
-    num_bytes = other.target_kv.keys.numel() * keys.itemsize
+    num_bytes = other.target_kv.pages.nbytes
     assert times.context_ms == pytest.approx(2 * 4 * 2 * 8 * 4 / num_bytes)  # four layers, the draft has two
     assert times.draft_context_ms == pytest.approx(times.context_ms / 2)
     windowed = SimpleNamespace(**{name: getattr(other.target.config, name) for name in ("num_layers", "kv_shapes")})

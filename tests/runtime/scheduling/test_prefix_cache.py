@@ -193,12 +193,7 @@ def check_published(llm: LLM, seen: dict[int, tuple[bytes, float]]) -> int:
     cache, runner = llm.engine.scheduler.cache, llm.engine.runner
     assert runner.draft_kv is not None
     for page, digest in cache._digests.items():
-        rows = slice(page * 16, page * 16 + 16)
-        total = sum(
-            float(tensor[:, rows].double().abs().sum())
-            for kv in (runner.target_kv, runner.draft_kv)
-            for tensor in (kv.keys, kv.values)
-        )
+        total = sum(float(kv.pages[page].double().abs().sum()) for kv in (runner.target_kv, runner.draft_kv))
         if page in seen and seen[page][0] == digest:
             assert seen[page][1] == total
         seen[page] = (digest, total)

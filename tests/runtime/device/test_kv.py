@@ -1,0 +1,128 @@
+"""KV in pages: how they lie in memory, and how they come out of it and into it; in either arrangement."""
+
+import resource
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from dflash_runtime.device import kv, kv_pages
+from dflash_runtime.device.kv import KVCache, bytes_per_token
+from dflash_runtime.device.kv_pages import PagePorter
+from dflash_runtime.device.state import Uploader
+from dflash_runtime.llm import LLM
+from dflash_runtime.scheduling.request import SamplingParams
+from dflash_testing.pairs import CPU, bundled_draft_model, bundled_llm, bundled_prompts, placement, random_target
+
+TARGET = random_target().config
+STATM = Path("/proc/self/statm")
+
+
+@pytest.fixture(params=[True, False], ids=["page major", "layer major"], autouse=True)
+def is_page_major(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    monkeypatch.setattr(kv, "IS_PAGE_MAJOR", request.param)
+    return bool(request.param)
+
+
+def filled(num_pages: int) -> KVCache:
+    """Every number another one."""
+    cache = KVCache(TARGET, num_pages, 16, placement())
+    cache.pages.copy_(torch.arange(cache.pages.numel()).view(cache.pages.shape))
+    return cache
+
+
+def porter(cache: KVCache) -> PagePorter:
+    return PagePorter({"target.pages": cache}, CPU, Uploader(CPU))
+
+
+def test_a_page_is_one_piece_or_a_layer_is(is_page_major: bool) -> None:
+    cache = filled(5)
+    assert cache.pages.shape == (5, TARGET.num_layers, 2, 16, 16)
+    assert cache.page_bytes == cache.pages[0].nbytes == 16 * bytes_per_token(TARGET, torch.float32)
+    assert [page.is_contiguous() for page in cache.pages] == [is_page_major] * 5
+    assert [tensor.is_contiguous() for layer in cache.layers for tensor in layer] == [not is_page_major] * 8
+    for layer, tensors in enumerate(cache.layers):
+        for kind, (tensor, whole) in enumerate(zip(tensors, (cache.keys, cache.values), strict=True)):
+            assert torch.equal(tensor.flatten(2), cache.pages[:, layer, kind])
+            assert (tensor.data_ptr(), tensor.stride()) == (whole[layer].data_ptr(), whole[layer].stride())
+
+
+def test_layers_with_other_kv_heads_share_pages_as_wide_as_the_widest() -> None:
+    """2 heads of 8 numbers beside one of 24: 24 numbers a slot, of which the others take the first 16."""
+    config = replace(TARGET, other_kv_shapes={1: (1, 24)})
+    assert config.kv_shapes == ((2, 8), (1, 24), (2, 8), (2, 8))
+    cache = KVCache(config, 3, 16, placement())
+    assert [tuple(keys.shape) for keys, _ in cache.layers] == [(3, 16, *shape) for shape in config.kv_shapes]
+    for layer, (keys, values) in enumerate(cache.layers):
+        keys.fill_(layer + 1)
+        values.fill_(-layer - 1)
+    assert [keys.unique().tolist() for keys, _ in cache.layers] == [[1], [2], [3], [4]]
+    assert [values.unique().tolist() for _, values in cache.layers] == [[-1], [-2], [-3], [-4]]
+    assert cache.pages[..., 16:].count_nonzero() == 3 * 16 * 2 * 8  # those of the widest
+    assert cache.keys.shape == (4, 3, 16, 1, 24)
+    assert cache.pages.nbytes == 48 * bytes_per_token(config, torch.float32)
+    assert bytes_per_token(TARGET, torch.float32) == 2 * 4 * 16 * 4
+
+
+@pytest.mark.skipif(not STATM.exists(), reason="needs Linux, which says what memory a process has")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_pages_that_nobody_fills_take_no_memory_of_the_host(dtype: torch.dtype) -> None:
+    before = num_resident_bytes()
+    cache = KVCache(TARGET, 40_000, 16, placement(dtype))
+    assert cache.pages.nbytes >= 128 * 2**20
+    assert num_resident_bytes() - before < cache.pages.nbytes / 16
+    assert (cache.pages.dtype, cache.values.shape) == (dtype, cache.keys.shape)
+    cache.pages[-1] = 1
+    assert not cache.pages[:-1:9_973].any()
+
+
+def num_resident_bytes() -> int:
+    return int(STATM.read_text().split()[1]) * resource.getpagesize()
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two pages, so that a request has several."""
+    monkeypatch.setattr(kv_pages, "PIECE_BYTES", 2 * filled(1).page_bytes)
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_what_is_taken_out_is_what_is_put_in() -> None:
+    """Rows past the last token are zeros, and no other page is touched."""
+    source, target = filled(9), KVCache(TARGET, 12, 16, placement())
+    out = porter(source).begin_out([7, 2, 4, 8, 1, 3], num_tokens=70)
+    assert porter(source).advance(out)
+    taken = out.tensors["target.pages"]
+    assert taken.is_contiguous()
+    expected = source.pages[[7, 2, 4, 8, 1]].clone()
+    expected[4, :, :, 6:] = 0
+    assert torch.equal(taken, expected)
+    target.pages.fill_(-1)
+    moving = porter(target).begin_in(out.tensors, [5, 6, 0, 11, 2], first=1)
+    assert porter(target).advance(moving)
+    assert torch.equal(target.pages[[6, 0, 11, 2]], expected[1:])
+    assert bool((target.pages[[1, 3, 4, 5, 7, 8, 9, 10]] == -1).all())
+
+
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize("num_layers", [0, 1, 3, 6])
+def test_layers_that_did_not_come_are_zeros(num_layers: int) -> None:
+    cache = filled(6)
+    before = cache.pages.clone()
+    tensors = {"target.pages": torch.ones(3, num_layers, 2, 16, 16, dtype=torch.float16)} if num_layers else {}
+    assert porter(cache).advance(porter(cache).begin_in(tensors, [4, 1, 2], first=0))
+    assert bool((cache.pages[[4, 1, 2], :num_layers] == 1).all())
+    assert not cache.pages[[4, 1, 2], num_layers:].any()
+    assert torch.equal(cache.pages[[0, 3, 5]], before[[0, 3, 5]])
+
+
+def test_text_and_steps_are_the_same(is_page_major: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts, params = bundled_prompts()[:3], SamplingParams(max_new_tokens=16)
+
+    def drafts(llm: LLM) -> list[object]:
+        return [output.drafts for output in llm.generate(prompts, params)]
+
+    found = drafts(bundled_llm(bundled_draft_model(), 7, max_num_requests=2))
+    monkeypatch.setattr(kv, "IS_PAGE_MAJOR", not is_page_major)
+    assert found == drafts(bundled_llm(bundled_draft_model(), 7, max_num_requests=2))
