@@ -66,6 +66,7 @@ def block_attention_ref(
     is_causal: bool,
     window: int | None,
     softmax: Softmax = PLAIN,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Attend from each row to the context and, within the block, to all rows or only to those before.
 
@@ -77,6 +78,7 @@ def block_attention_ref(
     window                    a row sees keys less than `window` positions away; None is unlimited. Without causality
                               the window bounds both directions.
     softmax                   how scores become weights
+    out                       [R, N, H, D], contiguous, written; None takes new memory
     Returns [R, N, H, D].
     """
     num_requests, num_rows = query.shape[:2]
@@ -98,7 +100,8 @@ def block_attention_ref(
         attended = F.scaled_dot_product_attention(*heads, attn_mask=visible[:, None], enable_gqa=is_grouped)
     else:
         attended = _attend_ref(*heads, visible[:, None], softmax)
-    return attended.transpose(1, 2)
+    attended = attended.transpose(1, 2)
+    return attended if out is None else out.copy_(attended)
 
 
 def _attend_ref(query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, softmax: Softmax) -> Tensor:
@@ -136,6 +139,18 @@ def check_softmax(softmax: Softmax, query: Tensor) -> None:
     if softmax.sinks is not None:
         check_tensors(query, softmax.sinks)
         require(softmax.sinks.shape == query.shape[-2:-1] and softmax.sinks.is_contiguous(), "a sink for each head")
+
+
+def room_for(query: Tensor) -> Tensor:
+    """Memory for what is attended, of the queries' shape."""
+    return torch.empty(query.shape, dtype=query.dtype, device=query.device)
+
+
+def check_room(out: Tensor, query: Tensor) -> None:
+    """Raise unless what queries attend to can be written there."""
+    check_tensors(query, out)
+    check_dtypes(query, out)
+    require(out.shape == query.shape and out.is_contiguous(), "room of the queries' shape, in one piece")
 
 
 def cap_of_products(softmax: Softmax, head_dim: int) -> float | None:
@@ -252,6 +267,7 @@ def block_attention(
     is_causal: bool,
     window: int | None,
     softmax: Softmax = PLAIN,
+    out: Tensor | None = None,
 ) -> Tensor:
     """`block_attention_ref` in one launch, or two where the keys are cut into parts.
 
@@ -270,7 +286,8 @@ def block_attention(
     require(window is None or window > 0, "a window of at least 1")
     check_softmax(softmax, query)
     require(num_requests * num_kv <= MAX_GRID, f"at most {MAX_GRID} requests times KV heads")
-    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    out = room_for(query) if out is None else out
+    check_room(out, query)
     if not out.numel():
         return out
     flat = [tensor.flatten(0, 1) for tensor in (query, block_keys, block_values)]

@@ -26,7 +26,15 @@ from dflash_kernels.attention_walk import (
     walk_block,
     walk_context,
 )
-from dflash_kernels.block_attention import PLAIN, Softmax, block_attention_ref, cap_of_products, check_softmax
+from dflash_kernels.block_attention import (
+    PLAIN,
+    Softmax,
+    block_attention_ref,
+    cap_of_products,
+    check_room,
+    check_softmax,
+    room_for,
+)
 from dflash_kernels.kv_store import strides_of_caches
 from dflash_kernels.launch_config import (
     COMBINE_TILE,
@@ -124,6 +132,7 @@ def ragged_attention_ref(
     *,
     window: int | None,
     softmax: Softmax = PLAIN,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Attend from each row to its request's context and to the rows of its segment up to itself.
 
@@ -135,20 +144,20 @@ def ragged_attention_ref(
     placed                  `plan.ints` on the device, int64; the reference goes by the segments
     window                  a row sees keys less than `window` positions before it; None is unlimited
     softmax                 how scores become weights
+    out                     [T, H, D], contiguous, written; None takes new memory
     Returns [T, H, D].
     """
-    attended = []
+    out = room_for(query) if out is None else out
     for segment in plan.segments:
         rows = slice(segment.first_row, segment.first_row + segment.num_rows)
         num_pages = ceil_div(segment.context_len + segment.num_rows, key_cache.shape[1])
         table = page_table[segment.table_row : segment.table_row + 1, :num_pages]
         context_lens = table.new_full((1,), segment.context_len)
-        out = block_attention_ref(
+        block_attention_ref(
             query[None, rows], keys[None, rows], values[None, rows], key_cache, value_cache, table, context_lens,
-            is_causal=True, window=window, softmax=softmax,
+            is_causal=True, window=window, softmax=softmax, out=out[None, rows],
         )  # fmt: skip
-        attended.append(out[0])
-    return torch.cat(attended) if attended else torch.empty_like(query)
+    return out
 
 
 @jit
@@ -281,6 +290,7 @@ def ragged_attention(
     *,
     window: int | None,
     softmax: Softmax = PLAIN,
+    out: Tensor | None = None,
 ) -> Tensor:
     """`ragged_attention_ref` in one launch, or two where some tile has its keys in parts."""
     check_tensors(query, keys, values, key_cache, value_cache, page_table, placed)
@@ -295,7 +305,8 @@ def ragged_attention(
     check_softmax(softmax, query)
     require(num_kv <= MAX_GRID, f"at most {MAX_GRID} KV heads")
     require(sum(segment.num_rows for segment in plan.segments) == num_rows, "a plan of these rows")
-    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    out = room_for(query) if out is None else out
+    check_room(out, query)
     if not out.numel():
         return out
     flat = (query, keys, values)

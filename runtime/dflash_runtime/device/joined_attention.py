@@ -38,8 +38,7 @@ class JoinedAttention:
 
     def read(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, softmax: Softmax = PLAIN) -> Tensor:
         """See `models.layers.Attend`."""
-        count = self.num_block_rows
-        return torch.cat((
-            self.blocks.read(layer, query[:count], keys[:count], values[:count], softmax),
-            self.prompts.read(layer, query[count:], keys[count:], values[count:], softmax),
-        ))  # fmt: skip
+        count, out = self.num_block_rows, torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        self.blocks.read(layer, query[:count], keys[:count], values[:count], softmax, out[:count])
+        self.prompts.read(layer, query[count:], keys[count:], values[count:], softmax, out[count:])
+        return out

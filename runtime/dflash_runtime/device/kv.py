@@ -126,8 +126,16 @@ class PagedAttention:
             return None
         return KVPlace(*self.cache.layers[layer], self.slots.flatten())
 
-    def read(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, softmax: Softmax = PLAIN) -> Tensor:
-        """See `models.layers.Attend`."""
+    def read(
+        self,
+        layer: int,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        softmax: Softmax = PLAIN,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """See `models.layers.Attend`; into `out` [T, H, D], where that is given."""
         num_requests = len(self.context_lens)
         attended = self.kernels.block_attention(
             query.view(num_requests, -1, *query.shape[1:]),
@@ -139,5 +147,6 @@ class PagedAttention:
             is_causal=self.causal[layer],
             window=self.windows[layer],
             softmax=softmax,
+            out=None if out is None else out.view(num_requests, -1, *query.shape[1:]),
         )
         return attended.reshape(query.shape)

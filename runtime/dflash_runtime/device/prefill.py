@@ -52,8 +52,16 @@ class RaggedAttention:
         """See `models.layers.Attend`."""
         return KVPlace(*self.cache.layers[layer], self.slots)
 
-    def read(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, softmax: Softmax = PLAIN) -> Tensor:
-        """See `models.layers.Attend`."""
+    def read(
+        self,
+        layer: int,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        softmax: Softmax = PLAIN,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """See `models.layers.Attend`; into `out` [T, H, D], where that is given."""
         return self.kernels.ragged_attention(
             query,
             keys,
@@ -63,6 +71,7 @@ class RaggedAttention:
             *self.plans[keys.shape[1], keys.shape[2]],
             window=self.windows[layer],
             softmax=softmax,
+            out=out,
         )
 
 
