@@ -22,6 +22,7 @@ from dflash_cli.commands.tune import tune
 from dflash_cli.commands.validate import validate
 from dflash_cli.evaluation.prompt_options import PromptOptions
 from dflash_cli.options import EngineOptions, SamplingOptions
+from dflash_cli.parameters import Typed
 from dflash_runtime.config import EngineConfig
 from dflash_runtime.errors import UnsupportedError, UsageError
 from dflash_runtime.scheduling.request import SamplingParams
@@ -146,9 +147,9 @@ COUNTERPARTS: dict[Callable[..., Any], tuple[Callable[..., Any], dict[str, str]]
 
 
 def options_of(command: Callable[..., Any]) -> Iterator[str]:
-    """The parameters of a command but for groups of them, whose fields are those of a config."""
+    """The parameters of a command but for groups of them, whose fields are those of a config, and what was typed."""
     for name, parameter in inspect.signature(command, eval_str=True).parameters.items():
-        if not is_dataclass(parameter.annotation):
+        if not is_dataclass(parameter.annotation) and parameter.annotation is not Typed:
             yield name
 
 
