@@ -20,6 +20,7 @@ from dflash_cli.commands.generate import generate
 from dflash_cli.commands.probe import probe
 from dflash_cli.commands.tune import tune
 from dflash_cli.commands.validate import validate
+from dflash_cli.evaluation.disaggregation_options import DisaggregationOptions
 from dflash_cli.evaluation.prompt_options import PromptOptions
 from dflash_cli.options import EngineOptions, SamplingOptions
 from dflash_cli.parameters import Typed
@@ -166,8 +167,9 @@ def test_every_option_has_a_counterpart(command: Callable[..., Any]) -> None:
     assert not missing
 
 
-def test_evaluating_takes_the_options_about_prompts() -> None:
-    assert {item.name for item in fields(PromptOptions)} <= inspect.signature(dflash_cli.evaluate).parameters.keys()
+@pytest.mark.parametrize("options", [PromptOptions, DisaggregationOptions])
+def test_evaluating_takes_the_options_about_prompts_and_hand_offs(options: type[Any]) -> None:
+    assert {item.name for item in fields(options)} <= inspect.signature(dflash_cli.evaluate).parameters.keys()
 
 
 @pytest.mark.parametrize(
