@@ -140,8 +140,10 @@ def _low_score(
     """
     tiles, bins = tl.arange(0, TILE_T), tl.arange(0, BINS)
     maxes = tl.minimum(load_maxes(tile_maxes, row, num_tiles, TILE_T), MAX_FLOAT)
-    below = (max_score.to(tl.float64) - maxes.to(tl.float64)) / temperature
-    tops = tl.where(maxes > float("-inf"), below.to(tl.float32), float("inf"))[:, None] + bins[None, :] * _TL_DEPTH_STEP
+    shift = tl.where(max_score == float("-inf"), 0.0, max_score).to(tl.float64)
+    # Nobody asks for depths of a thousand, at which nothing weighs anything.
+    depths = tl.minimum((shift - maxes.to(tl.float64)) / temperature, 1000.0).to(tl.float32)
+    tops = depths[:, None] + bins[None, :] * _TL_DEPTH_STEP
     places = (row * num_tiles + tiles[:, None]) * BINS + bins[None, :]
     counts = tl.load(depth_counts + places, mask=tiles[:, None] < num_tiles, other=0).to(tl.float32)
     failed, found = tl.zeros((), tl.int32), tl.zeros((), tl.int32) + _NUM_DEPTHS

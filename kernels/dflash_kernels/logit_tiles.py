@@ -97,8 +97,12 @@ def scaled_sums(tile_maxes, tile_sums, row, num_tiles, temperature, TILE_T: tl.c
 @jit
 def _depth_bins(scores, max_score, temperature, BINS: tl.constexpr):
     """The bin of each token of a tile; of what has no weight, the last."""
-    steps = (max_score - scores) * (1.0 / (temperature * _TL_DEPTH_STEP)).to(tl.float32)
-    return tl.where(scores > float("-inf"), tl.minimum(steps, BINS - 1), BINS - 1).to(tl.int32)
+    step = temperature * _TL_DEPTH_STEP
+    # What is too deep is cut off first: no number then overflows.
+    shift = tl.where(max_score == float("-inf"), 0.0, max_score)
+    depth = tl.minimum(shift - scores, (BINS * step).to(tl.float32))
+    bins = tl.minimum(depth * (1.0 / step).to(tl.float32), BINS - 1)
+    return tl.where(scores > float("-inf"), bins, BINS - 1).to(tl.int32)
 
 
 @jit(do_not_specialize=["num_repeats"])
