@@ -204,15 +204,17 @@ def _callback(signature: Signature, kind: str) -> Any:
     """The function that Typer calls; its signature is what Typer sees of the command, `kind` that of its documents."""
     import inspect
 
-    def run(**values: Any) -> None:
+    def run(ctx: typer.Context, **values: Any) -> None:
         if signature.draft is not None:
             del values[DRAFT_OPTION]
         # What stands before the command's name has been set by now; here it is only added to.
         quiet, verbose, debug = (values.pop(item.name) for item in COMMON)
         console.configure(quiet=quiet or None, verbosity=2 if debug else 1 if verbose else None, kind=kind)
-        signature.call(values)
+        typed = {name for name in values if (found := ctx.get_parameter_source(name)) and found.name == "COMMANDLINE"}
+        signature.call(values, typed)
 
-    parameters = [item.for_typer() for item in signature.parameters]
+    context = inspect.Parameter("ctx", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
+    parameters = [context, *(item.for_typer() for item in signature.parameters)]
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {item.name: item.annotation for item in parameters}
     run.__doc__ = signature.function.__doc__

@@ -6,7 +6,7 @@ Typer differ in what they derive from them, and because a wrong value is then an
 
 import difflib
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from pathlib import Path
@@ -27,6 +27,13 @@ ENGINE = "Engine"
 OUTPUT = "Output"
 DRAFT_OPTION = "draft_option"
 """The name under which `--draft` reaches a command whose draft is an argument."""
+
+
+class Typed(frozenset[str]):
+    """The titles of the parameters that stand on the command line, those that say what is so anyway among them.
+
+    A command that has a parameter of this type is told.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,16 +182,22 @@ COMMON = (
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """A command's parameters, and how to call it: a group's fields are handed over as one object of the group."""
+    """A command's parameters, and how to call it: a group's fields are handed over as one object of the group.
+
+    `typed` names the parameter, if there is one, that takes what stands on the command line.
+    """
 
     function: Callable[..., None]
     parameters: tuple[Parameter, ...]
     groups: Mapping[str, tuple[type[Any], tuple[str, ...]]]
     draft: Parameter | None = None
+    typed: str | None = None
 
-    def call(self, values: Mapping[str, Any]) -> None:
-        """Run the command on values by parameter name."""
+    def call(self, values: Mapping[str, Any], typed: Collection[str] = ()) -> None:
+        """Run the command on values by parameter name; `typed` names those that stand on the command line."""
         rest = dict(values)
+        if self.typed is not None:
+            rest[self.typed] = Typed(item.title for item in self.parameters if item.name in typed)
         built = {
             name: kind(**{key: rest.pop(key) for key in keys if key in rest})
             for name, (kind, keys) in self.groups.items()
@@ -201,8 +214,11 @@ def read_signature(function: Callable[..., None], *, draft: str | None = None) -
     hints = get_type_hints(function, include_extras=True)
     parameters: list[Parameter] = []
     groups: dict[str, tuple[type[Any], tuple[str, ...]]] = {}
+    typed = next((name for name, kind in hints.items() if kind is Typed), None)
     for item in inspect.signature(function).parameters.values():
         kind = hints[item.name]
+        if item.name == typed:
+            continue
         if isinstance(kind, type) and is_dataclass(kind):
             members = list(_read_group(kind))
             groups[item.name] = (kind, tuple(member.name for member in members))
@@ -222,7 +238,7 @@ def read_signature(function: Callable[..., None], *, draft: str | None = None) -
         )
         place = 1 + max(index for index, item in enumerate(parameters) if not item.flags)
         parameters.insert(place, stand_in)
-    return Signature(function, (*parameters, *COMMON), groups, stand_in)
+    return Signature(function, (*parameters, *COMMON), groups, stand_in, typed)
 
 
 def _read_group(kind: type[Any]) -> Iterator[Parameter]:

@@ -219,7 +219,6 @@ def eval_acceptance(
     locked = _check_lock(lock, pair)
     with apart.open(pair, config, workers=workers, threads=threads) as answering:
         evaluation, tally = _measure(answering, request)
-        evaluation = _hold_against_one_engine(evaluation, answering, request, tally)
         max_model_len = answering.max_model_len
     evaluation = dataclasses.replace(evaluation, measured={**evaluation.measured, "lock_sha256": locked})
     _show(evaluation, report, show_all=show_all, as_json=as_json)
@@ -305,6 +304,7 @@ def _finish_failed(evaluation: "Evaluation", *, is_allowed: bool) -> None:
 
 def _measure(answering: "Answering", request: "EvaluationRequest") -> "tuple[Evaluation, Tally]":
     from dflash_cli.evaluation.acceptance_progress import AcceptanceProgress
+    from dflash_cli.evaluation.disaggregation import hold_against_one_engine
     from dflash_cli.evaluation.measure import measure
     from dflash_cli.generation.answers import Tally
     from dflash_cli.generation.workers.crew import WorkersLost
@@ -323,20 +323,7 @@ def _measure(answering: "Answering", request: "EvaluationRequest") -> "tuple[Eva
         console.status(tally.figures(evaluation.seconds))
     else:
         console.status(f"nothing left to ask: every answer is in {request.journal}")
-    return evaluation, tally
-
-
-def _hold_against_one_engine(
-    evaluation: "Evaluation", answering: "Answering", request: "EvaluationRequest", tally: "Tally"
-) -> "Evaluation":
-    """The evaluation with what one engine says to the same prompts, where another process has prefilled them."""
-    from dflash_cli.evaluation.disaggregation import all_answers, compare_with_one_engine
-    from dflash_cli.generation.handoffs.handed_session import HandedSession
-
-    if not isinstance(answering, HandedSession):
-        return evaluation
-    found = compare_with_one_engine(answering, request, all_answers(answering, request, tally))
-    return dataclasses.replace(evaluation, disaggregation=found)
+    return hold_against_one_engine(evaluation, answering, request, tally), tally
 
 
 def _how_to_go_on(request: "EvaluationRequest") -> str:

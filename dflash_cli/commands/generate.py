@@ -27,7 +27,7 @@ from dflash_cli.options import (
     TemplateOption,
     ThreadsOption,
 )
-from dflash_cli.parameters import DRAFTING, ESSENTIALS, OUTPUT
+from dflash_cli.parameters import DRAFTING, ESSENTIALS, OUTPUT, Typed
 from dflash_runtime.errors import GateFailed, UsageError
 
 if TYPE_CHECKING:
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from dflash_runtime.scheduling.request import SamplingParams
 
 SHOWN_FAILURES = 20
-MAX_NEW_TOKENS = 256
 
 PromptArg = Annotated[
     list[str] | None, typer.Argument(metavar="PROMPT", help="Text to continue; - reads it from stdin.")
@@ -93,6 +92,7 @@ def generate(
     engine: EngineOptions,
     sampling: SamplingOptions,
     handoff: HandoffOptions,
+    typed: Typed,
     prompt: PromptArg = None,
     draft: DraftOption = None,
     target: TargetOption = None,
@@ -100,7 +100,7 @@ def generate(
     dataset: DatasetOption = None,
     dataset_format: DatasetFormatOption = None,
     output: OutputOption = None,
-    max_new_tokens: MaxNewTokensOption = MAX_NEW_TOKENS,
+    max_new_tokens: MaxNewTokensOption = 256,
     chat: ChatOption = None,
     chat_template_kwargs: TemplateOption = None,
     causality: CausalityOption = None,
@@ -117,12 +117,7 @@ def generate(
     pair runs.
     """
     _check_stdout(output, sampling, as_json=as_json, check_lossless=check_lossless)
-    handoff.check(
-        {"PROMPT": prompt, "--prompts": prompts, "--dataset": dataset, "--dataset-format": dataset_format,
-         "--max-new-tokens": max_new_tokens != MAX_NEW_TOKENS, "--chat": chat, "--output": output, "--trace": trace,
-         "--chat-template-kwargs": chat_template_kwargs, "--check-lossless": check_lossless},
-        sampling,
-    )  # fmt: skip
+    handoff.check(typed)
     params, config = sampling.params(max_new_tokens), engine.config()
     from dflash_cli.generation.announcements import announce_loading
     from dflash_cli.generation.atomic_file import check_output

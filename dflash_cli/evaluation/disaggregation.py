@@ -24,7 +24,9 @@ from dflash_runtime.errors import GateFailed
 from dflash_runtime.scheduling.request import RequestOutput
 
 if TYPE_CHECKING:
+    from dflash_cli.evaluation.acceptance_report import Evaluation
     from dflash_cli.evaluation.measure import EvaluationRequest
+    from dflash_cli.generation.answers import Answering
     from dflash_cli.generation.handoffs.handed_session import HandedSession
     from dflash_cli.generation.loaded_pair import PairSession
 
@@ -175,7 +177,19 @@ class Disaggregation:
         return f"acceptance length {self.acceptance_len.text}, position 1 {self.position_1.text}"
 
 
-def compare_with_one_engine(
+def hold_against_one_engine(
+    evaluation: "Evaluation", answering: "Answering", request: "EvaluationRequest", tally: Tally
+) -> "Evaluation":
+    """The evaluation with what one engine says to the same prompts, where another process has prefilled them."""
+    from dflash_cli.generation.handoffs.handed_session import HandedSession
+
+    if not isinstance(answering, HandedSession):
+        return evaluation
+    found = _compare_with_one_engine(answering, request, _all_answers(answering, request, tally))
+    return replace(evaluation, disaggregation=found)
+
+
+def _compare_with_one_engine(
     session: "HandedSession", request: "EvaluationRequest", answers: Sequence[Answer]
 ) -> Disaggregation:
     """Ask one engine, which is this process's by itself, the same prompts, and hold the answers against its own."""
@@ -211,7 +225,7 @@ def compare_with_one_engine(
     )
 
 
-def all_answers(session: "HandedSession", request: "EvaluationRequest", tally: Tally) -> list[Answer]:
+def _all_answers(session: "HandedSession", request: "EvaluationRequest", tally: Tally) -> list[Answer]:
     """The answers of a run that succeeded, those of an earlier one that it went on from among them."""
     from dflash_cli.evaluation.journal import Journal
 

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from dflash_cli.generation.answers import Answering
     from dflash_cli.generation.loaded_pair import OpenedPair
 
+CarrierName = Literal["file", "gloo", "nccl", "nixl"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DisaggregationOptions:
@@ -30,7 +32,7 @@ class DisaggregationOptions:
         ),
     ] = False
     connector: Annotated[
-        Literal["file", "gloo", "nccl", "nixl"] | None,
+        CarrierName | None,
         typer.Option(
             "--connector",
             help="With --disaggregated: what carries hand-offs. Default: file, a folder that goes with the run.",
@@ -51,7 +53,7 @@ class DisaggregationOptions:
     handoff_timeout: TimeoutOption = 60.0
     force_mismatch: ForceMismatchOption = False
 
-    def check(self, workers: str | None, mode: str) -> None:
+    def check(self, workers: str | None, mode: str = "live") -> None:
         """Refuse what goes with --disaggregated without it, and what does not go with it.
 
         Raises:
@@ -71,7 +73,7 @@ class DisaggregationOptions:
             raise UsageError("--disaggregated does not go with --mode replay, which prefills nothing")
 
     def open(
-        self, pair: "OpenedPair", config: EngineConfig, *, workers: str | None, threads: int | None
+        self, pair: "OpenedPair", config: EngineConfig, *, workers: str | None, threads: int | None = None
     ) -> "AbstractContextManager[Answering]":
         """Who answers: this process alone, workers, or this one after a prefill process."""
         if not self.disaggregated:

@@ -31,7 +31,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from dflash_cli import api
+import dflash_cli
 from dflash_cli.checkpoints.references import tiny_directory
 from dflash_cli.evaluation.probing import probe_report
 from dflash_cli.evaluation.probing.probe_options import ProbeOptions
@@ -169,7 +169,7 @@ def last_words(log: Path) -> str:
 
 def own_rows(given: argparse.Namespace, pair: Pair, prompts: list[list[int]], path: Path) -> Any:
     """Our engine's answers to the same prompts, in the dtype of the server."""
-    return api.evaluate(
+    return dflash_cli.evaluate(
         pair.draft,
         pair.target,
         prompts=prompts,
@@ -213,7 +213,7 @@ def measure(given: argparse.Namespace, folder: Path, out: Path) -> int:
     log, own_path = out / "server.log", out / "own.jsonl"
 
     def ask() -> Probed:
-        return api.probe_server(
+        return dflash_cli.probe_server(
             url,
             ProbeOptions(result=own_path, draft=str(pair.draft), target=str(pair.target)),
             prompts=prompts,

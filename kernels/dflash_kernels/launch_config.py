@@ -133,6 +133,15 @@ VOCAB_TILE = 4096
 VOCAB_GROUP = 64
 """Tokens of which a filter knows the highest logit, and which it reads or passes over together."""
 
+DEPTH_BINS = 32
+"""Bins by which the tokens of a tile are counted: how far below its highest logit they lie."""
+
+DEPTH_STEP = 0.75
+"""Temperatures that a bin spans: tokens of one weigh the same up to a factor of two."""
+
+LISTED_TOKENS = 8
+"""Tokens that a filter has room to list for each group of the vocabulary."""
+
 LISTED_TILE = 2048
 """Tokens of listed groups that a filter reads at a time."""
 

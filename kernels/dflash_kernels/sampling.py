@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dflash_kernels.categorical import categorical_ref, first_above
-from dflash_kernels.filters import KEY_BITS, cut_ref, draw_kept, launch_cut, no_cut, score_keys
+from dflash_kernels.filters import KEY_BITS, choose_list, cut_ref, draw_kept, launch_cut, no_cut, score_keys
 from dflash_kernels.launch_config import (
     MIN_TEMPERATURE,
     check_dtypes,
@@ -176,10 +176,10 @@ def _describe(max_scores, keys, last_ids, masses, row, max_score, key, last_id, 
 @jit(do_not_specialize=["num_repeats"])
 def _sample_kernel(
     logits, temperatures, seeds, positions, salt, tile_maxes, tile_has_nans, tile_sums,
-    groups, num_listed, max_scores, keys, last_ids, masses, token_ids, is_finite,
+    lists, num_listed, has_tokens, max_scores, keys, last_ids, masses, token_ids, is_finite,
     vocab_size, row_stride, num_tiles, num_groups, num_repeats,
     IS_GREEDY: tl.constexpr, HAS_FILTERS: tl.constexpr, TILE_V: tl.constexpr, TILE_T: tl.constexpr,
-    KEY_BITS: tl.constexpr, GROUP: tl.constexpr, TILE_L: tl.constexpr,
+    KEY_BITS: tl.constexpr, GROUP_BITS: tl.constexpr, TILE_L: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     tiles = tl.arange(0, TILE_T)
@@ -202,9 +202,10 @@ def _sample_kernel(
     if HAS_FILTERS:
         length = tl.load(num_listed + row)
         if length > 0:
+            row_list, bits = choose_list(lists, tl.load(has_tokens + row) != 0, row, num_groups, GROUP_BITS)
             chosen = draw_kept(
-                row_logits, groups + row * num_groups, length, tl.load(keys + row), tl.load(last_ids + row),
-                number * tl.load(masses + row), max_score, temperature, vocab_size, KEY_BITS, GROUP, TILE_L,
+                row_logits, row_list, bits, length, tl.load(keys + row), tl.load(last_ids + row),
+                number * tl.load(masses + row), max_score, temperature, vocab_size, KEY_BITS, TILE_L,
             )  # fmt: skip
             tl.store(token_ids + row, chosen)
             tl.store(max_scores + row, max_score)
@@ -258,15 +259,16 @@ def _launch_sample(
     token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     is_finite = torch.empty(num_rows, dtype=torch.bool, device=logits.device)
     if num_rows:
-        stats = launch_stats(logits, temperatures, top_ks, is_greedy=is_greedy, has_filters=has_filters)
+        stats = launch_stats(logits, temperatures, top_ks, top_ps, is_greedy=is_greedy, has_filters=has_filters)
         cut = launch_cut(logits, temperatures, top_ks, top_ps, stats) if has_filters else no_cut(logits)
         max_scores = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
+        num_tiles, num_groups = stats.maxes.shape[1], stats.group_maxes.shape[1]
         _sample_kernel[(num_rows,)](
             logits, temperatures, seeds, positions, stream(purpose), stats.maxes, stats.has_nans, stats.sums,
-            cut.groups, cut.num_listed, max_scores, cut.keys, cut.last_ids, cut.masses, token_ids, is_finite,
-            vocab_size, logits.stride(0), stats.maxes.shape[1], cut.groups.shape[1], num_rows // len(temperatures),
-            IS_GREEDY=is_greedy, HAS_FILTERS=has_filters, KEY_BITS=KEY_BITS[logits.dtype],
-            **stats.tiling(), **cut.sizes, num_warps=8,
+            cut.lists, cut.num_listed, cut.has_tokens, max_scores, cut.keys, cut.last_ids, cut.masses,
+            token_ids, is_finite,
+            vocab_size, logits.stride(0), num_tiles, num_groups, num_rows // len(temperatures), IS_GREEDY=is_greedy,
+            HAS_FILTERS=has_filters, KEY_BITS=KEY_BITS[logits.dtype], **stats.tiling(), **cut.sizes, num_warps=8,
         )  # fmt: skip
         if not is_greedy:
             described = Distribution(logits, temperatures, max_scores, cut.keys, cut.last_ids, cut.masses)

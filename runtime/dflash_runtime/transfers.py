@@ -2,22 +2,24 @@
 
 Between steps the engine lets them advance, which never waits: rows that have arrived on the device are put into their
 pages, in stream order, and the request is switched on in the next step; pages whose rows have reached the other side
-are given back. A load that fails, or takes too long, leaves its request to be prefilled here.
+are given back. Payloads that stay on the device until then are no more at once than there is room for. A load that
+fails, or takes too long, leaves its request to be prefilled here.
 """
 
 import logging
+import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
-
-from torch import Tensor
+from typing import Any
 
 from dflash_runtime.device.kv_pages import MovingPages
+from dflash_runtime.device.payload_room import PayloadRoom
 from dflash_runtime.device.runner import Runner
 from dflash_runtime.errors import DFlashError, HandoffMismatch, PeerUnreachable
 from dflash_runtime.kv_transfer.connector import Connector
+from dflash_runtime.kv_transfer.connector_futures import begun, result, then
 from dflash_runtime.kv_transfer.fingerprint import Fingerprint
 from dflash_runtime.kv_transfer.handoff import Handoff, check_handoff, find_problems
 from dflash_runtime.kv_transfer.prefix_store import PrefixStore
@@ -25,9 +27,6 @@ from dflash_runtime.scheduling.request import FinishReason, Request
 from dflash_runtime.scheduling.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
-
-Given = TypeVar("Given")
-Got = TypeVar("Got")
 
 TAKEN_SECONDS = 600.0
 """How long pages are kept for a hand-off that nobody takes; the other side may have a long queue before it."""
@@ -83,12 +82,16 @@ class Arriving:
 
 @dataclass(slots=True)
 class Leaving:
-    """One request on its way out: its pages are taken, none where it has ended, then the connector has the word."""
+    """One request on its way out: its pages are taken once there is room, then the connector has the word."""
 
     handoff: Handoff
-    moving: MovingPages | None
-    deadline: float
+    moving: MovingPages | None = None
+    deadline: float = math.inf
     future: "Future[None] | None" = None
+
+    @property
+    def has_pages(self) -> bool:
+        return self.handoff.finish_reason is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +131,8 @@ class Transfers:
         self._scheduler = scheduler
         self._arriving: dict[Request, Arriving] = {}
         self._leaving: dict[Request, Leaving] = {}
+        self._room = PayloadRoom.beside(runner, is_bounded=plan.is_sending and plan.connector.takes_device)
+        self._first: tuple[Request, ...] = ()  # of those that have not ended, as of the last step
         self._keeping: list[Keeping] = []
         self._kept: list[Future[None]] = []
 
@@ -136,20 +141,18 @@ class Transfers:
         for request in requests:
             if request not in self._arriving:
                 assert request.load_key is not None
-                source = _begun(self.plan.connector.load, request.load_key)
+                source = begun(self.plan.connector.load, request.load_key)
                 # In the connector's thread: copying to pinned memory takes longer than a step.
-                future = _then(source, self._runner.porter.pin)
+                future = then(source, self._runner.porter.pin)
                 self._arriving[request] = Arriving(source, future, time.monotonic() + self.plan.timeout)
 
     def send(self, request: Request) -> None:
         """Take the KV of a request that has just ended its prompt, and begin to hand it off."""
-        handoff, moving = self._describe(request), None
-        if handoff.finish_reason is None:
-            stays = self.plan.connector.takes_device
-            moving = self._runner.porter.begin_out(request.pages, handoff.kv_len, stays=stays)
+        leaving = Leaving(self._describe(request))
+        if leaving.has_pages:
             state = self._runner.take_state(request)
-            handoff = replace(handoff, tensors=state.tensors, state_values=state.values)
-        self._leaving[request] = Leaving(handoff, moving, time.monotonic() + TAKEN_SECONDS)
+            leaving.handoff = replace(leaving.handoff, tensors=state.tensors, state_values=state.values)
+        self._leaving[request] = leaving
         self._advance_leaving_one(request)
 
     def keep(self, request: Request) -> None:
@@ -217,7 +220,7 @@ class Transfers:
     def _result(self, request: Request, arriving: Arriving) -> Handoff:
         if not arriving.future.done():
             raise PeerUnreachable(f"nothing came within {self.plan.timeout:g} s")
-        return _result(arriving.future)
+        return result(arriving.future)
 
     def _check(self, request: Request, handoff: Handoff) -> None:
         """Refuse what is not this request's, or of another pair.
@@ -287,6 +290,7 @@ class Transfers:
         return request.finish_reason if request.finish_reason is FinishReason.STOP or is_last else None
 
     def _advance_leaving(self) -> Iterator[Request]:
+        self._first = self._scheduler.live[:1] if self._leaving else ()
         for request in list(self._leaving):
             if self._advance_leaving_one(request):
                 yield request
@@ -294,15 +298,23 @@ class Transfers:
     def _advance_leaving_one(self, request: Request) -> bool:
         """Whether a request has been let go of."""
         leaving = self._leaving[request]
-        if leaving.future is None and leaving.moving is not None and not request.pages:
+        if leaving.future is None and leaving.has_pages and not request.pages:
             leaving.future = Future()  # a step has failed, and taken all pages with it
             leaving.future.set_exception(DFlashError("its pages were lost before they were handed off"))
-        if leaving.future is None and (leaving.moving is None or self._runner.porter.advance(leaving.moving)):
-            leaving.future = _begun(self.plan.connector.save, self._complete(leaving))
+        if leaving.future is None and (not leaving.has_pages or self._is_taken(request, leaving)):
+            leaving.future = begun(self.plan.connector.save, self._complete(leaving))
+            leaving.deadline = time.monotonic() + TAKEN_SECONDS
         if leaving.future is None or not (leaving.future.done() or time.monotonic() > leaving.deadline):
             return False
         self._leave(request, leaving)
         return True
+
+    def _is_taken(self, request: Request, leaving: Leaving) -> bool:
+        """Whether all pages have been taken, which begins when there is room for them; until then they wait as KV."""
+        if leaving.moving is None and self._room.take(request, leaving.handoff.kv_len, is_first=request in self._first):
+            stays = self.plan.connector.takes_device
+            leaving.moving = self._runner.porter.begin_out(request.pages, leaving.handoff.kv_len, stays=stays)
+        return leaving.moving is not None and self._runner.porter.advance(leaving.moving)
 
     def _complete(self, leaving: Leaving) -> Handoff:
         """A hand-off with the tensors that were taken; its rows are all there, as steps have written them."""
@@ -338,56 +350,16 @@ class Transfers:
     def _leave(self, request: Request, leaving: Leaving) -> None:
         """Let go of a request that was handed off, or could not be."""
         del self._leaving[request]
+        self._room.give_back(request)
         assert leaving.future is not None
         try:
             if not leaving.future.done():
                 leaving.future.cancel()
                 raise PeerUnreachable(f"nobody took it within {TAKEN_SECONDS:g} s")
-            _result(leaving.future)
+            result(leaving.future)
         except DFlashError as error:
             self._scheduler.fail(request, error)
             return
         self.counts.num_sent += 1
         self.counts.num_bytes += leaving.handoff.num_bytes
         self._scheduler.finish_sending(request)
-
-
-def _begun(begin: "Callable[[Given], Future[Got]]", what: Given) -> "Future[Got]":
-    """What a connector begins; where it refuses to, a future that says why."""
-    try:
-        return begin(what)
-    except Exception as error:
-        failed: Future[Got] = Future()
-        failed.set_exception(error)
-        return failed
-
-
-def _then(
-    source: "Future[Handoff]", prepare: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
-) -> "Future[Handoff]":
-    """What comes of a future with its tensors prepared, in the thread that it came in."""
-    prepared: Future[Handoff] = Future()
-
-    def finish(done: "Future[Handoff]") -> None:
-        try:
-            handoff = done.result()
-            prepared.set_result(handoff.with_tensors(prepare(handoff.tensors)))
-        except BaseException as error:
-            prepared.set_exception(error)
-
-    source.add_done_callback(finish)
-    return prepared
-
-
-def _result(future: "Future[Got]") -> Got:
-    """What came of a future; whatever a connector raises is an error with an exit code.
-
-    Raises:
-        DFlashError: the connector's own, or one that names what it raised.
-    """
-    try:
-        return future.result()
-    except DFlashError:
-        raise
-    except (Exception, CancelledError) as error:
-        raise PeerUnreachable(f"{type(error).__name__}: {error}") from error

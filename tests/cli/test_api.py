@@ -20,8 +20,10 @@ from dflash_cli.commands.generate import generate
 from dflash_cli.commands.probe import probe
 from dflash_cli.commands.tune import tune
 from dflash_cli.commands.validate import validate
+from dflash_cli.evaluation.disaggregation_options import DisaggregationOptions
 from dflash_cli.evaluation.prompt_options import PromptOptions
 from dflash_cli.options import EngineOptions, SamplingOptions
+from dflash_cli.parameters import Typed
 from dflash_runtime.config import EngineConfig
 from dflash_runtime.errors import UnsupportedError, UsageError
 from dflash_runtime.scheduling.request import SamplingParams
@@ -146,9 +148,9 @@ COUNTERPARTS: dict[Callable[..., Any], tuple[Callable[..., Any], dict[str, str]]
 
 
 def options_of(command: Callable[..., Any]) -> Iterator[str]:
-    """The parameters of a command but for groups of them, whose fields are those of a config."""
+    """The parameters of a command but for groups of them, whose fields are those of a config, and what was typed."""
     for name, parameter in inspect.signature(command, eval_str=True).parameters.items():
-        if not is_dataclass(parameter.annotation):
+        if not is_dataclass(parameter.annotation) and parameter.annotation is not Typed:
             yield name
 
 
@@ -165,8 +167,9 @@ def test_every_option_has_a_counterpart(command: Callable[..., Any]) -> None:
     assert not missing
 
 
-def test_evaluating_takes_the_options_about_prompts() -> None:
-    assert {item.name for item in fields(PromptOptions)} <= inspect.signature(dflash_cli.evaluate).parameters.keys()
+@pytest.mark.parametrize("options", [PromptOptions, DisaggregationOptions])
+def test_evaluating_takes_the_options_about_prompts_and_hand_offs(options: type[Any]) -> None:
+    assert {item.name for item in fields(options)} <= inspect.signature(dflash_cli.evaluate).parameters.keys()
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import typer
 from typer.testing import CliRunner
 
 from dflash_cli.lazy_group import read_values
-from dflash_cli.parameters import DRAFT_OPTION, Parameter, Signature, read_signature
+from dflash_cli.parameters import DRAFT_OPTION, Parameter, Signature, Typed, read_signature
 from dflash_runtime.errors import UsageError
 
 
@@ -165,3 +165,21 @@ def test_a_switch_without_a_default_says_whether_it_was_typed(
     app.command()(run)
     assert CliRunner().invoke(app, ["somewhere", *typed]).exit_code == 0
     assert found == [value]
+
+
+def test_a_command_is_told_what_stands_on_its_line() -> None:
+    told: list[Typed] = []
+
+    def toy(
+        typed: Typed,
+        word: Annotated[str, typer.Argument(metavar="WORD")] = "a",
+        count: Annotated[int, typer.Option("--count", "-n")] = 3,
+        loud: Annotated[bool, typer.Option("--loud/--low")] = False,
+    ) -> None:
+        told.append(typed)
+
+    signature = read_signature(toy)
+    signature.call({"word": "a", "count": 3, "loud": False}, {"count", "word"})
+    signature.call({"word": "a", "count": 3, "loud": False})
+    assert told == [Typed({"--count", "WORD"}), Typed()]
+    assert [item.name for item in signature.parameters][:3] == ["word", "count", "loud"]

@@ -88,13 +88,41 @@ def test_rows_that_are_greedy_or_have_no_filter_are_not_searched() -> None:
     """They have no groups, and what the search would have written is still what fresh memory held."""
     logits = logits_of("flat", len(REQUESTS), torch.float32)
     temperatures, top_ks, top_ps = values()
-    stats = launch_stats(logits, temperatures, top_ks, is_greedy=False, has_filters=True)
+    stats = launch_stats(logits, temperatures, top_ks, top_ps, is_greedy=False, has_filters=True)
     cut = filters.launch_cut(logits, temperatures, top_ks, top_ps, stats)
     is_cut = (temperatures > 0) & (((top_ks > 0) & (top_ks < VOCAB)) | (top_ps < 1))
     assert torch.equal(cut.num_listed > 0, is_cut)
     assert torch.equal(~cut.masses.isnan(), is_cut)
     # A top-k lists about as many groups as it has tokens, and not the vocabulary.
     assert 0 < int(cut.num_listed[3]) <= 20
+
+
+NUCLEI = [(0.6, 0.95), (0.6, 0.99), (0.3, 0.5), (1.0, 0.9), (3.0, 0.999), (0.6, 1 - 1e-9), (1e-4, 0.9), (2.0, 1e-6)]
+"""Temperature and top_p, on logits that are spread widely: from one token to most of them."""
+
+
+@pytest.mark.parametrize("kind", ["normal", "ties", "side by side"])
+def test_a_nucleus_is_searched_among_few_more_tokens_than_it_has(kind: str) -> None:
+    """Whatever its size, and where its tokens stand. What stays is the reference's in lists of either kind."""
+    logits = normal(len(NUCLEI), 6 * VOCAB_TILE - 100, dtype=torch.float32) * 3
+    if kind == "ties":
+        logits = logits.round()
+    if kind == "side by side":
+        logits[:, 640:700] += 9
+    temperatures, top_ps = (real(*values) for values in zip(*NUCLEI, strict=True))
+    rows = temperatures, whole(*[0] * len(NUCLEI)), top_ps
+    stats = launch_stats(logits, *rows, is_greedy=False, has_filters=True)
+    cut = filters.launch_cut(logits, *rows, stats)
+    expected = filtered_probs_ref(logits, *rows)
+    probs = filtered_probs(logits, *rows)
+    assert torch.equal(probs > 0, expected > 0)
+    torch.testing.assert_close(probs, expected, atol=1e-14, rtol=1e-11)
+    num_kept = (expected > 0).sum(-1)
+    assert {bool(item) for item in cut.has_tokens} == {False, True}
+    for listed, kept, has_tokens, top_p in zip(cut.num_listed, num_kept, cut.has_tokens, top_ps, strict=True):
+        assert not has_tokens or kept <= listed
+        # The bound knows what lies below within a factor of two, so of a small top_p it says little.
+        assert not 0.5 <= top_p <= 0.99 or listed <= 3 * kept
 
 
 class Allocations(TorchDispatchMode):

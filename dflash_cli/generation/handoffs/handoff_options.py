@@ -1,14 +1,14 @@
 """The options by which `dflash generate` hands requests off, or goes on with them. Needs no torch itself."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from dflash_cli.options import SamplingOptions
-from dflash_cli.parameters import ENGINE
+from dflash_cli.parameters import ENGINE, Typed
 from dflash_runtime.errors import RequestError, UsageError
 
 if TYPE_CHECKING:
@@ -82,8 +82,8 @@ class HandoffOptions:
     def _is_folder(self) -> bool:
         return self.handoff_in is not None and "://" not in self.handoff_in
 
-    def check(self, given: Mapping[str, Any], sampling: SamplingOptions) -> None:
-        """Refuse options that contradict each other; `given` has the command's own by what is typed for them.
+    def check(self, typed: Typed) -> None:
+        """Refuse options that contradict each other, also where one says what is so without it.
 
         Raises:
             UsageError: naming one that does not go with where requests come from, or go to.
@@ -97,17 +97,15 @@ class HandoffOptions:
                 "--force-mismatch does not go with prefills of vLLM, which do not say what pair they are of"
             )
         if self.handoff_out is not None:
-            _refuse(given, OF_ANSWERS, "--handoff-out, which hands requests off before they are answered")
+            _refuse(typed, OF_ANSWERS, "--handoff-out, which hands requests off before they are answered")
         if self.brings_prompts:
-            changed = {_flag(item.name): item.name for item in fields(sampling)}
-            default = SamplingOptions()
-            typed = {flag: getattr(sampling, name) != getattr(default, name) for flag, name in changed.items()}
-            _refuse({**given, **typed}, (*OF_PROMPTS, *typed), "--handoff-in FOLDER, whose hand-offs bring their own")
+            _refuse(typed, (*OF_PROMPTS, *OF_SAMPLING), "--handoff-in FOLDER, whose hand-offs bring their own")
 
 
 OF_ANSWERS = ("--output", "--trace", "--check-lossless")
 OF_PROMPTS = ("PROMPT", "--prompts", "--dataset", "--dataset-format", "--max-new-tokens", "--chat",
               "--chat-template-kwargs")  # fmt: skip
+OF_SAMPLING = tuple(f"--{item.name.replace('_', '-')}" for item in fields(SamplingOptions))
 
 
 def open_handing(options: HandoffOptions, given: "PromptSet | None", *, force: bool, check_lossless: bool) -> "Handing":
@@ -153,11 +151,7 @@ def _refuse_turns(rows: "Sequence[PromptRow]") -> None:
         )
 
 
-def _refuse(given: Mapping[str, Any], names: tuple[str, ...], why: str) -> None:
-    name = next((name for name in names if given.get(name)), None)
+def _refuse(typed: Typed, names: tuple[str, ...], why: str) -> None:
+    name = next((name for name in names if name in typed), None)
     if name is not None:
         raise UsageError(f"{name} does not go with {why}")
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"

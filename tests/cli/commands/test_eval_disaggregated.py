@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+import dflash_cli
+from dflash_cli import console
 from dflash_cli.evaluation import disaggregation
 from dflash_cli.evaluation.disaggregation import Disaggregation, SideBySide
 from dflash_cli.evaluation.measure import EvaluationRequest
@@ -19,7 +21,8 @@ from dflash_cli.generation.handoffs.handed_session import PrefillRequest
 from dflash_cli.generation.handoffs.prefill_side import PrefillProcess
 from dflash_cli.generation.loaded_pair import PairSession
 from dflash_runtime.config import EngineConfig
-from dflash_runtime.errors import DFlashError, GateFailed, PeerUnreachable, UsageError
+from dflash_runtime.errors import DFlashError, GateFailed, HandoffMismatch, PeerUnreachable, UsageError
+from dflash_runtime.scheduling.request import SamplingParams
 from dflash_testing import checkpoints as support
 
 FEW = ["eval-acceptance", "tiny", "--disaggregated", "--num-prompts", "12", "-n", "12", "--bootstrap", "0"]
@@ -132,6 +135,34 @@ def test_a_prefill_side_without_the_draft_is_refused_and_by_force_is_found_out()
     one, two = map(float, row.split()[4:6])
     assert two < one - 0.1
     assert max(map(len, forced.out.partition("prefill and decode apart")[2].partition("\n\n")[0].splitlines())) <= 80
+
+
+@pytest.mark.usefixtures("in_thread")
+def test_a_program_gets_the_same_document() -> None:
+    document, _ = evaluate(*FEW, "--num-prompts", "4", "--connector", "gloo")
+    params = SamplingParams(max_new_tokens=12, seed=0)
+    found = dflash_cli.evaluate(
+        "tiny", num_prompts=4, params=params, num_resamples=0, disaggregated=True, connector="gloo"
+    )
+    assert found.disaggregation is not None
+    found.disaggregation.check()
+    again = json.loads(console.json_document(found.to_json()))
+    for own in (document, again):
+        assert own["disaggregation"]["num_handed"] == 4
+        for name in ("date", "argv", "lock_sha256"):
+            own["measured"].pop(name, None)
+        del own["seconds"]
+    assert again == document
+
+
+@pytest.mark.usefixtures("in_thread")
+def test_a_program_is_refused_what_does_not_fit() -> None:
+    with pytest.raises(HandoffMismatch, match="draft: here dflash, there none"):
+        dflash_cli.evaluate("tiny", num_prompts=2, disaggregated=True, prefill_draft="none")
+    with pytest.raises(UsageError, match="--connector goes with --disaggregated"):
+        dflash_cli.evaluate("tiny", connector="gloo")
+    with pytest.raises(UsageError, match="--workers does not go with --disaggregated"):
+        dflash_cli.evaluate("tiny", disaggregated=True, workers=2)
 
 
 @pytest.fixture

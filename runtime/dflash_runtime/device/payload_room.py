@@ -1,0 +1,46 @@
+"""Room on a device for payloads that are handed off from there, so that many at once do not take what steps need."""
+
+import math
+from typing import Self
+
+import torch
+
+from dflash_runtime.device.host_memory import available_bytes
+from dflash_runtime.device.runner import Runner
+from dflash_runtime.scheduling.request import Request
+
+ROOM_SHARE = 0.5
+"""Share of the memory that is free beside weights, KV and steps when a call begins; the rest is for what fragments."""
+
+
+class PayloadRoom:
+    """How many bytes of payloads may lie on a device at once. One that is alone may always, however large it is."""
+
+    def __init__(self, runner: Runner, num_bytes: float) -> None:
+        self._porter, self._number_bytes = runner.porter, runner.target_kv.keys.element_size()
+        self._num_bytes = num_bytes
+        self._taken: dict[Request, int] = {}
+
+    @classmethod
+    def beside(cls, runner: Runner, *, is_bounded: bool) -> Self:
+        """Room in what a runner's device has free; without end where payloads leave it by themselves."""
+        if not is_bounded:
+            return cls(runner, math.inf)
+        device = runner.device
+        free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_bytes()
+        return cls(runner, free * ROOM_SHARE)
+
+    def take(self, request: Request, num_tokens: int, *, is_first: bool) -> bool:
+        """Take room for the payload of so many tokens, if there is any; for what `is_first` there always is.
+
+        The other side asks for prompts in their order, and would wait for the first while others have all the room.
+        """
+        needed = sum(map(math.prod, self._porter.shapes(num_tokens).values())) * self._number_bytes
+        if self._taken and not is_first and sum(self._taken.values()) + needed > self._num_bytes:
+            return False
+        self._taken[request] = needed
+        return True
+
+    def give_back(self, request: Request) -> None:
+        """Give back what a request has taken, if it has taken any."""
+        self._taken.pop(request, None)

@@ -1,0 +1,119 @@
+"""Payloads that stay on the device while they are handed off: as many at once as there is room, the others wait."""
+
+import math
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from dflash_runtime.device import payload_room
+from dflash_runtime.device.payload_room import PayloadRoom
+from dflash_runtime.kv_transfer.handoff import Handoff
+from dflash_runtime.llm import LLM
+from dflash_runtime.scheduling.request import Request, SamplingParams
+from dflash_runtime.transfers import HandoffPlan
+from dflash_testing.handoffs import MemoryConnector, go_on, keys_of
+from dflash_testing.pairs import bundled_draft_model, bundled_llm, bundled_prompts
+
+PROMPTS = [prompt[:40] for prompt in bundled_prompts()[:8]]
+PARAMS = SamplingParams(max_new_tokens=16)
+
+
+@dataclass(slots=True)
+class SlowTaker(MemoryConnector):
+    """Takes what was saved in the order of keys, one each time that it is let; counts what is there at once."""
+
+    takes_device: bool = True
+    holding: "dict[str, tuple[int, Future[None]]]" = field(default_factory=dict)
+    most: int = 0
+    order: list[str] = field(default_factory=list)
+    num_taken: int = 0
+
+    def save(self, handoff: Handoff) -> "Future[None]":
+        self.saved[handoff.key] = handoff
+        self.order.append(handoff.key)
+        future: Future[None] = Future()
+        self.holding[handoff.key] = (sum(item.nbytes for item in handoff.tensors.values()), future)
+        self.most = max(self.most, sum(num_bytes for num_bytes, _ in self.holding.values()))
+        return future
+
+    def take(self) -> None:
+        """Take the next, if it is there."""
+        key = f"{self.num_taken:05}"
+        if key in self.holding:
+            self.num_taken += 1
+            self.holding.pop(key)[1].set_result(None)
+
+
+def make_llm(**engine: Any) -> LLM:
+    return bundled_llm(bundled_draft_model(), 7, **{"max_num_requests": 8} | engine)
+
+
+def hand_off_slowly(llm: LLM, prompts: Sequence[Sequence[int]], every: int = 6) -> SlowTaker:
+    """Run prompts, of which the other side takes one each few steps."""
+    connector, step, num_steps = SlowTaker(), llm.engine.step, 0
+
+    def watched() -> Any:
+        nonlocal num_steps
+        num_steps += 1
+        assert num_steps < 400, "nothing goes on"
+        if num_steps % every == 0:
+            connector.take()
+        llm.engine.scheduler.check_integrity()
+        return step()
+
+    llm.engine.step = watched  # type: ignore[method-assign]
+    plan = HandoffPlan(connector=connector, keys=keys_of(prompts), is_sending=True)
+    outputs = llm.generate(prompts, PARAMS, handoffs=plan)
+    assert [(output.error, len(output.token_ids)) for output in outputs] == [(None, 1)] * len(prompts)
+    llm.engine.scheduler.check_integrity()
+    assert not llm.engine.scheduler.has_work
+    return connector
+
+
+def payload_bytes(llm: LLM, num_tokens: int) -> int:
+    shapes = llm.engine.runner.porter.shapes(num_tokens).values()
+    return sum(math.prod(shape) for shape in shapes) * 4
+
+
+@pytest.mark.parametrize(("num_free", "expected"), [(0, 1), (2.5, 2), (100, 8)])
+def test_no_more_payloads_are_on_the_device_than_there_is_room(
+    num_free: float, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And all of them come, whole; of those that are on the host there is no limit."""
+    llm = make_llm()
+    one = payload_bytes(llm, 40)
+    free = num_free * one / payload_room.ROOM_SHARE
+    monkeypatch.setattr(payload_room, "available_bytes", lambda: free)
+    connector = hand_off_slowly(llm, PROMPTS)
+    assert connector.most == expected * one
+    wanted = make_llm().generate(PROMPTS, PARAMS)
+    found = go_on(make_llm(), PROMPTS, PARAMS, connector)
+    assert [(item.token_ids, item.drafts) for item in found] == [(item.token_ids, item.drafts) for item in wanted]
+    assert [item.num_loaded for item in found] == [40] * len(PROMPTS)
+
+
+def test_what_is_asked_for_first_never_waits_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long prompt ends after the short ones behind it, which have all the room; nobody takes those before it."""
+    monkeypatch.setattr(payload_room, "available_bytes", lambda: 0)
+    long = [token for prompt in bundled_prompts()[8:14] for token in prompt][:200]
+    connector = hand_off_slowly(make_llm(max_batched_tokens=48), [long, *PROMPTS[:3]])
+    assert connector.order[:2] == ["00001", "00000"]
+
+
+def test_room_is_given_back_and_never_without_end() -> None:
+    runner = make_llm().engine.runner
+    requests = [Request(index=index, prompt_token_ids=(1,), params=PARAMS) for index in range(4)]
+    one = PayloadRoom(runner, 0)
+    assert one.take(requests[0], 16, is_first=False)
+    assert not one.take(requests[1], 16, is_first=False)
+    assert one.take(requests[2], 16, is_first=True)
+    one.give_back(requests[0])
+    assert not one.take(requests[1], 16, is_first=False)
+    one.give_back(requests[2])
+    one.give_back(requests[3])
+    assert one.take(requests[1], 10**6, is_first=False)
+    endless = PayloadRoom.beside(runner, is_bounded=False)
+    assert all(endless.take(request, 10**6, is_first=False) for request in requests)
