@@ -2,9 +2,9 @@
 
 The reference sorts each row. The kernels search for each row's threshold, the lowest logit that stays, as a key of its
 leading bits. The vocabulary comes in small groups whose highest logits are known, and few of them matter: the k-th
-highest of the groups' highest bounds top-k's threshold from below, and what all lower tokens can add up to at most
-bounds top-p's: of each tile it is known how many tokens lie how far below its highest, which says that within a factor
-of two. Groups that reach the bound are listed, in the order of ids, and where these are many, the tokens in them that
+highest of the groups' highest bounds top-k's threshold from below; top-p's is bounded by what the groups that reach a
+logit weigh at least from there on, which their highest and their sums say, and by what all lower tokens can add up to
+at most. Groups that reach the bound are listed, in the order of ids, and where these are many, the tokens in them that
 do; what follows reads the list alone, a program a row. Each pass over it quarters the interval of keys, top-k by how
 many tokens lie above a key, top-p by the weights of those. The tokens kept are the reference's, ties included; sums are
 made in a fixed order and may differ from the reference's in their last bit.
@@ -23,6 +23,7 @@ from dflash_kernels.launch_config import (
     LISTED_TILE,
     LISTED_TOKENS,
     MIN_TEMPERATURE,
+    NUM_DEPTHS,
     constexpr,
     jit,
     power_of_2,
@@ -31,10 +32,8 @@ from dflash_kernels.launch_config import (
 from dflash_kernels.logit_tiles import MAX_FLOAT, TileStats, has_top_k, load_maxes, load_scores, scaled_sums, weights_of
 
 _TL_MIN_TEMPERATURE = constexpr(MIN_TEMPERATURE)
-_TL_DEPTH_STEP = constexpr(DEPTH_STEP)
+_TL_NUM_DEPTHS, _TL_DEPTH_STEP = constexpr(NUM_DEPTHS), constexpr(DEPTH_STEP)
 _TL_LISTED_TOKENS = constexpr(LISTED_TOKENS)
-_DEPTHS_A_STEP = constexpr(8)
-_NUM_DEPTHS = constexpr(256)
 
 KEY_BITS = {torch.float32: 32, torch.float16: 20, torch.bfloat16: 16}
 """Leading bits that tell any two logits of a dtype apart, once widened to float32."""
@@ -130,39 +129,46 @@ def _kth_key(keys, count, low, high):
 
 
 @jit
-def _low_score(
-    tile_maxes, depth_counts, row, num_tiles, share, max_score, temperature, TILE_T: tl.constexpr, BINS: tl.constexpr
-):
-    """The highest logit, to an eighth of a bin, below which tokens surely add up to no more than `share`; or -inf.
+def _depths(scores, max_score, temperature):
+    """How many temperatures logits lie below the highest; nobody asks for a thousand, where nothing weighs anything."""
+    shift = tl.where(max_score == float("-inf"), 0.0, max_score)
+    return tl.minimum(shift - scores, (1000 * temperature).to(tl.float32)) * (1.0 / temperature).to(tl.float32)
 
-    Depths are temperatures below the row's highest logit; a bin has one that no token of it is above, and one that none
-    is below, but for rounding.
+
+@jit
+def _low_score(
+    maxes, tile_maxes, group_sums, row, num_tiles, num_groups, needed, max_score, temperature,
+    TILE_G: tl.constexpr, GROUPS: tl.constexpr, GROUP_BITS: tl.constexpr,
+):  # fmt: skip
+    """The highest of some logits at or above which tokens surely weigh `needed`; -inf where that is so of none.
+
+    Of a group that reaches such a logit they weigh as much as its highest token, and as all of it but for tokens that
+    lie below, all others at most, of which each weighs less than the logit. `GROUPS` are those of a tile.
     """
-    tiles, bins = tl.arange(0, TILE_T), tl.arange(0, BINS)
-    maxes = tl.minimum(load_maxes(tile_maxes, row, num_tiles, TILE_T), MAX_FLOAT)
-    shift = tl.where(max_score == float("-inf"), 0.0, max_score).to(tl.float64)
-    # Nobody asks for depths of a thousand, at which nothing weighs anything.
-    depths = tl.minimum((shift - maxes.to(tl.float64)) / temperature, 1000.0).to(tl.float32)
-    tops = depths[:, None] + bins[None, :] * _TL_DEPTH_STEP
-    places = (row * num_tiles + tiles[:, None]) * BINS + bins[None, :]
-    counts = tl.load(depth_counts + places, mask=tiles[:, None] < num_tiles, other=0).to(tl.float32)
-    failed, found = tl.zeros((), tl.int32), tl.zeros((), tl.int32) + _NUM_DEPTHS
+    group = tl.arange(0, TILE_G)
+    is_group = group < num_groups
+    tops = tl.load(tile_maxes + row * num_tiles + group // GROUPS, mask=is_group, other=float("-inf"))
+    sums = tl.load(group_sums + row * num_groups + group, mask=is_group, other=0.0)
+    sums *= tl.exp(-_depths(tl.minimum(tops, MAX_FLOAT), max_score, temperature))
+    depths = _depths(maxes, max_score, temperature)
+    failed, found = tl.full((), -1, tl.int32), tl.zeros((), tl.int32) + _TL_NUM_DEPTHS
     while found - failed > 1:
         middle = (failed + found) // 2
-        depth = middle.to(tl.float32) * (_TL_DEPTH_STEP / _DEPTHS_A_STEP)
-        may_be_below = (tops > depth - 1.001 * _TL_DEPTH_STEP) | (bins[None, :] == BINS - 1)
-        weights = tl.where(may_be_below, counts * tl.exp(-tl.maximum(tops, depth)), 0.0)
-        is_enough = tl.sum(tl.sum(weights, 1), 0) <= share
+        depth = middle.to(tl.float32) * _TL_DEPTH_STEP
+        least = tl.maximum(tl.exp(-depths), sums - ((1 << GROUP_BITS) - 1) * tl.exp(-depth))
+        is_enough = tl.sum(tl.where(depths <= depth, least, 0.0), 0) >= needed
         failed, found = tl.where(is_enough, failed, middle), tl.where(is_enough, middle, found)
-    depth = found.to(tl.float64) * (_TL_DEPTH_STEP / _DEPTHS_A_STEP)
-    return tl.where(found < _NUM_DEPTHS, max_score.to(tl.float64) - temperature * depth, float("-inf"))
+    # A little lower than was asked for, since depths are rounded.
+    depth = found.to(tl.float64) * _TL_DEPTH_STEP + 1e-3
+    return tl.where(found < _TL_NUM_DEPTHS, max_score.to(tl.float64) - temperature * depth, float("-inf"))
 
 
 @jit(do_not_specialize=["num_repeats"])
 def _list_groups_kernel(
-    temperatures, top_ks, top_ps, tile_maxes, tile_sums, depth_counts, group_maxes, lists, num_listed, low_keys,
+    temperatures, top_ks, top_ps, tile_maxes, tile_sums, group_maxes, group_sums, lists, num_listed, low_keys,
     vocab_size, num_tiles, num_groups, num_repeats,
-    KEY_BITS: tl.constexpr, TILE_T: tl.constexpr, TILE_G: tl.constexpr, BINS: tl.constexpr,
+    KEY_BITS: tl.constexpr, TILE_T: tl.constexpr, TILE_G: tl.constexpr, GROUPS: tl.constexpr,
+    GROUP_BITS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     request = row // num_repeats
@@ -181,13 +187,16 @@ def _list_groups_kernel(
     else:
         sums, max_score = scaled_sums(tile_maxes, tile_sums, row, num_tiles, temperature, TILE_T)
         # If all tokens lay below this, they would not add up to what top-p leaves out.
-        share = (1 - top_p) * tl.maximum(tl.sum(sums, 0), 1.0)
+        mass = tl.maximum(tl.sum(sums, 0), 1.0)
+        share = (1 - top_p) * mass
         low_score = max_score.to(tl.float64) - temperature * tl.log(2.0 * vocab_size / share)
-        if BINS > 0:
-            # A little less, since the weights below are summed in float32; a key less, since the logit is rounded.
-            least = (0.999 * share).to(tl.float32)
-            by_depth = _low_score(tile_maxes, depth_counts, row, num_tiles, least, max_score, temperature, TILE_T, BINS)
-            low_score = tl.maximum(low_score, by_depth)
+        # A little more, since the weights are summed in float32; a key less, since the logit is rounded.
+        needed = (mass - 0.99 * share + 1e-5 * mass).to(tl.float32)
+        by_groups = _low_score(
+            maxes, tile_maxes, group_sums, row, num_tiles, num_groups, needed, max_score, temperature,
+            TILE_G, GROUPS, GROUP_BITS,
+        )  # fmt: skip
+        low_score = tl.maximum(low_score, by_groups)
         low = score_keys(low_score.to(tl.float32), KEY_BITS).to(tl.int64) - 1
     is_listed = is_group & (keys >= low.to(tl.int32))
     rank = tl.cumsum(is_listed.to(tl.int32), 0)
@@ -414,7 +423,6 @@ def launch_cut(logits: Tensor, temperatures: Tensor, top_ks: Tensor, top_ps: Ten
     num_rows, vocab_size = logits.shape
     num_tiles, num_groups = stats.maxes.shape[1], stats.group_maxes.shape[1]
     num_repeats, tile_t = num_rows // len(temperatures), power_of_2(num_tiles)
-    num_bins = stats.depth_counts.shape[2]
     lists = torch.empty((num_rows, num_groups * (1 + LISTED_TOKENS)), dtype=torch.int32, device=logits.device)
     num_listed, has_tokens, low_keys, keys, last_ids = (
         torch.empty(num_rows, dtype=torch.int32, device=logits.device) for _ in range(5)
@@ -422,14 +430,14 @@ def launch_cut(logits: Tensor, temperatures: Tensor, top_ks: Tensor, top_ps: Ten
     masses = torch.empty(num_rows, dtype=torch.float64, device=logits.device)
     values = temperatures, top_ks, top_ps, stats.maxes, stats.sums
     bits = KEY_BITS[logits.dtype]
-    tile_g = power_of_2(num_groups)
+    tile_g, group_bits = power_of_2(num_groups), stats.group.bit_length() - 1
     _list_groups_kernel[(num_rows,)](
-        *values, stats.depth_counts, stats.group_maxes, lists, num_listed, low_keys,
+        *values, stats.group_maxes, stats.group_sums, lists, num_listed, low_keys,
         vocab_size, num_tiles, num_groups, num_repeats,
-        KEY_BITS=bits, TILE_T=tile_t, TILE_G=tile_g, BINS=num_bins, num_warps=8,
-        maxnreg=64,  # four programs of a multiprocessor, without spills
+        KEY_BITS=bits, TILE_T=tile_t, TILE_G=tile_g, GROUPS=stats.tile // stats.group, GROUP_BITS=group_bits,
+        num_warps=8, maxnreg=64,  # four programs of a multiprocessor, at some spills
     )  # fmt: skip
-    sizes = {"GROUP_BITS": stats.group.bit_length() - 1, "TILE_L": min(LISTED_TILE, tile_g * stats.group)}
+    sizes = {"GROUP_BITS": group_bits, "TILE_L": min(LISTED_TILE, tile_g * stats.group)}
     _cut_kernel[(num_rows,)](
         logits, *values, lists, num_listed, has_tokens, low_keys, keys, last_ids, masses,
         vocab_size, logits.stride(0), num_tiles, num_groups, num_repeats,
