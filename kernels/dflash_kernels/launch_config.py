@@ -139,7 +139,7 @@ NUM_DEPTHS = 256
 DEPTH_STEP = 3 / 32
 """Temperatures; between two bounds lie few tokens, and below the last hardly any weight."""
 
-LISTED_TOKENS = 8
+LISTED_TOKENS = 4
 """Tokens that a filter has room to list for each group of the vocabulary."""
 
 LISTED_TILE = 2048
