@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dflash_kernels import filters, logit_tiles, rejection, sampling
+from dflash_kernels import candidates, filters, logit_tiles, rejection, sampling
 from dflash_kernels.launch_config import LISTED_TILE, VOCAB_GROUP, VOCAB_TILE
 from dflash_kernels.logit_tiles import launch_stats
 from dflash_kernels.sampling import argmax, filtered_probs_ref, sample, sample_ref
@@ -172,7 +172,7 @@ def count_launches(modules: tuple[ModuleType, ...], monkeypatch: pytest.MonkeyPa
 
 def test_two_launches_choose_two_more_cut_and_three_reject(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a captured step each costs a few microseconds, whatever it does."""
-    launches = count_launches((logit_tiles, filters, sampling, rejection), monkeypatch)
+    launches = count_launches((logit_tiles, candidates, filters, sampling, rejection), monkeypatch)
     logits = logits_of("flat", 2, torch.float32)
     rows = real(0, 1), whole(3, 3), real(1, 0.9), whole(1, 2), whole(3, 4)
     p = logits.softmax(-1).view(1, 2, -1)
@@ -207,7 +207,8 @@ def test_nothing_compiles_when_requests_have_more_rows() -> None:
         sample(logits, real(1, 0), whole(5, 5), real(0.9, 0.9), whole(1, 2), positions)
         sample(logits, real(1, 0), whole(0, 0), real(1, 1), whole(1, 2), positions, has_filters=False)
 
-    kernels = [kernel for module in (logit_tiles, filters, sampling) for name, kernel in vars(module).items()
+    modules = logit_tiles, candidates, filters, sampling
+    kernels = [kernel for module in modules for name, kernel in vars(module).items()
                if name.endswith("_kernel")]  # fmt: skip
 
     def num_compiled() -> int:
