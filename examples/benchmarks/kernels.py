@@ -143,7 +143,7 @@ def token_cases(requests: int) -> list[Case]:
     seeds = torch.arange(tokens, device="cuda")
     ones, zeros = torch.ones(tokens, dtype=torch.float64, device="cuda"), torch.zeros_like(seeds)
     plain, cut = (ones, zeros, ones, seeds, seeds), (ones * 0.6, zeros + 20, ones * 0.95, seeds, seeds)
-    nucleus = (ones * 0.6, zeros, ones * 0.95, seeds, seeds)
+    nucleus, wide = (ones * 0.6, zeros, ones * 0.95, seeds, seeds), (ones, zeros, ones * 0.9, seeds, seeds)
     # One request samples, all others are greedy.
     mixed = ((ones * 0.6) * (seeds < ROWS), *cut[1:])
     ids = KERNELS.argmax(logits).view(requests, ROWS)
@@ -161,7 +161,8 @@ def token_cases(requests: int) -> list[Case]:
         (f"argmax T {tokens}", lambda: KERNELS.argmax(logits), mismatch(ids.flatten(), logits.argmax(-1)),
          2 * tokens * VOCAB),
         sampled("greedy", plain, is_greedy=True), sampled("unfiltered", plain, has_filters=False),
-        sampled("top-k top-p", cut), sampled("top-p", nucleus), sampled("top-k top-p in one request", mixed),
+        sampled("top-k top-p", cut), sampled("top-p", nucleus), sampled("top-p of thousands", wide),
+        sampled("top-k top-p in one request", mixed),
         (f"accept_block R {requests}", lambda: KERNELS.accept_block(ids[:, :-1], ids, most, stops, most), 0.0, 0),
     ]  # fmt: skip
     values = (ones[:requests], zeros[:requests], ones[:requests], seeds[:requests])

@@ -1,13 +1,9 @@
 """Cut distributions to their top-k and top-p tokens, without writing them out.
 
 The reference sorts each row. The kernels search for each row's threshold, the lowest logit that stays, as a key of its
-leading bits. The vocabulary comes in small groups whose highest logits are known, and few of them matter: the k-th
-highest of the groups' highest bounds top-k's threshold from below, and what all lower tokens can add up to at most
-bounds top-p's: of each tile it is known how many tokens lie how far below its highest, which says that within a factor
-of two. Groups that reach the bound are listed, in the order of ids, and where these are many, the tokens in them that
-do; what follows reads the list alone, a program a row. Each pass over it quarters the interval of keys, top-k by how
-many tokens lie above a key, top-p by the weights of those. The tokens kept are the reference's, ties included; sums are
-made in a fixed order and may differ from the reference's in their last bit.
+leading bits, among the tokens that `candidates` lists; a program a row. Each pass over a list quarters the interval of
+keys, top-k by how many tokens lie above a key, top-p by the weights of those. The tokens kept are the reference's, ties
+included; sums are made in a fixed order and may differ from the reference's in their last bit.
 
 Axis letters: T rows, R requests, G groups, V vocabulary.
 """
@@ -17,27 +13,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dflash_kernels.categorical import first_above
-from dflash_kernels.launch_config import (
-    DEPTH_STEP,
-    LISTED_TILE,
-    LISTED_TOKENS,
-    MIN_TEMPERATURE,
-    constexpr,
-    jit,
-    power_of_2,
-    tl,
+from dflash_kernels.candidates import (
+    KEY_BITS,
+    choose_list,
+    key_score,
+    launch_lists,
+    load_listed,
+    narrowed,
+    score_keys,
+    shorten,
 )
+from dflash_kernels.categorical import first_above
+from dflash_kernels.launch_config import MIN_TEMPERATURE, constexpr, jit, power_of_2, tl
 from dflash_kernels.logit_tiles import MAX_FLOAT, TileStats, has_top_k, load_maxes, load_scores, scaled_sums, weights_of
 
 _TL_MIN_TEMPERATURE = constexpr(MIN_TEMPERATURE)
-_TL_DEPTH_STEP = constexpr(DEPTH_STEP)
-_TL_LISTED_TOKENS = constexpr(LISTED_TOKENS)
-_DEPTHS_A_STEP = constexpr(8)
-_NUM_DEPTHS = constexpr(256)
-
-KEY_BITS = {torch.float32: 32, torch.float16: 20, torch.bfloat16: 16}
-"""Leading bits that tell any two logits of a dtype apart, once widened to float32."""
 
 
 class Cut(NamedTuple):
@@ -85,149 +75,6 @@ def cut_ref(logits: Tensor, probs: Tensor, top_ks: Tensor, top_ps: Tensor) -> Te
 
 
 @jit
-def score_keys(scores, KEY_BITS: tl.constexpr):
-    """Floats as integers in the same order, by their leading bits; the two zeros are one."""
-    bits = tl.where(scores == 0, 0.0, scores).to(tl.int32, bitcast=True)
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> (32 - KEY_BITS)
-
-
-@jit
-def _key_score(key, KEY_BITS: tl.constexpr):
-    """The float of a key."""
-    ordered = key << (32 - KEY_BITS)
-    ordered = tl.where(key < 0, ordered | ((1 << (32 - KEY_BITS)) - 1), ordered)
-    return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-
-
-@jit
-def _narrowed(low, high, above, step, level, first, second, third):
-    """The interval of keys after a pass, from the sums at or above three candidates, `step` apart; and that above it.
-
-    At or above `low` the level is reached, at or above `high` it is not.
-    """
-    num_reached = (first >= level).to(tl.int64) + (second >= level).to(tl.int64) + (third >= level).to(tl.int64)
-    low += num_reached * step
-    is_tighter = (num_reached < 3) & (low + step < high)
-    next_sum = tl.where(num_reached == 0, first, tl.where(num_reached == 1, second, third))
-    return low, tl.where(is_tighter, low + step, high), tl.where(is_tighter, next_sum, above)
-
-
-@jit
-def _count_from(keys, candidate):
-    return tl.sum((keys >= candidate.to(tl.int32)).to(tl.int32), 0)
-
-
-@jit
-def _kth_key(keys, count, low, high):
-    """The highest key at or above which `count` of the keys lie; `low` where there are not so many."""
-    while high - low > 1:
-        step = (high - low + 3) >> 2
-        low, high, _ = _narrowed(
-            low, high, 0, step, count,
-            _count_from(keys, low + step), _count_from(keys, low + 2 * step), _count_from(keys, low + 3 * step),
-        )  # fmt: skip
-    return low
-
-
-@jit
-def _low_score(
-    tile_maxes, depth_counts, row, num_tiles, share, max_score, temperature, TILE_T: tl.constexpr, BINS: tl.constexpr
-):
-    """The highest logit, to an eighth of a bin, below which tokens surely add up to no more than `share`; or -inf.
-
-    Depths are temperatures below the row's highest logit; a bin has one that no token of it is above, and one that none
-    is below, but for rounding.
-    """
-    tiles, bins = tl.arange(0, TILE_T), tl.arange(0, BINS)
-    maxes = tl.minimum(load_maxes(tile_maxes, row, num_tiles, TILE_T), MAX_FLOAT)
-    shift = tl.where(max_score == float("-inf"), 0.0, max_score).to(tl.float64)
-    # Nobody asks for depths of a thousand, at which nothing weighs anything.
-    depths = tl.minimum((shift - maxes.to(tl.float64)) / temperature, 1000.0).to(tl.float32)
-    tops = depths[:, None] + bins[None, :] * _TL_DEPTH_STEP
-    places = (row * num_tiles + tiles[:, None]) * BINS + bins[None, :]
-    counts = tl.load(depth_counts + places, mask=tiles[:, None] < num_tiles, other=0).to(tl.float32)
-    failed, found = tl.zeros((), tl.int32), tl.zeros((), tl.int32) + _NUM_DEPTHS
-    while found - failed > 1:
-        middle = (failed + found) // 2
-        depth = middle.to(tl.float32) * (_TL_DEPTH_STEP / _DEPTHS_A_STEP)
-        may_be_below = (tops > depth - 1.001 * _TL_DEPTH_STEP) | (bins[None, :] == BINS - 1)
-        weights = tl.where(may_be_below, counts * tl.exp(-tl.maximum(tops, depth)), 0.0)
-        is_enough = tl.sum(tl.sum(weights, 1), 0) <= share
-        failed, found = tl.where(is_enough, failed, middle), tl.where(is_enough, middle, found)
-    depth = found.to(tl.float64) * (_TL_DEPTH_STEP / _DEPTHS_A_STEP)
-    return tl.where(found < _NUM_DEPTHS, max_score.to(tl.float64) - temperature * depth, float("-inf"))
-
-
-@jit(do_not_specialize=["num_repeats"])
-def _list_groups_kernel(
-    temperatures, top_ks, top_ps, tile_maxes, tile_sums, depth_counts, group_maxes, lists, num_listed, low_keys,
-    vocab_size, num_tiles, num_groups, num_repeats,
-    KEY_BITS: tl.constexpr, TILE_T: tl.constexpr, TILE_G: tl.constexpr, BINS: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    request = row // num_repeats
-    temperature, top_k, top_p = tl.load(temperatures + request), tl.load(top_ks + request), tl.load(top_ps + request)
-    by_count = has_top_k(top_k, vocab_size)
-    if (temperature < _TL_MIN_TEMPERATURE) | ((by_count == 0) & (top_p >= 1)):
-        tl.store(num_listed + row, 0)
-        return
-    group = tl.arange(0, TILE_G)
-    is_group = group < num_groups
-    maxes = tl.load(group_maxes + row * num_groups + group, mask=is_group, other=float("-inf"))
-    low = tl.full((), -(1 << (KEY_BITS - 1)), tl.int64)
-    keys = tl.where(is_group, score_keys(maxes, KEY_BITS), low.to(tl.int32))
-    if by_count:
-        low = _kth_key(keys, top_k, low, tl.max(keys, 0).to(tl.int64) + 1)
-    else:
-        sums, max_score = scaled_sums(tile_maxes, tile_sums, row, num_tiles, temperature, TILE_T)
-        # If all tokens lay below this, they would not add up to what top-p leaves out.
-        share = (1 - top_p) * tl.maximum(tl.sum(sums, 0), 1.0)
-        low_score = max_score.to(tl.float64) - temperature * tl.log(2.0 * vocab_size / share)
-        if BINS > 0:
-            # A little less, since the weights below are summed in float32; a key less, since the logit is rounded.
-            least = (0.999 * share).to(tl.float32)
-            by_depth = _low_score(tile_maxes, depth_counts, row, num_tiles, least, max_score, temperature, TILE_T, BINS)
-            low_score = tl.maximum(low_score, by_depth)
-        low = score_keys(low_score.to(tl.float32), KEY_BITS).to(tl.int64) - 1
-    is_listed = is_group & (keys >= low.to(tl.int32))
-    rank = tl.cumsum(is_listed.to(tl.int32), 0)
-    row_groups, _ = choose_list(lists, row < 0, row, num_groups, 0)
-    tl.store(row_groups + rank - 1, group, mask=is_listed)
-    tl.store(num_listed + row, tl.max(rank, 0))
-    tl.store(low_keys + row, low.to(tl.int32))
-
-
-@jit
-def _load_listed(row_logits, row_list, bits, first, num_listed, vocab_size, TILE_L: tl.constexpr):
-    """Tokens and logits of a tile of a list from its `first` on; past the list, ids past the vocabulary.
-
-    An entry stands for all tokens that differ from it in their last `bits`: a group, or one token.
-    """
-    index = tl.arange(0, TILE_L)
-    place = first + (index >> bits)
-    entry = tl.load(row_list + place, mask=place < num_listed, other=0)
-    token = tl.where(place < num_listed, (entry << bits) + (index & ((1 << bits) - 1)), vocab_size)
-    return token, load_scores(row_logits, token, vocab_size)
-
-
-@jit
-def _list_tokens(
-    row_logits, row_groups, row_tokens, num_listed, key, vocab_size, num_places,
-    KEY_BITS: tl.constexpr, GROUP_BITS: tl.constexpr, TILE_L: tl.constexpr,
-):  # fmt: skip
-    """List the tokens of listed groups at or above a key, in order; how many they are, as far as there are places."""
-    count, first = tl.zeros((), tl.int32), tl.zeros((), tl.int32)
-    while (first < num_listed) & (count <= num_places):
-        token, scores = _load_listed(row_logits, row_groups, GROUP_BITS, first, num_listed, vocab_size, TILE_L)
-        is_kept = (token < vocab_size) & (score_keys(scores, KEY_BITS) >= key)
-        place = count + tl.cumsum(is_kept.to(tl.int32), 0) - 1
-        tl.store(row_tokens + place, token, mask=is_kept & (place < num_places))
-        count += tl.sum(is_kept.to(tl.int32), 0)
-        first += TILE_L >> GROUP_BITS
-    return count
-
-
-@jit
 def _threshold(
     row_logits, row_list, bits, num_listed, low, high, level, max_score, temperature, vocab_size,
     BY_MASS: tl.constexpr, KEY_BITS: tl.constexpr, TILE_L: tl.constexpr,
@@ -240,7 +87,7 @@ def _threshold(
         second_sums = tl.zeros((TILE_L,), tl.float64)
         third_sums = tl.zeros((TILE_L,), tl.float64)
         for first in range(0, num_listed, TILE_L >> bits):
-            token, scores = _load_listed(row_logits, row_list, bits, first, num_listed, vocab_size, TILE_L)
+            token, scores = load_listed(row_logits, row_list, bits, first, num_listed, vocab_size, TILE_L)
             weights = (token < vocab_size).to(tl.float64)
             if BY_MASS:
                 weights = weights_of(scores, max_score, temperature)
@@ -248,7 +95,7 @@ def _threshold(
             first_sums += tl.where(keys >= (low + step).to(tl.int32), weights, 0.0)
             second_sums += tl.where(keys >= (low + 2 * step).to(tl.int32), weights, 0.0)
             third_sums += tl.where(keys >= (low + 3 * step).to(tl.int32), weights, 0.0)
-        low, high, above = _narrowed(
+        low, high, above = narrowed(
             low, high, above, step, level, tl.sum(first_sums, 0), tl.sum(second_sums, 0), tl.sum(third_sums, 0)
         )
     return low.to(tl.int32), above
@@ -263,7 +110,7 @@ def _resolve_ties(
     last_id, num_ties = tl.full((), -1, tl.int32), tl.zeros((), tl.int32)
     masses = tl.zeros((TILE_L,), tl.float64)
     for first in range(0, num_listed, TILE_L >> bits):
-        token, scores = _load_listed(row_logits, row_list, bits, first, num_listed, vocab_size, TILE_L)
+        token, scores = load_listed(row_logits, row_list, bits, first, num_listed, vocab_size, TILE_L)
         keys = score_keys(scores, KEY_BITS)
         is_tie = (keys == key) & (token < vocab_size)
         rank = num_ties + tl.cumsum(is_tie.to(tl.int32), 0)
@@ -271,39 +118,8 @@ def _resolve_ties(
         num_ties += tl.sum(is_tie.to(tl.int32), 0)
         masses += tl.where(keys > key, weights_of(scores, max_score, temperature), 0.0)
     num_kept = tl.minimum(needed, num_ties)
-    weight = weights_of(_key_score(key, KEY_BITS), max_score, temperature)
+    weight = weights_of(key_score(key, KEY_BITS), max_score, temperature)
     return last_id, num_kept, tl.sum(masses, 0) + num_kept * weight
-
-
-@jit
-def choose_list(lists, has_tokens, row, num_groups, GROUP_BITS: tl.constexpr):
-    """Where the list of a row begins, that of groups or that of tokens, and the bits that its entries leave open."""
-    begin = row * (num_groups * (1 + _TL_LISTED_TOKENS)) + tl.where(has_tokens, num_groups, 0)
-    return lists + begin, tl.where(has_tokens, 0, GROUP_BITS)
-
-
-@jit
-def _shorten(
-    row_logits, lists, row, num_listed, key, vocab_size, num_groups,
-    KEY_BITS: tl.constexpr, GROUP_BITS: tl.constexpr, TILE_L: tl.constexpr,
-):  # fmt: skip
-    """Where a row lists more groups than are read at a time, list their tokens at or above a key, if there is room.
-
-    Returns how many entries the row's list has, and whether these are tokens.
-    """
-    are_tokens = num_listed < 0
-    if num_listed > TILE_L >> GROUP_BITS:
-        row_groups, _ = choose_list(lists, num_listed < 0, row, num_groups, GROUP_BITS)
-        row_tokens, _ = choose_list(lists, num_listed > 0, row, num_groups, GROUP_BITS)
-        num_places = num_groups * _TL_LISTED_TOKENS
-        num_tokens = _list_tokens(
-            row_logits, row_groups, row_tokens, num_listed, key, vocab_size, num_places, KEY_BITS, GROUP_BITS,
-            2 * TILE_L,
-        )  # fmt: skip
-        tl.debug_barrier()  # each thread reads what others have listed
-        are_tokens = num_tokens <= num_places
-        num_listed = tl.where(are_tokens, num_tokens, num_listed)
-    return num_listed, are_tokens
 
 
 @jit(do_not_specialize=["num_repeats"])
@@ -323,7 +139,7 @@ def _cut_kernel(
     max_score = tl.minimum(tl.max(load_maxes(tile_maxes, row, num_tiles, TILE_T), 0), MAX_FLOAT)
     high = score_keys(max_score, KEY_BITS).to(tl.int64) + 1
     key = tl.load(low_keys + row)
-    length, are_tokens = _shorten(
+    length, are_tokens = shorten(
         row_logits, lists, row, length, key, vocab_size, num_groups, KEY_BITS, GROUP_BITS, TILE_L
     )
     tl.store(num_listed + row, length)
@@ -351,7 +167,7 @@ def _cut_kernel(
             True, KEY_BITS, TILE_L,
         )  # fmt: skip
         # Those are kept before which the level is not reached, and no more than top-k left of them.
-        weight = weights_of(_key_score(mass_key, KEY_BITS), max_score, temperature)
+        weight = weights_of(key_score(mass_key, KEY_BITS), max_score, temperature)
         needed = tl.ceil((level - above) / tl.where(weight > 0, weight, 1.0))
         most = tl.where(mass_key == key, num_kept, vocab_size).to(tl.float64)
         needed = tl.minimum(tl.maximum(needed, 1.0), most).to(tl.int32)
@@ -397,13 +213,13 @@ def draw_kept(
     place, found = tl.zeros((), tl.int32), tl.zeros((), tl.int32)
     is_passed = tl.zeros((), tl.int32)
     while (place < num_listed) & (is_passed == 0):
-        token, scores = _load_listed(row_logits, row_list, bits, place, num_listed, vocab_size, TILE_L)
+        token, scores = load_listed(row_logits, row_list, bits, place, num_listed, vocab_size, TILE_L)
         mass = tl.sum(kept_weights(scores, token, key, last_id, max_score, temperature, KEY_BITS), 0)
         found, before = tl.where(mass > 0, place, found), tl.where(mass > 0, running, before)
         running += mass
         is_passed = ((mass > 0) & (running > level)).to(tl.int32)
         place += TILE_L >> bits
-    token, scores = _load_listed(row_logits, row_list, bits, found, num_listed, vocab_size, TILE_L)
+    token, scores = load_listed(row_logits, row_list, bits, found, num_listed, vocab_size, TILE_L)
     weights = kept_weights(scores, token, key, last_id, max_score, temperature, KEY_BITS)
     index = first_above(weights, before, level, TILE_L)
     return tl.sum(tl.where(tl.arange(0, TILE_L) == index, token, 0), 0).to(tl.int64)
@@ -413,29 +229,16 @@ def launch_cut(logits: Tensor, temperatures: Tensor, top_ks: Tensor, top_ps: Ten
     """Find what stays of rows of logits [T, V] in two launches; values [R] hold for T / R rows each."""
     num_rows, vocab_size = logits.shape
     num_tiles, num_groups = stats.maxes.shape[1], stats.group_maxes.shape[1]
-    num_repeats, tile_t = num_rows // len(temperatures), power_of_2(num_tiles)
-    num_bins = stats.depth_counts.shape[2]
-    lists = torch.empty((num_rows, num_groups * (1 + LISTED_TOKENS)), dtype=torch.int32, device=logits.device)
-    num_listed, has_tokens, low_keys, keys, last_ids = (
-        torch.empty(num_rows, dtype=torch.int32, device=logits.device) for _ in range(5)
-    )
+    found = launch_lists(logits, temperatures, top_ks, top_ps, stats)
+    has_tokens, keys, last_ids = (torch.empty(num_rows, dtype=torch.int32, device=logits.device) for _ in range(3))
     masses = torch.empty(num_rows, dtype=torch.float64, device=logits.device)
-    values = temperatures, top_ks, top_ps, stats.maxes, stats.sums
-    bits = KEY_BITS[logits.dtype]
-    tile_g = power_of_2(num_groups)
-    _list_groups_kernel[(num_rows,)](
-        *values, stats.depth_counts, stats.group_maxes, lists, num_listed, low_keys,
-        vocab_size, num_tiles, num_groups, num_repeats,
-        KEY_BITS=bits, TILE_T=tile_t, TILE_G=tile_g, BINS=num_bins, num_warps=8,
-        maxnreg=64,  # four programs of a multiprocessor, without spills
-    )  # fmt: skip
-    sizes = {"GROUP_BITS": stats.group.bit_length() - 1, "TILE_L": min(LISTED_TILE, tile_g * stats.group)}
     _cut_kernel[(num_rows,)](
-        logits, *values, lists, num_listed, has_tokens, low_keys, keys, last_ids, masses,
-        vocab_size, logits.stride(0), num_tiles, num_groups, num_repeats,
-        KEY_BITS=bits, **sizes, TILE_T=tile_t, num_warps=8,
+        logits, temperatures, top_ks, top_ps, stats.maxes, stats.sums, found.lists, found.num_listed, has_tokens,
+        found.low_keys, keys, last_ids, masses,
+        vocab_size, logits.stride(0), num_tiles, num_groups, num_rows // len(temperatures),
+        KEY_BITS=KEY_BITS[logits.dtype], **found.sizes, TILE_T=power_of_2(num_tiles), num_warps=8,
     )  # fmt: skip
-    return Cut(lists, num_listed, has_tokens, keys, last_ids, masses, sizes)
+    return Cut(found.lists, found.num_listed, has_tokens, keys, last_ids, masses, found.sizes)
 
 
 def no_cut(logits: Tensor) -> Cut:

@@ -133,13 +133,13 @@ VOCAB_TILE = 4096
 VOCAB_GROUP = 64
 """Tokens of which a filter knows the highest logit, and which it reads or passes over together."""
 
-DEPTH_BINS = 32
-"""Bins by which the tokens of a tile are counted: how far below its highest logit they lie."""
+NUM_DEPTHS = 256
+"""Logits that a filter tries as a bound of those it reads: so far below the highest, in steps of DEPTH_STEP."""
 
-DEPTH_STEP = 0.75
-"""Temperatures that a bin spans: tokens of one weigh the same up to a factor of two."""
+DEPTH_STEP = 3 / 32
+"""Temperatures; between two bounds lie few tokens, and below the last hardly any weight."""
 
-LISTED_TOKENS = 8
+LISTED_TOKENS = 4
 """Tokens that a filter has room to list for each group of the vocabulary."""
 
 LISTED_TILE = 2048

@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 
 from dflash_kernels.launch_config import (
-    DEPTH_BINS,
-    DEPTH_STEP,
     MIN_TEMPERATURE,
     VOCAB_GROUP,
     argmax_shape,
@@ -23,7 +21,6 @@ from dflash_kernels.launch_config import (
 )
 
 _TL_MIN_TEMPERATURE = constexpr(MIN_TEMPERATURE)
-_TL_DEPTH_STEP = constexpr(DEPTH_STEP)
 MAX_FLOAT = constexpr(3.4028234663852886e38)
 
 
@@ -38,9 +35,8 @@ class TileStats(NamedTuple):
     """[T, tiles] float64, weights scaled to the tile's highest logit; none in rows that are greedy or have a top-k."""
     group_maxes: Tensor
     """[T, groups] float32; nothing in greedy rows."""
-    depth_counts: Tensor
-    """[T, tiles, DEPTH_BINS] int32, tokens by how far they lie below the tile's highest logit, in steps of DEPTH_STEP
-    temperatures, all that lie lower in the last; nothing in rows that are greedy, have a top-k, or have one tile."""
+    group_sums: Tensor
+    """[T, groups] float32, weights scaled to the tile's highest logit; nothing in rows that have not top-p alone."""
     tile: int
     group: int
 
@@ -94,22 +90,11 @@ def scaled_sums(tile_maxes, tile_sums, row, num_tiles, temperature, TILE_T: tl.c
     return tl.where(maxes > float("-inf"), sums * weights_of(maxes, max_score, temperature), 0.0), max_score
 
 
-@jit
-def _depth_bins(scores, max_score, temperature, BINS: tl.constexpr):
-    """The bin of each token of a tile; of what has no weight, the last."""
-    step = temperature * _TL_DEPTH_STEP
-    # What is too deep is cut off first: no number then overflows.
-    shift = tl.where(max_score == float("-inf"), 0.0, max_score)
-    depth = tl.minimum(shift - scores, (BINS * step).to(tl.float32))
-    bins = tl.minimum(depth * (1.0 / step).to(tl.float32), BINS - 1)
-    return tl.where(scores > float("-inf"), bins, BINS - 1).to(tl.int32)
-
-
 @jit(do_not_specialize=["num_repeats"])
 def _tile_stats_kernel(
-    logits, temperatures, top_ks, top_ps, tile_maxes, tile_has_nans, tile_sums, group_maxes, depth_counts,
+    logits, temperatures, top_ks, top_ps, tile_maxes, tile_has_nans, tile_sums, group_maxes, group_sums,
     vocab_size, row_stride, num_tiles, num_groups, num_repeats,
-    IS_GREEDY: tl.constexpr, HAS_FILTERS: tl.constexpr, TILE_V: tl.constexpr, GROUP: tl.constexpr, BINS: tl.constexpr,
+    IS_GREEDY: tl.constexpr, HAS_FILTERS: tl.constexpr, TILE_V: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
@@ -125,18 +110,18 @@ def _tile_stats_kernel(
             is_summed = True
             if HAS_FILTERS:
                 maxes = tl.max(tl.reshape(scores, (TILE_V // GROUP, GROUP)), 1)
-                group = tile * (TILE_V // GROUP) + tl.arange(0, TILE_V // GROUP)
-                tl.store(group_maxes + row * num_groups + group, maxes)
+                group = row * num_groups + tile * (TILE_V // GROUP) + tl.arange(0, TILE_V // GROUP)
+                tl.store(group_maxes + group, maxes)
                 # What is left of top-k is summed when it is known: far fewer weights.
                 is_summed = has_top_k(tl.load(top_ks + row // num_repeats), vocab_size) == 0
             if is_summed:
-                max_score = tl.max(scores, 0)
-                if BINS > 0:
+                weights = weights_of(scores, tl.max(scores, 0), temperature)
+                tl.store(tile_sums + row * num_tiles + tile, tl.sum(weights, 0))
+                if HAS_FILTERS:
                     is_cut = tl.load(top_ps + row // num_repeats) < 1
                     if is_cut:
-                        counts = tl.histogram(_depth_bins(scores, max_score, temperature, BINS), BINS)
-                        tl.store(depth_counts + (row * num_tiles + tile) * BINS + tl.arange(0, BINS), counts)
-                tl.store(tile_sums + row * num_tiles + tile, tl.sum(weights_of(scores, max_score, temperature), 0))
+                        sums = tl.sum(tl.reshape(weights, (TILE_V // GROUP, GROUP)), 1)
+                        tl.store(group_sums + group, sums.to(tl.float32))
 
 
 def launch_stats(
@@ -157,13 +142,10 @@ def launch_stats(
     group_maxes = (
         torch.empty((num_rows, num_groups), dtype=torch.float32, device=logits.device) if has_groups else maxes
     )
-    # What lies in one tile is read at once, whatever its depth.
-    num_bins = DEPTH_BINS if has_groups and num_tiles > 1 else 0
-    depth_counts = torch.empty((num_rows, num_tiles, num_bins), dtype=torch.int32, device=logits.device)
+    group_sums = torch.empty_like(group_maxes) if has_groups else maxes
     _tile_stats_kernel[(num_rows, num_tiles)](
-        logits, temperatures, top_ks, top_ps, maxes, has_nans, sums, group_maxes, depth_counts,
+        logits, temperatures, top_ks, top_ps, maxes, has_nans, sums, group_maxes, group_sums,
         vocab_size, logits.stride(0), num_tiles, num_groups, num_rows // len(temperatures),
-        IS_GREEDY=is_greedy, HAS_FILTERS=has_groups, TILE_V=tile, GROUP=group, BINS=num_bins,
-        num_warps=shape.num_warps,
+        IS_GREEDY=is_greedy, HAS_FILTERS=has_groups, TILE_V=tile, GROUP=group, num_warps=shape.num_warps,
     )  # fmt: skip
-    return TileStats(maxes, has_nans, sums, group_maxes, depth_counts, tile, group)
+    return TileStats(maxes, has_nans, sums, group_maxes, group_sums, tile, group)

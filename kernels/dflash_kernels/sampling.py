@@ -12,8 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dflash_kernels.candidates import KEY_BITS, choose_list, score_keys
 from dflash_kernels.categorical import categorical_ref, first_above
-from dflash_kernels.filters import KEY_BITS, choose_list, cut_ref, draw_kept, launch_cut, no_cut, score_keys
+from dflash_kernels.filters import cut_ref, draw_kept, launch_cut, no_cut
 from dflash_kernels.launch_config import (
     MIN_TEMPERATURE,
     check_dtypes,

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
+from dflash_kernels.candidates import KEY_BITS
 from dflash_kernels.categorical import categorical_ref
-from dflash_kernels.filters import KEY_BITS
 from dflash_kernels.launch_config import MIN_TEMPERATURE
 from dflash_kernels.sampling import Chosen, Distribution
 from dflash_kernels.suite import Kernels, triton_kernels

@@ -3,14 +3,40 @@
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
 from dflash_runtime.errors import PeerUnreachable
 from dflash_runtime.kv_transfer.handoff import Handoff
 from dflash_runtime.llm import LLM
 from dflash_runtime.scheduling.request import RequestOutput, SamplingParams
 from dflash_runtime.transfers import HandoffPlan
+from dflash_testing.pairs import bundled_draft_model, bundled_llm, bundled_prompts
 
 Params = SamplingParams | Sequence[SamplingParams]
+
+NUM_DRAFTS = 7
+LENGTHS = (1, 15, 16, 17, 31, 32, 33, 48, 63)
+"""Pages have 16 tokens: every remainder that matters, and several pages."""
+
+PROMPTS = [prompt[:length] for prompt, length in zip(bundled_prompts(), LENGTHS, strict=False)]
+PARAMS = SamplingParams(max_new_tokens=16)
+DRAFTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "full": ("tiny", {}),
+    "causal": ("tiny", {"causal": (True, True, True)}),
+    "sliding": ("tiny", {"windows": (16, None, 16)}),
+    "reduced": ("tiny:reduced", {}),
+}
+
+
+def make_llm(draft: str = "full", **engine: Any) -> LLM:
+    """The bundled pair with one of DRAFTS, in a small engine."""
+    name, changes = DRAFTS[draft]
+    return bundled_llm(bundled_draft_model(name, **changes), NUM_DRAFTS, **{"max_num_requests": 4} | engine)
+
+
+def traces(outputs: list[RequestOutput]) -> list[Any]:
+    """Texts, and every step's drafts."""
+    return [(output.token_ids, output.finish_reason, output.drafts) for output in outputs]
 
 
 @dataclass(slots=True)

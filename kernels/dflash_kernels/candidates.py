@@ -1,0 +1,248 @@
+"""The tokens that a filter may keep of each row: what bounds them, and the lists that its passes read.
+
+The vocabulary comes in small groups whose highest logits are known, and few of them matter: the k-th highest of the
+groups' highest bounds top-k's threshold from below; top-p's is bounded by what the groups that reach a logit weigh at
+least from there on, which their highest and their sums say, and by what all lower tokens can add up to at most. Groups
+that reach the bound are listed, in the order of ids, and where these are many, the tokens in them that do.
+
+Axis letters: T rows, R requests, G groups, V vocabulary.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dflash_kernels.launch_config import (
+    DEPTH_STEP,
+    LISTED_TILE,
+    LISTED_TOKENS,
+    MIN_TEMPERATURE,
+    NUM_DEPTHS,
+    constexpr,
+    jit,
+    power_of_2,
+    tl,
+)
+from dflash_kernels.logit_tiles import MAX_FLOAT, TileStats, has_top_k, load_scores, scaled_sums
+
+_TL_MIN_TEMPERATURE = constexpr(MIN_TEMPERATURE)
+_TL_NUM_DEPTHS, _TL_DEPTH_STEP = constexpr(NUM_DEPTHS), constexpr(DEPTH_STEP)
+_TL_LISTED_TOKENS = constexpr(LISTED_TOKENS)
+
+KEY_BITS = {torch.float32: 32, torch.float16: 20, torch.bfloat16: 16}
+"""Leading bits that tell any two logits of a dtype apart, once widened to float32."""
+
+
+class Candidates(NamedTuple):
+    """The groups that a filter may keep tokens of, and below which key it keeps none."""
+
+    lists: Tensor
+    """[T, places] int32, those groups, ascending; behind room for all groups, room for tokens."""
+    num_listed: Tensor
+    """[T] int32, how many groups those are; 0 where no filter cuts the row."""
+    low_keys: Tensor
+    """[T] int32"""
+    sizes: dict[str, int]
+    """Bits of a token's place in its group, and tokens that are read at a time, as the kernels take them."""
+
+
+@jit
+def score_keys(scores, KEY_BITS: tl.constexpr):
+    """Floats as integers in the same order, by their leading bits; the two zeros are one."""
+    bits = tl.where(scores == 0, 0.0, scores).to(tl.int32, bitcast=True)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> (32 - KEY_BITS)
+
+
+@jit
+def key_score(key, KEY_BITS: tl.constexpr):
+    """The float of a key."""
+    ordered = key << (32 - KEY_BITS)
+    ordered = tl.where(key < 0, ordered | ((1 << (32 - KEY_BITS)) - 1), ordered)
+    return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@jit
+def narrowed(low, high, above, step, level, first, second, third):
+    """The interval of keys after a pass, from the sums at or above three candidates, `step` apart; and that above it.
+
+    At or above `low` the level is reached, at or above `high` it is not.
+    """
+    num_reached = (first >= level).to(tl.int64) + (second >= level).to(tl.int64) + (third >= level).to(tl.int64)
+    low += num_reached * step
+    is_tighter = (num_reached < 3) & (low + step < high)
+    next_sum = tl.where(num_reached == 0, first, tl.where(num_reached == 1, second, third))
+    return low, tl.where(is_tighter, low + step, high), tl.where(is_tighter, next_sum, above)
+
+
+@jit
+def _count_from(keys, candidate):
+    return tl.sum((keys >= candidate.to(tl.int32)).to(tl.int32), 0)
+
+
+@jit
+def _kth_key(keys, count, low, high):
+    """The highest key at or above which `count` of the keys lie; `low` where there are not so many."""
+    while high - low > 1:
+        step = (high - low + 3) >> 2
+        low, high, _ = narrowed(
+            low, high, 0, step, count,
+            _count_from(keys, low + step), _count_from(keys, low + 2 * step), _count_from(keys, low + 3 * step),
+        )  # fmt: skip
+    return low
+
+
+@jit
+def _depths(scores, max_score, temperature):
+    """How many temperatures logits lie below the highest; nobody asks for a thousand, where nothing weighs anything."""
+    shift = tl.where(max_score == float("-inf"), 0.0, max_score)
+    return tl.minimum(shift - scores, (1000 * temperature).to(tl.float32)) * (1.0 / temperature).to(tl.float32)
+
+
+@jit
+def _low_score(
+    maxes, tile_maxes, group_sums, row, num_tiles, num_groups, needed, max_score, temperature,
+    TILE_G: tl.constexpr, GROUPS: tl.constexpr, GROUP_BITS: tl.constexpr,
+):  # fmt: skip
+    """The highest of some logits at or above which tokens surely weigh `needed`; -inf where that is so of none.
+
+    Of a group that reaches such a logit they weigh as much as its highest token, and as all of it but for tokens that
+    lie below, all others at most, of which each weighs less than the logit. `GROUPS` are those of a tile.
+    """
+    group = tl.arange(0, TILE_G)
+    is_group = group < num_groups
+    tops = tl.load(tile_maxes + row * num_tiles + group // GROUPS, mask=is_group, other=float("-inf"))
+    sums = tl.load(group_sums + row * num_groups + group, mask=is_group, other=0.0)
+    sums *= tl.exp(-_depths(tl.minimum(tops, MAX_FLOAT), max_score, temperature))
+    depths = _depths(maxes, max_score, temperature)
+    failed, found = tl.full((), -1, tl.int32), tl.zeros((), tl.int32) + _TL_NUM_DEPTHS
+    while found - failed > 1:
+        middle = (failed + found) // 2
+        depth = middle.to(tl.float32) * _TL_DEPTH_STEP
+        least = tl.maximum(tl.exp(-depths), sums - ((1 << GROUP_BITS) - 1) * tl.exp(-depth))
+        is_enough = tl.sum(tl.where(depths <= depth, least, 0.0), 0) >= needed
+        failed, found = tl.where(is_enough, failed, middle), tl.where(is_enough, middle, found)
+    # A little lower than was asked for, since depths are rounded.
+    depth = found.to(tl.float64) * _TL_DEPTH_STEP + 1e-3
+    return tl.where(found < _TL_NUM_DEPTHS, max_score.to(tl.float64) - temperature * depth, float("-inf"))
+
+
+@jit(do_not_specialize=["num_repeats"])
+def _list_groups_kernel(
+    temperatures, top_ks, top_ps, tile_maxes, tile_sums, group_maxes, group_sums, lists, num_listed, low_keys,
+    vocab_size, num_tiles, num_groups, num_repeats,
+    KEY_BITS: tl.constexpr, TILE_T: tl.constexpr, TILE_G: tl.constexpr, GROUPS: tl.constexpr,
+    GROUP_BITS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    request = row // num_repeats
+    temperature, top_k, top_p = tl.load(temperatures + request), tl.load(top_ks + request), tl.load(top_ps + request)
+    by_count = has_top_k(top_k, vocab_size)
+    if (temperature < _TL_MIN_TEMPERATURE) | ((by_count == 0) & (top_p >= 1)):
+        tl.store(num_listed + row, 0)
+        return
+    group = tl.arange(0, TILE_G)
+    is_group = group < num_groups
+    maxes = tl.load(group_maxes + row * num_groups + group, mask=is_group, other=float("-inf"))
+    low = tl.full((), -(1 << (KEY_BITS - 1)), tl.int64)
+    keys = tl.where(is_group, score_keys(maxes, KEY_BITS), low.to(tl.int32))
+    if by_count:
+        low = _kth_key(keys, top_k, low, tl.max(keys, 0).to(tl.int64) + 1)
+    else:
+        sums, max_score = scaled_sums(tile_maxes, tile_sums, row, num_tiles, temperature, TILE_T)
+        # If all tokens lay below this, they would not add up to what top-p leaves out.
+        mass = tl.maximum(tl.sum(sums, 0), 1.0)
+        share = (1 - top_p) * mass
+        low_score = max_score.to(tl.float64) - temperature * tl.log(2.0 * vocab_size / share)
+        # A little more, since the weights are summed in float32; a key less, since the logit is rounded.
+        needed = (mass - 0.99 * share + 1e-5 * mass).to(tl.float32)
+        by_groups = _low_score(
+            maxes, tile_maxes, group_sums, row, num_tiles, num_groups, needed, max_score, temperature,
+            TILE_G, GROUPS, GROUP_BITS,
+        )  # fmt: skip
+        low_score = tl.maximum(low_score, by_groups)
+        low = score_keys(low_score.to(tl.float32), KEY_BITS).to(tl.int64) - 1
+    is_listed = is_group & (keys >= low.to(tl.int32))
+    rank = tl.cumsum(is_listed.to(tl.int32), 0)
+    row_groups, _ = choose_list(lists, row < 0, row, num_groups, 0)
+    tl.store(row_groups + rank - 1, group, mask=is_listed)
+    tl.store(num_listed + row, tl.max(rank, 0))
+    tl.store(low_keys + row, low.to(tl.int32))
+
+
+@jit
+def load_listed(row_logits, row_list, bits, first, num_listed, vocab_size, TILE_L: tl.constexpr):
+    """Tokens and logits of a tile of a list from its `first` on; past the list, ids past the vocabulary.
+
+    An entry stands for all tokens that differ from it in their last `bits`: a group, or one token.
+    """
+    index = tl.arange(0, TILE_L)
+    place = first + (index >> bits)
+    entry = tl.load(row_list + place, mask=place < num_listed, other=0)
+    token = tl.where(place < num_listed, (entry << bits) + (index & ((1 << bits) - 1)), vocab_size)
+    return token, load_scores(row_logits, token, vocab_size)
+
+
+@jit
+def _list_tokens(
+    row_logits, row_groups, row_tokens, num_listed, key, vocab_size, num_places,
+    KEY_BITS: tl.constexpr, GROUP_BITS: tl.constexpr, TILE_L: tl.constexpr,
+):  # fmt: skip
+    """List the tokens of listed groups at or above a key, in order; how many they are, as far as there are places."""
+    count, first = tl.zeros((), tl.int32), tl.zeros((), tl.int32)
+    while (first < num_listed) & (count <= num_places):
+        token, scores = load_listed(row_logits, row_groups, GROUP_BITS, first, num_listed, vocab_size, TILE_L)
+        is_kept = (token < vocab_size) & (score_keys(scores, KEY_BITS) >= key)
+        place = count + tl.cumsum(is_kept.to(tl.int32), 0) - 1
+        tl.store(row_tokens + place, token, mask=is_kept & (place < num_places))
+        count += tl.sum(is_kept.to(tl.int32), 0)
+        first += TILE_L >> GROUP_BITS
+    return count
+
+
+@jit
+def choose_list(lists, has_tokens, row, num_groups, GROUP_BITS: tl.constexpr):
+    """Where the list of a row begins, that of groups or that of tokens, and the bits that its entries leave open."""
+    begin = row * (num_groups * (1 + _TL_LISTED_TOKENS)) + tl.where(has_tokens, num_groups, 0)
+    return lists + begin, tl.where(has_tokens, 0, GROUP_BITS)
+
+
+@jit
+def shorten(
+    row_logits, lists, row, num_listed, key, vocab_size, num_groups,
+    KEY_BITS: tl.constexpr, GROUP_BITS: tl.constexpr, TILE_L: tl.constexpr,
+):  # fmt: skip
+    """Where a row lists more groups than are read at a time, list their tokens at or above a key, if there is room.
+
+    Returns how many entries the row's list has, and whether these are tokens.
+    """
+    are_tokens = num_listed < 0
+    if num_listed > TILE_L >> GROUP_BITS:
+        row_groups, _ = choose_list(lists, num_listed < 0, row, num_groups, GROUP_BITS)
+        row_tokens, _ = choose_list(lists, num_listed > 0, row, num_groups, GROUP_BITS)
+        num_places = num_groups * _TL_LISTED_TOKENS
+        num_tokens = _list_tokens(
+            row_logits, row_groups, row_tokens, num_listed, key, vocab_size, num_places, KEY_BITS, GROUP_BITS,
+            2 * TILE_L,
+        )  # fmt: skip
+        tl.debug_barrier()  # each thread reads what others have listed
+        are_tokens = num_tokens <= num_places
+        num_listed = tl.where(are_tokens, num_tokens, num_listed)
+    return num_listed, are_tokens
+
+
+def launch_lists(logits: Tensor, temperatures: Tensor, top_ks: Tensor, top_ps: Tensor, stats: TileStats) -> Candidates:
+    """List the groups that may hold what stays of rows of logits [T, V], in one launch."""
+    num_rows, vocab_size = logits.shape
+    num_tiles, num_groups = stats.maxes.shape[1], stats.group_maxes.shape[1]
+    lists = torch.empty((num_rows, num_groups * (1 + LISTED_TOKENS)), dtype=torch.int32, device=logits.device)
+    num_listed, low_keys = (torch.empty(num_rows, dtype=torch.int32, device=logits.device) for _ in range(2))
+    tile_g, group_bits = power_of_2(num_groups), stats.group.bit_length() - 1
+    _list_groups_kernel[(num_rows,)](
+        temperatures, top_ks, top_ps, stats.maxes, stats.sums, stats.group_maxes, stats.group_sums, lists, num_listed,
+        low_keys, vocab_size, num_tiles, num_groups, num_rows // len(temperatures), KEY_BITS=KEY_BITS[logits.dtype],
+        TILE_T=power_of_2(num_tiles), TILE_G=tile_g, GROUPS=stats.tile // stats.group, GROUP_BITS=group_bits,
+        num_warps=8, maxnreg=64,  # four programs of a multiprocessor, at some spills
+    )  # fmt: skip
+    sizes = {"GROUP_BITS": group_bits, "TILE_L": min(LISTED_TILE, tile_g * stats.group)}
+    return Candidates(lists, num_listed, low_keys, sizes)

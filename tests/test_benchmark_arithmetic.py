@@ -1,0 +1,147 @@
+"""What the benchmarks of speed make of numbers: loads, forced acceptance, floors, where time went, and its tables."""
+
+import re
+import shlex
+import statistics
+import sys
+
+import pytest
+import torch
+
+from dflash_kernels.step_rows import Bounds, RowState
+from dflash_kernels.suite import REFERENCE, Kernels
+from dflash_testing.paths import ROOT
+
+# Last on the path, behind a package named kernels that transformers looks for: the folder has a kernels.py.
+sys.path.append(str(ROOT / "examples" / "benchmarks"))
+
+import load
+import step_time
+from timing import accounting, engine_arms, forced, report
+from timing.floors import Rates, StepFloor, least_ms
+from timing.pairs import BLOCK, SHAPES
+
+RATES = Rates(bandwidth=4.3e12, operations=790e12, origin="stated")
+
+
+def test_a_load_is_the_same_in_every_run() -> None:
+    shape = SHAPES["small"]
+    made = load.make_load(shape, 256, 4096, 512)
+    assert made == load.make_load(shape, 256, 4096, 512)
+    lengths = sorted(len(prompt) for prompt in made.prompts)
+    assert 64 <= lengths[0] < 80
+    assert 400 < lengths[128] < 640, "log-uniform: half of them are below the geometric mean, 512"
+    assert 3600 < lengths[-1] <= 4096
+    assert 32 <= min(made.output_lengths) < max(made.output_lengths) <= 512
+
+
+@pytest.mark.parametrize("mean", [1.3, 4.24, 6.5])
+def test_forced_acceptance_has_its_mean(mean: float) -> None:
+    """16,000 draws, 160 steps of 100 requests, of a standard deviation of at most 5: the mean is sure to 0.6%."""
+    rates = forced.acceptance_rates(mean, BLOCK)
+    assert 1 + sum(rates) == pytest.approx(mean)
+    kernels = forced._forcing(REFERENCE, forced.draw_table(rates))
+    state = rows_of_a_state(100, remaining=10_000_000)
+    counts = [statistics.fmean(committed(kernels, state, width) for _ in range(160)) for width in (BLOCK, 4)]
+    assert counts[0] == pytest.approx(mean, rel=0.02)
+    assert counts[1] == pytest.approx(1 + sum(rates[:3]), rel=0.02), "fewer rows cut the same draw"
+
+
+def rows_of_a_state(num_rows: int, remaining: int) -> RowState:
+    def ints(value: int, *shape: int) -> torch.Tensor:
+        return torch.full((num_rows, *shape), value)
+
+    return RowState(
+        done=torch.zeros(num_rows, dtype=torch.bool), kv_lens=ints(5), anchors=ints(1), remaining=ints(remaining),
+        reserved_lens=ints(100), widths=ints(BLOCK), generations=ints(1), stop_ids=ints(-1, 1), page_table=ints(1, 9),
+    )  # fmt: skip
+
+
+def committed(kernels: Kernels, state: RowState, width: int) -> float:
+    """Tokens a request that one step of blocks of which `width` rows are verified commits."""
+    rows = torch.arange(len(state.done))
+    bounds = Bounds(max_model_len=2**40, last_draft_len=2**39, page_size=16, mask_id=0)
+    state.kv_lens.fill_(5)
+    step = kernels.open_step(state, rows, BLOCK, width, bounds)
+    chosen = torch.arange(width)[None].expand(len(rows), -1).contiguous()
+    drafts, is_finite = torch.full((len(rows), width - 1), -1), torch.ones_like(chosen, dtype=torch.bool)
+    packed, _ = kernels.close_step(state, rows, step, drafts, chosen, step.max_accepted, is_finite)
+    return float(packed[:, 0].double().mean())
+
+
+def test_forced_acceptance_keeps_stops_and_limits() -> None:
+    kernels = forced._forcing(REFERENCE, forced.draw_table(forced.acceptance_rates(BLOCK, BLOCK)))
+    state = rows_of_a_state(1, remaining=100)
+    state.stop_ids.fill_(4)
+    assert committed(kernels, state, BLOCK) == 5
+    assert bool(state.done.all())
+    assert committed(kernels, rows_of_a_state(1, remaining=3), BLOCK) == 3
+    assert committed(kernels, rows_of_a_state(1, remaining=9), 1) == 1
+
+
+def test_floors_follow_from_bytes_and_operations() -> None:
+    """Qwen3-8B by hand: 15.14 GB of weights are read at 4.3 TB/s; 512 rows are bound by operations."""
+    floor = StepFloor(SHAPES["qwen3-8b"])
+    assert least_ms(floor.plain(1, 512), RATES) == pytest.approx(3.54, abs=0.01)
+    assert least_ms(floor.draft(1, 512, 6.5), RATES) == pytest.approx(0.78, abs=0.01)
+    assert least_ms(floor.verify(32, 2048), RATES) == pytest.approx(12.1, abs=0.05)
+    assert least_ms(floor.draft(32, 2048, 6.5), RATES) == pytest.approx(2.39, abs=0.01)
+    assert least_ms(floor.verify(32, 2048, width=6), RATES) < least_ms(floor.verify(32, 2048), RATES) - 3
+    assert least_ms(floor.prefill([2048], has_draft=False), RATES) == pytest.approx(37.6, abs=0.1)
+
+
+def test_time_is_accounted_by_kernel_and_by_gap() -> None:
+    kernels = [
+        accounting.Interval("nvjet_tst_64x8_64x16", 0, 600),
+        accounting.Interval("_block_attention_kernel", 600, 700),
+        accounting.Interval("_rms_norm_kernel", 650, 750),
+        accounting.Interval("Memcpy DtoH", 800, 850),
+    ]
+    later = [accounting.Interval(item.name, item.begin + 2000, item.end + 2000) for item in kernels]
+    found = accounting.account(later + kernels, 2)
+    assert found.busy_ms == pytest.approx(0.8)
+    assert found.num_nodes == 4
+    assert found.kinds_us["matrix products"] == 600
+    assert found.kinds_us["norms, rotation, activation, KV store"] == 50  # launched early, it waited the other 50
+    levels = accounting.waterfall([("floor", 0.4), ("unknown", None)], accounting.account(kernels, 1), 1.0)
+    assert [value for _, value in levels] == pytest.approx([0.4, 0.6, 0.7, 0.8, 1.0])
+    assert "+0.200" in report.waterfall_text("a step", levels).splitlines()[-1]
+
+
+def test_a_round_that_is_held_up_does_not_count() -> None:
+    assert engine_arms.tokens_per_second([2.0, 2.0, 9.0], [40, 60, 50], steps=10) == pytest.approx(2500)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("void cublasLt::splitKreduce_kernel<32, 16, int>", "matrix products"),
+        ("sm90_xmma_gemm_bf16bf16_bf16f32", "matrix products"),
+        ("_combine_kernel", "attention"),
+        ("void at::native::reduce_kernel<512, 1, at::native::ReduceOp<ArgMaxOps>>", "argmax and sampling"),
+        ("_qk_norm_rope_kernel", "norms, rotation, activation, KV store"),
+        ("void at::native::elementwise_kernel<128, 2>", "bookkeeping"),
+    ],
+)
+def test_kernels_are_known_by_their_names(name: str, kind: str) -> None:
+    assert accounting.kind_of(name) == kind
+
+
+def test_every_table_of_speed_says_how_it_was_measured() -> None:
+    """docs/performance.md: above each table stand machine, versions, date, and a command that is accepted."""
+    page = (ROOT / "docs" / "performance.md").read_text()
+    sections = [part for part in page.split("\n## ")[1:]]
+    assert sum("\n|---" in part or "|---|" in part for part in sections) >= 4
+    for part in sections:
+        before, is_table, _ = part.partition("|---")
+        if is_table:
+            assert "H200" in before
+            assert re.search(r"torch \d", before)
+            assert re.search(r"; 20\d\d-\d\d-\d\d\.", before), before
+            assert "```sh" in before
+    commands = re.findall(r"^python3 examples/benchmarks/(step_time|load)\.py(.*)$", page, re.M)
+    assert len(commands) >= 8
+    for name, options in commands:
+        given = {"step_time": step_time, "load": load}[name].make_parser().parse_args(shlex.split(options))
+        known = load.ARMS if name == "load" else step_time.KNOWN_ARMS
+        assert {*given.arms.split(",")} <= {*known}
