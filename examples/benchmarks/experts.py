@@ -98,7 +98,7 @@ def make_experts(shape: Shape, placement: Placement) -> Experts:
 def layer_rows(
     shape: Shape, placement: Placement, bandwidth: float, counts: Sequence[int], ways: Sequence[str]
 ) -> Iterator[Row]:
-    """Rows, way, microseconds and their floor, the mean of layers; and the error against the experts one by one, in %."""
+    """Rows, way, microseconds and their floor, means of layers; and the error against the experts one by one in %."""
     layers = [make_experts(shape, placement) for _ in range(NUM_LAYERS)]
     bytes_of_one = 3 * shape.inner * shape.hidden * placement.dtype.itemsize
     for count in counts:
