@@ -141,10 +141,10 @@ def _pairs_at(rank, its_pair, first, TILE_R: tl.constexpr):
     return tl.sum(tl.where(is_at, its_pair[None, :], 0), 1)
 
 
-@jit(do_not_specialize=["num_rows", "hidden_row"])
+@jit(do_not_specialize=["num_rows"])
 def _gated_experts_kernel(
-    hidden, weight, chosen, out, num_rows, hidden_row,
-    NUM_CHOSEN: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr, IS_BY_PAIR: tl.constexpr, TILE_T: tl.constexpr,
+    hidden, weight, chosen, out, num_rows,
+    HIDDEN_ROW: tl.constexpr, NUM_CHOSEN: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr, IS_BY_PAIR: tl.constexpr, TILE_T: tl.constexpr,
     TILE_P: tl.constexpr, TILE_R: tl.constexpr, TILE_F: tl.constexpr, TILE_K: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
     wait_for_launches_before(IS_EARLY)
@@ -164,7 +164,7 @@ def _gated_experts_kernel(
     for first in range(0, count, TILE_R):
         pair = _pairs_at(rank, its_pair, first, TILE_R)
         is_row = first + tl.arange(0, TILE_R) < count
-        hidden_tile = hidden + (pair // NUM_CHOSEN)[:, None].to(tl.int64) * hidden_row + inner[None, :]
+        hidden_tile = hidden + (pair // NUM_CHOSEN)[:, None].to(tl.int64) * HIDDEN_ROW + inner[None, :]
         acc = tl.zeros((2 * TILE_F, TILE_R), tl.float32)
         for tile in range(NUM_TILES):
             begin = tile * TILE_K
@@ -259,8 +259,8 @@ def experts(hidden: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, score
     options = _options(shape, num_chosen, hidden.device)
     num_programs = num_rows * num_chosen if shape.is_by_pair else num_experts
     _gated_experts_kernel[(ceil_div(depth, shape.columns // 2), num_programs)](
-        hidden, gate_up, chosen, inner, num_rows, hidden.stride(0),
-        WIDTH=depth, DEPTH=width, TILE_F=shape.columns // 2, **options,
+        hidden, gate_up, chosen, inner, num_rows,
+        HIDDEN_ROW=hidden.stride(0), WIDTH=depth, DEPTH=width, TILE_F=shape.columns // 2, **options,
     )  # fmt: skip
     _down_experts_kernel[(ceil_div(width, shape.columns), num_programs)](
         inner, down, chosen, scores, out, num_rows,

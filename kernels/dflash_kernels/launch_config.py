@@ -335,7 +335,7 @@ def experts_shape(
 
     Tiles are small enough for two programs on a multiprocessor: while one looks for its rows the other one reads.
     """
-    sought_rows = max(power_of_2(num_rows), MIN_DOT)
+    sought_rows = 1 if num_rows == 1 else max(power_of_2(num_rows), MIN_DOT)
     is_by_pair = power_of_2(num_rows) * num_chosen <= num_experts
     rows = MIN_DOT if sought_rows <= 64 else 32
     columns, depth = 64, 128 if itemsize == 2 else 64
