@@ -92,34 +92,38 @@ def _choose_kernel(
     logit = tl.where(is_expert, logit, float("-inf"))
     weight = tl.exp(logit - tl.max(logit, 1)[:, None])
     probs = tl.div_rn(weight, tl.broadcast_to(tl.sum(weight, 1)[:, None], (TILE_R, TILE_E)))
-    # The order of floats that are not negative is that of their bits; the lower id is the higher key. NaN is above all.
-    bits = (probs.to(tl.int32, bitcast=True) & 0x7FFFFFFF).to(tl.int64)
-    key = tl.where(is_expert, bits * TILE_E + (TILE_E - 1 - expert)[None, :], -1)
-    ids, best = tl.zeros((TILE_R, TILE_C), tl.int64), tl.zeros((TILE_R, TILE_C), tl.float32)
+    # The order of floats that are not negative is that of their bits, which NaN is above. What is taken is -1.
+    left = tl.where(is_expert, probs.to(tl.int32, bitcast=True) & 0x7FFFFFFF, -1)
+    ids, best = tl.zeros((TILE_R, TILE_C), tl.int32), tl.zeros((TILE_R, TILE_C), tl.int32)
     for index in tl.static_range(NUM_CHOSEN):
-        highest = tl.max(key, 1)[:, None]
-        is_here = place[None, :] == index
-        ids = tl.where(is_here, TILE_E - 1 - highest % TILE_E, ids)
-        best = tl.where(is_here, (highest // TILE_E).to(tl.int32).to(tl.float32, bitcast=True), best)
-        key = tl.where(key == highest, -1, key)
+        highest = tl.max(left, 1)[:, None]
+        taken = tl.min(tl.where(left == highest, expert[None, :], TILE_E), 1)[:, None]
+        ids, best = tl.where(place[None, :] == index, taken, ids), tl.where(place[None, :] == index, highest, best)
+        left = tl.where(expert[None, :] == taken, -1, left)
+    score = best.to(tl.float32, bitcast=True)
     if IS_NORMALISED:
-        best = tl.div_rn(best, tl.broadcast_to(tl.sum(best, 1)[:, None], (TILE_R, TILE_C)))
+        score = tl.div_rn(score, tl.broadcast_to(tl.sum(score, 1)[:, None], (TILE_R, TILE_C)))
     is_place = is_row & (place[None, :] < NUM_CHOSEN)
     places = row[:, None] * NUM_CHOSEN + place[None, :]
-    tl.store(chosen + places, ids, mask=is_place)
-    tl.store(scores + places, best.to(dtype), mask=is_place)
+    tl.store(chosen + places, ids.to(tl.int64), mask=is_place)
+    tl.store(scores + places, score.to(dtype), mask=is_place)
+
+
+@jit
+def _all_pairs(num_rows, NUM_CHOSEN: tl.constexpr, TILE_T: tl.constexpr, TILE_P: tl.constexpr):
+    """Rows by places in their choices, [TILE_T, TILE_P], and which of them there are."""
+    row, place = tl.arange(0, TILE_T)[:, None], tl.arange(0, TILE_P)[None, :]
+    return row * NUM_CHOSEN + place, (row < num_rows) & (place < NUM_CHOSEN)
 
 
 @jit
 def _find_pairs(chosen, index, num_rows, NUM_CHOSEN: tl.constexpr, IS_BY_PAIR: tl.constexpr, TILE_T: tl.constexpr,
-                TILE_C: tl.constexpr):  # fmt: skip
+                TILE_P: tl.constexpr):  # fmt: skip
     """The expert of a program, and the rows that chose it: how many, and for each its rank among them and its pair.
 
     The rank of other rows is -1. By pair, there are none for a program whose expert has a pair before its own.
     """
-    row, place = tl.arange(0, TILE_T), tl.arange(0, TILE_C)
-    pair = row[:, None] * NUM_CHOSEN + place[None, :]
-    is_pair = (row[:, None] < num_rows) & (place[None, :] < NUM_CHOSEN)
+    pair, is_pair = _all_pairs(num_rows, NUM_CHOSEN, TILE_T, TILE_P)
     ids = tl.load(chosen + pair, mask=is_pair, other=-1).to(tl.int32)
     expert = index
     if IS_BY_PAIR:
@@ -135,17 +139,41 @@ def _find_pairs(chosen, index, num_rows, NUM_CHOSEN: tl.constexpr, IS_BY_PAIR: t
 
 
 @jit
-def _pairs_at(rank, its_pair, first, TILE_R: tl.constexpr):
-    """The pairs of ranks `first` and following, [TILE_R]."""
+def _at_ranks(values, rank, first, TILE_R: tl.constexpr):
+    """The values [TILE_T] of rows with the ranks `first` and following, [TILE_R]; 0 where there are none."""
     is_at = rank[None, :] == (first + tl.arange(0, TILE_R))[:, None]
-    return tl.sum(tl.where(is_at, its_pair[None, :], 0), 1)
+    return tl.sum(tl.where(is_at, values[None, :], 0), 1)
+
+
+@jit
+def _product_tile(
+    weight_rows, hidden_rows, is_column, is_row,
+    DEPTH: tl.constexpr, TILE_C: tl.constexpr, TILE_R: tl.constexpr, TILE_K: tl.constexpr,
+):  # fmt: skip
+    """Rows of the weight by rows, given as pointers to their first elements -> [TILE_C, TILE_R] in float32."""
+    inner = tl.arange(0, TILE_K)
+    acc = tl.zeros((TILE_C, TILE_R), tl.float32)
+    for tile in range((DEPTH + TILE_K - 1) // TILE_K):
+        begin = tile * TILE_K
+        is_element, is_weight = is_row[:, None], is_column[:, None]
+        if DEPTH % TILE_K:
+            is_element = is_element & (begin + inner < DEPTH)[None, :]
+            is_weight = is_weight & (begin + inner < DEPTH)[None, :]
+        rows = tl.trans(tl.load(hidden_rows[:, None] + inner[None, :] + begin, mask=is_element, other=0.0))
+        # Each weight is read once a step: keeping it would only push out what is read again.
+        loaded = tl.load(
+            weight_rows[:, None] + inner[None, :] + begin, mask=is_weight, other=0.0, eviction_policy="evict_first"
+        )
+        acc = tl.dot(loaded, rows, acc, input_precision="ieee")
+    return acc
 
 
 @jit(do_not_specialize=["num_rows"])
 def _gated_experts_kernel(
     hidden, weight, chosen, out, num_rows,
-    HIDDEN_ROW: tl.constexpr, NUM_CHOSEN: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr, IS_BY_PAIR: tl.constexpr, TILE_T: tl.constexpr,
-    TILE_P: tl.constexpr, TILE_R: tl.constexpr, TILE_F: tl.constexpr, TILE_K: tl.constexpr, IS_EARLY: tl.constexpr,
+    HIDDEN_ROW: tl.constexpr, NUM_CHOSEN: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr,
+    IS_BY_PAIR: tl.constexpr, TILE_T: tl.constexpr, TILE_P: tl.constexpr, TILE_R: tl.constexpr, TILE_F: tl.constexpr,
+    TILE_K: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
     wait_for_launches_before(IS_EARLY)
     expert, count, rank, its_pair = _find_pairs(
@@ -155,26 +183,14 @@ def _gated_experts_kernel(
     # Rows of the gate, then the same of `up`: one product of as many as tensor cores like best.
     side = tl.arange(0, 2 * TILE_F)
     column = tl.program_id(0) * TILE_F + side % TILE_F
-    inner = tl.arange(0, TILE_K)
     is_column = column < WIDTH
-    weight_row = expert.to(tl.int64) * 2 * WIDTH + side // TILE_F * WIDTH + column
-    weight_tile = weight + weight_row[:, None] * DEPTH + inner[None, :]
+    weight_rows = weight + (expert.to(tl.int64) * 2 * WIDTH + side // TILE_F * WIDTH + column) * DEPTH
     out_column = tl.program_id(0) * TILE_F + tl.arange(0, TILE_F)
-    NUM_TILES: tl.constexpr = (DEPTH + TILE_K - 1) // TILE_K
     for first in range(0, count, TILE_R):
-        pair = _pairs_at(rank, its_pair, first, TILE_R)
+        pair = _at_ranks(its_pair, rank, first, TILE_R)
         is_row = first + tl.arange(0, TILE_R) < count
-        hidden_tile = hidden + (pair // NUM_CHOSEN)[:, None].to(tl.int64) * HIDDEN_ROW + inner[None, :]
-        acc = tl.zeros((2 * TILE_F, TILE_R), tl.float32)
-        for tile in range(NUM_TILES):
-            begin = tile * TILE_K
-            is_row_element, is_weight = is_row[:, None], is_column[:, None]
-            if DEPTH % TILE_K:
-                is_row_element = is_row_element & (begin + inner < DEPTH)[None, :]
-                is_weight = is_weight & (begin + inner < DEPTH)[None, :]
-            rows = tl.trans(tl.load(hidden_tile + begin, mask=is_row_element, other=0.0))
-            loaded = tl.load(weight_tile + begin, mask=is_weight, other=0.0, eviction_policy="evict_first")
-            acc = tl.dot(loaded, rows, acc, input_precision="ieee")
+        hidden_rows = hidden + (pair // NUM_CHOSEN).to(tl.int64) * HIDDEN_ROW
+        acc = _product_tile(weight_rows, hidden_rows, is_column, is_row, DEPTH, 2 * TILE_F, TILE_R, TILE_K)
         gate, up = tl.split(tl.permute(tl.reshape(acc, (2, TILE_F, TILE_R)), (1, 2, 0)))
         gated = gate_tiles(gate.to(dtype), up.to(dtype))
         place = pair[None, :].to(tl.int64) * WIDTH + out_column[:, None]
@@ -189,31 +205,23 @@ def _down_experts_kernel(
 ):  # fmt: skip
     wait_for_launches_before(IS_EARLY)
     let_next_launch_begin(IS_EARLY)  # which adds the parts up
+    # Asked for with the choices: what waits for memory waits at the same time.
+    pairs, is_pair = _all_pairs(num_rows, NUM_CHOSEN, TILE_T, TILE_P)
+    score_tile = tl.load(scores + pairs, mask=is_pair, other=0.0).to(tl.float32)
     expert, count, rank, its_pair = _find_pairs(
         chosen, tl.program_id(1), num_rows, NUM_CHOSEN, IS_BY_PAIR, TILE_T, TILE_P
     )
+    its_score = tl.sum(tl.where(pairs == its_pair[:, None], score_tile, 0.0), 1)
     dtype = out.dtype.element_ty
     column = tl.program_id(0) * TILE_C + tl.arange(0, TILE_C)
-    inner = tl.arange(0, TILE_K)
     is_column = column < WIDTH
-    weight_row = expert.to(tl.int64) * WIDTH + column
-    weight_tile = weight + weight_row[:, None] * DEPTH + inner[None, :]
-    NUM_TILES: tl.constexpr = (DEPTH + TILE_K - 1) // TILE_K
+    weight_rows = weight + (expert.to(tl.int64) * WIDTH + column) * DEPTH
     for first in range(0, count, TILE_R):
-        pair = _pairs_at(rank, its_pair, first, TILE_R)
+        pair = _at_ranks(its_pair, rank, first, TILE_R)
         is_row = first + tl.arange(0, TILE_R) < count
-        score = tl.load(scores + pair, mask=is_row, other=0.0).to(tl.float32)
-        hidden_tile = hidden + pair[:, None].to(tl.int64) * DEPTH + inner[None, :]
-        acc = tl.zeros((TILE_C, TILE_R), tl.float32)
-        for tile in range(NUM_TILES):
-            begin = tile * TILE_K
-            is_row_element, is_weight = is_row[:, None], is_column[:, None]
-            if DEPTH % TILE_K:
-                is_row_element = is_row_element & (begin + inner < DEPTH)[None, :]
-                is_weight = is_weight & (begin + inner < DEPTH)[None, :]
-            rows = tl.trans(tl.load(hidden_tile + begin, mask=is_row_element, other=0.0))
-            loaded = tl.load(weight_tile + begin, mask=is_weight, other=0.0, eviction_policy="evict_first")
-            acc = tl.dot(loaded, rows, acc, input_precision="ieee")
+        score = _at_ranks(its_score, rank, first, TILE_R)
+        hidden_rows = hidden + pair.to(tl.int64) * DEPTH
+        acc = _product_tile(weight_rows, hidden_rows, is_column, is_row, DEPTH, TILE_C, TILE_R, TILE_K)
         scored = (acc.to(dtype).to(tl.float32) * score[None, :]).to(dtype)
         part_row = (pair % NUM_CHOSEN).to(tl.int64) * num_rows + pair // NUM_CHOSEN
         place = part_row[None, :] * WIDTH + column[:, None]
