@@ -1,15 +1,14 @@
 """Experts of few rows, as decode steps have them: the weights of those that are chosen are read once, and little else.
 
 A row's router chooses a few of many experts, so what a step reads is a part of the weights that nobody knows before.
-Here a program looks for its own rows: it is told an expert, finds among the choices of all rows those that are this
-expert's, and ends at once if there are none. So nothing is sorted, and nothing but the choices is handed on. There is a
-program for each expert and tile of its columns or, while fewer pairs of a row and its expert are at hand than experts,
-for each pair, of which the first of an expert does the work of all.
+Here a program looks for its own rows: it is told an expert, finds the rows that chose it, and ends at once if there are
+none. So nothing is sorted, and nothing but the choices is handed on. There is a program for each expert and tile of its
+columns or, while rows made fewer choices than there are experts, for each choice: the first of an expert does the work.
 
-What an expert makes of a row is left in parts, one for each place in the row's choice, which the norm after it adds up
-in this order: that of `experts_ref`, whatever ran first.
+What an expert makes of a row is left in parts, one for each place among the row's choices. The norm after it adds them
+up, the likeliest first, whatever ran first.
 
-Axis letters: T rows, E experts, C chosen of them, F inner width, P parts, N pairs of a row and one of its experts.
+Axis letters: T rows, E experts, C chosen of them by each row, F inner width, P parts.
 """
 
 import torch
@@ -110,32 +109,32 @@ def _choose_kernel(
 
 
 @jit
-def _all_pairs(num_rows, NUM_CHOSEN: tl.constexpr, TILE_T: tl.constexpr, TILE_P: tl.constexpr):
+def _all_choices(num_rows, NUM_CHOSEN: tl.constexpr, TILE_T: tl.constexpr, TILE_P: tl.constexpr):
     """Rows by places in their choices, [TILE_T, TILE_P], and which of them there are."""
     row, place = tl.arange(0, TILE_T)[:, None], tl.arange(0, TILE_P)[None, :]
     return row * NUM_CHOSEN + place, (row < num_rows) & (place < NUM_CHOSEN)
 
 
 @jit
-def _find_pairs(chosen, index, num_rows, NUM_CHOSEN: tl.constexpr, IS_BY_PAIR: tl.constexpr, TILE_T: tl.constexpr,
+def _find_rows(chosen, index, num_rows, NUM_CHOSEN: tl.constexpr, IS_BY_CHOICE: tl.constexpr, TILE_T: tl.constexpr,
                 TILE_P: tl.constexpr):  # fmt: skip
-    """The expert of a program, and the rows that chose it: how many, and for each its rank among them and its pair.
+    """The expert of a program, and the rows that chose it: how many, and for each its rank among them and its choice.
 
-    The rank of other rows is -1. By pair, there are none for a program whose expert has a pair before its own.
+    The rank of other rows is -1. By choice, there are none for a program before whose own choice the expert has another.
     """
-    pair, is_pair = _all_pairs(num_rows, NUM_CHOSEN, TILE_T, TILE_P)
-    ids = tl.load(chosen + pair, mask=is_pair, other=-1).to(tl.int32)
+    choice, is_choice = _all_choices(num_rows, NUM_CHOSEN, TILE_T, TILE_P)
+    ids = tl.load(chosen + choice, mask=is_choice, other=-1).to(tl.int32)
     expert = index
-    if IS_BY_PAIR:
+    if IS_BY_CHOICE:
         expert = tl.load(chosen + index).to(tl.int32)
-    its_pair = tl.max(tl.where(ids == expert, pair, -1), 1)  # a row has an expert in one place at most
-    is_its = (its_pair >= 0).to(tl.int32)
+    its_choice = tl.max(tl.where(ids == expert, choice, -1), 1)  # a row has an expert in one place at most
+    is_its = (its_choice >= 0).to(tl.int32)
     count = tl.sum(is_its, 0)
-    if IS_BY_PAIR:
-        first = tl.min(tl.where(its_pair >= 0, its_pair, TILE_T * NUM_CHOSEN), 0)
+    if IS_BY_CHOICE:
+        first = tl.min(tl.where(its_choice >= 0, its_choice, TILE_T * NUM_CHOSEN), 0)
         count = tl.where(first == index, count, 0)
-    rank = tl.where(its_pair >= 0, tl.cumsum(is_its, 0) - 1, -1)
-    return expert, count, rank, its_pair
+    rank = tl.where(its_choice >= 0, tl.cumsum(is_its, 0) - 1, -1)
+    return expert, count, rank, its_choice
 
 
 @jit
@@ -172,12 +171,12 @@ def _product_tile(
 def _gated_experts_kernel(
     hidden, weight, chosen, out, num_rows,
     HIDDEN_ROW: tl.constexpr, NUM_CHOSEN: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr,
-    IS_BY_PAIR: tl.constexpr, TILE_T: tl.constexpr, TILE_P: tl.constexpr, TILE_R: tl.constexpr, TILE_F: tl.constexpr,
+    IS_BY_CHOICE: tl.constexpr, TILE_T: tl.constexpr, TILE_P: tl.constexpr, TILE_R: tl.constexpr, TILE_F: tl.constexpr,
     TILE_K: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
     wait_for_launches_before(IS_EARLY)
-    expert, count, rank, its_pair = _find_pairs(
-        chosen, tl.program_id(1), num_rows, NUM_CHOSEN, IS_BY_PAIR, TILE_T, TILE_P
+    expert, count, rank, its_choice = _find_rows(
+        chosen, tl.program_id(1), num_rows, NUM_CHOSEN, IS_BY_CHOICE, TILE_T, TILE_P
     )
     dtype = out.dtype.element_ty
     # Rows of the gate, then the same of `up`: one product of as many as tensor cores like best.
@@ -187,43 +186,43 @@ def _gated_experts_kernel(
     weight_rows = weight + (expert.to(tl.int64) * 2 * WIDTH + side // TILE_F * WIDTH + column) * DEPTH
     out_column = tl.program_id(0) * TILE_F + tl.arange(0, TILE_F)
     for first in range(0, count, TILE_R):
-        pair = _at_ranks(its_pair, rank, first, TILE_R)
+        choice = _at_ranks(its_choice, rank, first, TILE_R)
         is_row = first + tl.arange(0, TILE_R) < count
-        hidden_rows = hidden + (pair // NUM_CHOSEN).to(tl.int64) * HIDDEN_ROW
+        hidden_rows = hidden + (choice // NUM_CHOSEN).to(tl.int64) * HIDDEN_ROW
         acc = _product_tile(weight_rows, hidden_rows, is_column, is_row, DEPTH, 2 * TILE_F, TILE_R, TILE_K)
         gate, up = tl.split(tl.permute(tl.reshape(acc, (2, TILE_F, TILE_R)), (1, 2, 0)))
         gated = gate_tiles(gate.to(dtype), up.to(dtype))
-        place = pair[None, :].to(tl.int64) * WIDTH + out_column[:, None]
+        place = choice[None, :].to(tl.int64) * WIDTH + out_column[:, None]
         tl.store(out + place, gated, mask=is_row[None, :] & (out_column < WIDTH)[:, None])
 
 
 @jit(do_not_specialize=["num_rows"])
 def _down_experts_kernel(
     hidden, weight, chosen, scores, out, num_rows,
-    NUM_CHOSEN: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr, IS_BY_PAIR: tl.constexpr, TILE_T: tl.constexpr,
+    NUM_CHOSEN: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr, IS_BY_CHOICE: tl.constexpr, TILE_T: tl.constexpr,
     TILE_P: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr, TILE_K: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
     wait_for_launches_before(IS_EARLY)
     let_next_launch_begin(IS_EARLY)  # which adds the parts up
     # Asked for with the choices: what waits for memory waits at the same time.
-    pairs, is_pair = _all_pairs(num_rows, NUM_CHOSEN, TILE_T, TILE_P)
-    score_tile = tl.load(scores + pairs, mask=is_pair, other=0.0).to(tl.float32)
-    expert, count, rank, its_pair = _find_pairs(
-        chosen, tl.program_id(1), num_rows, NUM_CHOSEN, IS_BY_PAIR, TILE_T, TILE_P
+    choices, is_choice = _all_choices(num_rows, NUM_CHOSEN, TILE_T, TILE_P)
+    score_tile = tl.load(scores + choices, mask=is_choice, other=0.0).to(tl.float32)
+    expert, count, rank, its_choice = _find_rows(
+        chosen, tl.program_id(1), num_rows, NUM_CHOSEN, IS_BY_CHOICE, TILE_T, TILE_P
     )
-    its_score = tl.sum(tl.where(pairs == its_pair[:, None], score_tile, 0.0), 1)
+    its_score = tl.sum(tl.where(choices == its_choice[:, None], score_tile, 0.0), 1)
     dtype = out.dtype.element_ty
     column = tl.program_id(0) * TILE_C + tl.arange(0, TILE_C)
     is_column = column < WIDTH
     weight_rows = weight + (expert.to(tl.int64) * WIDTH + column) * DEPTH
     for first in range(0, count, TILE_R):
-        pair = _at_ranks(its_pair, rank, first, TILE_R)
+        choice = _at_ranks(its_choice, rank, first, TILE_R)
         is_row = first + tl.arange(0, TILE_R) < count
         score = _at_ranks(its_score, rank, first, TILE_R)
-        hidden_rows = hidden + pair.to(tl.int64) * DEPTH
+        hidden_rows = hidden + choice.to(tl.int64) * DEPTH
         acc = _product_tile(weight_rows, hidden_rows, is_column, is_row, DEPTH, TILE_C, TILE_R, TILE_K)
         scored = (acc.to(dtype).to(tl.float32) * score[None, :]).to(dtype)
-        part_row = (pair % NUM_CHOSEN).to(tl.int64) * num_rows + pair // NUM_CHOSEN
+        part_row = (choice % NUM_CHOSEN).to(tl.int64) * num_rows + choice // NUM_CHOSEN
         place = part_row[None, :] * WIDTH + column[:, None]
         tl.store(out + place, scored, mask=is_row[None, :] & is_column[:, None])
 
@@ -265,7 +264,7 @@ def experts(hidden: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, score
     inner = torch.empty((num_rows * num_chosen, depth), dtype=hidden.dtype, device=hidden.device)
     out = torch.empty((num_chosen, num_rows, width), dtype=hidden.dtype, device=hidden.device)
     options = _options(shape, num_chosen, hidden.device)
-    num_programs = num_rows * num_chosen if shape.is_by_pair else num_experts
+    num_programs = num_rows * num_chosen if shape.is_by_choice else num_experts
     _gated_experts_kernel[(ceil_div(depth, shape.columns // 2), num_programs)](
         hidden, gate_up, chosen, inner, num_rows,
         HIDDEN_ROW=hidden.stride(0), WIDTH=depth, DEPTH=width, TILE_F=shape.columns // 2, **options,
@@ -285,7 +284,7 @@ def _is_few(hidden: Tensor) -> bool:
 def _options(shape: ExpertsShape, num_chosen: int, device: torch.device) -> dict[str, object]:
     """What both launches are told."""
     return {
-        "NUM_CHOSEN": num_chosen, "IS_BY_PAIR": shape.is_by_pair, "TILE_T": shape.sought_rows,
+        "NUM_CHOSEN": num_chosen, "IS_BY_CHOICE": shape.is_by_choice, "TILE_T": shape.sought_rows,
         "TILE_P": power_of_2(num_chosen), "TILE_R": shape.rows, "TILE_K": shape.depth,
         "num_warps": 4, "num_stages": shape.num_stages, "enable_fp_fusion": False, **early(device),
     }  # fmt: skip
