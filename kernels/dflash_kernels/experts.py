@@ -2,11 +2,11 @@
 
 A row's router chooses a few of many experts, so what a step reads is a part of the weights that nobody knows before.
 Here a program looks for its own rows: it is told an expert, finds the rows that chose it, and ends at once if there are
-none. So nothing is sorted, and nothing but the choices is handed on. There is a program for each expert and tile of its
-columns or, while rows made fewer choices than there are experts, for each choice: the first of an expert does the work.
+none. So nothing is sorted, and nothing but the routes is handed on. There is a program for each expert and tile of its
+columns or, while rows take fewer routes than there are experts, for each route: the first to an expert does the work.
 
-What an expert makes of a row is left in parts, one for each place among the row's choices. The norm after it adds them
-up, the likeliest first, whatever ran first.
+What an expert makes of a row is left in parts, one for each place of the row's routes. The norm after it adds them up,
+the likeliest first, whatever ran first.
 
 Axis letters: T rows, E experts, C chosen of them by each row, F inner width, P parts.
 """
@@ -18,7 +18,7 @@ from torch.nn import functional
 from dflash_kernels.activation import gate_tiles, silu_mul_ref
 from dflash_kernels.early_launch import early, let_next_launch_begin, wait_for_launches_before
 from dflash_kernels.launch_config import (
-    CHOICE_ROWS,
+    ROUTED_ROWS,
     IS_INTERPRETED,
     MAX_EXPERT_ROWS,
     ExpertsShape,
@@ -109,32 +109,32 @@ def _choose_kernel(
 
 
 @jit
-def _all_choices(num_rows, NUM_CHOSEN: tl.constexpr, TILE_T: tl.constexpr, TILE_P: tl.constexpr):
-    """Rows by places in their choices, [TILE_T, TILE_P], and which of them there are."""
+def _all_routes(num_rows, NUM_CHOSEN: tl.constexpr, TILE_T: tl.constexpr, TILE_P: tl.constexpr):
+    """Rows by places in their routes, [TILE_T, TILE_P], and which of them there are."""
     row, place = tl.arange(0, TILE_T)[:, None], tl.arange(0, TILE_P)[None, :]
     return row * NUM_CHOSEN + place, (row < num_rows) & (place < NUM_CHOSEN)
 
 
 @jit
-def _find_rows(chosen, index, num_rows, NUM_CHOSEN: tl.constexpr, IS_BY_CHOICE: tl.constexpr, TILE_T: tl.constexpr,
+def _find_rows(chosen, index, num_rows, NUM_CHOSEN: tl.constexpr, IS_BY_ROUTE: tl.constexpr, TILE_T: tl.constexpr,
                 TILE_P: tl.constexpr):  # fmt: skip
-    """The expert of a program, and the rows that chose it: how many, and for each its rank among them and its choice.
+    """The expert of a program, and the rows that chose it: how many, and for each its rank among them and its route.
 
-    The rank of other rows is -1. By choice, there are none for a program before whose own choice the expert has another.
+    The rank of other rows is -1. By route, there are none for a program whose expert has a route before its own.
     """
-    choice, is_choice = _all_choices(num_rows, NUM_CHOSEN, TILE_T, TILE_P)
-    ids = tl.load(chosen + choice, mask=is_choice, other=-1).to(tl.int32)
+    route, is_route = _all_routes(num_rows, NUM_CHOSEN, TILE_T, TILE_P)
+    ids = tl.load(chosen + route, mask=is_route, other=-1).to(tl.int32)
     expert = index
-    if IS_BY_CHOICE:
+    if IS_BY_ROUTE:
         expert = tl.load(chosen + index).to(tl.int32)
-    its_choice = tl.max(tl.where(ids == expert, choice, -1), 1)  # a row has an expert in one place at most
-    is_its = (its_choice >= 0).to(tl.int32)
+    its_route = tl.max(tl.where(ids == expert, route, -1), 1)  # a row has an expert in one place at most
+    is_its = (its_route >= 0).to(tl.int32)
     count = tl.sum(is_its, 0)
-    if IS_BY_CHOICE:
-        first = tl.min(tl.where(its_choice >= 0, its_choice, TILE_T * NUM_CHOSEN), 0)
+    if IS_BY_ROUTE:
+        first = tl.min(tl.where(its_route >= 0, its_route, TILE_T * NUM_CHOSEN), 0)
         count = tl.where(first == index, count, 0)
-    rank = tl.where(its_choice >= 0, tl.cumsum(is_its, 0) - 1, -1)
-    return expert, count, rank, its_choice
+    rank = tl.where(its_route >= 0, tl.cumsum(is_its, 0) - 1, -1)
+    return expert, count, rank, its_route
 
 
 @jit
@@ -171,12 +171,12 @@ def _product_tile(
 def _gated_experts_kernel(
     hidden, weight, chosen, out, num_rows,
     HIDDEN_ROW: tl.constexpr, NUM_CHOSEN: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr,
-    IS_BY_CHOICE: tl.constexpr, TILE_T: tl.constexpr, TILE_P: tl.constexpr, TILE_R: tl.constexpr, TILE_F: tl.constexpr,
+    IS_BY_ROUTE: tl.constexpr, TILE_T: tl.constexpr, TILE_P: tl.constexpr, TILE_R: tl.constexpr, TILE_F: tl.constexpr,
     TILE_K: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
     wait_for_launches_before(IS_EARLY)
-    expert, count, rank, its_choice = _find_rows(
-        chosen, tl.program_id(1), num_rows, NUM_CHOSEN, IS_BY_CHOICE, TILE_T, TILE_P
+    expert, count, rank, its_route = _find_rows(
+        chosen, tl.program_id(1), num_rows, NUM_CHOSEN, IS_BY_ROUTE, TILE_T, TILE_P
     )
     dtype = out.dtype.element_ty
     # Rows of the gate, then the same of `up`: one product of as many as tensor cores like best.
@@ -186,43 +186,44 @@ def _gated_experts_kernel(
     weight_rows = weight + (expert.to(tl.int64) * 2 * WIDTH + side // TILE_F * WIDTH + column) * DEPTH
     out_column = tl.program_id(0) * TILE_F + tl.arange(0, TILE_F)
     for first in range(0, count, TILE_R):
-        choice = _at_ranks(its_choice, rank, first, TILE_R)
+        route = _at_ranks(its_route, rank, first, TILE_R)
         is_row = first + tl.arange(0, TILE_R) < count
-        hidden_rows = hidden + (choice // NUM_CHOSEN).to(tl.int64) * HIDDEN_ROW
+        hidden_rows = hidden + (route // NUM_CHOSEN).to(tl.int64) * HIDDEN_ROW
         acc = _product_tile(weight_rows, hidden_rows, is_column, is_row, DEPTH, 2 * TILE_F, TILE_R, TILE_K)
         gate, up = tl.split(tl.permute(tl.reshape(acc, (2, TILE_F, TILE_R)), (1, 2, 0)))
         gated = gate_tiles(gate.to(dtype), up.to(dtype))
-        place = choice[None, :].to(tl.int64) * WIDTH + out_column[:, None]
+        place = route[None, :].to(tl.int64) * WIDTH + out_column[:, None]
         tl.store(out + place, gated, mask=is_row[None, :] & (out_column < WIDTH)[:, None])
 
 
 @jit(do_not_specialize=["num_rows"])
 def _down_experts_kernel(
     hidden, weight, chosen, scores, out, num_rows,
-    NUM_CHOSEN: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr, IS_BY_CHOICE: tl.constexpr, TILE_T: tl.constexpr,
-    TILE_P: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr, TILE_K: tl.constexpr, IS_EARLY: tl.constexpr,
+    NUM_CHOSEN: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr, IS_BY_ROUTE: tl.constexpr,
+    TILE_T: tl.constexpr, TILE_P: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr, TILE_K: tl.constexpr,
+    IS_EARLY: tl.constexpr,
 ):  # fmt: skip
     wait_for_launches_before(IS_EARLY)
     let_next_launch_begin(IS_EARLY)  # which adds the parts up
-    # Asked for with the choices: what waits for memory waits at the same time.
-    choices, is_choice = _all_choices(num_rows, NUM_CHOSEN, TILE_T, TILE_P)
-    score_tile = tl.load(scores + choices, mask=is_choice, other=0.0).to(tl.float32)
-    expert, count, rank, its_choice = _find_rows(
-        chosen, tl.program_id(1), num_rows, NUM_CHOSEN, IS_BY_CHOICE, TILE_T, TILE_P
+    # Asked for with the routes: what waits for memory waits at the same time.
+    routes, is_route = _all_routes(num_rows, NUM_CHOSEN, TILE_T, TILE_P)
+    score_tile = tl.load(scores + routes, mask=is_route, other=0.0).to(tl.float32)
+    expert, count, rank, its_route = _find_rows(
+        chosen, tl.program_id(1), num_rows, NUM_CHOSEN, IS_BY_ROUTE, TILE_T, TILE_P
     )
-    its_score = tl.sum(tl.where(choices == its_choice[:, None], score_tile, 0.0), 1)
+    its_score = tl.sum(tl.where(routes == its_route[:, None], score_tile, 0.0), 1)
     dtype = out.dtype.element_ty
     column = tl.program_id(0) * TILE_C + tl.arange(0, TILE_C)
     is_column = column < WIDTH
     weight_rows = weight + (expert.to(tl.int64) * WIDTH + column) * DEPTH
     for first in range(0, count, TILE_R):
-        choice = _at_ranks(its_choice, rank, first, TILE_R)
+        route = _at_ranks(its_route, rank, first, TILE_R)
         is_row = first + tl.arange(0, TILE_R) < count
         score = _at_ranks(its_score, rank, first, TILE_R)
-        hidden_rows = hidden + choice.to(tl.int64) * DEPTH
+        hidden_rows = hidden + route.to(tl.int64) * DEPTH
         acc = _product_tile(weight_rows, hidden_rows, is_column, is_row, DEPTH, TILE_C, TILE_R, TILE_K)
         scored = (acc.to(dtype).to(tl.float32) * score[None, :]).to(dtype)
-        part_row = (choice % NUM_CHOSEN).to(tl.int64) * num_rows + choice // NUM_CHOSEN
+        part_row = (route % NUM_CHOSEN).to(tl.int64) * num_rows + route // NUM_CHOSEN
         place = part_row[None, :] * WIDTH + column[:, None]
         tl.store(out + place, scored, mask=is_row[None, :] & is_column[:, None])
 
@@ -239,10 +240,10 @@ def choose_experts(
     scores = torch.empty((num_rows, num_chosen), dtype=hidden.dtype, device=hidden.device)
     if num_rows:
         logits = product_parts(hidden, router)
-        _choose_kernel[(ceil_div(num_rows, CHOICE_ROWS),)](
+        _choose_kernel[(ceil_div(num_rows, ROUTED_ROWS),)](
             logits, chosen, scores, num_rows, logits.stride(0),
             NUM_EXPERTS=num_experts, NUM_CHOSEN=num_chosen, IS_NORMALISED=has_normalised_scores, NUM_PARTS=len(logits),
-            TILE_R=CHOICE_ROWS, TILE_E=power_of_2(num_experts), TILE_C=power_of_2(num_chosen),
+            TILE_R=ROUTED_ROWS, TILE_E=power_of_2(num_experts), TILE_C=power_of_2(num_chosen),
             num_warps=4, enable_fp_fusion=False, **early(hidden.device),
         )  # fmt: skip
     return chosen, scores
@@ -256,15 +257,15 @@ def experts(hidden: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, score
     check_dtypes(hidden, gate_up, down, scores)
     num_experts, width, depth = down.shape
     num_rows, num_chosen = chosen.shape
-    require(hidden.shape == (num_rows, width) and scores.shape == chosen.shape, "rows, choices and scores of as many")
+    require(hidden.shape == (num_rows, width) and scores.shape == chosen.shape, "rows, routes and scores of as many")
     require(gate_up.shape == (num_experts, 2 * depth, width), f"{num_experts} weights of {2 * depth} rows")
     require(hidden.stride(1) == 1, "contiguous rows")
-    require(all(tensor.is_contiguous() for tensor in (gate_up, down, chosen, scores)), "contiguous weights and choices")
+    require(all(tensor.is_contiguous() for tensor in (gate_up, down, chosen, scores)), "contiguous weights and routes")
     shape = experts_shape(num_rows, num_chosen, num_experts, hidden.element_size(), hidden.device)
     inner = torch.empty((num_rows * num_chosen, depth), dtype=hidden.dtype, device=hidden.device)
     out = torch.empty((num_chosen, num_rows, width), dtype=hidden.dtype, device=hidden.device)
     options = _options(shape, num_chosen, hidden.device)
-    num_programs = num_rows * num_chosen if shape.is_by_choice else num_experts
+    num_programs = num_rows * num_chosen if shape.is_by_route else num_experts
     _gated_experts_kernel[(ceil_div(depth, shape.columns // 2), num_programs)](
         hidden, gate_up, chosen, inner, num_rows,
         HIDDEN_ROW=hidden.stride(0), WIDTH=depth, DEPTH=width, TILE_F=shape.columns // 2, **options,
@@ -284,7 +285,7 @@ def _is_few(hidden: Tensor) -> bool:
 def _options(shape: ExpertsShape, num_chosen: int, device: torch.device) -> dict[str, object]:
     """What both launches are told."""
     return {
-        "NUM_CHOSEN": num_chosen, "IS_BY_CHOICE": shape.is_by_choice, "TILE_T": shape.sought_rows,
+        "NUM_CHOSEN": num_chosen, "IS_BY_ROUTE": shape.is_by_route, "TILE_T": shape.sought_rows,
         "TILE_P": power_of_2(num_chosen), "TILE_R": shape.rows, "TILE_K": shape.depth,
         "num_warps": 4, "num_stages": shape.num_stages, "enable_fp_fusion": False, **early(device),
     }  # fmt: skip

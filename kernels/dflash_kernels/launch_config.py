@@ -306,7 +306,7 @@ def product_shape(
     return ProductShape(rows, columns, inner, num_parts, fitting_stages(num_stages, stage_bytes, 0, device))
 
 
-CHOICE_ROWS = 4
+ROUTED_ROWS = 4
 """Rows whose experts one program chooses, a warp each."""
 
 MAX_EXPERT_ROWS = 256
@@ -317,8 +317,8 @@ MAX_EXPERT_ROWS = 256
 class ExpertsShape:
     """How the products of experts are cut into programs: a tile's rows, columns and inner width.
 
-    `sought_rows` are those among which a program looks for its own. By choice, there is one for each expert that a row
-    chose, and otherwise one for each expert.
+    `sought_rows` are those among which a program looks for its own. By route, there is one for each expert that a
+    row chose, and otherwise one for each expert.
     """
 
     rows: int
@@ -326,7 +326,7 @@ class ExpertsShape:
     depth: int
     num_stages: int
     sought_rows: int
-    is_by_choice: bool
+    is_by_route: bool
 
 
 def experts_shape(
@@ -337,13 +337,13 @@ def experts_shape(
     Tiles are small enough for two programs on a multiprocessor: while one looks for its rows the other one reads.
     """
     sought_rows = 1 if num_rows == 1 else max(power_of_2(num_rows), MIN_DOT)
-    is_by_choice = power_of_2(num_rows) * num_chosen <= num_experts
+    is_by_route = power_of_2(num_rows) * num_chosen <= num_experts
     rows = MIN_DOT if sought_rows <= 64 else 32
     columns, depth = 64, 128 if itemsize == 2 else 64
     num_stages = 5 if rows == MIN_DOT else 4
     stage_bytes = (columns + rows) * depth * itemsize
     return ExpertsShape(
-        rows, columns, depth, fitting_stages(num_stages, stage_bytes, 0, device), sought_rows, is_by_choice
+        rows, columns, depth, fitting_stages(num_stages, stage_bytes, 0, device), sought_rows, is_by_route
     )
 
 

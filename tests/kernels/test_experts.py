@@ -100,7 +100,7 @@ def test_a_row_that_is_not_finite_chooses_experts_that_exist(value: float) -> No
 
 SIZES = [
     (1, 8, 2, 32, 64),  # one row
-    (4, 32, 2, 32, 64),  # as many choices as a program is told at most, and experts that nobody chose
+    (4, 32, 2, 32, 64),  # as many routes as a program is told at most, and experts that nobody chose
     (5, 11, 3, 24, 72),  # a program for each expert; tiles that are not filled
     (7, 9, 1, 40, 16),
     (20, 3, 2, 8, 136),  # experts with more rows than a tile
@@ -122,7 +122,7 @@ def test_each_expert_computes_its_rows(size: tuple[int, ...], seed: int) -> None
 
 
 def test_both_kinds_of_program_were_tried() -> None:
-    kinds = {experts_shape(rows, chosen, count, 2, DEVICE).is_by_choice for rows, count, chosen, *_ in SIZES}
+    kinds = {experts_shape(rows, chosen, count, 2, DEVICE).is_by_route for rows, count, chosen, *_ in SIZES}
     assert kinds == {True, False}
 
 
