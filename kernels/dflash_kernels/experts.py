@@ -18,9 +18,9 @@ from torch.nn import functional
 from dflash_kernels.activation import gate_tiles, silu_mul_ref
 from dflash_kernels.early_launch import early, let_next_launch_begin, wait_for_launches_before
 from dflash_kernels.launch_config import (
-    ROUTED_ROWS,
     IS_INTERPRETED,
     MAX_EXPERT_ROWS,
+    ROUTED_ROWS,
     ExpertsShape,
     ceil_div,
     check_dtypes,

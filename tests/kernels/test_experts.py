@@ -3,12 +3,12 @@
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from dflash_kernels import experts as module
-from dflash_kernels.activation import silu_mul_ref
 from dflash_kernels.experts import choose_experts, choose_experts_ref, experts, experts_ref
 from dflash_kernels.launch_config import MAX_EXPERT_ROWS, experts_shape
-from dflash_testing.tensors import DEVICE, assert_mostly_equal, assert_rows_close, normal
+from dflash_testing.tensors import DEVICE, DTYPES, assert_mostly_equal, assert_rows_close, normal
 
 DTYPE = torch.float32 if DEVICE.type == "cpu" else torch.bfloat16
 """What the kernels are for is bf16, in which the interpreter cannot multiply."""
@@ -18,10 +18,10 @@ ALL = -1
 
 
 def distinct_logits(num_rows: int, num_experts: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Rows and a router whose products are exact in every dtype, and differ within a row."""
+    """Rows and a router whose products are exact in every dtype, and differ within a row: bfloat16 has no others from 1."""
     generator = torch.Generator().manual_seed(seed)
     columns = [torch.randperm(num_experts, generator=generator) for _ in range(num_rows)]
-    router = torch.stack(columns, 1) / 16
+    router = (torch.stack(columns, 1) + 0x3F80).to(torch.int16).view(torch.bfloat16)
     return torch.eye(num_rows).to(DEVICE, DTYPE), router.to(DEVICE, DTYPE)
 
 
@@ -42,14 +42,16 @@ def assert_parts_right(
     found: Tensor, hidden: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, scores: Tensor
 ) -> None:
     """Each part of each row, against float64 that is rounded where a model rounds."""
-    num_rows, num_chosen = chosen.shape
-    assert found.shape == (num_chosen, *hidden.shape)
-    for row in range(num_rows):
-        for place in range(num_chosen):
-            expert, wide = chosen[row, place], hidden[row].double()
-            inner = silu_mul_ref((wide @ gate_up[expert].double().T).to(DTYPE).double()[None]).to(DTYPE)
-            output = (inner.double() @ down[expert].double().T).to(DTYPE)
-            assert_rows_close(found[place, row][None], output.double() * scores[row, place].double(), DTYPE)
+    wanted, dtype = torch.empty(chosen.shape[1], *hidden.shape, dtype=found.dtype, device=DEVICE), found.dtype
+    for row, place in torch.cartesian_prod(*(torch.arange(size) for size in chosen.shape)).view(-1, 2).tolist():
+        expert, wide = chosen[row, place], hidden[row].double()
+        gate, up = (wide @ gate_up[expert].double().T).to(dtype).double().chunk(2)
+        inner = functional.silu(gate).to(dtype).double() * up
+        output = inner.to(dtype).double() @ down[expert].double().T
+        wanted[place, row] = output.to(dtype).double() * scores[row, place].double()
+    assert_rows_close(found, wanted.double(), dtype)
+    if dtype != torch.float32:
+        assert_mostly_equal(found, wanted)
 
 
 @pytest.mark.parametrize("is_normalised", [True, False])
@@ -64,6 +66,16 @@ def test_the_choice_is_torchs(num_rows: int, num_experts: int, num_chosen: int, 
     assert_rows_close(scores, wanted[1].double(), DTYPE)
     if DEVICE.type == "cuda":
         assert_mostly_equal(scores, wanted[1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_logits_are_rounded_to_the_models_dtype(dtype: torch.dtype) -> None:
+    """The second is likelier by 2 ** -12, which 16 bits do not tell from nothing."""
+    hidden = torch.tensor([[1, 2**-6]], dtype=dtype, device=DEVICE)
+    router = torch.tensor([[1, 0], [1, 2**-6], [0, 0]], dtype=dtype, device=DEVICE)
+    chosen, scores = choose_experts(hidden, router, 2, True)
+    assert chosen.tolist() == ([[1, 0]] if dtype == torch.float32 else [[0, 1]])
+    assert scores.dtype == dtype
 
 
 def test_of_equals_the_lowest_ids_are_chosen_in_order() -> None:
@@ -117,6 +129,8 @@ def test_each_expert_computes_its_rows(size: tuple[int, ...], seed: int) -> None
     chosen, scores = choices(num_rows, num_experts, num_chosen, seed)
     found = experts(hidden, *factors, chosen, scores)
     assert_parts_right(found, hidden, *factors, chosen, scores)
+    in_half = [tensor.half() for tensor in (hidden, *factors)]
+    assert_parts_right(experts(*in_half, chosen, scores.half()), *in_half, chosen, scores.half())
     wanted = experts_ref(hidden, *factors, chosen, scores)
     assert_rows_close(found.sum(0), wanted.sum(0).double(), DTYPE)
 
