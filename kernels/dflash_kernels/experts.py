@@ -91,8 +91,9 @@ def _choose_kernel(
     logit = tl.where(is_expert, logit, float("-inf"))
     weight = tl.exp(logit - tl.max(logit, 1)[:, None])
     probs = tl.div_rn(weight, tl.broadcast_to(tl.sum(weight, 1)[:, None], (TILE_R, TILE_E)))
-    # The order of floats that are not negative is that of their bits, which NaN is above. What is taken is -1.
-    left = tl.where(is_expert, probs.to(tl.int32, bitcast=True) & 0x7FFFFFFF, -1)
+    # The order of floats that are not negative is that of their bits, which NaN is above. What is taken is -1, and what
+    # fills up a tile comes last, since of equals the lowest id is taken.
+    left = probs.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     ids, best = tl.zeros((TILE_R, TILE_C), tl.int32), tl.zeros((TILE_R, TILE_C), tl.int32)
     for index in tl.static_range(NUM_CHOSEN):
         highest = tl.max(left, 1)[:, None]

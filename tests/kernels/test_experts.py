@@ -8,6 +8,7 @@ from torch.nn import functional
 from dflash_kernels import experts as module
 from dflash_kernels.experts import choose_experts, choose_experts_ref, experts, experts_ref
 from dflash_kernels.launch_config import MAX_EXPERT_ROWS, experts_shape
+from dflash_kernels.product import product_parts
 from dflash_testing.tensors import DEVICE, DTYPES, assert_mostly_equal, assert_rows_close, normal
 
 DTYPE = torch.float32 if DEVICE.type == "cpu" else torch.bfloat16
@@ -18,7 +19,7 @@ ALL = -1
 
 
 def distinct_logits(num_rows: int, num_experts: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Rows and a router whose products are exact in every dtype, and differ within a row: bfloat16 has no others from 1."""
+    """Rows and a router whose products are exact in every dtype, and differ within a row: neighbours in bfloat16."""
     generator = torch.Generator().manual_seed(seed)
     columns = [torch.randperm(num_experts, generator=generator) for _ in range(num_rows)]
     router = (torch.stack(columns, 1) + 0x3F80).to(torch.int16).view(torch.bfloat16)
@@ -70,9 +71,11 @@ def test_the_choice_is_torchs(num_rows: int, num_experts: int, num_chosen: int, 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_logits_are_rounded_to_the_models_dtype(dtype: torch.dtype) -> None:
-    """The second is likelier by 2 ** -12, which 16 bits do not tell from nothing."""
-    hidden = torch.tensor([[1, 2**-6]], dtype=dtype, device=DEVICE)
-    router = torch.tensor([[1, 0], [1, 2**-6], [0, 0]], dtype=dtype, device=DEVICE)
+    """The second is likelier by 2 ** -12, which 16 bits do not tell from nothing; their sums are in float32 parts."""
+    hidden = torch.tensor([[1, 2**-6, *[0] * 2046]], dtype=dtype, device=DEVICE)
+    router = torch.zeros(3, 2048, dtype=dtype, device=DEVICE)
+    router[:2, 0], router[1, 1] = 1, 2**-6
+    assert len(product_parts(hidden, router)) > 1
     chosen, scores = choose_experts(hidden, router, 2, True)
     assert chosen.tolist() == ([[1, 0]] if dtype == torch.float32 else [[0, 1]])
     assert scores.dtype == dtype
@@ -98,7 +101,7 @@ def test_scores_that_vanish_are_chosen_in_order() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("value", [torch.nan, -torch.nan, torch.inf])
 def test_a_row_that_is_not_finite_chooses_experts_that_exist(value: float) -> None:
     hidden, router = normal(3, 64, dtype=DTYPE), normal(6, 64, dtype=DTYPE, seed=1)
     clean = choose_experts(hidden, router, 3, True)
