@@ -13,10 +13,13 @@ from torch._subclasses.fake_tensor import (
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
-from dflash_kernels.suite import REFERENCE, KernelChoice, pick_kernels
+from dflash_kernels.launch_config import IS_INTERPRETED
+from dflash_kernels.suite import REFERENCE, KernelChoice, pick_kernels, triton_kernels
 from dflash_runtime.config import ExpertsConfig
+from dflash_runtime.models import layers
 from dflash_runtime.models.experts import Experts
 from dflash_testing.gpu import detecting_syncs
+from dflash_testing.pairs import random_target
 from dflash_testing.tensors import assert_rows_close
 
 HIDDEN, INNER, NUM_EXPERTS = 32, 16, 11
@@ -79,6 +82,35 @@ def test_both_ways_compute_what_transformers_computes(count: int, num_chosen: in
         chosen, scores = experts.choose(hidden)
         for found in (experts.one_by_one(hidden, chosen, scores), experts.grouped(hidden, chosen, scores).sum(0)):
             assert_rows_close(found, wanted.double(), torch.float32)
+
+
+@pytest.mark.skipif(not IS_INTERPRETED, reason="in float32 our kernels are the interpreter's")
+@pytest.mark.parametrize("count", [1, 7])
+def test_our_kernels_compute_what_transformers_computes(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In as many parts as experts are chosen, for the norm to add up."""
+    monkeypatch.setattr(Experts, "is_grouped", True)
+    block, experts = make(True)
+    hidden = rows(count)
+    with torch.inference_mode():
+        wanted = block(hidden[None])[0]
+        parts = replace(experts, kernels=triton_kernels())(hidden)
+    assert len(parts) == 3
+    assert_rows_close(parts.sum(0), wanted.double(), torch.float32)
+
+
+def test_a_layer_hands_its_kernels_on() -> None:
+    experts = make(True)[1]
+    names = ("gate", "experts.gate_up_proj", "experts.down_proj")
+    factors = (experts.router, experts.gate_up, experts.down)
+    weights = {f"mlp.{name}.weight": factor for name, factor in zip(names, factors, strict=True)}
+    chosen = ExpertsConfig(
+        num_experts=NUM_EXPERTS, num_chosen=3, intermediate_size=INNER, has_normalised_scores=True, layers=(0,)
+    )
+    config = replace(random_target().config, experts=chosen)
+    kernels = replace(REFERENCE, name="others")
+    mlp = layers._read_mlp(weights, "mlp", config, kernels)
+    assert isinstance(mlp, Experts)
+    assert mlp.kernels is kernels
 
 
 def test_rows_do_not_depend_on_their_neighbours() -> None:
