@@ -64,8 +64,8 @@ def rope_store() -> None:
 
 def chosen_experts() -> None:
     rows = MAX_EXPERT_ROWS
-    weights = (torch.zeros(1, 1, 1).expand(128, *shape).contiguous() for shape in ((2 * D, 64), (64, D)))
-    triton_kernels().experts(floats(rows, 64), *weights, ints(rows, 8), torch.zeros(rows, 8))
+    gate_up, down = torch.zeros(128, 2 * D, 64), torch.zeros(128, 64, D)
+    triton_kernels().experts(floats(rows, 64), gate_up, down, ints(rows, 8), torch.zeros(rows, 8))
 
 
 def open_step() -> None:
