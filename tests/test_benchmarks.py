@@ -39,10 +39,13 @@ def run(script: Any, monkeypatch: pytest.MonkeyPatch, out: Path, *arguments: str
 
 
 def test_experts_are_timed_in_each_way(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["experts.py", *SMALL, "--batches", "1"])
+    monkeypatch.setattr(
+        sys, "argv", ["experts.py", *SMALL, "--batches", "1", "--rows", "3", "--ways", ",".join(experts.WAYS)]
+    )
     assert experts.main() == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[1] for line in lines[1:4]] == ["one_by_one", "grouped", "captured"]
+    assert [line.split()[:2] for line in lines[1:5]] == [["3", way] for way in experts.WAYS]
+    assert all(float(line.split()[-1]) < 0.01 for line in lines[1:5])  # errors in %
     assert [line.split()[:3] for line in lines[-2:]] == [[arm, "1", "False"] for arm in ("plain", "dflash")]
     floors = [float(line.split()[-1]) for line in lines[-2:]]
     assert floors[1] > 2 * floors[0]  # the rows of a block touch more experts, and the draft is read too

@@ -1,6 +1,9 @@
 """Time a target with experts at the shape of Qwen3-30B-A3B with random weights: one layer's experts, and whole steps.
 
-    python3 examples/benchmarks/experts.py [--parts layer,steps] [--batches 1,8] [--device cpu --shape small]
+    python3 examples/benchmarks/experts.py [--parts layer,steps] [--rows 1,16] [--ways captured,kernels] [--batches 1,8]
+    python3 examples/benchmarks/experts.py --device cpu --shape small
+
+Of a layer's ways, grouped is torch's grouped products, and captured the same as a CUDA graph, as kernels are, our own.
 
 The floor is the time in which the weights that are read pass memory at the rate of a copy, which is measured: of a
 layer those of the experts that its rows chose, of a step those of every layer, of the head, and of the draft if there
@@ -13,13 +16,13 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from dflash_kernels.suite import pick_kernels
+from dflash_kernels.suite import REFERENCE, pick_kernels
 from dflash_runtime.checkpoint.layout import owned_shapes
 from dflash_runtime.config import DraftConfig, EngineConfig, ExpertsConfig, RopeConfig, TargetConfig
 from dflash_runtime.device.loading import LoadedPair
@@ -36,6 +39,8 @@ from timing.pairs import BLOCK, open_device
 from timing.report import release, say, table
 
 MAX_LEN = 1024
+NUM_LAYERS = 4
+"""Layers whose experts are timed in a row."""
 
 
 @dataclass(frozen=True)
@@ -79,34 +84,58 @@ def normal(shape: Sequence[int], placement: Placement) -> Tensor:
     return torch.empty(*shape, device=placement.device, dtype=placement.dtype).normal_(std=0.02)
 
 
-def layer_rows(shape: Shape, placement: Placement, bandwidth: float) -> Iterator[Row]:
-    """Rows, ways, ms, and the floor, of one layer's experts."""
-    experts = Experts(
+def make_experts(shape: Shape, placement: Placement) -> Experts:
+    """A layer's experts with random weights."""
+    return Experts(
         normal((shape.num_experts, shape.hidden), placement),
         normal((shape.num_experts, 2 * shape.inner, shape.hidden), placement),
         normal((shape.num_experts, shape.hidden, shape.inner), placement),
         shape.num_chosen,
         has_normalised_scores=True,
     )
+
+
+def layer_rows(
+    shape: Shape, placement: Placement, bandwidth: float, counts: Sequence[int], ways: Sequence[str]
+) -> Iterator[Row]:
+    """Rows, way, microseconds and their floor, means of layers; and the error against the experts one by one in %."""
+    layers = [make_experts(shape, placement) for _ in range(NUM_LAYERS)]
     bytes_of_one = 3 * shape.inner * shape.hidden * placement.dtype.itemsize
-    for count in shape.rows:
+    for count in counts:
         hidden = normal((count, shape.hidden), placement) * 50
-        chosen, scores = experts.choose(hidden)
-        floor = int(chosen.unique().numel()) * bytes_of_one / bandwidth * 1000
-        wanted = experts.one_by_one(hidden, chosen, scores).float()
+        num_read = sum(int(layer.choose(hidden)[0].unique().numel()) for layer in layers) / len(layers)
+        wanted = WAYS["one_by_one"](layers[0], hidden).float().sum(0)
+        for way in ways:
+            kernels = placement.kernels if way in OURS else REFERENCE
+            chain = [partial(WAYS[way], replace(layer, kernels=kernels), hidden) for layer in layers]
+            row = attempt([count, way], partial(chain_us, chain, placement.device, is_captured=way in CAPTURED), 1)
+            found = chain[0]().float().sum(0) if row[-1] is not None else torch.full_like(wanted, torch.nan)
+            error = 100 * float((found - wanted).norm() / wanted.norm())
+            yield [*row, num_read * bytes_of_one / bandwidth * 1e6, error]
 
-        def one_by_one(rows: Tensor = hidden) -> Row:
-            return [wall_ms(lambda: experts.one_by_one(rows, *experts.choose(rows)), placement.device)]
 
-        def grouped(rows: Tensor = hidden) -> Row:
-            return [wall_ms(lambda: experts.grouped(rows, *experts.choose(rows)), placement.device)]
+def one_by_one(experts: Experts, hidden: Tensor) -> Tensor:
+    return experts.one_by_one(hidden, *experts.choose(hidden))[None]
 
-        def captured(rows: Tensor = hidden) -> Row:
-            return [device_ms(lambda: experts.grouped(rows, *experts.choose(rows)), placement.device)]
 
-        error = (experts.grouped(hidden, chosen, scores).float() - wanted).norm() / wanted.norm()
-        for way in (one_by_one, grouped, captured):
-            yield [*attempt([count, way.__name__], way, 1), floor, float(error)]
+def at_once(experts: Experts, hidden: Tensor) -> Tensor:
+    """Parts, which are left as they are: the norm that follows in a step adds them up."""
+    return experts.grouped(hidden, *experts.choose(hidden))
+
+
+WAYS = {"one_by_one": one_by_one, "grouped": at_once, "captured": at_once, "kernels": at_once}
+CAPTURED, OURS = ("captured", "kernels"), ("kernels",)
+"""Of the ways those that are CUDA graphs, where there is a GPU; and those with our kernels in place of torch's."""
+
+
+def chain_us(chain: Sequence[Callable[[], object]], device: torch.device, *, is_captured: bool) -> Row:
+    """Microseconds of one of several layers in a row, so that caches hold nothing of the next one's weights."""
+
+    def run() -> None:
+        for call in chain:
+            call()
+
+    return [(device_ms if is_captured else wall_ms)(run, device) / len(chain) * 1000]
 
 
 def wall_ms(call: Callable[[], object], device: torch.device, repeats: int = 20) -> float:
@@ -216,6 +245,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-30b-a3b")
     parser.add_argument("--parts", default="layer,steps", help="what to time")
+    parser.add_argument("--rows", help="of a layer, by default those of the shape")
+    parser.add_argument("--ways", default="captured,kernels", help=f"of a layer: {', '.join(WAYS)}")
     parser.add_argument("--batches", default="1,8")
     parser.add_argument("--device", default="cuda:0")
     given = parser.parse_args()
@@ -223,13 +254,14 @@ def main() -> int:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     placement = Placement(device, dtype, pick_kernels("auto", device, dtype), MAX_LEN + BLOCK)
     bandwidth = measure_rates(device, dtype).bandwidth
-    parts = given.parts.split(",")
+    parts, ways = given.parts.split(","), given.ways.split(",")
+    counts = [int(part) for part in given.rows.split(",")] if given.rows else shape.rows
     layers: list[Row] = []
     steps: list[Row] = []
     if "layer" in parts:
         with torch.inference_mode():
-            layers = list(layer_rows(shape, placement, bandwidth))
-        print(table(("rows", "experts of a layer", "ms", "floor ms", "error"), layers) + "\n", flush=True)
+            layers = list(layer_rows(shape, placement, bandwidth, counts, ways))
+        print(table(("rows", "experts of a layer", "us", "floor us", "error %"), layers) + "\n", flush=True)
     if "steps" in parts:
         batches = [int(part) for part in given.batches.split(",")]
         for row in step_rows(shape, placement, batches, bandwidth):

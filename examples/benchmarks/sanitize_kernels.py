@@ -35,6 +35,12 @@ def products(kernels: Kernels, hidden: Tensor) -> None:
             call(rows, normal(300, hidden.shape[1]))
 
 
+def experts(kernels: Kernels, hidden: Tensor) -> None:
+    for rows in (hidden[:1], hidden[:3], hidden):
+        chosen, scores = kernels.choose_experts(rows, normal(11, rows.shape[1]), 3, True)
+        kernels.experts(rows, normal(11, 2 * 40, rows.shape[1]), normal(11, rows.shape[1], 40), chosen, scores)
+
+
 def prefill(kernels: Kernels, rows: list[Tensor], key_cache: Tensor, value_cache: Tensor, table: Tensor) -> None:
     for lens, contexts in (([7, 1, 392], [20, 0, 5]), ([400, 0, 0], [33, 0, 0])):
         firsts = (0, lens[0], lens[0] + lens[1])
@@ -57,6 +63,7 @@ def main() -> None:
     kernels.rms_norm(hidden, weight, 1e-6)
     kernels.add_rms_norm(torch.stack((hidden, hidden)), hidden, weight, 1e-6)
     products(kernels, hidden)
+    experts(kernels, hidden)
     cos, sin, head_norms = normal(num_rows, HEAD_DIM), normal(num_rows, HEAD_DIM), normal(HEADS + KV, HEAD_DIM)
     key_cache, value_cache = normal(REQUESTS * 10 + 1, LAYERS, 2, PAGE, KV, HEAD_DIM).permute(2, 1, 0, 3, 4, 5)
     place = KVPlace(key_cache[0], value_cache[0], slots)

@@ -315,6 +315,47 @@ def product_shape(
     return ProductShape(rows, columns, inner, num_parts, fitting_stages(num_stages, stage_bytes, 0, device))
 
 
+ROUTED_ROWS = 4
+"""Rows whose experts one program chooses, a warp each."""
+
+MAX_EXPERT_ROWS = 256
+"""Rows up to which the products of chosen experts are ours; with more of them torch's grouped ones are as fast."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsShape:
+    """How the products of experts are cut into programs: a tile's rows, columns and inner width.
+
+    `sought_rows` are those among which a program looks for its own. By route, there is one for each expert that a
+    row chose, and otherwise one for each expert.
+    """
+
+    rows: int
+    columns: int
+    depth: int
+    num_stages: int
+    sought_rows: int
+    is_by_route: bool
+
+
+def experts_shape(
+    num_rows: int, num_chosen: int, num_experts: int, itemsize: int, device: torch.device
+) -> ExpertsShape:
+    """The cut for rows each of which chose as many experts; the same for all numbers of rows up to a power of two.
+
+    Tiles are small enough for two programs on a multiprocessor: while one looks for its rows the other one reads.
+    """
+    sought_rows = 1 if num_rows == 1 else max(power_of_2(num_rows), MIN_DOT)
+    is_by_route = power_of_2(num_rows) * num_chosen <= num_experts
+    rows = MIN_DOT if sought_rows <= 64 else 32
+    columns, depth = 64, 128 if itemsize == 2 else 64
+    num_stages = 5 if rows == MIN_DOT else 4
+    stage_bytes = (columns + rows) * depth * itemsize
+    return ExpertsShape(
+        rows, columns, depth, fitting_stages(num_stages, stage_bytes, 0, device), sought_rows, is_by_route
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class RaggedShape:
     """Tiles of prefill: packed rows (query heads x rows) and keys, and the launch: one for a model."""

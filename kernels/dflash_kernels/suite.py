@@ -12,6 +12,7 @@ from torch import Tensor
 from dflash_kernels.accept import Acceptance, accept_block, accept_block_ref
 from dflash_kernels.block_attention import block_attention, block_attention_ref
 from dflash_kernels.context_kv import context_kv_store, context_kv_store_ref
+from dflash_kernels.experts import choose_experts, choose_experts_ref, experts, experts_ref
 from dflash_kernels.kv_store import kv_store, kv_store_ref
 from dflash_kernels.launch_config import FLOATS, HAS_TRITON, IS_INTERPRETED, NOT_INSTALLED
 from dflash_kernels.product import (
@@ -52,6 +53,8 @@ class Kernels:
     product: Callable[[Tensor, Tensor], Tensor]
     product_parts: Callable[[Tensor, Tensor], Tensor]
     gated_product: Callable[[Tensor, Tensor], Tensor]
+    choose_experts: Callable[[Tensor, Tensor, int, bool], tuple[Tensor, Tensor]]
+    experts: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
     context_kv_store: Callable[[Tensor, Tensor, float, Tensor, Tensor, Tensor, Tensor, Tensor], None]
     block_attention: Callable[..., Tensor]
     ragged_attention: Callable[..., Tensor]
@@ -72,6 +75,8 @@ REFERENCE = Kernels(
     product=product_ref,
     product_parts=product_parts_ref,
     gated_product=gated_product_ref,
+    choose_experts=choose_experts_ref,
+    experts=experts_ref,
     context_kv_store=context_kv_store_ref,
     block_attention=block_attention_ref,
     ragged_attention=ragged_attention_ref,
@@ -92,6 +97,8 @@ _TRITON = Kernels(
     product=product,
     product_parts=product_parts,
     gated_product=gated_product,
+    choose_experts=choose_experts,
+    experts=experts,
     context_kv_store=context_kv_store,
     block_attention=block_attention,
     ragged_attention=ragged_attention,

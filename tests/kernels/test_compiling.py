@@ -34,6 +34,10 @@ def calls():
             kernels.product(normal(rows, weight.shape[1]), weight)
             kernels.product_parts(normal(rows, weight.shape[1]), weight)
             kernels.gated_product(normal(rows, weight.shape[1]), weight)
+    weights = [torch.empty(128, *shape, dtype=torch.bfloat16) for shape in ((2 * 768, 2048), (2048, 768))]
+    for rows in (1, 32, 128, 256):
+        routed = kernels.choose_experts(normal(rows, 2048), normal(128, 2048), 8, True)
+        kernels.experts(normal(rows, 2048), *weights, *routed)
     for rows in (1, 16):
         block = [normal(64, rows, heads, 128) for heads in (32, 8, 8)]
         table = torch.ones(64, 40, dtype=torch.int64)
@@ -51,7 +55,7 @@ def calls():
         block = [normal(61, heads, 128) for heads in (8, 2, 2)]
         kernels.ragged_attention(*block, *caches, table, plan, torch.tensor(plan.ints), window=None, softmax=softmax)
 
-sys.exit(compiling.run(calls))
+sys.exit(compiling.run(calls, light=("_gated_experts_kernel", "_down_experts_kernel")))
 """
 
 

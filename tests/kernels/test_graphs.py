@@ -15,6 +15,7 @@ from dflash_testing.gpu import detecting_syncs
 from dflash_testing.tensors import DEVICE, assert_rows_close, between_layers, normal, random_pages
 
 R, N, H, KV, D, L, V, PAGE = 3, 4, 4, 2, 16, 2, 5000, 16
+E, C, F = 24, 2, 40
 BFLOAT = torch.bfloat16
 Inputs = dict[str, Tensor]
 Call = Callable[[Kernels, Inputs], tuple[Tensor, ...]]
@@ -47,6 +48,12 @@ def inputs(seed: int) -> Inputs:
         "temperatures": draw(0, 3, R).double(), "top_ks": draw(0, 30, R), "top_ps": draw(1, 11, R).double() / 10,
         "done": torch.arange(R + 1, device=DEVICE) == R, "rows": torch.tensor([2, 0, R]).to(DEVICE),
         "seeds": draw(0, 2**40, R), "places": draw(0, 4000, R),
+        # Logits that are exact and differ, so that there is one choice; and a choice of two that differ.
+        "routed": torch.eye(D, dtype=BFLOAT, device=DEVICE)[draw(0, D, R * N)],
+        "router": torch.stack([torch.randperm(E, generator=generator) for _ in range(D)], 1).to(DEVICE, BFLOAT) / 8,
+        "gate_up": normal(E, 2 * F, D, dtype=BFLOAT, seed=seed), "down": normal(E, D, F, dtype=BFLOAT, seed=seed),
+        "experts": torch.stack([torch.randperm(E, generator=generator)[:C] for _ in range(R * N)]).to(DEVICE),
+        "scores": normal(R * N, C, dtype=BFLOAT, seed=seed).abs(),
     }  # fmt: skip
 
 
@@ -78,6 +85,11 @@ def rope_store(kernels: Kernels, at: Inputs) -> tuple[Tensor, ...]:
     norms = at["weights"][:1].expand(H + KV, D)
     rows = kernels.rope_store(at["qkv"], norms, 1e-6, at["cos"], at["sin"], KV, place)
     return rows, place.key_cache, place.value_cache
+
+
+def chosen_experts(kernels: Kernels, at: Inputs, num_rows: int) -> Tensor:
+    routed = (at[name][:num_rows] for name in ("experts", "scores"))
+    return kernels.experts(at["residual"][:num_rows], at["gate_up"], at["down"], *routed).float().sum(0).to(BFLOAT)
 
 
 def step_state(at: Inputs) -> RowState:
@@ -116,6 +128,9 @@ CALLS: dict[str, Call] = {
     "product": lambda k, at: (k.product(at["residual"], at["weights"]),),
     "product_parts": lambda k, at: (k.product_parts(at["residual"], at["weights"]).sum(0).to(BFLOAT),),
     "gated_product": lambda k, at: (k.gated_product(at["residual"], at["weights"]),),
+    "choose_experts": lambda k, at: k.choose_experts(at["routed"], at["router"], C, True),
+    "experts": lambda k, at: (chosen_experts(k, at, R * N),),
+    "experts of few rows": lambda k, at: (chosen_experts(k, at, R),),
     "context_kv_store": store_context,
     "block_attention": attend,
     "block_attention capped, with sinks": lambda k, at: attend(k, at, Softmax(2.0, at["weights"][0, :H])),

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dflash_kernels.launch_config import HAS_TRITON, MAX_GRID
+from dflash_kernels.launch_config import HAS_TRITON, MAX_EXPERT_ROWS, MAX_GRID
 from dflash_kernels.rope_store import KVPlace
 from dflash_kernels.step_rows import Bounds, RowState
 from dflash_kernels.suite import triton_kernels
@@ -62,6 +62,12 @@ def rope_store() -> None:
     triton_kernels().rope_store(parts, norms, 1e-6, floats(T, D), floats(T, D), KV, place)
 
 
+def chosen_experts() -> None:
+    rows = MAX_EXPERT_ROWS
+    gate_up, down = torch.zeros(128, 2 * D, 64), torch.zeros(128, 64, D)
+    triton_kernels().experts(floats(rows, 64), gate_up, down, ints(rows, 8), torch.zeros(rows, 8))
+
+
 def open_step() -> None:
     done, field = torch.zeros(R, dtype=torch.bool), ints(R)
     state = RowState(done, field, field, field, field, field, field, ints(R, 16), ints(R, 40))
@@ -76,6 +82,8 @@ LAUNCHES: dict[str, Callable[[], object]] = {
     "add_rms_norm": lambda: triton_kernels().add_rms_norm(floats(2, T, 64), floats(T, 64), floats(64), 1e-6),
     "rope_store": rope_store,
     "gated_product": lambda: triton_kernels().gated_product(floats(T, 64), floats(128, 64)),
+    "choose_experts": lambda: triton_kernels().choose_experts(floats(T, 64), floats(128, 64), 8, True),
+    "experts": chosen_experts,
     "context_kv_store": context_kv,
     "block_attention": attention,
     "accept_block": lambda: triton_kernels().accept_block(ints(R, N - 1), ints(R, N), ints(R), ints(R, 16), ints(R)),

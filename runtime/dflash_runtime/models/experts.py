@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from dflash_kernels.activation import silu_mul_ref
+from dflash_kernels.suite import REFERENCE, Kernels
 from dflash_runtime.config import ExpertsConfig
 from dflash_runtime.models.weights import Weights
 
@@ -30,18 +31,20 @@ class Experts:
     down: Tensor  # [E, hidden, F]
     num_chosen: int
     has_normalised_scores: bool
+    kernels: Kernels = REFERENCE
 
     @classmethod
-    def read(cls, weights: Weights, name: str, config: ExpertsConfig) -> "Experts":
+    def read(cls, weights: Weights, name: str, config: ExpertsConfig, kernels: Kernels) -> "Experts":
         router = weights[f"{name}.gate.weight"]
         gate_up, down = (weights[f"{name}.experts.{part}_proj.weight"] for part in ("gate_up", "down"))
-        return cls(router, gate_up, down, config.num_chosen, config.has_normalised_scores)
+        return cls(router, gate_up, down, config.num_chosen, config.has_normalised_scores, kernels)
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """[T, hidden] -> parts [1, T, hidden]."""
+        """[T, hidden] -> parts [P, T, hidden]."""
         chosen, scores = self.choose(hidden)
-        compute = self.grouped if self.is_grouped else self.one_by_one
-        return compute(hidden, chosen, scores)[None]
+        if self.is_grouped:
+            return self.grouped(hidden, chosen, scores)
+        return self.one_by_one(hidden, chosen, scores)[None]
 
     @property
     def is_grouped(self) -> bool:
@@ -57,11 +60,7 @@ class Experts:
 
     def choose(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Ids of each row's experts, the likeliest first, and their scores, both [T, C]."""
-        logits = functional.linear(hidden, self.router)
-        scores, chosen = logits.softmax(dim=-1, dtype=torch.float32).topk(self.num_chosen, dim=-1)
-        if self.has_normalised_scores:
-            scores = scores / scores.sum(dim=-1, keepdim=True)
-        return chosen, scores.to(logits.dtype)
+        return self.kernels.choose_experts(hidden, self.router, self.num_chosen, self.has_normalised_scores)
 
     def one_by_one(self, hidden: Tensor, chosen: Tensor, scores: Tensor) -> Tensor:
         """Expert by expert; which ones are chosen is looked at on the host."""
@@ -73,17 +72,8 @@ class Experts:
         return total
 
     def grouped(self, hidden: Tensor, chosen: Tensor, scores: Tensor) -> Tensor:
-        """All experts in two products of rows sorted by expert; nothing here looks at a value on the host.
+        """All experts at once, as parts [P, T, hidden]; nothing here looks at a value on the host.
 
-        Whether torch does is what `follows_from_shapes` says.
+        Whether torch does, whose products those of many rows are, is what `follows_from_shapes` says.
         """
-        experts, order = chosen.flatten().sort(stable=True)
-        ends = torch.searchsorted(
-            experts, torch.arange(len(self.router), device=experts.device), right=True, out_int32=True
-        )
-        inner = silu_mul_ref(
-            functional.grouped_mm(hidden[order // self.num_chosen], self.gate_up.transpose(1, 2), offs=ends)
-        )
-        outputs = functional.grouped_mm(inner, self.down.transpose(1, 2), offs=ends)
-        placed = torch.empty_like(outputs).index_copy_(0, order, outputs * scores.flatten()[order, None])
-        return placed.view(*chosen.shape, -1).sum(dim=1)
+        return self.kernels.experts(hidden, self.gate_up, self.down, chosen, scores)

@@ -214,7 +214,7 @@ def _read_mlp(weights: Weights, name: str, config: TargetConfig | DraftConfig, k
         raise UnsupportedError(f"hidden_act {config.hidden_act!r} is not served (known: silu)")
     experts = config.experts if isinstance(config, TargetConfig) else None
     if experts is not None and f"{name}.gate.weight" in weights:
-        return Experts.read(weights, name, experts)
+        return Experts.read(weights, name, experts, kernels)
     return MLP.read(weights, name, kernels)
 
 

@@ -7,8 +7,11 @@ and in place of each launch compiles the kernel with the types, constants and op
 import importlib
 import inspect
 import pkgutil
+import re
+import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,9 +29,14 @@ NAMES = {
 Compiled = dict[str, str | None]
 """What was compiled -> what the compiler said, None where nothing."""
 
+HALF_BYTES = 113 * 1024
+"""Shared memory of each of two programs on a multiprocessor of an H100 or H200."""
 
-def compile_launch(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], compiled: Compiled) -> None:
-    """Compile what one launch needs, unless it was before."""
+
+def compile_launch(
+    function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], compiled: Compiled, light: Sequence[str]
+) -> None:
+    """Compile what one launch needs, unless it was before; see `run`."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -50,17 +58,32 @@ def compile_launch(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any],
         return
     try:
         source = ASTSource(function, signature, constexprs=constants, attrs=aligned)
-        triton.compile(source, target=GPUTarget("cuda", CAPABILITY, 32), options=options)
-        compiled[key] = None
+        built = triton.compile(source, target=GPUTarget("cuda", CAPABILITY, 32), options=options)
+        compiled[key] = too_heavy(built) if function.fn.__name__ in light else None
     except Exception as error:
         compiled[key] = str(error)[-800:]
 
 
-def intercept(compiled: Compiled) -> None:
+def too_heavy(built: Any) -> str | None:
+    """What keeps two programs from sharing a multiprocessor, or makes them keep registers in memory."""
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(built.asm["ptx"])
+        file.flush()
+        command = [knobs.nvidia.ptxas.path, "-v", f"--gpu-name=sm_{CAPABILITY}a", file.name, "-o", "/dev/null"]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    spilled, registers = (int(re.findall(text, said)[0]) for text in (r"(\d+) bytes spill", r"Used (\d+) registers"))
+    shared = built.metadata.shared
+    is_light = not spilled and shared <= HALF_BYTES and registers * 32 * built.metadata.num_warps <= 2**15
+    return None if is_light else f"{spilled} bytes spilled, {registers} registers, {shared} bytes of shared memory"
+
+
+def intercept(compiled: Compiled, light: Sequence[str] = ()) -> None:
     """Let launches compile, and let launchers believe that they are on a GPU which launches early."""
     from triton.runtime.jit import JITFunction
 
-    JITFunction.run = lambda self, *args, grid, warmup, **kwargs: compile_launch(self, args, kwargs, compiled)
+    JITFunction.run = lambda self, *args, grid, warmup, **kwargs: compile_launch(self, args, kwargs, compiled, light)
     early = {"IS_EARLY": True, "launch_pdl": True}
     stand_ins: dict[str, Callable[..., Any]] = {
         "check_tensors": lambda *tensors: None,
@@ -81,10 +104,13 @@ def kernel_names() -> set[str]:
     return {name for module in modules for name in vars(module) if name.endswith("_kernel")}
 
 
-def run(calls: Callable[[], None]) -> int:
-    """Compile what these calls launch; says what failed, and which kernels nobody launched. Returns an exit status."""
+def run(calls: Callable[[], None], light: Sequence[str] = ()) -> int:
+    """Compile what these calls launch; says what failed, and which kernels nobody launched. Returns an exit status.
+
+    Of kernels named in `light` two programs must fit on a multiprocessor of an H100 or H200.
+    """
     compiled: Compiled = {}
-    intercept(compiled)
+    intercept(compiled, light)
     calls()
     failed = {key: said for key, said in compiled.items() if said is not None}
     for key, said in failed.items():

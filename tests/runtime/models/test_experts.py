@@ -13,9 +13,13 @@ from torch._subclasses.fake_tensor import (
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
+from dflash_kernels.launch_config import IS_INTERPRETED
+from dflash_kernels.suite import REFERENCE, KernelChoice, pick_kernels, triton_kernels
 from dflash_runtime.config import ExpertsConfig
+from dflash_runtime.models import layers
 from dflash_runtime.models.experts import Experts
 from dflash_testing.gpu import detecting_syncs
+from dflash_testing.pairs import random_target
 from dflash_testing.tensors import assert_rows_close
 
 HIDDEN, INNER, NUM_EXPERTS = 32, 16, 11
@@ -47,7 +51,7 @@ def make(is_normalised: bool, num_chosen: int = 3) -> tuple[Qwen3MoeSparseMoeBlo
         has_normalised_scores=is_normalised,
         layers=(0,),
     )
-    return block, Experts.read(weights, "mlp", chosen)
+    return block, Experts.read(weights, "mlp", chosen, REFERENCE)
 
 
 def rows(count: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -76,8 +80,37 @@ def test_both_ways_compute_what_transformers_computes(count: int, num_chosen: in
     with torch.inference_mode():
         wanted = block(hidden[None])[0]
         chosen, scores = experts.choose(hidden)
-        for compute in (experts.one_by_one, experts.grouped):
-            assert_rows_close(compute(hidden, chosen, scores), wanted.double(), torch.float32)
+        for found in (experts.one_by_one(hidden, chosen, scores), experts.grouped(hidden, chosen, scores).sum(0)):
+            assert_rows_close(found, wanted.double(), torch.float32)
+
+
+@pytest.mark.skipif(not IS_INTERPRETED, reason="in float32 our kernels are the interpreter's")
+@pytest.mark.parametrize("count", [1, 7])
+def test_our_kernels_compute_what_transformers_computes(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In as many parts as experts are chosen, for the norm to add up."""
+    monkeypatch.setattr(Experts, "is_grouped", True)
+    block, experts = make(True)
+    hidden = rows(count)
+    with torch.inference_mode():
+        wanted = block(hidden[None])[0]
+        parts = replace(experts, kernels=triton_kernels())(hidden)
+    assert len(parts) == 3
+    assert_rows_close(parts.sum(0), wanted.double(), torch.float32)
+
+
+def test_a_layer_hands_its_kernels_on() -> None:
+    experts = make(True)[1]
+    names = ("gate", "experts.gate_up_proj", "experts.down_proj")
+    factors = (experts.router, experts.gate_up, experts.down)
+    weights = {f"mlp.{name}.weight": factor for name, factor in zip(names, factors, strict=True)}
+    chosen = ExpertsConfig(
+        num_experts=NUM_EXPERTS, num_chosen=3, intermediate_size=INNER, has_normalised_scores=True, layers=(0,)
+    )
+    config = replace(random_target().config, experts=chosen)
+    kernels = replace(REFERENCE, name="others")
+    mlp = layers._read_mlp(weights, "mlp", config, kernels)
+    assert isinstance(mlp, Experts)
+    assert mlp.kernels is kernels
 
 
 def test_rows_do_not_depend_on_their_neighbours() -> None:
@@ -100,7 +133,7 @@ def test_a_grouped_product_follows_from_shapes(count: int) -> None:
     """Tensors without values have nothing to look at: a shape or a branch that depends on one raises."""
     with FakeTensorMode():
         experts, hidden = fake(), torch.empty(count, HIDDEN, dtype=torch.bfloat16)
-        assert experts.grouped(hidden, *experts.choose(hidden)).shape == hidden.shape
+        assert experts.grouped(hidden, *experts.choose(hidden)).shape == (1, *hidden.shape)
         with pytest.raises((DataDependentOutputException, DynamicOutputShapeException)):
             experts.one_by_one(hidden, *experts.choose(hidden))
 
@@ -140,13 +173,14 @@ def test_on_the_host_a_step_with_experts_is_not_captured(dtype: torch.dtype) -> 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("count", [1, 16, 300])
-def test_grouped_products_ask_the_host_for_nothing(count: int) -> None:
+@pytest.mark.parametrize("name", ["reference", "triton"])
+def test_grouped_products_ask_the_host_for_nothing(count: int, name: KernelChoice) -> None:
     """In bfloat16, and captured: a replay on other rows computes what those rows want."""
     _, experts = make(True)
     router, gate_up, down = (
         tensor.to("cuda", torch.bfloat16) for tensor in (experts.router, experts.gate_up, experts.down)
     )
-    experts = replace(experts, router=router, gate_up=gate_up, down=down)
+    experts = replace(experts, router=router, gate_up=gate_up, down=down, kernels=pick_kernels(name, "cuda"))
     hidden, other = (rows(size, torch.bfloat16).cuda()[-count:] for size in (count, count + 1))
     experts(hidden)
     torch.cuda.synchronize()
@@ -154,7 +188,7 @@ def test_grouped_products_ask_the_host_for_nothing(count: int) -> None:
         experts(hidden)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        routes, found = experts.choose(hidden), experts(hidden)[0]
+        routes, found = experts.choose(hidden), experts(hidden).sum(0)
     hidden.copy_(other)
     graph.replay()
     for replayed, now in zip(routes, experts.choose(hidden), strict=True):

@@ -1,0 +1,201 @@
+"""Experts of few rows: chosen as torch chooses them, and each computed for its rows whoever else is there."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from dflash_kernels import experts as module
+from dflash_kernels.experts import choose_experts, choose_experts_ref, experts, experts_ref
+from dflash_kernels.launch_config import MAX_EXPERT_ROWS, experts_shape
+from dflash_kernels.product import product_parts
+from dflash_testing.tensors import DEVICE, DTYPES, assert_mostly_equal, assert_rows_close, normal
+
+DTYPE = torch.float32 if DEVICE.type == "cpu" else torch.bfloat16
+"""What the kernels are for is bf16, in which the interpreter cannot multiply."""
+
+ALL = -1
+"""Of rows that all choose the same experts."""
+
+
+def distinct_logits(num_rows: int, num_experts: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Rows and a router whose products are exact in every dtype, and differ within a row: neighbours in bfloat16."""
+    generator = torch.Generator().manual_seed(seed)
+    columns = [torch.randperm(num_experts, generator=generator) for _ in range(num_rows)]
+    router = (torch.stack(columns, 1) + 0x3F80).to(torch.int16).view(torch.bfloat16)
+    return torch.eye(num_rows).to(DEVICE, DTYPE), router.to(DEVICE, DTYPE)
+
+
+def weights(num_experts: int, width: int, hidden: int) -> tuple[Tensor, Tensor]:
+    gate_up = normal(num_experts, 2 * width, hidden, dtype=DTYPE, seed=1) * hidden**-0.5
+    return gate_up, normal(num_experts, hidden, width, dtype=DTYPE, seed=2) * width**-0.5
+
+
+def choices(num_rows: int, num_experts: int, num_chosen: int, seed: int = 3) -> tuple[Tensor, Tensor]:
+    """Different ids for each row, in any order, and scores; the same ids for all with ALL as a seed."""
+    generator = torch.Generator().manual_seed(max(seed, 0))
+    rows = [torch.randperm(num_experts, generator=generator)[:num_chosen] for _ in range(num_rows)]
+    chosen = torch.stack(rows[:1] * num_rows if seed == ALL else rows)
+    return chosen.to(DEVICE), normal(num_rows, num_chosen, dtype=DTYPE, seed=4).abs()
+
+
+def assert_parts_right(
+    found: Tensor, hidden: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, scores: Tensor
+) -> None:
+    """Each part of each row, against float64 that is rounded where a model rounds."""
+    wanted, dtype = torch.empty(chosen.shape[1], *hidden.shape, dtype=found.dtype, device=DEVICE), found.dtype
+    for row, place in torch.cartesian_prod(*(torch.arange(size) for size in chosen.shape)).view(-1, 2).tolist():
+        expert, wide = chosen[row, place], hidden[row].double()
+        gate, up = (wide @ gate_up[expert].double().T).to(dtype).double().chunk(2)
+        inner = functional.silu(gate).to(dtype).double() * up
+        output = inner.to(dtype).double() @ down[expert].double().T
+        wanted[place, row] = output.to(dtype).double() * scores[row, place].double()
+    assert_rows_close(found, wanted.double(), dtype)
+    if dtype != torch.float32:
+        assert_mostly_equal(found, wanted)
+
+
+@pytest.mark.parametrize("is_normalised", [True, False])
+@pytest.mark.parametrize(
+    ("num_rows", "num_experts", "num_chosen"), [(1, 8, 2), (5, 11, 3), (3, 4, 4), (1, 3, 1), (40, 128, 8), (2, 600, 10)]
+)
+def test_the_choice_is_torchs(num_rows: int, num_experts: int, num_chosen: int, is_normalised: bool) -> None:
+    hidden, router = distinct_logits(num_rows, num_experts)
+    chosen, scores = choose_experts(hidden, router, num_chosen, is_normalised)
+    wanted = choose_experts_ref(hidden, router, num_chosen, is_normalised)
+    assert torch.equal(chosen, wanted[0])
+    assert_rows_close(scores, wanted[1].double(), DTYPE)
+    if DEVICE.type == "cuda":
+        assert_mostly_equal(scores, wanted[1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_logits_are_rounded_to_the_models_dtype(dtype: torch.dtype) -> None:
+    """The second is likelier by 2 ** -12, which 16 bits do not tell from nothing; their sums are in float32 parts."""
+    hidden = torch.tensor([[1, 2**-6, *[0] * 2046]], dtype=dtype, device=DEVICE)
+    router = torch.zeros(3, 2048, dtype=dtype, device=DEVICE)
+    router[:2, 0], router[1, 1] = 1, 2**-6
+    assert len(product_parts(hidden, router)) > 1 or dtype == torch.float32
+    chosen, scores = choose_experts(hidden, router, 2, True)
+    assert chosen.tolist() == ([[1, 0]] if dtype == torch.float32 else [[0, 1]])
+    assert scores.dtype == dtype
+
+
+def test_of_equals_the_lowest_ids_are_chosen_in_order() -> None:
+    hidden = normal(3, 64, dtype=DTYPE)
+    router = torch.zeros(12, 64, device=DEVICE, dtype=DTYPE)
+    chosen, scores = choose_experts(hidden, router, 5, True)
+    assert chosen.tolist() == [[0, 1, 2, 3, 4]] * 3
+    assert_rows_close(scores, torch.full_like(scores, 0.2).double(), DTYPE)
+    router[[4, 9]] = hidden[0]
+    assert choose_experts(hidden[:1], router, 3, True)[0].tolist() == [[4, 9, 0]]
+
+
+def test_scores_that_vanish_are_chosen_in_order() -> None:
+    """Among probabilities that are zero in float32 the real experts come first, and not what fills up a tile."""
+    hidden, router = (tensor.clone() for tensor in distinct_logits(1, 5))
+    router[:, 0] = torch.tensor([-3000.0, -2000.0, 0.0, -4000.0, -3000.0])
+    chosen, scores = choose_experts(hidden, router, 4, False)
+    assert chosen.tolist() == [[2, 0, 1, 3]]
+    assert scores.tolist() == [[1, 0, 0, 0]]
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")
+@pytest.mark.parametrize("value", [torch.nan, -torch.nan, torch.inf])
+def test_a_row_that_is_not_finite_chooses_experts_that_exist(value: float) -> None:
+    hidden, router = normal(3, 64, dtype=DTYPE), normal(6, 64, dtype=DTYPE, seed=1)
+    clean = choose_experts(hidden, router, 3, True)
+    hidden[1, 5] = value
+    chosen, scores = choose_experts(hidden, router, 3, True)
+    assert sorted(set(chosen[1].tolist()) & set(range(6))) == sorted(chosen[1].tolist())
+    assert scores[1].isnan().all()
+    for found, wanted in zip((chosen, scores), clean, strict=True):
+        assert torch.equal(found[[0, 2]], wanted[[0, 2]])
+
+
+SIZES = [
+    (1, 8, 2, 32, 64),  # one row
+    (4, 32, 2, 32, 64),  # as many routes as a program is told at most, and experts that nobody chose
+    (5, 11, 3, 24, 72),  # a program for each expert; tiles that are not filled
+    (7, 9, 1, 40, 16),
+    (20, 3, 2, 8, 136),  # experts with more rows than a tile
+    (70, 4, 2, 8, 16),
+]
+"""Rows, experts, chosen, inner width and hidden size."""
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("seed", [3, ALL])
+def test_each_expert_computes_its_rows(size: tuple[int, ...], seed: int) -> None:
+    num_rows, num_experts, num_chosen, width, hidden_size = size
+    hidden, factors = normal(num_rows, hidden_size, dtype=DTYPE), weights(num_experts, width, hidden_size)
+    chosen, scores = choices(num_rows, num_experts, num_chosen, seed)
+    found = experts(hidden, *factors, chosen, scores)
+    assert_parts_right(found, hidden, *factors, chosen, scores)
+    in_half = hidden.half(), factors[0].half(), factors[1].half(), chosen, scores.half()
+    assert_parts_right(experts(*in_half), *in_half)
+    wanted = experts_ref(hidden, *factors, chosen, scores)
+    assert_rows_close(found.sum(0), wanted.sum(0).double(), DTYPE)
+
+
+def test_both_kinds_of_program_were_tried() -> None:
+    kinds = {experts_shape(rows, chosen, count, 2, DEVICE).is_by_route for rows, count, chosen, *_ in SIZES}
+    assert kinds == {True, False}
+
+
+def test_the_most_rows_may_all_choose_the_same() -> None:
+    hidden, factors = normal(MAX_EXPERT_ROWS, 16, dtype=DTYPE), weights(5, 8, 16)
+    chosen, scores = choices(MAX_EXPERT_ROWS, 5, 2, ALL)
+    found = experts(hidden, *factors, chosen, scores)
+    assert_rows_close(found.sum(0), experts_ref(hidden, *factors, chosen, scores)[0].double(), DTYPE)
+
+
+@pytest.mark.parametrize("num_experts", [4, 64])
+def test_a_row_that_is_not_finite_touches_no_other(num_experts: int) -> None:
+    hidden, factors = normal(6, 32, dtype=DTYPE), weights(num_experts, 16, 32)
+    chosen, scores = choices(6, num_experts, 2, ALL)
+    clean = experts(hidden, *factors, chosen, scores)
+    hidden[2, 1] = torch.nan
+    found = experts(hidden, *factors, chosen, scores)
+    others = [0, 1, 3, 4, 5]
+    assert torch.equal(found[:, others], clean[:, others])
+    assert found[:, 2].isnan().all()
+
+
+def test_rows_of_a_wider_tensor_are_read_where_they_are() -> None:
+    wide, factors = normal(3, 2, 64, dtype=DTYPE), weights(8, 16, 64)
+    chosen, scores = choices(3, 8, 2)
+    assert_parts_right(experts(wide[:, 1], *factors, chosen, scores), wide[:, 1], *factors, chosen, scores)
+
+
+@pytest.mark.parametrize("num_rows", [8, 9])
+def test_many_rows_are_torchs(num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_EXPERT_ROWS", 8)
+    chosen, scores = choices(num_rows, 4, 2)
+    parts = experts(normal(num_rows, 16, dtype=DTYPE), *weights(4, 8, 16), chosen, scores)
+    assert len(parts) == (2 if num_rows == 8 else 1)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    hidden, factors = normal(3, 16), weights(4, 8, 16)
+    chosen, scores = choices(3, 4, 2)
+    with pytest.raises(ValueError, match="1 to 4 chosen"):
+        choose_experts(hidden, normal(4, 16), 5, True)
+    with pytest.raises(ValueError, match="of as many"):
+        experts(hidden[:2].to(DTYPE), *factors, chosen, scores)
+    with pytest.raises(ValueError, match="of 16 rows"):
+        experts(hidden.to(DTYPE), factors[0][:, :8], factors[1], chosen, scores)
+    with pytest.raises(TypeError, match="in one launch"):
+        experts(hidden.half(), *factors, chosen, scores)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", [1, 2, 16, 17, 64, 128, 256])
+def test_at_the_size_of_a_model(num_rows: int) -> None:
+    """As Qwen3-30B-A3B has them, in bfloat16: each row as near as one rounding more or less brings it."""
+    hidden, factors = normal(num_rows, 2048, dtype=DTYPE), weights(128, 768, 2048)
+    chosen, scores = choose_experts(hidden, normal(128, 2048, dtype=DTYPE, seed=5) * 0.02, 8, True)
+    found = experts(hidden, *factors, chosen, scores)
+    wanted = experts_ref(hidden, *factors, chosen, scores)
+    assert_rows_close(found.float().sum(0).to(DTYPE), wanted[0].double(), DTYPE)
+    assert torch.equal(found, experts(hidden, *factors, chosen, scores))
