@@ -3,7 +3,9 @@
     python3 examples/benchmarks/experts.py [--parts layer,steps] [--rows 1,16] [--ways captured,kernels] [--batches 1,8]
     python3 examples/benchmarks/experts.py --device cpu --shape small
 
-Of a layer's ways, grouped is torch's grouped products, and captured the same as a CUDA graph, as kernels are, our own.
+Of a layer's ways, grouped is torch's grouped products, and captured the same as a CUDA graph, as kernels are, our own;
+choosing is what of these comes before the experts. Other are rows for which they choose other experts than torch does:
+logits in 16 bits tie, and a sum in another order is rounded to a neighbour.
 
 The floor is the time in which the weights that are read pass memory at the rate of a copy, which is measured: of a
 layer those of the experts that its rows chose, of a step those of every layer, of the head, and of the draft if there
@@ -22,7 +24,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from dflash_kernels.suite import REFERENCE, pick_kernels
+from dflash_kernels.suite import REFERENCE, Kernels, pick_kernels
 from dflash_runtime.checkpoint.layout import owned_shapes
 from dflash_runtime.config import DraftConfig, EngineConfig, ExpertsConfig, RopeConfig, TargetConfig
 from dflash_runtime.device.loading import LoadedPair
@@ -98,34 +100,51 @@ def make_experts(shape: Shape, placement: Placement) -> Experts:
 def layer_rows(
     shape: Shape, placement: Placement, bandwidth: float, counts: Sequence[int], ways: Sequence[str]
 ) -> Iterator[Row]:
-    """Rows, way, microseconds and their floor, means of layers; and the error against the experts one by one in %."""
+    """Rows, way, microseconds and their floor, means of layers; and how the first layer's compare with torch's, in %:
+    the error for the same choices against the experts one by one, and the rows for which others are chosen.
+    """
     layers = [make_experts(shape, placement) for _ in range(NUM_LAYERS)]
     bytes_of_one = 3 * shape.inner * shape.hidden * placement.dtype.itemsize
     for count in counts:
         hidden = normal((count, shape.hidden), placement) * 50
         num_read = sum(int(layer.choose(hidden)[0].unique().numel()) for layer in layers) / len(layers)
-        wanted = WAYS["one_by_one"](layers[0], hidden).float().sum(0)
         for way in ways:
             kernels = placement.kernels if way in OURS else REFERENCE
-            chain = [partial(WAYS[way], replace(layer, kernels=kernels), hidden) for layer in layers]
+            chain = [partial(run_way, way, replace(layer, kernels=kernels), hidden) for layer in layers]
             row = attempt([count, way], partial(chain_us, chain, placement.device, is_captured=way in CAPTURED), 1)
-            found = chain[0]().float().sum(0) if row[-1] is not None else torch.full_like(wanted, torch.nan)
-            error = 100 * float((found - wanted).norm() / wanted.norm())
-            yield [*row, num_read * bytes_of_one / bandwidth * 1e6, error]
+            compared = [None, None] if row[-1] is None else compare(way, layers[0], kernels, hidden)
+            yield [*row, num_read * bytes_of_one / bandwidth * 1e6, *compared]
 
 
-def one_by_one(experts: Experts, hidden: Tensor) -> Tensor:
-    return experts.one_by_one(hidden, *experts.choose(hidden))[None]
-
-
-def at_once(experts: Experts, hidden: Tensor) -> Tensor:
-    """Parts, which are left as they are: the norm that follows in a step adds them up."""
-    return experts.grouped(hidden, *experts.choose(hidden))
-
-
-WAYS = {"one_by_one": one_by_one, "grouped": at_once, "captured": at_once, "kernels": at_once}
-CAPTURED, OURS = ("captured", "kernels"), ("kernels",)
+WAYS = ("one_by_one", "grouped", "captured", "kernels", "choosing")
+CAPTURED, OURS = ("captured", "kernels", "choosing"), ("kernels", "choosing")
 """Of the ways those that are CUDA graphs, where there is a GPU; and those with our kernels in place of torch's."""
+
+
+def run_way(way: str, experts: Experts, hidden: Tensor) -> None:
+    """Parts are left as they are: the norm that follows in a step adds them up."""
+    routes = experts.choose(hidden)
+    if way != "choosing":
+        compute(way, experts, hidden, *routes)
+
+
+def compute(way: str, experts: Experts, hidden: Tensor, chosen: Tensor, scores: Tensor) -> Tensor:
+    """Parts [P, T, hidden]."""
+    if way == "one_by_one":
+        return experts.one_by_one(hidden, chosen, scores)[None]
+    return experts.grouped(hidden, chosen, scores)
+
+
+def compare(way: str, layer: Experts, kernels: Kernels, hidden: Tensor) -> Row:
+    """The error of the experts' outputs by norm, where they are computed; and the rows with other experts."""
+    routes, ours = layer.choose(hidden), replace(layer, kernels=kernels)
+    is_other = (ours.choose(hidden)[0].sort().values != routes[0].sort().values).any(1)
+    share = 100 * float(is_other.double().mean())
+    if way == "choosing":
+        return [None, share]
+    wanted = layer.one_by_one(hidden, *routes).double()
+    found = compute(way, ours, hidden, *routes).double().sum(0)
+    return [100 * float((found - wanted).norm() / wanted.norm()), share]
 
 
 def chain_us(chain: Sequence[Callable[[], object]], device: torch.device, *, is_captured: bool) -> Row:
@@ -246,7 +265,7 @@ def main() -> int:
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-30b-a3b")
     parser.add_argument("--parts", default="layer,steps", help="what to time")
     parser.add_argument("--rows", help="of a layer, by default those of the shape")
-    parser.add_argument("--ways", default="captured,kernels", help=f"of a layer: {', '.join(WAYS)}")
+    parser.add_argument("--ways", default="captured,kernels,choosing", help=f"of a layer: {', '.join(WAYS)}")
     parser.add_argument("--batches", default="1,8")
     parser.add_argument("--device", default="cuda:0")
     given = parser.parse_args()
@@ -261,7 +280,7 @@ def main() -> int:
     if "layer" in parts:
         with torch.inference_mode():
             layers = list(layer_rows(shape, placement, bandwidth, counts, ways))
-        print(table(("rows", "experts of a layer", "us", "floor us", "error %"), layers) + "\n", flush=True)
+        print(table(("rows", "experts of a layer", "us", "floor us", "error %", "other %"), layers) + "\n", flush=True)
     if "steps" in parts:
         batches = [int(part) for part in given.batches.split(",")]
         for row in step_rows(shape, placement, batches, bandwidth):
@@ -269,7 +288,7 @@ def main() -> int:
             say(f"{row[0]}, batch {row[1]}, captured {row[2]}: {row[3]} ms")
         print(f"copies {bandwidth / 1e12:.2f} TB/s; the floor of a step is all weights that its rows touch, once")
         print(table(("step", "batch", "captured", "ms", "floor ms"), steps))
-    return 1 if any(row[-2] is None for row in (*steps, *(row[:-1] for row in layers))) else 0
+    return 1 if any(row[-2] is None for row in (*steps, *(row[:-2] for row in layers))) else 0
 
 
 if __name__ == "__main__":
