@@ -99,7 +99,7 @@ says, or why they refuse it, with exit 5. `tried by` is the test in `tests/behav
 ({sizes}) in float32 on the CPU, against transformers' own text, taps and logits. Of packed
 weights, and of what is refused, it is the test in `tests/runtime/models`, where `never_published` stands for any type
 that transformers does not know. A type without a test runs if it passes the trial of
-[hosted-targets.md](hosted-targets.md). On GPUs Qwen3 was run, dense at real sizes and with experts at a small one, and
+[hosted-targets.md](hosted-targets.md). On GPUs Qwen3 was run, dense and with experts at real sizes, and
 of the others Qwen3.5 at the size of 4B and the models of the tests marked `gpu`.
 
 | config | pairs | model_type | layers | experts | quantised | run here | tried by |
