@@ -35,8 +35,8 @@ class Chunk:
 class Batch:
     """One step: requests admitted, pages added, chunks to prefill, requests to decode, and hand-offs to load.
 
-    Prefill and decode are separate forwards. `longest` is an upper bound on the true KV length of every
-    decoding request. Of each block `verify_width` rows are verified; with 1, nothing is drafted.
+    Chunks and blocks share one forward. `longest` is an upper bound on the true KV length of every decoding request. Of
+    each block `verify_width` rows are verified; with 1, nothing is drafted.
     """
 
     admitted: tuple[Request, ...] = ()
