@@ -40,9 +40,10 @@ class ToyTarget:
         self.embedding = weights["table"]
         self.head = Linear(self.embedding.roll(1, dims=0))
 
-    def __call__(self, token_ids, positions, attend, taps):
+    def __call__(self, token_ids, positions, attend, taps, wanted=None):
         hidden = functional.embedding(token_ids, self.embedding)
-        return hidden, torch.cat([hidden for _ in taps], dim=-1) if taps else None
+        features = torch.cat([hidden for _ in taps], dim=-1) if taps else None
+        return hidden if wanted is None else hidden[wanted], features
 
     @staticmethod
     def expected_shapes(config):

@@ -46,9 +46,11 @@ def watch_rows(runner: Runner) -> tuple[list[int], list[int]]:
     class Watched:
         config, head = target.config, staticmethod(target.head)
 
-        def __call__(self, token_ids: Tensor, positions: Tensor, attend: Attend, taps: Any) -> Any:
+        def __call__(
+            self, token_ids: Tensor, positions: Tensor, attend: Attend, taps: Any, wanted: Tensor | None = None
+        ) -> Any:
             verified.append(len(token_ids))
-            return target(token_ids, positions, attend, taps)
+            return target(token_ids, positions, attend, taps, wanted)
 
     def watched(block_ids: Tensor, positions: Tensor, attend: Attend, num_drafts: int | None = None) -> Tensor:
         drafted.append(block_ids.numel())
