@@ -33,7 +33,7 @@ from dflash_runtime.scheduling.prefix_cache import PrefixCache
 from dflash_runtime.scheduling.request import DraftStep, FinishReason, Request
 from dflash_runtime.scheduling.row_shares import RowShares
 from dflash_runtime.scheduling.step_load import StepLoad
-from dflash_runtime.scheduling.width import FixedWidth, WidthPolicy
+from dflash_runtime.scheduling.width import FixedWidth, WidthPolicy, width_of
 
 SHARED_WORTH_A_WAIT = 64
 """Tokens of a prefix for which a prompt waits a step or two rather than run them once more; others go ahead of it."""
@@ -100,7 +100,7 @@ class Scheduler:
         """
         num_preemptions = self.num_preemptions
         decode = self._plan_decode(is_drained)
-        verify_width = self._verify_width(decode)
+        verify_width = width_of(decode, self.width_policy, self.limits.num_lookahead_tokens)
         # A step that had to preempt admits no request: the pages it gained are for requests that already run.
         admitted, chunks = self._plan_prompts(
             self.load.prompt_rows(len(decode) * verify_width), may_admit=self.num_preemptions == num_preemptions
@@ -239,12 +239,6 @@ class Scheduler:
             if self._grow_or_preempt(request, needed, is_drained):
                 decode.append(request)
         return decode
-
-    def _verify_width(self, decode: Sequence[Request]) -> int:
-        """How many rows of each block this step verifies."""
-        full = self.limits.num_lookahead_tokens
-        widths = [min(request.params.verify_width or full, full) for request in decode]
-        return self.width_policy.choose(widths, sum(request.kv_len for request in decode)) if decode else 1
 
     def _plan_prompts(self, num_rows: int, *, may_admit: bool) -> tuple[list[Request], list[Chunk]]:
         """Requests that are admitted, and the chunks of this step; see `RowShares` for who gets how many rows."""

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol
 
+from dflash_runtime.scheduling.request import Request
+
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 """Widths that are chosen from: few, since each is a graph of its own for every bucket of requests."""
 
@@ -60,6 +62,12 @@ class WidthPolicy(Protocol):
     def observe(self, num_verified: int, num_accepted: int) -> None:
         """One request's draft step: how many drafts were verified, and how many of them accepted."""
         ...
+
+
+def width_of(requests: Sequence[Request], policy: WidthPolicy, full: int) -> int:
+    """How many rows of each block a step of these requests verifies, of `full` at most; 1 where there are none."""
+    widths = [min(request.params.verify_width or full, full) for request in requests]
+    return policy.choose(widths, sum(request.kv_len for request in requests)) if requests else 1
 
 
 class FixedWidth:
