@@ -274,17 +274,17 @@ class TargetConfig(TargetFacts):
 class EngineConfig:
     """How the engine runs. None and "auto" mean "decide from the checkpoints and the machine".
 
-    A step with prompts has `max_batched_tokens` rows at most, those of requests that decode included; a quarter is for
-    prompts in any case. `kv_memory_bytes` sets the size of the page pool; without it the pool takes the memory that
-    `gpu_memory_utilization` allows. `max_in_flight` steps are queued ahead of
-    their results when scheduling is asynchronous. Requests without a seed get theirs from `seed`; with None, that is
-    another number each time. With `graphs`, decode steps on a GPU are captured as CUDA graphs. With `adaptive_width`
-    steps verify as many rows of a block as promise the most tokens a second on this GPU, or decode plainly: the text is
-    the same, and the acceptance that is counted is capped. `target_runtime` says whose code runs the target: a native
-    family, transformers, or with "auto" transformers where no native family serves it. transformers' code keeps its own
+    A step with prompts has `max_batched_tokens` rows at most, those of requests that decode included; a quarter is
+    for prompts in any case. `kv_memory_bytes` sets the size of the page pool; without it the pool takes the memory
+    that `gpu_memory_utilization` allows. `max_in_flight` steps are queued ahead of their results when scheduling is
+    asynchronous. Requests without a seed get theirs from `seed`; with None, that is another number each time. With
+    `graphs`, decode steps on a GPU are captured as CUDA graphs. With `adaptive_width` steps verify as many rows of
+    a block as promise the most tokens a second on this GPU, or decode plainly: the text is the same, and the
+    acceptance that is counted is capped. `target_runtime` says whose code runs the target: a native family,
+    transformers, or with "auto" transformers where no native family serves it. transformers' code keeps its own
     cache where our pages do not do, and with "transformers-cache" in any case. `device_map` spreads the target over
-    devices, which only transformers' code does: "auto", a device, or a JSON file of modules and devices. In the folder
-    `prefix_store` prompts that were run are kept, for later runs of the same pair to begin with.
+    devices, which only transformers' code does: "auto", a device, or a JSON file of modules and devices. In the
+    folder `prefix_store` prompts that were run are kept, for later runs of the same pair to begin with.
     """
 
     device: str = "auto"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from dflash_runtime.device.loading import LoadedPair
-from dflash_runtime.device.settings import prompt_rows
+from dflash_runtime.device.settings import rows_of_a_step
 from dflash_runtime.llm import LLM
 from dflash_runtime.scheduling.request import Request, SamplingParams
 from timing.accounting import StepAccount, profile_steps
@@ -119,7 +119,7 @@ def engine_pair(random: RandomPair, arm: str, acceptance: float | None, **settin
     limits = replace(
         pair.limits,
         max_num_requests=config.max_num_requests,
-        max_batched_tokens=prompt_rows(config, pair.placement.kernels),
+        max_batched_tokens=rows_of_a_step(config, pair.placement.kernels),
         max_model_len=config.max_model_len or pair.limits.max_model_len,
     )
     return replace(pair, config=config, limits=limits)

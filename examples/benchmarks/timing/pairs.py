@@ -12,7 +12,7 @@ from dflash_kernels.suite import pick_kernels
 from dflash_runtime.checkpoint.layout import owned_shapes
 from dflash_runtime.config import DraftConfig, EngineConfig, RopeConfig, TargetConfig
 from dflash_runtime.device.loading import LoadedPair
-from dflash_runtime.device.settings import prompt_rows
+from dflash_runtime.device.settings import rows_of_a_step
 from dflash_runtime.drafts.dflash import DFlashDraft
 from dflash_runtime.models.placement import Placement
 from dflash_runtime.models.qwen3 import Qwen3Target
@@ -82,7 +82,7 @@ def build_pair(shape: Shape, max_model_len: int, device: torch.device) -> Random
     target = Qwen3Target(target_config, target_weights, placement)
     limits = Limits(
         num_draft_tokens=BLOCK - 1, max_model_len=max_model_len, max_num_requests=1, vocab_size=shape.vocab,
-        max_batched_tokens=prompt_rows(EngineConfig(), placement.kernels),
+        max_batched_tokens=rows_of_a_step(EngineConfig(), placement.kernels),
     )  # fmt: skip
     draft = DFlashDraft(draft_config, draft_weights, target, placement)
     pair = LoadedPair(target=target, draft=draft, placement=placement, limits=limits, config=EngineConfig())

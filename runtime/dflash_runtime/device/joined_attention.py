@@ -3,12 +3,12 @@
 Axis letters: T flat rows, H heads, KV heads of keys and values, D head dim.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from dflash_kernels.block_attention import PLAIN, Softmax
+from dflash_kernels.block_attention import PLAIN, Softmax, room_for
 from dflash_kernels.rope_store import KVPlace
 from dflash_runtime.device.kv import PagedAttention
 from dflash_runtime.device.prefill import RaggedAttention
@@ -20,12 +20,12 @@ class JoinedAttention:
 
     blocks: PagedAttention
     prompts: RaggedAttention
-    num_block_rows: int
-    slots: Tensor = field(init=False)  # [T]
+    slots: Tensor  # [T]
 
-    def __post_init__(self) -> None:
-        assert self.blocks.slots is not None
-        object.__setattr__(self, "slots", torch.cat((self.blocks.slots.flatten(), self.prompts.slots)))
+    @classmethod
+    def join(cls, blocks: PagedAttention, prompts: RaggedAttention) -> "JoinedAttention":
+        assert blocks.slots is not None
+        return cls(blocks, prompts, torch.cat((blocks.slots.flatten(), prompts.slots)))
 
     def __call__(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, softmax: Softmax = PLAIN) -> Tensor:
         """[T, H, D], [T, KV, D] twice -> [T, H, D]."""
@@ -38,7 +38,7 @@ class JoinedAttention:
 
     def read(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, softmax: Softmax = PLAIN) -> Tensor:
         """See `models.layers.Attend`."""
-        count, out = self.num_block_rows, torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        count, out = len(self.slots) - len(self.prompts.slots), room_for(query)
         self.blocks.read(layer, query[:count], keys[:count], values[:count], softmax, out[:count])
         self.prompts.read(layer, query[count:], keys[count:], values[count:], softmax, out[count:])
         return out

@@ -20,17 +20,12 @@ from dflash_kernels.suite import Kernels
 from dflash_runtime.config import DraftConfig, TargetConfig
 from dflash_runtime.models.placement import Placement
 
-IS_PAGE_MAJOR = True
-"""A page is one piece of memory over all layers, so that it can be sent as one. Otherwise each layer is one piece.
-
-Nothing but the allocation asks: all else goes by strides.
-"""
-
 
 class KVCache:
     """Keys and values of every layer, with slots `page * page_size + offset`.
 
-    `pages` is [P, L, 2, page_size, W]: keys, then values. All else are views of it: `keys` and `values`
+    `pages` is [P, L, 2, page_size, W]: keys, then values, so that a page is one piece of memory over all layers and can
+    be sent as one. All else are views of it: `keys` and `values`
     [L, P, page_size, KV, D], or [L, P, page_size, 1, W] where layers differ in their heads; and `layers`, the keys and
     values of each layer in its own shape, [P, page_size, KV, D].
     """
@@ -40,10 +35,7 @@ class KVCache:
     ) -> None:
         shapes, width = config.kv_shapes, _width(config)
         self.page_size = page_size
-        if IS_PAGE_MAJOR:
-            self.pages = _zeros((num_pages, config.num_layers, 2, page_size, width), placement)
-        else:
-            self.pages = _zeros((config.num_layers, 2, num_pages, page_size, width), placement).permute(2, 0, 1, 3, 4)
+        self.pages = _zeros((num_pages, config.num_layers, 2, page_size, width), placement)
         common = shapes[0] if len(set(shapes)) == 1 else (1, width)
         by_layer = self.pages.permute(2, 1, 0, 3, 4)
         self.keys, self.values = by_layer.view(*by_layer.shape[:4], *common)

@@ -79,6 +79,10 @@ class PagePorter:
         """The shape each tensor of a payload of so many tokens has."""
         return {name: _shape(cache, -(-num_tokens // cache.page_size)) for name, cache in self._caches.items()}
 
+    def num_bytes(self, num_tokens: int) -> int:
+        """Bytes of a payload's pages of so many tokens."""
+        return sum(-(-num_tokens // cache.page_size) * cache.page_bytes for cache in self._caches.values())
+
     def begin_out(self, pages: Sequence[int], num_tokens: int, *, stays: bool = False) -> MovingPages:
         """Begin to take the first `num_tokens` rows in these pages, which hold them until `advance` says it is done.
 

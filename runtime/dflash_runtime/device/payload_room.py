@@ -17,7 +17,7 @@ class PayloadRoom:
     """How many bytes of payloads may lie on a device at once. One that is alone may always, however large it is."""
 
     def __init__(self, runner: Runner, num_bytes: float) -> None:
-        self._porter, self._number_bytes = runner.porter, runner.target_kv.keys.element_size()
+        self._porter = runner.porter
         self._num_bytes = num_bytes
         self._taken: dict[Request, int] = {}
 
@@ -35,7 +35,7 @@ class PayloadRoom:
 
         The other side asks for prompts in their order, and would wait for the first while others have all the room.
         """
-        needed = sum(map(math.prod, self._porter.shapes(num_tokens).values())) * self._number_bytes
+        needed = self._porter.num_bytes(num_tokens)
         if self._taken and not is_first and sum(self._taken.values()) + needed > self._num_bytes:
             return False
         self._taken[request] = needed

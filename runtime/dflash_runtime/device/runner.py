@@ -132,19 +132,18 @@ class Runner:
                 self.texts.drop_ended()
             num_rows = self.limits.num_lookahead_tokens
             self.state.admit(batch.admitted, batch.additions, num_rows, self.page_size, self._upload)
-            prefill = self._prefill()
-            prompts = prefill.lay_out(batch.chunks) if batch.chunks else None
-            rows, mode = _rows(batch.decode), _mode(batch.decode, batch.verify_width)
+            prompts = self._prefill().lay_out(batch.chunks) if batch.chunks else None
+            rows, mode = [_row(request) for request in batch.decode], _mode(batch.decode, batch.verify_width)
             parts: Results = []
             if rows and prompts and self.texts is None:
-                parts = self._run_together(batch, mode, prefill, prompts)
+                parts = self._run_together(batch, rows, mode, prompts)
             else:
                 if rows and self.graphs is not None:
                     parts.append((batch.decode, self.graphs.replay(rows, mode)))
                 elif rows:
                     parts.append((batch.decode, self._decode(self._upload.ints(rows), mode, batch.longest)))
                 if prompts is not None:
-                    parts.append((prompts.fresh, self._fill(prefill, prompts)))
+                    parts.append((prompts.fresh, self._fill(prompts)))
             return PendingForward.send(parts, self.device, batch.chunks) if parts else None
 
     def take_state(self, request: Request) -> TextState:
@@ -191,7 +190,7 @@ class Runner:
     def _on_device(self) -> AbstractContextManager[object]:
         return as_current(self.device)
 
-    def _fill(self, prefill: Prefill, prompts: PromptRows) -> Tensor | None:
+    def _fill(self, prompts: PromptRows) -> Tensor | None:
         """Run prompts alone -> packed results of those that begin to decode."""
         hidden = None
         if len(prompts):
@@ -203,24 +202,23 @@ class Runner:
                 hidden, features = self.texts.fill(prompts.chunks, prompts.token_ids, self._taps)
                 hidden = hidden[prompts.wanted]
             self._write_context(features, prompts.positions, prompts.slots)
-        return prefill.finish(prompts, hidden)
+        return self._prefill().finish(prompts, hidden)
 
-    def _run_together(self, batch: Batch, mode: StepMode, prefill: Prefill, prompts: PromptRows) -> Results:
-        """Run blocks and prompts in one forward, the rows of blocks first."""
-        rows = _rows(batch.decode)
+    def _run_together(self, batch: Batch, rows: list[int], mode: StepMode, prompts: PromptRows) -> Results:
+        """Run blocks of batch rows [R] and prompts in one forward, the rows of blocks first."""
         # Of a size that steps are captured in, so that kernels are those that were compiled at start.
         rows = self.graphs.padded(rows) if self.graphs is not None else rows
         blocks = self._draft_blocks(self._upload.ints(rows), mode, batch.longest)
         count = len(blocks.token_ids)
         assert prompts.attend is not None
-        attend = JoinedAttention(self._attend_target(blocks), prompts.attend, count)
+        attend = JoinedAttention.join(self._attend_target(blocks), prompts.attend)
         positions = torch.cat((blocks.positions.flatten(), prompts.positions))
         token_ids = torch.cat((blocks.token_ids, prompts.token_ids))
         wanted = torch.cat((torch.arange(count, device=self.device), prompts.wanted + count))
         hidden, features = self.target(token_ids, positions, attend, self._taps, wanted)
         packed, slots = self._settle(blocks, hidden[:count])
         self._write_context(features, positions, torch.cat((slots.flatten(), prompts.slots)))
-        first = prefill.finish(prompts, hidden[count:])
+        first = self._prefill().finish(prompts, hidden[count:])
         return [(batch.decode, packed[: len(batch.decode)]), (prompts.fresh, first)]
 
     def _decode(self, rows: Tensor, mode: StepMode, longest: int | None = None) -> Tensor:
@@ -377,10 +375,6 @@ class Runner:
 def _row(request: Request) -> int:
     assert request.row is not None
     return request.row
-
-
-def _rows(requests: Sequence[Request]) -> list[int]:
-    return [_row(request) for request in requests]
 
 
 def _mode(requests: Sequence[Request], verify_width: int) -> StepMode:

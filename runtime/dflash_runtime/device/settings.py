@@ -97,7 +97,7 @@ def can_adapt(config: EngineConfig) -> bool:
     return config.num_draft_tokens != 0 and can_capture(config, device, kernels)
 
 
-def prompt_rows(config: EngineConfig, kernels: Kernels) -> int:
+def rows_of_a_step(config: EngineConfig, kernels: Kernels) -> int:
     """Most rows of a step with prompts."""
     return config.max_batched_tokens or (KERNEL_ROWS if kernels.name == "triton" else REFERENCE_ROWS)
 
@@ -140,5 +140,5 @@ def resolve_limits(
         max_model_len=max_model_len,
         max_num_requests=config.max_num_requests,
         vocab_size=target.vocab_size,
-        max_batched_tokens=prompt_rows(config, kernels),
+        max_batched_tokens=rows_of_a_step(config, kernels),
     )

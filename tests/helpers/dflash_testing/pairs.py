@@ -19,7 +19,7 @@ from dflash_runtime.checkpoint.layout import DRAFT_TO_TARGET, owned_shapes
 from dflash_runtime.checkpoint.pair import DraftSource
 from dflash_runtime.config import DraftConfig, EngineConfig, RopeConfig, TargetConfig
 from dflash_runtime.device.loading import LoadedPair
-from dflash_runtime.device.settings import prompt_rows, resolve_kernels
+from dflash_runtime.device.settings import resolve_kernels, rows_of_a_step
 from dflash_runtime.drafts.dflash import DFlashDraft
 from dflash_runtime.drafts.draft import Draft, load_draft
 from dflash_runtime.llm import LLM
@@ -188,7 +188,7 @@ def random_llm(
         max_model_len=max_model_len or target.config.max_position_embeddings,
         max_num_requests=config.max_num_requests,
         vocab_size=target.config.vocab_size,
-        max_batched_tokens=prompt_rows(config, REFERENCE),
+        max_batched_tokens=rows_of_a_step(config, REFERENCE),
     )
     kernels = REFERENCE if config.kernels == "auto" else resolve_kernels(config.kernels, CPU, target.embedding.dtype)
     placed = replace(placement(target.embedding.dtype), kernels=kernels)

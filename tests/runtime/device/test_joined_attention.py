@@ -43,7 +43,7 @@ def attend(kernels: Kernels) -> JoinedAttention:
     plan = plan_ragged(SEGMENTS, CONFIG.num_heads, HEADS, ragged_shape(SIZE, 4, 16, TABLE.device), TABLE.device)
     plans = {(HEADS, SIZE): (plan, torch.tensor(plan.ints))}
     prompts = RaggedAttention(kernels, cache, TABLE, plans, CONFIG.windows, SLOTS[NUM_BLOCK_ROWS:])
-    return JoinedAttention(blocks, prompts, NUM_BLOCK_ROWS)
+    return JoinedAttention.join(blocks, prompts)
 
 
 @pytest.mark.parametrize("kernels", suites(), ids=lambda kernels: kernels.name)

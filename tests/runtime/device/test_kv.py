@@ -1,4 +1,4 @@
-"""KV in pages: how they lie in memory, and how they come out of it and into it; in either arrangement."""
+"""KV in pages: how they lie in memory, and how they come out of it and into it."""
 
 import resource
 from dataclasses import replace
@@ -7,22 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from dflash_runtime.device import kv, kv_pages
+from dflash_runtime.device import kv_pages
 from dflash_runtime.device.kv import KVCache, bytes_per_token
 from dflash_runtime.device.kv_pages import PagePorter
 from dflash_runtime.device.state import Uploader
-from dflash_runtime.llm import LLM
-from dflash_runtime.scheduling.request import SamplingParams
-from dflash_testing.pairs import CPU, bundled_draft_model, bundled_llm, bundled_prompts, placement, random_target
+from dflash_testing.pairs import CPU, placement, random_target
 
 TARGET = random_target().config
 STATM = Path("/proc/self/statm")
-
-
-@pytest.fixture(params=[True, False], ids=["page major", "layer major"], autouse=True)
-def is_page_major(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    monkeypatch.setattr(kv, "IS_PAGE_MAJOR", request.param)
-    return bool(request.param)
 
 
 def filled(num_pages: int) -> KVCache:
@@ -36,12 +28,11 @@ def porter(cache: KVCache) -> PagePorter:
     return PagePorter({"target.pages": cache}, CPU, Uploader(CPU))
 
 
-def test_a_page_is_one_piece_or_a_layer_is(is_page_major: bool) -> None:
+def test_a_page_is_one_piece() -> None:
     cache = filled(5)
     assert cache.pages.shape == (5, TARGET.num_layers, 2, 16, 16)
     assert cache.page_bytes == cache.pages[0].nbytes == 16 * bytes_per_token(TARGET, torch.float32)
-    assert [page.is_contiguous() for page in cache.pages] == [is_page_major] * 5
-    assert [tensor.is_contiguous() for layer in cache.layers for tensor in layer] == [not is_page_major] * 8
+    assert [page.is_contiguous() for page in cache.pages] == [True] * 5
     for layer, tensors in enumerate(cache.layers):
         for kind, (tensor, whole) in enumerate(zip(tensors, (cache.keys, cache.values), strict=True)):
             assert torch.equal(tensor.flatten(2), cache.pages[:, layer, kind])
@@ -115,14 +106,3 @@ def test_layers_that_did_not_come_are_zeros(num_layers: int) -> None:
     assert bool((cache.pages[[4, 1, 2], :num_layers] == 1).all())
     assert not cache.pages[[4, 1, 2], num_layers:].any()
     assert torch.equal(cache.pages[[0, 3, 5]], before[[0, 3, 5]])
-
-
-def test_text_and_steps_are_the_same(is_page_major: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    prompts, params = bundled_prompts()[:3], SamplingParams(max_new_tokens=16)
-
-    def drafts(llm: LLM) -> list[object]:
-        return [output.drafts for output in llm.generate(prompts, params)]
-
-    found = drafts(bundled_llm(bundled_draft_model(), 7, max_num_requests=2))
-    monkeypatch.setattr(kv, "IS_PAGE_MAJOR", not is_page_major)
-    assert found == drafts(bundled_llm(bundled_draft_model(), 7, max_num_requests=2))

@@ -29,7 +29,7 @@ from dflash_runtime.device.memory import (
     row_bytes,
     scratch_bytes,
 )
-from dflash_runtime.device.settings import prompt_rows
+from dflash_runtime.device.settings import rows_of_a_step
 from dflash_runtime.errors import CapacityError
 from dflash_runtime.llm import LLM
 from dflash_runtime.models.placement import Placement, Spread
@@ -58,7 +58,7 @@ def scratch(
     max_num_requests: int = 16, placement: Placement = GPU, max_batched_tokens: int | None = 2048, **engine: Any
 ) -> int:
     config = EngineConfig(max_num_requests=max_num_requests, max_batched_tokens=max_batched_tokens, **engine)
-    rows = prompt_rows(config, placement.kernels)
+    rows = rows_of_a_step(config, placement.kernels)
     limits = replace(LIMITS, max_num_requests=max_num_requests, max_batched_tokens=rows)
     return scratch_bytes(config, TARGET, DRAFT, limits, placement)
 
