@@ -98,8 +98,9 @@ class LLM:
     @property
     def warnings(self) -> tuple[str, ...]:
         """A sentence for each feature that was switched off, naming what excludes it: another feature, or memory."""
-        graphs = self.engine.runner.graphs
-        return (*self.pair.warnings, *([graphs.shortage] if graphs is not None and graphs.shortage else []))
+        runner = self.engine.runner
+        shortages = [item.shortage for item in (runner.graphs, runner.pieces) if item is not None]
+        return (*self.pair.warnings, *(shortage for shortage in shortages if shortage is not None))
 
     @property
     def num_draft_tokens(self) -> int:

@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import count
 
 from dflash_kernels.launch_config import LONG_CONTEXT
@@ -38,18 +39,21 @@ def warm_up(engine: Engine, params: Sequence[SamplingParams], max_requests: int 
     wanted = graphs.missing(lambda bucket: step_modes(engine, params, bucket), max_requests)
     if not wanted:
         return
-    batches = prefill_batches(engine, params, max_requests)
-    total, started = len(wanted) + len(batches), time.perf_counter()
-    progress(0, total)
-    for num_done, (bucket, mode) in enumerate(wanted, start=1):
-        graphs.capture(bucket, mode)
-        progress(num_done, total)
-    captured_s = time.perf_counter() - started
-    for num_done, batch in enumerate(batches, start=1 + len(wanted)):
-        run_once(engine, batch)
-        progress(num_done, total)
+    pieces = engine.runner.pieces
+    jobs: list[Callable[[], object]] = [partial(graphs.capture, *item) for item in wanted]
+    jobs += [partial(pieces.capture, bucket) for bucket in pieces.missing()] if pieces is not None else []
+    num_captured = len(jobs)
+    jobs += [partial(run_once, engine, batch) for batch in prefill_batches(engine, params, max_requests)]
+    started = time.perf_counter()
+    captured_s = 0.0
+    progress(0, len(jobs))
+    for num_done, job in enumerate(jobs, start=1):
+        job()
+        progress(num_done, len(jobs))
+        if num_done == num_captured:
+            captured_s = time.perf_counter() - started
     seconds = time.perf_counter() - started
-    logger.info("warmed up in %.1f s: %d captured in %.1f s", seconds, len(wanted), captured_s)
+    logger.info("warmed up in %.1f s: %d captured in %.1f s", seconds, num_captured, captured_s)
     log_use(engine.runner.device)
 
 

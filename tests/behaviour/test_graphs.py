@@ -167,6 +167,25 @@ def test_padding_reads_and_writes_nothing() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("draft", ["tiny", None])
+@pytest.mark.parametrize("max_num_requests", [1, 4])
+def test_prompts_in_captured_pieces(draft: str | None, max_num_requests: int) -> None:
+    """Prompts alone, beside requests that decode, in chunks, and longer than what is captured: first and again."""
+    start = bundled_prompts()
+    prompts = [tuple((start[index] * 300)[:length]) for index, length in enumerate((5, 40, 200, 700, 1500, 64, 333))]
+    params = [SamplingParams(max_new_tokens=16 + 9 * index) for index in range(len(prompts))]
+    settings: dict[str, Any] = {"max_num_requests": max_num_requests, "num_pages": 600, "prefix_cache": False}
+    plainly = gpu_llm(draft, "float32", graphs=False, **settings)
+    captured = gpu_llm(draft, "float32", **settings)
+    pieces = captured.engine.runner.pieces
+    assert pieces is not None
+    wanted = traces(plainly.generate(prompts, params))
+    for _ in range(2):
+        assert traces(captured.generate(prompts, params)) == wanted
+    assert len(pieces.captured) >= 3
+
+
+@pytest.mark.gpu
 def test_memory_does_not_grow_with_steps() -> None:
     llm = gpu_llm("tiny", "bfloat16", max_num_requests=4, num_pages=400)
     prompts = bundled_prompts()[:12]

@@ -36,9 +36,18 @@ class JoinedAttention:
         """See `models.layers.Attend`."""
         return self.prompts.place(layer)._replace(slots=self.slots)
 
-    def read(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, softmax: Softmax = PLAIN) -> Tensor:
-        """See `models.layers.Attend`."""
-        count, out = len(self.slots) - len(self.prompts.slots), room_for(query)
+    def read(
+        self,
+        layer: int,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        softmax: Softmax = PLAIN,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """See `models.layers.Attend`; into `out` [T, H, D], where that is given."""
+        count = len(self.slots) - len(self.prompts.slots)
+        out = room_for(query) if out is None else out
         self.blocks.read(layer, query[:count], keys[:count], values[:count], softmax, out[:count])
         self.prompts.read(layer, query[count:], keys[count:], values[count:], softmax, out[count:])
         return out

@@ -12,6 +12,7 @@ import torch
 from dflash_runtime.config import DraftConfig, EngineConfig, TargetConfig
 from dflash_runtime.device.host_memory import available_bytes
 from dflash_runtime.device.kv import bytes_per_token
+from dflash_runtime.device.row_buckets import row_buckets
 from dflash_runtime.device.spreading import share_out
 from dflash_runtime.errors import CapacityError
 from dflash_runtime.models.own_cache import score_bytes
@@ -159,7 +160,15 @@ def scratch_bytes(
     if not config.graphs or placement.kernels.name != "triton" or placement.device.type != "cuda":
         return shared
     widths = len(widths_for(limits.num_draft_tokens)) if config.adaptive_width else 1
-    return shared + decode + WORKSPACE_BYTES + NUM_GRAPHS * widths * GRAPH_BYTES
+    graphs = (NUM_GRAPHS * widths + len(row_buckets(limits.max_rows))) * GRAPH_BYTES
+    return shared + decode + _piecewise_bytes(target, limits, num_taps, placement.dtype) + WORKSPACE_BYTES + graphs
+
+
+def _piecewise_bytes(target: TargetConfig, limits: Limits, num_taps: int, dtype: torch.dtype) -> int:
+    """Captured forwards with prompts: what the largest works in, and what it is given and leaves."""
+    heads = max((2 * target.num_heads + 2 * count) * size for count, size in target.kv_shapes)
+    numbers = heads + (1 + num_taps) * target.hidden_size
+    return row_buckets(limits.max_rows)[-1] * (row_bytes(target, num_taps, dtype) + numbers * dtype.itemsize)
 
 
 def row_bytes(config: TargetConfig | DraftConfig, num_taps: int, dtype: torch.dtype) -> int:

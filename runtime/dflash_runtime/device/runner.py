@@ -17,20 +17,20 @@ Axis letters: R requests, N block rows, W of them verified, K drafted tokens, T 
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from dflash_kernels.sampling import Distribution
 from dflash_kernels.step_rows import Bounds, StepRows
 from dflash_kernels.uniform import DRAFT
+from dflash_runtime.device.blocks import Blocks, Proposal, Sampling
 from dflash_runtime.device.decode_graphs import DecodeGraphs, StepMode
 from dflash_runtime.device.joined_attention import JoinedAttention
 from dflash_runtime.device.kv import KVCache, PagedAttention
 from dflash_runtime.device.kv_pages import PagePorter
 from dflash_runtime.device.loading import LoadedPair
-from dflash_runtime.device.prefill import Prefill, PromptRows
+from dflash_runtime.device.piecewise_graphs import PiecewiseGraphs
+from dflash_runtime.device.prefill import Prefill, PromptRows, RaggedAttention
 from dflash_runtime.device.results import PendingForward
 from dflash_runtime.device.state import DeviceState, Uploader
 from dflash_runtime.device.texts import Texts
@@ -47,46 +47,6 @@ REGRET_ROWS = 256
 
 Results = list[tuple[Sequence[Request], Tensor | None]]
 """Packed results [R, ...] and whose they are; None where no tokens come of them."""
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """How the tokens of one forward are sampled, [R] each."""
-
-    temperatures: Tensor
-    top_ks: Tensor
-    top_ps: Tensor
-    seeds: Tensor
-    mode: StepMode
-
-    def filters(self) -> tuple[Tensor, Tensor, Tensor]:
-        """In the order of the kernels, to which each value stands for all of a request's block rows."""
-        return self.temperatures, self.top_ks, self.top_ps
-
-    def after(self, positions: Tensor) -> Tensor:
-        """Positions of the tokens that are sampled after these rows; a greedy step needs none."""
-        return positions if self.mode.is_greedy else positions + 1
-
-
-@dataclass(frozen=True, slots=True)
-class Proposal:
-    """Drafted tokens, and the distribution of R * (W - 1) rows they were sampled from where they were sampled."""
-
-    token_ids: Tensor  # [R, W - 1] over the target's ids; negative where the draft proposes nothing
-    distribution: Distribution | Tensor | None = None  # over the draft's ids
-
-
-@dataclass(frozen=True, slots=True)
-class Blocks:
-    """What a decode step verifies: the blocks of R requests, W rows of each."""
-
-    rows: Tensor  # [R] of the state
-    step: StepRows
-    page_table: Tensor
-    sampling: Sampling
-    proposal: Proposal
-    token_ids: Tensor  # [R * W]
-    positions: Tensor  # [R, W]
 
 
 class Runner:
@@ -119,7 +79,11 @@ class Runner:
             mask_id=self.draft.config.mask_token_id if self.draft else 0,
         )
         self._taps = self.draft.config.target_layer_ids if self.draft else ()
-        self.graphs = DecodeGraphs(self._decode, self.limits.max_num_requests, self.device) if pair.has_graphs else None
+        self.graphs: DecodeGraphs | None = None
+        self.pieces: PiecewiseGraphs | None = None
+        if pair.has_graphs:
+            self.graphs = DecodeGraphs(self._decode, self.limits.max_num_requests, self.device)
+            self.pieces = PiecewiseGraphs(self.target, self._taps, self.kernels, self.target_kv, self.limits.max_rows)
 
     @torch.inference_mode()
     def submit(self, batch: Batch) -> PendingForward | None:
@@ -197,7 +161,7 @@ class Runner:
             if self.texts is None:
                 assert prompts.attend is not None
                 ids, positions = prompts.token_ids, prompts.positions
-                hidden, features = self.target(ids, positions, prompts.attend, self._taps, prompts.wanted)
+                hidden, features = self._run_target(ids, positions, prompts.attend, prompts.wanted)
             else:
                 hidden, features = self.texts.fill(prompts.chunks, prompts.token_ids, self._taps)
                 hidden = hidden[prompts.wanted]
@@ -215,11 +179,20 @@ class Runner:
         positions = torch.cat((blocks.positions.flatten(), prompts.positions))
         token_ids = torch.cat((blocks.token_ids, prompts.token_ids))
         wanted = torch.cat((torch.arange(count, device=self.device), prompts.wanted + count))
-        hidden, features = self.target(token_ids, positions, attend, self._taps, wanted)
+        hidden, features = self._run_target(token_ids, positions, attend, wanted)
         packed, slots = self._settle(blocks, hidden[:count])
         self._write_context(features, positions, torch.cat((slots.flatten(), prompts.slots)))
         first = self._prefill().finish(prompts, hidden[count:])
         return [(batch.decode, packed[: len(batch.decode)]), (prompts.fresh, first)]
+
+    def _run_target(
+        self, token_ids: Tensor, positions: Tensor, attend: RaggedAttention | JoinedAttention, wanted: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """A forward with prompts, in captured pieces if it is short -> hidden states of wanted rows, features."""
+        if self.pieces is None or not self.pieces.takes(len(token_ids)):
+            return self.target(token_ids, positions, attend, self._taps, wanted)
+        hidden, features = self.pieces.run(token_ids, positions, attend)
+        return hidden[wanted], features
 
     def _decode(self, rows: Tensor, mode: StepMode, longest: int | None = None) -> Tensor:
         """One step of decoding batch rows [R] -> packed results.
@@ -248,7 +221,7 @@ class Runner:
         step = self.kernels.open_step(self.state.row_state, rows, block, width, self._bounds)
         page_table = self._page_table(rows, None if longest is None else longest + width)
         sampling = self._sampling(rows, mode)
-        proposal = self._propose(step, page_table, sampling) if width > 1 else _no_drafts(rows)
+        proposal = self._propose(step, page_table, sampling) if width > 1 else Proposal.empty(rows)
         # A draft may decline a position with a negative id, which is never accepted. An embedding has no row for it,
         # so it becomes 0 here.
         ids = torch.cat((step.block_ids[:, :1], proposal.token_ids.clamp(min=0)), dim=1)
@@ -283,7 +256,7 @@ class Runner:
         """The tokens after prompts, from their last rows: see `prefill.ChooseFirst`."""
         sampling = self._sampling(rows, _mode(requests, verify_width=1))
         zero = torch.zeros_like(rows)
-        chosen, _, is_finite = self._choose(hidden, positions[:, None], sampling, _no_drafts(rows), zero)
+        chosen, _, is_finite = self._choose(hidden, positions[:, None], sampling, Proposal.empty(rows), zero)
         return chosen[:, 0], is_finite[:, 0].to(torch.int64)
 
     def _propose(self, step: StepRows, page_table: Tensor, sampling: Sampling) -> Proposal:
@@ -383,7 +356,3 @@ def _mode(requests: Sequence[Request], verify_width: int) -> StepMode:
         is_greedy=all(request.params.is_greedy for request in requests),
         has_filters=any(request.params.has_filters for request in requests),
     )
-
-
-def _no_drafts(anchors: Tensor) -> Proposal:
-    return Proposal(anchors.new_empty((len(anchors), 0)))

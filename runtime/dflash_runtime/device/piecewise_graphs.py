@@ -1,0 +1,299 @@
+"""Forwards with prompts captured as CUDA graphs piece by piece: what lies between the attentions of two layers is one.
+
+To launch a forward with prompts kernel by kernel takes the host longer than a GPU takes to run it, up to some thousand
+rows. Whole, it can't be captured: how rows are cut into prompts and blocks differs from step to step. But only
+attention looks at that. So all else is captured for a bucket of rows, and attention is launched in between, over the
+rows that are there. Those that fill the bucket hold what was there before, keep no KV, and nobody reads them.
+
+A forward is cut by running it: the `Attend` it is given ends a piece whenever it is asked to read, and begins the next.
+
+Axis letters: T flat rows, M rows of the largest bucket, H heads, KV heads of keys and values, D head dim, F features.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from dflash_kernels.block_attention import PLAIN, Softmax
+from dflash_kernels.rope_store import KVPlace
+from dflash_kernels.slot_mapping import PAD
+from dflash_kernels.suite import Kernels
+from dflash_runtime.device.decode_graphs import capture_stream, no_collection
+from dflash_runtime.device.joined_attention import JoinedAttention
+from dflash_runtime.device.kv import KVCache
+from dflash_runtime.device.memory import is_out_of_memory
+from dflash_runtime.device.prefill import RaggedAttention
+from dflash_runtime.device.row_buckets import bucket_of_rows, row_buckets
+from dflash_runtime.models.placement import as_current
+from dflash_runtime.models.target import Target
+
+logger = logging.getLogger(__name__)
+
+Shape = tuple[int, int, int]
+"""Query heads, heads of keys and values, and their size: (H, KV, D)."""
+
+Replay = Callable[[], None]
+
+
+class Recorder(Protocol):
+    """Records what is launched between `begin` and `end`, to be launched again."""
+
+    def session(self) -> AbstractContextManager[None]:
+        """In which to record; one that fails leaves nothing open."""
+        ...
+
+    def begin(self) -> None: ...
+
+    def end(self) -> Replay: ...
+
+
+class CudaRecorder:
+    """Records CUDA graphs, all in one pool of memory: of one forward they run in order, and of two never at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool: Any = None  # torch gives the type of a handle no public name
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """See `Recorder`."""
+        stream = capture_stream(self._device)
+        stream.wait_stream(torch.cuda.current_stream())
+        with no_collection(), torch.cuda.stream(stream):
+            try:
+                yield
+            finally:
+                if self._graph is not None:
+                    with suppress(RuntimeError):  # a capture that has failed says so again when it is ended
+                        self._graph.capture_end()
+                    self._graph = None
+        torch.cuda.current_stream().wait_stream(stream)
+
+    def begin(self) -> None:
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        self._graph = torch.cuda.CUDAGraph()
+        self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+
+    def end(self) -> Replay:
+        assert self._graph is not None
+        graph, self._graph = self._graph, None
+        graph.capture_end()
+        return graph.replay
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What is launched up to the attention of a layer, and that attention."""
+
+    replay: Replay
+    layer: int
+    shape: Shape
+    softmax: Softmax
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """A captured forward: its pieces, and what follows the last attention."""
+
+    before_attention: tuple[Piece, ...]
+    rest: Replay
+
+
+@dataclass(frozen=True, slots=True)
+class Buffers:
+    """What pieces and attention read and write, whichever bucket: that of a smaller one lies at the beginning."""
+
+    token_ids: Tensor  # [M]
+    positions: Tensor  # [M]
+    slots: Tensor  # [M]
+    hidden: Tensor  # [M, hidden]
+    features: Tensor  # [M, F]
+    heads: Tensor  # queries, keys and values of one layer, of M rows where it has most
+    attended: Tensor  # likewise
+
+    @classmethod
+    def of(cls, target: Target, num_taps: int, num_rows: int, device: torch.device) -> "Buffers":
+        config, dtype = target.config, target.embedding.dtype
+        ints = torch.zeros((3, num_rows), dtype=torch.int64, device=device)
+        heads = max((config.num_heads + 2 * num_kv) * size for num_kv, size in config.kv_shapes)
+        attended = max(config.num_heads * size for _, size in config.kv_shapes)
+        hidden = config.hidden_size
+        parts = [
+            torch.zeros((num_rows, width), dtype=dtype, device=device)
+            for width in (hidden, num_taps * hidden, heads, attended)
+        ]
+        return cls(*ints, *parts)
+
+    def fill(self, token_ids: Tensor, positions: Tensor, slots: Tensor, num_rows: int) -> None:
+        """Bring T rows into a bucket of `num_rows`."""
+        count = len(token_ids)
+        self.token_ids[:count].copy_(token_ids)
+        self.positions[:count].copy_(positions)
+        self.slots[:count].copy_(slots)
+        self.slots[count:num_rows].fill_(PAD)
+
+    def heads_of(self, shape: Shape, num_rows: int) -> Tensor:
+        """Queries, keys and values of so many rows, as one layer has them: [T, H + 2 KV, D]."""
+        num_heads, num_kv, size = shape
+        return _shaped(self.heads, num_rows, num_heads + 2 * num_kv, size)
+
+    def attended_of(self, shape: Shape, num_rows: int) -> Tensor:
+        """[T, H, D]."""
+        return _shaped(self.attended, num_rows, shape[0], shape[2])
+
+    def at_attention(self, shape: Shape, num_rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What attention reads, queries [T, H, D], keys and values [T, KV, D], and where it writes, [T, H, D]."""
+        num_heads, num_kv, _ = shape
+        query, keys, values = self.heads_of(shape, num_rows).split((num_heads, num_kv, num_kv), dim=1)
+        return query, keys, values, self.attended_of(shape, num_rows)
+
+
+@dataclass(slots=True)
+class CuttingAttention:
+    """An `Attend` that attends to nothing: a layer's read ends a piece, and the next one begins behind it.
+
+    Without a recorder nothing is recorded, which is how a forward is rehearsed.
+    """
+
+    kernels: Kernels
+    cache: KVCache
+    buffers: Buffers
+    num_rows: int
+    recorder: Recorder | None
+    pieces: list[Piece] = field(default_factory=list)
+
+    def __call__(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, softmax: Softmax = PLAIN) -> Tensor:
+        """[T, H, D], [T, KV, D] twice -> [T, H, D]."""
+        self.kernels.kv_store(keys, values, *self.place(layer))
+        return self.read(layer, query, keys, values, softmax)
+
+    def place(self, layer: int) -> KVPlace:
+        """See `models.layers.Attend`."""
+        return KVPlace(*self.cache.layers[layer], self.buffers.slots[: self.num_rows])
+
+    def read(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, softmax: Softmax = PLAIN) -> Tensor:
+        """Leave the layer's heads where attention finds them -> where it will have written [T, H, D]."""
+        shape = (query.shape[1], *keys.shape[1:])
+        torch.cat((query, keys, values), dim=1, out=self.buffers.heads_of(shape, self.num_rows))
+        if self.recorder is not None:
+            self.pieces.append(Piece(self.recorder.end(), layer, shape, softmax))
+            self.recorder.begin()
+        return self.buffers.attended_of(shape, self.num_rows)
+
+
+class PiecewiseGraphs:
+    """Forwards of a target with prompts, captured at start or when a bucket of rows is first asked for."""
+
+    def __init__(
+        self,
+        target: Target,
+        taps: Sequence[int],
+        kernels: Kernels,
+        cache: KVCache,
+        max_rows: int,
+        recorder: Recorder | None = None,
+    ) -> None:
+        self._target, self._taps, self._kernels, self._cache = target, taps, kernels, cache
+        self._device = cache.pages.device
+        self._buckets = row_buckets(max_rows)
+        self._recorder = recorder or CudaRecorder(self._device)
+        self._buffers: Buffers | None = None
+        # None where memory did not hold the pieces: such forwards are launched kernel by kernel.
+        self._captured: dict[int, Pieces | None] = {}
+        self.shortage: str | None = None  # a warning, where memory held not all that was asked for
+
+    @property
+    def captured(self) -> tuple[int, ...]:
+        """Buckets that are captured, in that order."""
+        return tuple(bucket for bucket, pieces in self._captured.items() if pieces is not None)
+
+    def missing(self) -> list[int]:
+        """Buckets that are still to be captured, the largest first: smaller ones fit into the memory it has freed."""
+        return [bucket for bucket in reversed(self._buckets) if bucket not in self._captured]
+
+    def takes(self, num_rows: int) -> bool:
+        """Whether so many rows are few enough: with more of them the GPU takes longer than the host."""
+        return 0 < num_rows <= self._buckets[-1]
+
+    def run(
+        self, token_ids: Tensor, positions: Tensor, attend: RaggedAttention | JoinedAttention
+    ) -> tuple[Tensor, Tensor | None]:
+        """As `Target.__call__`; the next run overwrites what is returned."""
+        count, bucket = len(token_ids), bucket_of_rows(len(token_ids))
+        if bucket not in self._captured:
+            self.capture(bucket)
+        pieces, buffers = self._captured[bucket], self._buffers
+        if pieces is None or buffers is None:
+            return self._target(token_ids, positions, attend, self._taps)
+        buffers.fill(token_ids, positions, attend.slots, bucket)
+        shapes = {piece.shape for piece in pieces.before_attention}
+        rooms = {shape: buffers.at_attention(shape, count) for shape in shapes}
+        for piece in pieces.before_attention:
+            piece.replay()
+            query, keys, values, attended = rooms[piece.shape]
+            attend.read(piece.layer, query, keys, values, piece.softmax, attended)
+        pieces.rest()
+        return buffers.hidden[:count], buffers.features[:count] if self._taps else None
+
+    @torch.inference_mode()
+    def capture(self, bucket: int) -> None:
+        """Capture the forward of a bucket, or note that memory does not hold it.
+
+        Before that it runs once, so that nothing is compiled or loaded meanwhile.
+        """
+        started = time.perf_counter()
+        self._captured[bucket] = None
+        with as_current(self._device):
+            try:
+                if self._buffers is None:
+                    self._buffers = Buffers.of(self._target, len(self._taps), self._buckets[-1], self._device)
+                self._buffers.slots.fill_(PAD)  # what is run here keeps nothing
+                with self._recorder.session():
+                    self._forward(bucket, self._buffers, None)
+                    self._captured[bucket] = self._record(bucket, self._buffers)
+            except Exception as error:
+                # Ending a capture that has failed fails as well.
+                if not any(map(is_out_of_memory, (error, error.__context__))):
+                    raise
+                self._give_up(bucket)
+                return
+        logger.info("captured forwards of %d rows in %.2f s", bucket, time.perf_counter() - started)
+
+    def _give_up(self, bucket: int) -> None:
+        """Give back what the attempt has taken, and say once that memory is short."""
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        logger.info("no memory to capture forwards of %d rows", bucket)
+        if self.shortage is None:
+            self.shortage = (
+                f"prompts of up to {bucket} tokens begin slower, since memory does not hold their CUDA graphs: lower "
+                "--gpu-memory-utilization, --kv-memory or --max-num-requests"
+            )
+            logger.warning(self.shortage)
+
+    def _record(self, bucket: int, buffers: Buffers) -> Pieces:
+        self._recorder.begin()
+        pieces = self._forward(bucket, buffers, self._recorder)
+        return Pieces(tuple(pieces), self._recorder.end())
+
+    def _forward(self, bucket: int, buffers: Buffers, recorder: Recorder | None) -> list[Piece]:
+        """Run the target over a bucket of rows, attention left out."""
+        attend = CuttingAttention(self._kernels, self._cache, buffers, bucket, recorder)
+        ids, positions = buffers.token_ids[:bucket], buffers.positions[:bucket]
+        hidden, features = self._target(ids, positions, attend, self._taps)
+        buffers.hidden[:bucket].copy_(hidden)
+        if features is not None:
+            buffers.features[:bucket].copy_(features)
+        return attend.pieces
+
+
+def _shaped(room: Tensor, num_rows: int, num_heads: int, size: int) -> Tensor:
+    """The beginning of a buffer as rows of so many heads."""
+    return room.flatten()[: num_rows * num_heads * size].view(num_rows, num_heads, size)

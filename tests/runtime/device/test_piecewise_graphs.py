@@ -1,0 +1,110 @@
+"""Prompts in captured pieces: the tokens, drafts and KV of forwards that are launched whole."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from dflash_runtime.device.piecewise_graphs import PiecewiseGraphs
+from dflash_runtime.device.row_buckets import PIECEWISE_ROWS, bucket_of_rows, row_buckets
+from dflash_runtime.llm import LLM
+from dflash_runtime.scheduling.request import RequestOutput, SamplingParams
+from dflash_testing.graphs import with_stand_ins
+from dflash_testing.pairs import random_draft, random_llm, random_prompts, random_target
+from dflash_testing.tapes import TapeRecorder, with_tapes
+
+PROMPTS = random_prompts([31, 3, 19, 1, 40, 16, 7, 33, 90], 97)
+PARAMS = [SamplingParams(max_new_tokens=5 + 7 * index) for index in range(len(PROMPTS))]
+
+
+def small_llm(taps: tuple[int, ...] = (0, 2), **engine: Any) -> LLM:
+    """Three places, so that prompts join requests that decode; long ones are cut."""
+    target = random_target(num_layers=3, max_position_embeddings=256, windows=(None, 20, None))
+    draft = random_draft(target, block_size=4, target_layer_ids=taps, num_layers=1) if taps else None
+    settings: dict[str, Any] = {"max_num_requests": 3, "max_batched_tokens": 64, "page_size": 8, "num_pages": 120}
+    return random_llm(target, draft, 3 if taps else 0, **(settings | {"kernels": "reference"} | engine))
+
+
+def traces(outputs: list[RequestOutput]) -> list[Any]:
+    return [(output.token_ids, output.drafts) for output in outputs]
+
+
+def num_runs(pieces: PiecewiseGraphs) -> list[int]:
+    """The rows of each forward that goes through the pieces from now on."""
+    seen: list[int] = []
+    run = pieces.run
+
+    def counted(token_ids: torch.Tensor, *rest: Any) -> Any:
+        seen.append(len(token_ids))
+        return run(token_ids, *rest)
+
+    pieces.run = counted  # type: ignore[method-assign, assignment]
+    return seen
+
+
+@pytest.mark.parametrize("taps", [(0, 2), (1,), ()], ids=str)
+def test_pieces_change_nothing(taps: tuple[int, ...]) -> None:
+    """Buckets are captured while other requests decode, whose KV stays as it is; the second time they are there."""
+    wanted = traces(small_llm(taps).generate(PROMPTS, PARAMS))
+    llm = small_llm(taps)
+    pieces = with_tapes(llm)
+    seen = num_runs(pieces)
+    for _ in range(2):
+        assert traces(llm.generate(PROMPTS, PARAMS)) == wanted
+    assert {bucket_of_rows(count) for count in seen} == set(pieces.captured)
+    assert any(count % 16 for count in seen)
+    assert len(pieces.captured) >= 3
+
+
+def test_pages_are_as_without_pieces() -> None:
+    plainly, llm = small_llm(prefix_cache=False), small_llm(prefix_cache=False)
+    with_tapes(llm)
+    for engine in (plainly, llm):
+        engine.generate(PROMPTS, PARAMS)
+    for name in ("target_kv", "draft_kv"):
+        found, wanted = (getattr(item.engine.runner, name).pages for item in (llm, plainly))
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+        assert wanted.any()
+
+
+def test_without_memory_forwards_are_launched_whole() -> None:
+    wanted = traces(small_llm().generate(PROMPTS, PARAMS))
+    llm = small_llm()
+    pieces = with_tapes(llm)
+    recorder = pieces._recorder
+    assert isinstance(recorder, TapeRecorder)
+    recorder.refused = {0, 1}
+    assert traces(llm.generate(PROMPTS, PARAMS)) == wanted
+    assert recorder.num_sessions == len(pieces.captured) + 2
+    assert pieces.shortage is not None
+
+
+def test_all_buckets_are_captured_at_start() -> None:
+    llm = small_llm(max_batched_tokens=40)
+    with_stand_ins(llm)
+    pieces = with_tapes(llm)
+    llm.warm_up()
+    assert pieces.captured == (64, 32, 16)
+    assert not pieces.missing()
+
+
+def test_long_forwards_are_launched_whole() -> None:
+    target = random_target(num_layers=2, max_position_embeddings=2 * PIECEWISE_ROWS)
+    llm = random_llm(target, None, 0, max_num_requests=2, max_batched_tokens=2 * PIECEWISE_ROWS, kernels="reference")
+    pieces = with_tapes(llm)
+    seen = num_runs(pieces)
+    llm.generate(random_prompts([PIECEWISE_ROWS + 1], 97), SamplingParams(max_new_tokens=1))
+    assert not seen
+    llm.generate(random_prompts([1], 97), SamplingParams(max_new_tokens=1))
+    assert seen == [1]
+
+
+@pytest.mark.parametrize("max_rows", [1, 100, 5000])
+def test_buckets_hold_what_they_are_for(max_rows: int) -> None:
+    buckets = row_buckets(max_rows)
+    assert buckets == sorted(set(buckets))
+    assert min(max_rows, PIECEWISE_ROWS) <= buckets[-1] <= PIECEWISE_ROWS
+    for count in range(1, min(max_rows, PIECEWISE_ROWS) + 1):
+        bucket = bucket_of_rows(count)
+        assert bucket in buckets
+        assert count <= bucket < count + 64
