@@ -279,7 +279,7 @@ def experts(hidden: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, score
 
 
 def _is_few(hidden: Tensor) -> bool:
-    """Whether so few rows are at hand that reading the weights is all that counts; see `product._is_small`."""
+    """Whether so few rows are at hand that reading the weights is all that counts; see `product_shape`."""
     return 0 < len(hidden) <= MAX_EXPERT_ROWS and (hidden.element_size() == 2 or IS_INTERPRETED)
 
 

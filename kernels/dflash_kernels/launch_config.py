@@ -44,6 +44,7 @@ def _import(name: str) -> Any:
 
 
 triton, tl = _import("triton"), _import("triton.language")
+TensorDescriptor = _import("triton.tools.tensor_descriptor").TensorDescriptor
 HAS_TRITON = not isinstance(triton, _Absent)
 IS_INTERPRETED: bool = HAS_TRITON and triton.knobs.runtime.interpret
 """Whether kernels run on the CPU in Triton's interpreter; decided by TRITON_INTERPRET when Triton is imported."""
@@ -113,6 +114,14 @@ def shared_memory(device: torch.device) -> int:
     """Bytes that one program may have; 0 where that is not known."""
     properties = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     return int(getattr(properties, "shared_memory_per_block_optin", 0))  # torch's type stubs lack it
+
+
+@lru_cache
+def has_tile_loads(device: torch.device) -> bool:
+    """Whether a unit of its own loads tiles into shared memory (TMA); the interpreter does as if."""
+    if device.type != "cuda":
+        return IS_INTERPRETED
+    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def fitting_stages(wanted: int, stage_bytes: int, kept_bytes: int, device: torch.device) -> int:
@@ -261,58 +270,6 @@ def balanced_shape(
         keys, num_stages = 64, 3
     num_stages = fitting_stages(num_stages, 2 * keys * row_bytes, shape.rows * row_bytes, device)
     return BalancedShape(shape.rows, keys, num_programs, num_stages)
-
-
-MAX_PRODUCT_ROWS = 32
-"""Rows up to which products are ours; with more of them a library's are as fast or faster."""
-
-
-@dataclass(frozen=True, slots=True)
-class ProductShape:
-    """How a product of few rows is cut into programs: a tile's rows, columns and inner width, and the parts."""
-
-    rows: int
-    columns: int
-    depth: int
-    num_parts: int
-    num_stages: int
-
-
-MAX_PARTS = 8
-"""More parts than this cost more to add up than they gain."""
-
-MANY_COLUMNS = 65_536
-"""From here on, as in a head, programs come in many rounds, and wide tiles read fewer rows again."""
-
-
-def product_shape(
-    num_rows: int,
-    num_columns: int,
-    depth: int,
-    itemsize: int,
-    device: torch.device,
-    *,
-    has_parts: bool = False,
-    is_gated: bool = False,
-) -> ProductShape:
-    """The cut of a product of `num_rows` rows; it follows from shapes alone.
-
-    With `has_parts` the sum over `depth` is cut until the programs all but fill the device: each part more is read
-    again by the norm that adds them up. Where a multiprocessor has one program, that one keeps more on its way.
-    """
-    rows = max(power_of_2(num_rows), MIN_DOT)
-    columns = 128 if num_columns >= MANY_COLUMNS else 64
-    is_wide = itemsize > 2 or (is_gated and rows > MIN_DOT)
-    inner = 64 if is_wide else 128
-    num_parts, num_tiles, num_places = 1, ceil_div(num_columns, columns), num_multiprocessors(device)
-    while has_parts and 10 * num_tiles * num_parts < 9 * num_places:
-        if num_parts == MAX_PARTS or depth < 8 * inner * num_parts:
-            break
-        num_parts *= 2
-    is_alone = num_tiles * num_parts <= num_places
-    num_stages = (4 if is_wide else 3) if is_gated else 6 if is_alone else 4
-    stage_bytes = (columns * (2 if is_gated else 1) + rows) * inner * itemsize
-    return ProductShape(rows, columns, inner, num_parts, fitting_stages(num_stages, stage_bytes, 0, device))
 
 
 ROUTED_ROWS = 4

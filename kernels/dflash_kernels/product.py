@@ -1,14 +1,18 @@
 """Products of few rows with a weight, as decode steps have them: read the weight once, as fast as memory gives it.
 
-A library's products are made for many rows. With 16 to 32 the time is that of reading the weight, and what is lost is
-lost at the ends: a product that does not fill the device, a pass that adds up the parts of a long sum, a pass that
-gates. So a long sum is left in parts, which the norm after it adds up while it reads them, and the gate of a
-feed-forward layer is applied where its two products meet. Products of more rows are torch's.
+A library's products are made for many rows. With 16 to 128 the time is all but that of reading the weight, and what is
+lost is lost at the ends: a product that does not fill the device, a pass that adds up the parts of a long sum, a pass
+that gates. So a long sum is left in parts, which the norm after it adds up while it reads them, and the gate of a
+feed-forward layer is applied where its two products meet. From 33 rows on tiles are loaded by descriptors, which leaves
+the tensor cores more of the multiprocessor. Which products are torch's, `product_config.py` says.
 
 The weight is the side of the tile that tensor cores read from shared memory, so that few rows do not leave them idle.
 
 Axis letters: T rows, K inner width, N columns, P parts, F width of a gated product.
 """
+
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,15 +22,18 @@ from dflash_kernels.activation import gate_tiles, silu_mul, silu_mul_ref
 from dflash_kernels.early_launch import early, let_next_launch_begin, wait_for_launches_before
 from dflash_kernels.launch_config import (
     IS_INTERPRETED,
-    MAX_PRODUCT_ROWS,
+    TensorDescriptor,
     ceil_div,
     check_dtypes,
     check_tensors,
     jit,
-    product_shape,
     require,
     tl,
 )
+from dflash_kernels.product_config import MAX_PRODUCT_ROWS, ProductShape, product_shape
+
+DESCRIPTOR_BYTES = 16
+"""Of which the address and the rows of what a descriptor is made of are multiples."""
 
 
 def product_ref(hidden: Tensor, weight: Tensor) -> Tensor:
@@ -51,36 +58,47 @@ def gated_product_ref(hidden: Tensor, weight: Tensor) -> Tensor:
 def _product_kernel(
     hidden, weight, out, num_rows, hidden_row,
     NUM_COLUMNS: tl.constexpr, DEPTH: tl.constexpr, NUM_PARTS: tl.constexpr, HAS_PARTS: tl.constexpr,
-    IS_GATED: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr, TILE_K: tl.constexpr, IS_EARLY: tl.constexpr,
+    IS_GATED: tl.constexpr, HAS_DESCRIPTORS: tl.constexpr,
+    TILE_R: tl.constexpr, TILE_C: tl.constexpr, TILE_K: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
     wait_for_launches_before(IS_EARLY)
     if HAS_PARTS:
         let_next_launch_begin(IS_EARLY)  # which adds them up
-    part = tl.program_id(1)
-    row = tl.arange(0, TILE_R)
-    column = tl.program_id(0) * TILE_C + tl.arange(0, TILE_C)
+    # Tiles of rows are next to each other: those that read the same weight run together.
+    first_row, first_column, part = tl.program_id(0) * TILE_R, tl.program_id(1) * TILE_C, tl.program_id(2)
+    row = first_row + tl.arange(0, TILE_R)
+    column = first_column + tl.arange(0, TILE_C)
     inner = tl.arange(0, TILE_K)
     is_row, is_column = row < num_rows, column < NUM_COLUMNS
-    hidden_tile = hidden + row[:, None] * hidden_row + inner[None, :]
-    weight_tile = weight + column[:, None].to(tl.int64) * DEPTH + inner[None, :]
+    if not HAS_DESCRIPTORS:
+        hidden_tile = hidden + row[:, None].to(tl.int64) * hidden_row + inner[None, :]
+        weight_tile = weight + column[:, None].to(tl.int64) * DEPTH + inner[None, :]
     acc = tl.zeros((TILE_C, TILE_R), tl.float32)
     up = tl.zeros((TILE_C, TILE_R), tl.float32)
-    NUM_TILES: tl.constexpr = (DEPTH + TILE_K - 1) // TILE_K
-    for tile in range(part * NUM_TILES // NUM_PARTS, (part + 1) * NUM_TILES // NUM_PARTS):
-        first = tile * TILE_K
-        is_row_element, is_weight = is_row[:, None], is_column[:, None]
-        if DEPTH % TILE_K:
-            is_row_element = is_row_element & (first + inner < DEPTH)[None, :]
-            is_weight = is_weight & (first + inner < DEPTH)[None, :]
-        rows = tl.trans(tl.load(hidden_tile + first, mask=is_row_element, other=0.0))
-        # Each weight is read once a step: keeping it would only push out what is read again.
-        loaded = tl.load(weight_tile + first, mask=is_weight, other=0.0, eviction_policy="evict_first")
-        acc = tl.dot(loaded, rows, acc, input_precision="ieee")
+    # As many tiles in each part, those of the last past the end: with a number that the compiler does not know, tensor
+    # cores wait for every product.
+    NUM_TILES: tl.constexpr = ((DEPTH + TILE_K - 1) // TILE_K + NUM_PARTS - 1) // NUM_PARTS
+    for tile in range(NUM_TILES):
+        first = (part * NUM_TILES + tile) * TILE_K
+        if HAS_DESCRIPTORS:
+            rows, loaded = hidden.load([first_row, first]), weight.load([first_column, first])
+        else:
+            is_row_element, is_weight = is_row[:, None], is_column[:, None]
+            if NUM_TILES * NUM_PARTS * TILE_K != DEPTH:
+                is_row_element = is_row_element & (first + inner < DEPTH)[None, :]
+                is_weight = is_weight & (first + inner < DEPTH)[None, :]
+            rows = tl.load(hidden_tile + first, mask=is_row_element, other=0.0)
+            # Each weight is read once a step: keeping it would only push out what is read again.
+            loaded = tl.load(weight_tile + first, mask=is_weight, other=0.0, eviction_policy="evict_first")
+        acc = tl.dot(loaded, tl.trans(rows), acc, input_precision="ieee")
         if IS_GATED:
-            loaded = tl.load(
-                weight_tile + first + NUM_COLUMNS * DEPTH, mask=is_weight, other=0.0, eviction_policy="evict_first"
-            )
-            up = tl.dot(loaded, rows, up, input_precision="ieee")
+            if HAS_DESCRIPTORS:
+                loaded = weight.load([first_column + NUM_COLUMNS, first])
+            else:
+                loaded = tl.load(
+                    weight_tile + first + NUM_COLUMNS * DEPTH, mask=is_weight, other=0.0, eviction_policy="evict_first"
+                )
+            up = tl.dot(loaded, tl.trans(rows), up, input_precision="ieee")
     if IS_GATED:
         dtype = out.dtype.element_ty
         acc = gate_tiles(acc.to(dtype), up.to(dtype)).to(tl.float32)
@@ -90,35 +108,53 @@ def _product_kernel(
 
 def product(hidden: Tensor, weight: Tensor) -> Tensor:
     """`product_ref` in one launch."""
-    if not _is_small(hidden):
-        return functional.linear(hidden, weight)
-    return _launch(hidden, weight, has_parts=False)[0]
+    shape = _shape_of(hidden, weight)
+    return functional.linear(hidden, weight) if shape is None else _launch(hidden, weight, shape)[0]
 
 
 def product_parts(hidden: Tensor, weight: Tensor) -> Tensor:
     """`product_parts_ref` in one launch; as many parts as fill the device."""
-    if not _is_small(hidden):
+    shape = _shape_of(hidden, weight, has_parts=True)
+    if shape is None:
         return functional.linear(hidden, weight)[None]
-    return _launch(hidden, weight, has_parts=True)
+    return _launch(hidden, weight, shape, has_parts=True)
 
 
 def gated_product(hidden: Tensor, weight: Tensor) -> Tensor:
     """`gated_product_ref` in one launch, or two with many rows."""
-    if not _is_small(hidden):
+    shape = _shape_of(hidden, weight, is_gated=True)
+    if shape is None:
         return silu_mul(functional.linear(hidden, weight))
-    return _launch(hidden, weight, is_gated=True)[0]
+    return _launch(hidden, weight, shape, is_gated=True)[0]
 
 
-def _is_small(hidden: Tensor) -> bool:
-    """Whether so few rows are at hand that reading the weight is all that counts.
+def _shape_of(
+    hidden: Tensor, weight: Tensor, *, has_parts: bool = False, is_gated: bool = False
+) -> ProductShape | None:
+    """How a product is cut; None where it is the library's.
 
     float32 has no tensor cores here; the interpreter takes it all the same, which is how this is tested.
     """
-    is_few = hidden.dim() == 2 and 0 < len(hidden) <= MAX_PRODUCT_ROWS
-    return is_few and (hidden.element_size() == 2 or IS_INTERPRETED)
+    itemsize = hidden.element_size()
+    if hidden.dim() != 2 or not len(hidden) or not (itemsize == 2 or IS_INTERPRETED):
+        return None
+    num_columns = len(weight) // 2 if is_gated else len(weight)
+    shape = product_shape(
+        len(hidden), num_columns, hidden.shape[1], itemsize, hidden.device, has_parts=has_parts, is_gated=is_gated
+    )
+    if shape is None or not shape.has_descriptors or (_is_aligned(hidden) and _is_aligned(weight)):
+        return shape
+    return None if len(hidden) > MAX_PRODUCT_ROWS else replace(shape, has_descriptors=False)
 
 
-def _launch(hidden: Tensor, weight: Tensor, *, has_parts: bool = False, is_gated: bool = False) -> Tensor:
+def _is_aligned(rows: Tensor) -> bool:
+    """Whether a descriptor can be made of these rows."""
+    return (rows.data_ptr() | rows.stride(0) * rows.element_size()) % DESCRIPTOR_BYTES == 0
+
+
+def _launch(
+    hidden: Tensor, weight: Tensor, shape: ProductShape, *, has_parts: bool = False, is_gated: bool = False
+) -> Tensor:
     """One launch of the kernel -> [P, T, N] or, gated, [1, T, F]."""
     check_tensors(hidden, weight)
     check_dtypes(hidden, weight)
@@ -127,15 +163,21 @@ def _launch(hidden: Tensor, weight: Tensor, *, has_parts: bool = False, is_gated
     require(weight.is_contiguous() and hidden.stride(1) == 1, "a contiguous weight and contiguous rows")
     require(not is_gated or len(weight) % 2 == 0, "two halves of one width")
     num_columns = len(weight) // 2 if is_gated else len(weight)
-    shape = product_shape(
-        num_rows, num_columns, depth, hidden.element_size(), hidden.device, has_parts=has_parts, is_gated=is_gated
-    )
     dtype = torch.float32 if shape.num_parts > 1 else hidden.dtype
     out = torch.empty((shape.num_parts, num_rows, num_columns), dtype=dtype, device=hidden.device)
-    _product_kernel[(ceil_div(num_columns, shape.columns), shape.num_parts)](
-        hidden, weight, out, num_rows, hidden.stride(0),
+    factors = (hidden, weight)
+    if shape.has_descriptors:
+        factors = (_describe(hidden, shape.rows, shape.depth), _describe(weight, shape.columns, shape.depth))
+    _product_kernel[(ceil_div(num_rows, shape.rows), ceil_div(num_columns, shape.columns), shape.num_parts)](
+        *factors, out, num_rows, hidden.stride(0),
         NUM_COLUMNS=num_columns, DEPTH=depth, NUM_PARTS=shape.num_parts, HAS_PARTS=has_parts,
-        IS_GATED=is_gated, TILE_R=shape.rows, TILE_C=shape.columns, TILE_K=shape.depth,
-        num_warps=4, num_stages=shape.num_stages, enable_fp_fusion=False, **early(hidden.device),
+        IS_GATED=is_gated, HAS_DESCRIPTORS=shape.has_descriptors,
+        TILE_R=shape.rows, TILE_C=shape.columns, TILE_K=shape.depth,
+        num_warps=shape.num_warps, num_stages=shape.num_stages, enable_fp_fusion=False, **early(hidden.device),
     )  # fmt: skip
     return out
+
+
+def _describe(rows: Tensor, tile_rows: int, tile_depth: int) -> Any:
+    """A descriptor of rows, from which tiles are loaded; what lies outside is zero."""
+    return TensorDescriptor(rows, list(rows.shape), [rows.stride(0), 1], [tile_rows, tile_depth])

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from dflash_kernels import launch_config
-from dflash_kernels.launch_config import attention_shape, product_shape, ragged_shape
+from dflash_kernels.launch_config import attention_shape, ragged_shape
+from dflash_kernels.product_config import product_shape
 
 HOPPER, AMPERE, ADA = 227 * 1024, 163 * 1024, 99 * 1024
 DEVICE = torch.device("cpu")
@@ -18,6 +19,9 @@ def shapes() -> dict[str, tuple[Any, int, int]]:
     attention = attention_shape(256, 64, 128, 2, DEVICE)
     product, gated = (product_shape(32, 4096, 4096, 2, DEVICE, is_gated=is_gated) for is_gated in (False, True))
     head = product_shape(32, 151_936, 4096, 2, DEVICE)
+    assert product is not None
+    assert gated is not None
+    assert head is not None
     ragged = ragged_shape(128, 2, 0, DEVICE)
     return {
         "attention": (attention, 2 * attention.keys * 256, attention.rows * 256),

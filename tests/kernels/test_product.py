@@ -1,12 +1,15 @@
 """Products of few rows: close to float64 whatever the shape, in parts or gated, and torch's own with many rows."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
 from dflash_kernels import product as module
 from dflash_kernels.activation import silu_mul_ref
-from dflash_kernels.launch_config import MAX_PRODUCT_ROWS, num_multiprocessors, product_shape
+from dflash_kernels.launch_config import has_tile_loads, num_multiprocessors
 from dflash_kernels.product import gated_product, gated_product_ref, product, product_parts, product_parts_ref
+from dflash_kernels.product_config import GATED_ROWS, MAX_PRODUCT_ROWS, WIDE_PRODUCT_ROWS, ProductShape, product_shape
 from dflash_testing.tensors import DEVICE, assert_rows_close, normal
 
 DTYPE = torch.float32 if DEVICE.type == "cpu" else torch.bfloat16
@@ -35,6 +38,66 @@ def test_gated_products(num_rows: int, width: int, depth: int) -> None:
     assert_rows_close(gated_product_ref(hidden, weight), silu_mul_ref(gate_up.double()), DTYPE)
 
 
+PLACES = num_multiprocessors(DEVICE)
+
+
+def launched_shapes(monkeypatch: pytest.MonkeyPatch) -> list[ProductShape]:
+    """How products are cut from now on; those of a library are not there."""
+    seen: list[ProductShape] = []
+    launch = module._launch
+
+    def watched(hidden: torch.Tensor, weight: torch.Tensor, shape: ProductShape, **options: bool) -> torch.Tensor:
+        seen.append(shape)
+        return launch(hidden, weight, shape, **options)
+
+    monkeypatch.setattr(module, "_launch", watched)
+    return seen
+
+
+@pytest.mark.skipif(not has_tile_loads(DEVICE), reason="no unit loads tiles here")
+@pytest.mark.parametrize(
+    ("num_rows", "num_columns", "depth"),
+    [(33, 64 * PLACES, 96), (64, 64 * PLACES - 32, 2048), (100, 64 * PLACES, 130 * 8), (128, 32 * PLACES, 1024 + 64)],
+)
+def test_products_of_more_rows(num_rows: int, num_columns: int, depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one part and in two, of which the last ends past the end; tiles stand out over rows, columns and depth."""
+    seen = launched_shapes(monkeypatch)
+    hidden = normal(num_rows, depth, dtype=DTYPE)
+    weight = normal(num_columns, depth, dtype=DTYPE, seed=1) * depth**-0.5
+    exact = hidden.double() @ weight.double().T
+    parts = product_parts(hidden, weight)
+    assert_rows_close(parts.sum(0).to(DTYPE), exact, DTYPE)
+    both = torch.cat((weight, weight.flip(0)))
+    wanted = silu_mul_ref((hidden.double() @ both.double().T).to(DTYPE).double())
+    assert_rows_close(gated_product(hidden, both), wanted, DTYPE)
+    assert [shape.has_descriptors for shape in seen] == [True] * len(seen)
+    assert seen
+    assert seen[0].num_parts == len(parts) == (2 if num_columns < 64 * PLACES - 32 else 1)
+
+
+@pytest.mark.skipif(not has_tile_loads(DEVICE), reason="no unit loads tiles here")
+def test_gated_products_of_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = launched_shapes(monkeypatch)
+    hidden = normal(GATED_ROWS[0], 64, dtype=DTYPE)
+    weight = normal(2 * 64 * PLACES, 64, dtype=DTYPE, seed=1) / 8
+    wanted = silu_mul_ref((hidden.double() @ weight.double().T).to(DTYPE).double())
+    assert_rows_close(gated_product(hidden, weight), wanted, DTYPE)
+    assert len(seen) == 1
+
+
+def test_what_no_descriptor_can_be_made_of_is_loaded_by_pointers_or_a_librarys(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen = launched_shapes(monkeypatch)
+    depth, width = 41, 128 * PLACES
+    weight = normal(2 * width, depth, dtype=DTYPE, seed=1) * depth**-0.5
+    for num_rows in (3, 40):
+        hidden = normal(num_rows, depth, dtype=DTYPE)
+        wanted = silu_mul_ref((hidden.double() @ weight.double().T).to(DTYPE).double())
+        assert_rows_close(gated_product(hidden, weight), wanted, DTYPE)
+    assert [shape.has_descriptors for shape in seen] == [False]
+
+
 def test_rows_of_a_wider_tensor_are_read_where_they_are() -> None:
     wide, weight = normal(5, 3, 64, dtype=DTYPE), normal(33, 64, dtype=DTYPE, seed=1)
     assert_rows_close(product(wide[:, 1], weight), wide[:, 1].double() @ weight.double().T, DTYPE)
@@ -42,7 +105,9 @@ def test_rows_of_a_wider_tensor_are_read_where_they_are() -> None:
 
 def test_a_long_sum_is_cut_until_the_device_is_full() -> None:
     def num_parts(num_columns: int, depth: int, *, has_parts: bool = True) -> int:
-        return product_shape(16, num_columns, depth, 2, DEVICE, has_parts=has_parts).num_parts
+        shape = product_shape(16, num_columns, depth, 2, DEVICE, has_parts=has_parts)
+        assert shape is not None
+        return shape.num_parts
 
     fills = num_multiprocessors(DEVICE) // 4
     assert num_parts(64, 16384) == 8
@@ -53,19 +118,18 @@ def test_a_long_sum_is_cut_until_the_device_is_full() -> None:
 
 
 @pytest.mark.parametrize("call", [product, product_parts, gated_product])
-def test_many_rows_are_a_librarys(call: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    launched: list[int] = []
-    launch = module._launch
-
-    def watched(hidden: torch.Tensor, *given: object, **options: object) -> torch.Tensor:
-        launched.append(len(hidden))
-        return launch(hidden, *given, **options)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(module, "_launch", watched)
+def test_many_rows_are_a_librarys(
+    call: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And more than a few where they do not fill the device."""
+    seen = launched_shapes(monkeypatch)
     weight = normal(64, 128, dtype=DTYPE, seed=1)
     for num_rows in (MAX_PRODUCT_ROWS, MAX_PRODUCT_ROWS + 1):
-        call(normal(num_rows, 128, dtype=DTYPE), weight)  # type: ignore[operator]
-    assert launched == [MAX_PRODUCT_ROWS]
+        call(normal(num_rows, 128, dtype=DTYPE), weight)
+    assert [shape.rows for shape in seen] == [MAX_PRODUCT_ROWS]
+    wide = normal(2 * 64 * PLACES, 64, dtype=DTYPE, seed=1)
+    call(normal(WIDE_PRODUCT_ROWS + 1, 64, dtype=DTYPE), wide)
+    assert len(seen) == 1
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -1,0 +1,111 @@
+"""How products are cut into programs, and which are a library's. Measured on an H200 (`docs/performance.md`)."""
+
+from dataclasses import dataclass
+
+import torch
+
+from dflash_kernels.launch_config import (
+    IS_INTERPRETED,
+    MIN_DOT,
+    ceil_div,
+    fitting_stages,
+    has_tile_loads,
+    num_multiprocessors,
+    power_of_2,
+)
+
+MAX_PRODUCT_ROWS = 32
+"""Rows up to which products are ours on any GPU; with more of them a library's are as fast or faster."""
+
+WIDE_PRODUCT_ROWS = 128
+"""Rows up to which they are ours where tiles are loaded by descriptors, if they leave parts or are gated."""
+
+GATED_ROWS = range(481, 513)
+"""And these, if they are gated: between 129 and 480 the library's is faster, gate and all (`docs/performance.md`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProductShape:
+    """How a product is cut into programs: a tile's rows, columns and inner width, and the parts.
+
+    `has_descriptors` is how tiles are loaded: by the GPU's own unit for that (TMA), or by pointers.
+    """
+
+    rows: int
+    columns: int
+    depth: int
+    num_parts: int
+    num_stages: int
+    num_warps: int = 4
+    has_descriptors: bool = False
+
+
+MAX_PARTS = 8
+"""More parts than this cost more to add up than they gain."""
+
+MANY_COLUMNS = 65_536
+"""From here on, as in a head, programs come in many rounds, and wide tiles read fewer rows again."""
+
+
+def product_shape(
+    num_rows: int,
+    num_columns: int,
+    depth: int,
+    itemsize: int,
+    device: torch.device,
+    *,
+    has_parts: bool = False,
+    is_gated: bool = False,
+) -> ProductShape | None:
+    """The cut of a product; it follows from shapes alone. None where a library's is faster.
+
+    With `has_parts` the sum over `depth` is cut until the programs all but fill the device: each part more is read
+    again by the norm that adds them up. Where a multiprocessor has one program, that one keeps more on its way.
+    """
+    if num_rows > MAX_PRODUCT_ROWS:
+        is_asked = has_parts or is_gated
+        return _wide_shape(num_rows, num_columns, depth, itemsize, device, is_gated=is_gated) if is_asked else None
+    rows = max(power_of_2(num_rows), MIN_DOT)
+    if is_gated and has_tile_loads(device) and 10 * ceil_div(num_columns, 128) >= 7 * num_multiprocessors(device):
+        inner = 128 if itemsize == 2 else 64
+        num_stages = fitting_stages(3, (2 * 128 + rows) * inner * itemsize, 0, device)
+        return ProductShape(rows, 128, inner, 1, num_stages, num_warps=8, has_descriptors=True)
+    columns = 128 if num_columns >= MANY_COLUMNS else 64
+    is_wide = itemsize > 2 or (is_gated and rows > MIN_DOT)
+    inner = 64 if is_wide else 128
+    num_parts, num_tiles, num_places = 1, ceil_div(num_columns, columns), num_multiprocessors(device)
+    while has_parts and 10 * num_tiles * num_parts < 9 * num_places:
+        if num_parts == MAX_PARTS or depth < 8 * inner * num_parts:
+            break
+        num_parts *= 2
+    stage_bytes = (columns * (2 if is_gated else 1) + rows) * inner * itemsize
+    if is_gated:
+        num_stages = fitting_stages(4 if is_wide else 3, stage_bytes, 0, device)
+    elif num_tiles * num_parts <= num_places:
+        num_stages = fitting_stages(6, stage_bytes, 0, device)
+    else:
+        together = 2 if has_parts else 1
+        num_stages = fitting_stages(3 + together, together * stage_bytes, 0, device)
+    return ProductShape(rows, columns, inner, num_parts, num_stages)
+
+
+def _wide_shape(
+    num_rows: int, num_columns: int, depth: int, itemsize: int, device: torch.device, *, is_gated: bool
+) -> ProductShape | None:
+    """The cut of a product of more rows, which is bound by its weight no less than by its multiplications.
+
+    It is ours where the programs fill the device nearly as well as in the shapes that were measured.
+    """
+    is_many = num_rows > WIDE_PRODUCT_ROWS and not (is_gated and num_rows in GATED_ROWS)
+    if is_many or not has_tile_loads(device) or (itemsize > 2 and not IS_INTERPRETED):
+        return None
+    rows, columns, inner, num_parts = 64 if num_rows <= 64 else 128, 64, 64 if is_gated else 128, 1
+    num_programs = ceil_div(num_columns, columns) * ceil_div(num_rows, rows)
+    num_places = (2 if is_gated else 1) * num_multiprocessors(device)
+    while not is_gated and 2 * num_programs <= num_places and depth >= 8 * inner * num_parts < 8 * inner * MAX_PARTS:
+        num_parts, num_programs = 2 * num_parts, 2 * num_programs
+    if 10 * num_programs < 7 * num_places * ceil_div(num_programs, num_places):
+        return None
+    stage_bytes = (columns * (2 if is_gated else 1) + rows) * inner * itemsize
+    num_stages = fitting_stages(3 if is_gated else 4, stage_bytes, 0, device)
+    return ProductShape(rows, columns, inner, num_parts, num_stages, has_descriptors=True)
