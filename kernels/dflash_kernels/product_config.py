@@ -20,9 +20,6 @@ MAX_PRODUCT_ROWS = 32
 WIDE_PRODUCT_ROWS = 128
 """Rows up to which they are ours where tiles are loaded by descriptors, if they leave parts or are gated."""
 
-GATED_ROWS = range(481, 513)
-"""And these, if they are gated: between 129 and 480 the library's is faster, gate and all (`docs/performance.md`)."""
-
 
 @dataclass(frozen=True, slots=True)
 class ProductShape:
@@ -96,11 +93,10 @@ def _wide_shape(
 
     It is ours where the programs fill the device nearly as well as in the shapes that were measured.
     """
-    is_many = num_rows > WIDE_PRODUCT_ROWS and not (is_gated and num_rows in GATED_ROWS)
-    if is_many or not has_tile_loads(device) or (itemsize > 2 and not IS_INTERPRETED):
+    if num_rows > WIDE_PRODUCT_ROWS or not has_tile_loads(device) or (itemsize > 2 and not IS_INTERPRETED):
         return None
     rows, columns, inner, num_parts = 64 if num_rows <= 64 else 128, 64, 64 if is_gated else 128, 1
-    num_programs = ceil_div(num_columns, columns) * ceil_div(num_rows, rows)
+    num_programs = ceil_div(num_columns, columns)
     num_places = (2 if is_gated else 1) * num_multiprocessors(device)
     while not is_gated and 2 * num_programs <= num_places and depth >= 8 * inner * num_parts < 8 * inner * MAX_PARTS:
         num_parts, num_programs = 2 * num_parts, 2 * num_programs
