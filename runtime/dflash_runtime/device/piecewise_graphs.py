@@ -218,20 +218,37 @@ class PiecewiseGraphs:
         """Buckets that are still to be captured, the largest first: smaller ones fit into the memory it has freed."""
         return [bucket for bucket in reversed(self._buckets) if bucket not in self._captured]
 
-    def takes(self, num_rows: int) -> bool:
-        """Whether so many rows are few enough: with more of them the GPU takes longer than the host."""
-        return 0 < num_rows <= self._buckets[-1]
-
-    def run(
-        self, token_ids: Tensor, positions: Tensor, attend: RaggedAttention | JoinedAttention
+    def __call__(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        attend: RaggedAttention | JoinedAttention,
+        taps: Sequence[int],
+        wanted: Tensor,
     ) -> tuple[Tensor, Tensor | None]:
-        """As `Target.__call__`; the next run overwrites what is returned."""
-        count, bucket = len(token_ids), bucket_of_rows(len(token_ids))
-        if bucket not in self._captured:
+        """As a target's call, with its taps: in pieces, unless rows are so many that a GPU takes longer than the host.
+
+        The next call overwrites the features.
+        """
+        bucket = bucket_of_rows(len(token_ids))
+        if bucket in self._buckets and bucket not in self._captured:
             self.capture(bucket)
-        pieces, buffers = self._captured[bucket], self._buffers
+        pieces, buffers = self._captured.get(bucket), self._buffers
         if pieces is None or buffers is None:
-            return self._target(token_ids, positions, attend, self._taps)
+            return self._target(token_ids, positions, attend, taps, wanted)
+        self._run(pieces, buffers, bucket, token_ids, positions, attend)
+        return buffers.hidden[wanted], buffers.features[: len(token_ids)] if taps else None
+
+    def _run(
+        self,
+        pieces: Pieces,
+        buffers: Buffers,
+        bucket: int,
+        token_ids: Tensor,
+        positions: Tensor,
+        attend: RaggedAttention | JoinedAttention,
+    ) -> None:
+        count = len(token_ids)
         buffers.fill(token_ids, positions, attend.slots, bucket)
         shapes = {piece.shape for piece in pieces.before_attention}
         rooms = {shape: buffers.at_attention(shape, count) for shape in shapes}
@@ -240,7 +257,6 @@ class PiecewiseGraphs:
             query, keys, values, attended = rooms[piece.shape]
             attend.read(piece.layer, query, keys, values, piece.softmax, attended)
         pieces.rest()
-        return buffers.hidden[:count], buffers.features[:count] if self._taps else None
 
     @torch.inference_mode()
     def capture(self, bucket: int) -> None:

@@ -30,7 +30,7 @@ from dflash_runtime.device.kv import KVCache, PagedAttention
 from dflash_runtime.device.kv_pages import PagePorter
 from dflash_runtime.device.loading import LoadedPair
 from dflash_runtime.device.piecewise_graphs import PiecewiseGraphs
-from dflash_runtime.device.prefill import Prefill, PromptRows, RaggedAttention
+from dflash_runtime.device.prefill import Prefill, PromptRows
 from dflash_runtime.device.results import PendingForward
 from dflash_runtime.device.state import DeviceState, Uploader
 from dflash_runtime.device.texts import Texts
@@ -38,6 +38,7 @@ from dflash_runtime.kv_transfer.handoff import DRAFT_PAGES, TARGET_PAGES, Handof
 from dflash_runtime.models.cache_state import TextState
 from dflash_runtime.models.own_cache import OwnCacheTarget
 from dflash_runtime.models.placement import as_current
+from dflash_runtime.models.target import Target
 from dflash_runtime.scheduling.batch import Batch
 from dflash_runtime.scheduling.request import Request
 
@@ -161,7 +162,7 @@ class Runner:
             if self.texts is None:
                 assert prompts.attend is not None
                 ids, positions = prompts.token_ids, prompts.positions
-                hidden, features = self._run_target(ids, positions, prompts.attend, prompts.wanted)
+                hidden, features = self._prompt_target(ids, positions, prompts.attend, self._taps, prompts.wanted)
             else:
                 hidden, features = self.texts.fill(prompts.chunks, prompts.token_ids, self._taps)
                 hidden = hidden[prompts.wanted]
@@ -179,20 +180,16 @@ class Runner:
         positions = torch.cat((blocks.positions.flatten(), prompts.positions))
         token_ids = torch.cat((blocks.token_ids, prompts.token_ids))
         wanted = torch.cat((torch.arange(count, device=self.device), prompts.wanted + count))
-        hidden, features = self._run_target(token_ids, positions, attend, wanted)
+        hidden, features = self._prompt_target(token_ids, positions, attend, self._taps, wanted)
         packed, slots = self._settle(blocks, hidden[:count])
         self._write_context(features, positions, torch.cat((slots.flatten(), prompts.slots)))
         first = self._prefill().finish(prompts, hidden[count:])
         return [(batch.decode, packed[: len(batch.decode)]), (prompts.fresh, first)]
 
-    def _run_target(
-        self, token_ids: Tensor, positions: Tensor, attend: RaggedAttention | JoinedAttention, wanted: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
-        """A forward with prompts, in captured pieces if it is short -> hidden states of wanted rows, features."""
-        if self.pieces is None or not self.pieces.takes(len(token_ids)):
-            return self.target(token_ids, positions, attend, self._taps, wanted)
-        hidden, features = self.pieces.run(token_ids, positions, attend)
-        return hidden[wanted], features
+    @property
+    def _prompt_target(self) -> Target | PiecewiseGraphs:
+        """What a forward with prompts goes through."""
+        return self.target if self.pieces is None else self.pieces
 
     def _decode(self, rows: Tensor, mode: StepMode, longest: int | None = None) -> Tensor:
         """One step of decoding batch rows [R] -> packed results.
