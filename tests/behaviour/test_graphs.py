@@ -182,7 +182,7 @@ def test_prompts_in_captured_pieces(draft: str | None, max_num_requests: int) ->
     wanted = traces(plainly.generate(prompts, params))
     for _ in range(2):
         assert traces(captured.generate(prompts, params)) == wanted
-    assert len(pieces.captured) >= 3
+    assert len(pieces.captured) >= 2
 
 
 @pytest.mark.gpu
