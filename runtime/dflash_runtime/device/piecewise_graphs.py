@@ -44,7 +44,7 @@ Replay = Callable[[], None]
 class Recorder(Protocol):
     """Records what is launched between `begin` and `end`, to be launched again."""
 
-    def session(self) -> AbstractContextManager[None]:
+    def recording(self) -> AbstractContextManager[None]:
         """In which to record; one that fails leaves nothing open."""
         ...
 
@@ -62,7 +62,7 @@ class CudaRecorder:
         self._graph: torch.cuda.CUDAGraph | None = None
 
     @contextmanager
-    def session(self) -> Iterator[None]:
+    def recording(self) -> Iterator[None]:
         """See `Recorder`."""
         stream = capture_stream(self._device)
         stream.wait_stream(torch.cuda.current_stream())
@@ -73,7 +73,7 @@ class CudaRecorder:
                 if self._graph is not None:
                     with suppress(RuntimeError):  # a capture that has failed says so again when it is ended
                         self._graph.capture_end()
-                    self._graph = None
+                    self._graph = self._pool = None  # torch does not open a pool again whose graphs are gone
         torch.cuda.current_stream().wait_stream(stream)
 
     def begin(self) -> None:
@@ -271,7 +271,7 @@ class PiecewiseGraphs:
                 if self._buffers is None:
                     self._buffers = Buffers.of(self._target, len(self._taps), self._buckets[-1], self._device)
                 self._buffers.slots.fill_(PAD)  # what is run here keeps nothing
-                with self._recorder.session():
+                with self._recorder.recording():
                     self._forward(bucket, self._buffers, None)
                     self._captured[bucket] = self._record(bucket, self._buffers)
             except Exception as error:

@@ -36,17 +36,17 @@ class _Tape(TorchDispatchMode):
 
 
 class TapeRecorder:
-    """A `Recorder` for the CPU and the reference kernels. Sessions in `refused` have no memory."""
+    """A `Recorder` for the CPU and the reference kernels. Recordings in `refused` have no memory."""
 
     def __init__(self) -> None:
         self._tape: _Tape | None = None
-        self.num_sessions = 0
+        self.num_recordings = 0
         self.refused: set[int] = set()
 
     @contextmanager
-    def session(self) -> Iterator[None]:
-        self.num_sessions += 1
-        if self.num_sessions - 1 in self.refused:
+    def recording(self) -> Iterator[None]:
+        self.num_recordings += 1
+        if self.num_recordings - 1 in self.refused:
             raise torch.OutOfMemoryError("CUDA out of memory")
         yield
 

@@ -75,7 +75,7 @@ def test_without_memory_forwards_are_launched_whole() -> None:
     assert isinstance(recorder, TapeRecorder)
     recorder.refused = {0, 1}
     assert traces(llm.generate(PROMPTS, PARAMS)) == wanted
-    assert recorder.num_sessions == len(pieces.captured) + 2
+    assert recorder.num_recordings == len(pieces.captured) + 2
     assert pieces.shortage is not None
 
 
