@@ -56,6 +56,9 @@ class HeldHandoffs:
     def refuse(self, key: str, reason: str) -> None:
         """Nothing is refused here."""
 
+    def is_wanted(self, key: str) -> bool:
+        return False
+
     def close(self) -> None:
         self.handoffs.clear()
 

@@ -132,7 +132,6 @@ class Transfers:
         self._arriving: dict[Request, Arriving] = {}
         self._leaving: dict[Request, Leaving] = {}
         self._room = PayloadRoom.beside(runner, is_bounded=plan.is_sending and plan.connector.takes_device)
-        self._first: tuple[Request, ...] = ()  # of those that have not ended, as of the last step
         self._keeping: list[Keeping] = []
         self._kept: list[Future[None]] = []
 
@@ -290,7 +289,6 @@ class Transfers:
         return request.finish_reason if request.finish_reason is FinishReason.STOP or is_last else None
 
     def _advance_leaving(self) -> Iterator[Request]:
-        self._first = self._scheduler.live[:1] if self._leaving else ()
         for request in list(self._leaving):
             if self._advance_leaving_one(request):
                 yield request
@@ -311,10 +309,14 @@ class Transfers:
 
     def _is_taken(self, request: Request, leaving: Leaving) -> bool:
         """Whether all pages have been taken, which begins when there is room for them; until then they wait as KV."""
-        if leaving.moving is None and self._room.take(request, leaving.handoff.kv_len, is_first=request in self._first):
+        if leaving.moving is None and self._room.take(request, leaving.handoff.kv_len, self._is_wanted):
             stays = self.plan.connector.takes_device
             leaving.moving = self._runner.porter.begin_out(request.pages, leaving.handoff.kv_len, stays=stays)
         return leaving.moving is not None and self._runner.porter.advance(leaving.moving)
+
+    def _is_wanted(self, request: Request) -> bool:
+        """Whether the other side waits for a request that leaves."""
+        return self.plan.connector.is_wanted(self._leaving[request].handoff.key)
 
     def _complete(self, leaving: Leaving) -> Handoff:
         """A hand-off with the tensors that were taken; its rows are all there, as steps have written them."""

@@ -64,6 +64,7 @@ class Late:
         self._random = random.Random(0)
         self.save = connector.save
         self.refuse = connector.refuse
+        self.is_wanted = connector.is_wanted
 
     def load(self, key: str) -> "Future[Handoff]":
         future: Future[Handoff] = Future()

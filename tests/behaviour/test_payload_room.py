@@ -23,13 +23,13 @@ PARAMS = SamplingParams(max_new_tokens=16)
 
 @dataclass(slots=True)
 class SlowTaker(MemoryConnector):
-    """Takes what was saved in the order of keys, one each time that it is let; counts what is there at once."""
+    """Takes what was saved in an order of its own, one each time that it is let; counts what is there at once."""
 
     takes_device: bool = True
     holding: "dict[str, tuple[int, Future[None]]]" = field(default_factory=dict)
     most: int = 0
     order: list[str] = field(default_factory=list)
-    num_taken: int = 0
+    wants: list[str] = field(default_factory=list)
 
     def save(self, handoff: Handoff) -> "Future[None]":
         self.saved[handoff.key] = handoff
@@ -41,19 +41,23 @@ class SlowTaker(MemoryConnector):
 
     def take(self) -> None:
         """Take the next, if it is there."""
-        key = f"{self.num_taken:05}"
-        if key in self.holding:
-            self.num_taken += 1
-            self.holding.pop(key)[1].set_result(None)
+        if self.wants and self.wants[0] in self.holding:
+            self.holding.pop(self.wants.pop(0))[1].set_result(None)
+
+    def is_wanted(self, key: str) -> bool:
+        return self.wants[:1] == [key]
 
 
 def make_llm(**engine: Any) -> LLM:
     return bundled_llm(bundled_draft_model(), 7, **{"max_num_requests": 8} | engine)
 
 
-def hand_off_slowly(llm: LLM, prompts: Sequence[Sequence[int]], every: int = 6) -> SlowTaker:
-    """Run prompts, of which the other side takes one each few steps."""
-    connector, step, num_steps = SlowTaker(), llm.engine.step, 0
+def hand_off_slowly(
+    llm: LLM, prompts: Sequence[Sequence[int]], every: int = 6, *, is_reversed: bool = False
+) -> SlowTaker:
+    """Run prompts, of which the other side takes one each few steps, and asks for none before it has the one before."""
+    keys = keys_of(prompts)
+    connector, step, num_steps = SlowTaker(wants=list(reversed(keys) if is_reversed else keys)), llm.engine.step, 0
 
     def watched() -> Any:
         nonlocal num_steps
@@ -65,7 +69,7 @@ def hand_off_slowly(llm: LLM, prompts: Sequence[Sequence[int]], every: int = 6) 
         return step()
 
     llm.engine.step = watched  # type: ignore[method-assign]
-    plan = HandoffPlan(connector=connector, keys=keys_of(prompts), is_sending=True)
+    plan = HandoffPlan(connector=connector, keys=keys, is_sending=True)
     outputs = llm.generate(prompts, PARAMS, handoffs=plan)
     assert [(output.error, len(output.token_ids)) for output in outputs] == [(None, 1)] * len(prompts)
     llm.engine.scheduler.check_integrity()
@@ -95,6 +99,18 @@ def test_no_more_payloads_are_on_the_device_than_there_is_room(
     assert [item.num_loaded for item in found] == [40] * len(PROMPTS)
 
 
+@pytest.mark.parametrize("num_free", [0, 2.5])
+def test_the_other_side_may_ask_in_any_order(num_free: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that it has not asked for have all the room; what it waits for goes beside them, one at a time."""
+    llm = make_llm()
+    one = payload_bytes(llm, 40)
+    free = num_free * one / payload_room.ROOM_SHARE
+    monkeypatch.setattr(payload_room, "available_bytes", lambda: free)
+    connector = hand_off_slowly(llm, PROMPTS, is_reversed=True)
+    assert not connector.wants
+    assert connector.most == (1 + max(1, int(num_free))) * one
+
+
 def test_what_is_asked_for_first_never_waits_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """A long prompt ends after the short ones behind it, which have all the room; nobody takes those before it."""
     monkeypatch.setattr(payload_room, "available_bytes", lambda: 0)
@@ -107,13 +123,15 @@ def test_room_is_given_back_and_never_without_end() -> None:
     runner = make_llm().engine.runner
     requests = [Request(index=index, prompt_token_ids=(1,), params=PARAMS) for index in range(4)]
     one = PayloadRoom(runner, 0)
-    assert one.take(requests[0], 16, is_first=False)
-    assert not one.take(requests[1], 16, is_first=False)
-    assert one.take(requests[2], 16, is_first=True)
+    wanted = {requests[2], requests[3]}
+    assert one.take(requests[0], 16, wanted.__contains__)
+    assert not one.take(requests[1], 16, wanted.__contains__)
+    assert one.take(requests[2], 16, wanted.__contains__)
+    assert not one.take(requests[3], 16, wanted.__contains__)
     one.give_back(requests[0])
-    assert not one.take(requests[1], 16, is_first=False)
+    assert not one.take(requests[1], 16, wanted.__contains__)
     one.give_back(requests[2])
     one.give_back(requests[3])
-    assert one.take(requests[1], 10**6, is_first=False)
+    assert one.take(requests[1], 10**6, wanted.__contains__)
     endless = PayloadRoom.beside(runner, is_bounded=False)
-    assert all(endless.take(request, 10**6, is_first=False) for request in requests)
+    assert all(endless.take(request, 10**6, wanted.__contains__) for request in requests)

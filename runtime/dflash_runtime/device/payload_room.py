@@ -1,6 +1,7 @@
 """Room on a device for payloads that are handed off from there, so that many at once do not take what steps need."""
 
 import math
+from collections.abc import Callable
 from typing import Self
 
 import torch
@@ -14,7 +15,7 @@ ROOM_SHARE = 0.5
 
 
 class PayloadRoom:
-    """How many bytes of payloads may lie on a device at once. One that is alone may always, however large it is."""
+    """How many bytes of payloads may lie on a device at once. One that is alone always may, however large it is."""
 
     def __init__(self, runner: Runner, num_bytes: float) -> None:
         self._porter = runner.porter
@@ -30,13 +31,15 @@ class PayloadRoom:
         free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_bytes()
         return cls(runner, free * ROOM_SHARE)
 
-    def take(self, request: Request, num_tokens: int, *, is_first: bool) -> bool:
-        """Take room for the payload of so many tokens, if there is any; for what `is_first` there always is.
+    def take(self, request: Request, num_tokens: int, is_wanted: Callable[[Request], bool]) -> bool:
+        """Take room for the payload of so many tokens, if there is any.
 
-        The other side asks for prompts in their order, and would wait for the first while others have all the room.
+        For what the other side waits for there is, unless it waits for one that has room too, which it will have taken
+        soon: it may ask in any order, and those it has not asked for would keep their room until it has.
         """
         needed = self._porter.num_bytes(num_tokens)
-        if self._taken and not is_first and sum(self._taken.values()) + needed > self._num_bytes:
+        has_room = not self._taken or sum(self._taken.values()) + needed <= self._num_bytes
+        if not has_room and (not is_wanted(request) or any(map(is_wanted, self._taken))):
             return False
         self._taken[request] = needed
         return True

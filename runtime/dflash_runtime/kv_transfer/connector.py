@@ -52,6 +52,10 @@ class Connector(Protocol):
         """Say that nothing will be saved under a key, so that who loads it need not wait; one that was saved stays."""
         ...
 
+    def is_wanted(self, key: str) -> bool:
+        """Whether the other side waits for what is, or will be, saved under a key; False where that is not known."""
+        ...
+
     def close(self) -> None:
         """End what is under way and give back what it holds; futures that are open end, cancelled or with an error.
 

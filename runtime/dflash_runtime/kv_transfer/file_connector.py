@@ -78,6 +78,10 @@ class FileConnector:
         """
         write_refusal(self.folder, check_key(key), reason)
 
+    def is_wanted(self, key: str) -> bool:
+        """See `Connector.is_wanted`."""
+        return False
+
     def close(self) -> None:
         """See `Connector.close`; what is being written is written to its end."""
         with self._lock:

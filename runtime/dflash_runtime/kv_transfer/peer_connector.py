@@ -73,6 +73,10 @@ class PeerConnector:
         self._expect_role("prefill")
         self._sending.refuse(key, reason)
 
+    def is_wanted(self, key: str) -> bool:
+        """See `Connector.is_wanted`."""
+        return self._sending.is_wanted(key)
+
     def close(self) -> None:
         """See `Connector.close`; the other side's futures end too. Takes some seconds if that one does not answer."""
         with self._lock:

@@ -90,6 +90,10 @@ class PrefixStore:
     def refuse(self, key: str, reason: str) -> None:
         """See `Connector.refuse`; nobody waits here."""
 
+    def is_wanted(self, key: str) -> bool:
+        """See `Connector.is_wanted`."""
+        return False
+
     def close(self) -> None:
         """See `Connector.close`; what is being written is written to its end."""
         self._pool.shutdown(wait=True, cancel_futures=True)

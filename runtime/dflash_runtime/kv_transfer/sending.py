@@ -91,6 +91,12 @@ class SendingSide:
         if number is not None:
             self._send({"kind": "refused", "key": key, "number": number, "reason": reason})
 
+    def is_wanted(self, key: str) -> bool:
+        """See `Connector.is_wanted`; what is on its way still is."""
+        with self._lock:
+            held = self._book.held.get(key)
+            return key in self._book.wanted or (held is not None and held.number is not None)
+
     def read(self, message: Message) -> None:
         """Act on what the other side says."""
         key, number = message["key"], message["number"]

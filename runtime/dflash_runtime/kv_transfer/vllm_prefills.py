@@ -199,6 +199,10 @@ class VllmPrefills:
     def refuse(self, key: str, reason: str) -> None:
         """See `Connector.refuse`; nobody waits here."""
 
+    def is_wanted(self, key: str) -> bool:
+        """See `Connector.is_wanted`."""
+        return False
+
     def close(self) -> None:
         """See `Connector.close`."""
         self._pool.shutdown(wait=True, cancel_futures=True)

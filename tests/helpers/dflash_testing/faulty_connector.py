@@ -59,6 +59,10 @@ class FaultyConnector:
         """See `Connector.refuse`."""
         self._later(self._random.uniform(0, self._shares[2]), lambda: self._inner.refuse(key, reason))
 
+    def is_wanted(self, key: str) -> bool:
+        """See `Connector.is_wanted`."""
+        return self._inner.is_wanted(key)
+
     def close(self) -> None:
         """See `Connector.close`."""
         self._inner.close()

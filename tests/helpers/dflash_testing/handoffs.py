@@ -92,6 +92,9 @@ class MemoryConnector:
     def refuse(self, key: str, reason: str) -> None:
         self.refused[key] = reason
 
+    def is_wanted(self, key: str) -> bool:
+        return False
+
     def close(self) -> None:
         self.waiting.clear()
 

@@ -206,6 +206,21 @@ class TestWords:
         wire.run()
         assert [outcome(loading, 0), outcome(saving, 0)] == [8, None]
 
+    def test_the_prefill_side_knows_what_the_other_one_waits_for(self) -> None:
+        """Whether it is saved already or not, and until it is there."""
+        wire = Wire()
+        wire.prefill.save(make_handoff("a"))
+        wire.decode.load("a")
+        wire.decode.load("b")
+        assert not wire.prefill.is_wanted("a")
+        while wire.to_prefill:
+            wire.prefill.read(wire.to_prefill.pop(0))
+        assert [wire.prefill.is_wanted(key) for key in "abc"] == [True, True, False]
+        wire.prefill.save(make_handoff("b"))
+        assert wire.prefill.is_wanted("b")
+        wire.run()
+        assert not any(map(wire.prefill.is_wanted, "abc"))
+
     def test_a_word_of_nothing_that_is_known_does_nothing(self) -> None:
         wire = Wire()
         for kind in ("take", "got", "drop", "later"):
