@@ -11,6 +11,7 @@ import torch
 
 from dflash_cli.evaluation.tuning.candidates import candidates_for
 from dflash_cli.evaluation.tuning.step_costs import read_step_costs
+from dflash_kernels.suite import triton_kernels
 from dflash_testing.paths import ROOT
 
 # Last on the path, behind a package named kernels that transformers looks for: the folder has a kernels.py.
@@ -21,6 +22,8 @@ import handoff
 import handoff_steps
 import hosted
 import load
+import products
+import short_prompts
 import step_time
 import tune_times
 from timing import accounting, engine_arms, plan, report
@@ -61,6 +64,34 @@ def test_steps_are_timed_beside_loads(tmp_path: Path, capsys: pytest.CaptureFixt
     assert set(times["beside"]["batch"]) == {1, 2}  # one that was loaded decodes too
     assert len(times["loads"]) > 2
     assert "mean / alone" in capsys.readouterr().out
+
+
+def test_prompts_are_timed_alone_and_beside_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "prompts.jsonl"
+    given = ["--prompts", "5,40", "--beside", "0,2", "--arms", "plain,dflash", "--context", "20", "--out", str(out)]
+    assert short_prompts.main([*SMALL, *given]) == 0
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(row["arm"], row["beside"], row["tokens"]) for row in rows] == [
+        (arm, beside, tokens) for arm in ("plain", "dflash") for beside in (0, 2) for tokens in (5, 40)
+    ]
+    assert all((row["plain_ms"] > 0) == (row["beside"] > 0) and row["way"] == "launched" for row in rows)
+    assert len(capsys.readouterr().out.splitlines()) == 1 + len(rows)
+
+
+def test_products_are_timed_in_their_chain(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the references nothing is ours; with kernels of ours each product that they take is there, and all."""
+    out = tmp_path / "products.jsonl"
+    assert products.main([*SMALL, "--rows", "2", "--out", str(out)]) == 0
+    (row,) = map(json.loads, out.read_text().splitlines())
+    assert set(row["us"]) == {"library"}
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(products, "pick_kernels", lambda *_: triton_kernels())
+        monkeypatch.setattr(products, "NUM_LAYERS", 1)
+        monkeypatch.setattr(products, "NUM_TURNS", 1)
+        assert products.main([*SMALL, "--rows", "3"]) == 0
+        assert len(capsys.readouterr().out.splitlines()[-1].split()) == 7
 
 
 def test_a_block_touches_most_experts() -> None:

@@ -1,0 +1,164 @@
+"""Time the products of a layer in its chain, ours beside a library's, with random weights of a real shape.
+
+    python3 examples/benchmarks/products.py [--rows 8,16,32,64,128] [--shape qwen3-8b] [--out products.jsonl]
+
+A chain is what a layer does but for attention, one launch waiting for the other: norm, queries with keys and values,
+rotation, output, norm, gate and up, down; ten layers with weights of their own, as one CUDA graph. Timed one after
+another, products of ours would be set up beside each other, as they never are in a step. Of each product, and of all,
+the table says how many microseconds a layer more it takes with ours in the library's place; a dash where the library's
+is taken anyway. Rows are JSON lines; the table is printed last.
+"""
+
+import argparse
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from dflash_kernels.activation import silu_mul, silu_mul_ref
+from dflash_kernels.product_config import product_shape
+from dflash_kernels.suite import REFERENCE, Kernels, pick_kernels
+from timing.ceilings import device_ms
+from timing.pairs import SHAPES, Shape, open_device
+from timing.report import Recorder, release, table
+
+NUM_LAYERS, NUM_TURNS = 10, 3
+EPS = 1e-6
+
+
+@dataclass(frozen=True)
+class Products:
+    """The weights of one layer, [N, K] each."""
+
+    qkv: Tensor
+    o: Tensor
+    gate_up: Tensor
+    down: Tensor
+
+
+NAMES = tuple(field.name for field in fields(Products))
+
+
+def make_layers(shape: Shape, device: torch.device, dtype: torch.dtype) -> list[Products]:
+    """Random weights that keep the size of what passes through."""
+
+    def weight(num_columns: int, depth: int) -> Tensor:
+        return torch.randn(num_columns, depth, device=device, dtype=dtype).mul_(depth**-0.5)
+
+    queries = shape.heads * shape.head_dim
+    qkv = queries + 2 * shape.kv_heads * shape.head_dim
+    return [
+        Products(
+            weight(qkv, shape.hidden), weight(shape.hidden, queries),
+            weight(2 * shape.inner, shape.hidden), weight(shape.hidden, shape.inner),
+        )
+        for _ in range(NUM_LAYERS)
+    ]  # fmt: skip
+
+
+class Chain:
+    """Layers, and rows that go through them."""
+
+    def __init__(self, shape: Shape, kernels: Kernels, num_rows: int, layers: Sequence[Products]) -> None:
+        self._shape, self._kernels, self._layers = shape, kernels, layers
+        like = layers[0].o
+        self._hidden, self._residual = (torch.randn(num_rows, shape.hidden).to(like) for _ in range(2))
+        self._cos, self._sin = (torch.randn(num_rows, shape.head_dim).to(like) for _ in range(2))
+        self._norm = torch.ones(shape.hidden).to(like)
+        self._head_norms = torch.ones(shape.heads + shape.kv_heads, shape.head_dim).to(like)
+
+    def run(self, ours: Sequence[str]) -> Tensor:
+        """The last layer's parts [P, T, hidden], with our kernels for these products."""
+        kernels, parts, residual = self._kernels, self._hidden[None], self._residual
+        for layer in self._layers:
+            normed, residual = kernels.add_rms_norm(parts, residual, self._norm, EPS)
+            projected = self._of("qkv", ours).product_parts(normed, layer.qkv)
+            heads = kernels.rope_store(
+                projected, self._head_norms, EPS, self._cos, self._sin, self._shape.kv_heads, None
+            )  # fmt: skip
+            # A copy stands for attention: rows as it leaves them.
+            attended = heads[:, : self._shape.heads].flatten(1).contiguous()
+            parts = self._of("o", ours).product_parts(attended, layer.o)
+            normed, residual = kernels.add_rms_norm(parts, residual, self._norm, EPS)
+            parts = self._of("down", ours).product_parts(self._gated(normed, layer.gate_up, ours), layer.down)
+        return parts
+
+    def has_own(self, name: str) -> bool:
+        """Whether a product is ours where the kernels choose."""
+        weight, is_gated = getattr(self._layers[0], name), name == "gate_up"
+        num_columns, depth = len(weight) // (2 if is_gated else 1), weight.shape[1]
+        sizes = (len(self._hidden), num_columns, depth, weight.element_size(), weight.device)
+        shape = product_shape(*sizes, has_parts=not is_gated, is_gated=is_gated)
+        return self._kernels is not REFERENCE and shape is not None
+
+    def _of(self, name: str, ours: Sequence[str]) -> Kernels:
+        return self._kernels if name in ours else REFERENCE
+
+    def _gated(self, normed: Tensor, weight: Tensor, ours: Sequence[str]) -> Tensor:
+        """The library's is gated by a launch of ours, as in a step."""
+        if "gate_up" in ours:
+            return self._kernels.gated_product(normed, weight)
+        gate = silu_mul_ref if self._kernels is REFERENCE else silu_mul
+        return gate(functional.linear(normed, weight))
+
+
+def measure(recorder: Recorder, shape: Shape, kernels: Kernels, num_rows: int, layers: Sequence[Products]) -> None:
+    """Microseconds a layer, the median of turns that all chains take."""
+    chain, device = Chain(shape, kernels, num_rows, layers), layers[0].o.device
+    own = [name for name in NAMES if chain.has_own(name)]
+    arms = {"library": [], **{name: [name] for name in own}, **({"all": own} if own else {})}
+    times: dict[str, list[float]] = {arm: [] for arm in arms}
+    for _ in range(NUM_TURNS):
+        for arm, ours in arms.items():
+            times[arm].append(device_ms(lambda ours=ours: chain.run(ours), device) / len(layers) * 1000)  # type: ignore[misc]
+    found = {arm: statistics.median(turns) for arm, turns in times.items()}
+    recorder.add("products", {"rows": num_rows, "us": found, "turns": times})
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """What the script is told."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3-8b")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument(
+        "--rows", type=lambda text: [int(item) for item in text.split(",")], default=[8, 16, 32, 64, 128]
+    )
+    parser.add_argument("--out", type=Path, help="write all rows here, as JSON lines")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, and print a table; 1 where a number of rows failed."""
+    given = make_parser().parse_args(arguments)
+    device, shape = open_device(given.device), SHAPES[given.shape]
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    kernels = pick_kernels("auto", device, dtype)
+    torch.manual_seed(0)
+    layers = make_layers(shape, device, dtype)
+    with Recorder(given.out, device) as recorder:
+        for num_rows in given.rows:
+            recorder.guard(
+                {"rows": num_rows},
+                lambda count=num_rows: measure(recorder, shape, kernels, count, layers),  # type: ignore[misc]
+            )
+            release()
+        rows = [
+            (row["rows"], row["us"]["library"], *(gain(row["us"], name) for name in (*NAMES, "all")))
+            for row in recorder.of("products")
+        ]
+        print(table(("rows", "library us", *NAMES, "all"), rows))
+        return 1 if recorder.num_failures else 0
+
+
+def gain(us: dict[str, float], name: str) -> float | None:
+    """Microseconds that a layer takes more with ours."""
+    return us[name] - us["library"] if name in us else None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

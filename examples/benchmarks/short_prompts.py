@@ -1,0 +1,154 @@
+"""What a prompt costs, alone and beside requests that decode, with random weights of a real shape.
+
+    python3 examples/benchmarks/short_prompts.py [--prompts 64,512] [--beside 0,16,60] [--arms plain,dflash]
+
+Alone it is the time until a prompt has its first token. Beside others it is by how much three steps take longer than
+two without it: prompts come one by one, two plain steps after each, and nothing waits for either. The ways are
+`pieces`, a forward that was captured piece by piece, for which there must be a GPU, and `launched`, kernel by kernel. A
+forward of more rows than are captured is launched in either way. Rows are JSON lines; the table is printed last.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from dflash_runtime.llm import LLM
+from dflash_runtime.scheduling.request import Request, SamplingParams
+from timing.engine_arms import PAGE_SIZE, engine_pair, wait
+from timing.pairs import BLOCK, SHAPES, RandomPair, build_pair, open_device, random_prompt
+from timing.report import Recorder, release, say, table
+
+WAYS = ("launched", "pieces")
+STEPS_APART = 2
+"""Plain steps after a prompt that comes beside others."""
+
+ANSWER = 8192
+"""Tokens for which the requests that decode have room."""
+
+NUM_WARM, NUM_TIMED = 2, 6
+"""Prompts of a length."""
+
+COLUMNS = ("arm", "beside", "tokens", "way", "ms", "plain step ms")
+
+
+class Load:
+    """Prompts that come one by one, in an engine where some requests may decode."""
+
+    def __init__(self, random: RandomPair, arm: str, num_beside: int, context: int, way: str) -> None:
+        self._shape, max_len = random.shape, random.pair.limits.max_model_len
+        pages = (num_beside + 2) * -(-max_len // PAGE_SIZE) + 1
+        pair = engine_pair(
+            random, arm, None, max_num_requests=num_beside + 3, num_pages=pages, prefix_cache=False,
+            max_model_len=max_len,
+        )  # fmt: skip
+        self.llm = LLM(pair)
+        self.llm.warm_up()
+        if way == "launched":
+            self.llm.engine.runner.pieces = None
+        self._generator = torch.Generator().manual_seed(0)
+        self._num_added = 0
+        for _ in range(num_beside):
+            self._add(context, ANSWER)
+        while not all(request.output_token_ids for request in self.llm.engine.scheduler.live):
+            self.llm.engine.step()
+
+    def step_ms(self, num_steps: int) -> float:
+        """Milliseconds of a step without prompts; 0 where nothing decodes."""
+        if not self.llm.engine.scheduler.has_work:
+            return 0.0
+        return self._timed(lambda: self._step(num_steps)) / num_steps
+
+    def prompt_ms(self, length: int, plain_ms: float) -> float:
+        """Milliseconds that one more prompt takes."""
+        if plain_ms == 0:
+            times = [self._timed(lambda: self._answer(length)) for _ in range(NUM_WARM + NUM_TIMED)]
+            return statistics.median(times[NUM_WARM:])
+        self._join(length, NUM_WARM)
+        total = self._timed(lambda: self._join(length, NUM_TIMED))
+        return total / NUM_TIMED - STEPS_APART * plain_ms
+
+    def _answer(self, length: int) -> None:
+        self._add(length, 1)
+        while self.llm.engine.scheduler.has_work:
+            self.llm.engine.step()
+
+    def _join(self, length: int, count: int) -> None:
+        for _ in range(count):
+            self._add(length, 1)
+            self._step(1 + STEPS_APART)
+
+    def _step(self, count: int) -> None:
+        for _ in range(count):
+            self.llm.engine.step()
+
+    def _timed(self, call: Callable[[], object]) -> float:
+        wait(self.llm.device)
+        began = time.perf_counter()
+        call()
+        wait(self.llm.device)
+        return (time.perf_counter() - began) * 1000
+
+    def _add(self, length: int, num_tokens: int) -> None:
+        params = SamplingParams(max_new_tokens=num_tokens, ignore_eos=True)
+        prompt = random_prompt(self._shape, length, self._generator)
+        self.llm.engine.add(Request(index=self._num_added, prompt_token_ids=prompt, params=params))
+        self._num_added += 1
+
+
+def measure(recorder: Recorder, random: RandomPair, arm: str, num_beside: int, given: argparse.Namespace) -> None:
+    """Prompts of every length, in each way there is."""
+    for way in WAYS if random.pair.placement.device.type == "cuda" else WAYS[:1]:
+        load = Load(random, arm, num_beside, given.context, way)
+        try:
+            plain_ms = load.step_ms(30)
+            for length in given.prompts:
+                ms = load.prompt_ms(length, plain_ms)
+                row = {"arm": arm, "beside": num_beside, "tokens": length, "way": way, "ms": ms, "plain_ms": plain_ms}
+                recorder.add("prompt", row)
+                say(f"{arm}, beside {num_beside}: {length} tokens {way} {ms:.2f} ms")
+        finally:
+            load.llm.close()
+            del load
+            release()
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """What the script is told."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3-8b")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--arms", type=lambda text: text.split(","), default=["plain"], help="plain, dflash")
+    parser.add_argument("--prompts", type=_counts, default=[64, 128, 256, 512, 1024], help="tokens of each prompt")
+    parser.add_argument("--beside", type=_counts, default=[0, 16, 60], help="requests that decode meanwhile")
+    parser.add_argument("--context", type=int, default=900, help="tokens of the prompts of these")
+    parser.add_argument("--out", type=Path, help="write all rows here, as JSON lines")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, and print a table; 1 where a part failed."""
+    given = make_parser().parse_args(arguments)
+    device, shape = open_device(given.device), SHAPES[given.shape]
+    random = build_pair(shape, max(*given.prompts, given.context + ANSWER) + 8 * BLOCK, device)
+    with Recorder(given.out, device) as recorder:
+        for arm in given.arms:
+            for num_beside in given.beside:
+                what = {"arm": arm, "beside": num_beside}
+                recorder.guard(what, lambda arm=arm, count=num_beside: measure(recorder, random, arm, count, given))  # type: ignore[misc]
+        rows = [tuple(row[key] for key in ("arm", "beside", "tokens", "way", "ms", "plain_ms"))
+                for row in recorder.of("prompt")]  # fmt: skip
+        print(table(COLUMNS, rows))
+        return 1 if recorder.num_failures else 0
+
+
+def _counts(text: str) -> list[int]:
+    return [int(item) for item in text.split(",")]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
