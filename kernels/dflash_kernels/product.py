@@ -75,8 +75,7 @@ def _product_kernel(
         weight_tile = weight + column[:, None].to(tl.int64) * DEPTH + inner[None, :]
     acc = tl.zeros((TILE_C, TILE_R), tl.float32)
     up = tl.zeros((TILE_C, TILE_R), tl.float32)
-    # As many tiles in each part, those of the last past the end: with a number that the compiler does not know, tensor
-    # cores wait for every product.
+    # As many tiles in each part, so that the compiler knows how many; those of the last may lie past the end, as zeros.
     NUM_TILES: tl.constexpr = ((DEPTH + TILE_K - 1) // TILE_K + NUM_PARTS - 1) // NUM_PARTS
     for tile in range(NUM_TILES):
         first = (part * NUM_TILES + tile) * TILE_K

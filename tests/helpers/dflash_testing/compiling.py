@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 import dflash_kernels
+from dflash_kernels.launch_config import TensorDescriptor
 
 CAPABILITY = 90
 NAMES = {
@@ -28,6 +29,9 @@ NAMES = {
 
 Compiled = dict[str, str | None]
 """What was compiled -> what the compiler said, None where nothing."""
+
+SHARED_BYTES = 227 * 1024
+"""What a program may have of it on an H100 or H200."""
 
 HALF_BYTES = 113 * 1024
 """Shared memory of each of two programs on a multiprocessor of an H100 or H200."""
@@ -49,6 +53,8 @@ def compile_launch(
         value = given[name]
         if "constexpr" in str(parameters[name].annotation) or value is None:
             signature[name], constants[place,] = "constexpr", value
+        elif isinstance(value, TensorDescriptor):
+            signature[name] = f"tensordesc<{NAMES[value.base.dtype][1:]}{list(value.block_shape)}>"
         elif isinstance(value, Tensor):
             signature[name], aligned[place,] = NAMES[value.dtype], [["tt.divisibility", 16]]
         else:
@@ -89,6 +95,8 @@ def intercept(compiled: Compiled, light: Sequence[str] = ()) -> None:
         "check_tensors": lambda *tensors: None,
         "early": lambda device: early,
         "num_multiprocessors": lambda device: 132,
+        "has_tile_loads": lambda device: True,
+        "shared_memory": lambda device: SHARED_BYTES,
     }  # fmt: skip
     for info in pkgutil.iter_modules(dflash_kernels.__path__, "dflash_kernels."):
         module = importlib.import_module(info.name)
