@@ -14,11 +14,12 @@ conversations, 2 tokens and steps.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dflash_cli.evaluation.statistics import Interval
+from dflash_cli.evaluation.student import student_quantile, student_tail
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -151,41 +152,6 @@ def holm(p_values: Sequence[float]) -> list[float]:
         highest = max(highest, min(1.0, (len(p_values) - rank) * p_values[index]))
         corrected[index] = highest
     return corrected
-
-
-def student_tail(value: float, freedom: int) -> float:
-    """Probability that Student's t with a whole number of degrees of freedom is above `value`.
-
-    Source: Abramowitz and Stegun, 26.7.3 and 26.7.4.
-    """
-    if math.isinf(value):
-        return 0.0 if value > 0 else 1.0
-    angle = math.atan(value / math.sqrt(freedom))
-    square = math.cos(angle) ** 2
-    is_odd = freedom % 2
-    term = math.cos(angle) if is_odd else 1.0
-    total = term if freedom > 1 else 0.0
-    for power in range(2 + is_odd, freedom - 1, 2):
-        term *= square * (power - 1) / power
-        total += term
-    within = math.sin(angle) * total
-    return 0.5 - ((angle + within) / math.pi if is_odd else within / 2)
-
-
-def student_quantile(share: float, freedom: int) -> float:
-    """The value that Student's t is below with probability `share`, for a share above a half."""
-    return _root(lambda value: student_tail(value, freedom) - (1 - share))
-
-
-def _root(falling: Callable[[float], float]) -> float:
-    """Where a falling function of positive numbers passes zero."""
-    low, high = 0.0, 1.0
-    while falling(high) > 0:
-        low, high = high, 2 * high
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if falling(middle) > 0 else (low, middle)
-    return high
 
 
 def _ratio(value: float, error: float) -> float:

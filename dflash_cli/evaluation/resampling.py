@@ -16,9 +16,10 @@ Chosen among ten methods by how often they cover the truth: docs/statistics.md.
 numpy is imported where an interval is taken, so that reading headers needs none.
 """
 
-import math
 from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
+
+from dflash_cli.evaluation.student import student_quantile
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -138,26 +139,3 @@ def _quantiles(ordered: "Floats", shares: "Floats") -> "Floats":
     low, high = ordered[below, columns], ordered[above, columns]
     found: Floats = low + (places - below) * (high - low)
     return found
-
-
-def student_quantile(share: float, freedom: float) -> float:
-    """An upper quantile of Student's t, to 0.1% from two degrees of freedom on, which need not be a whole number.
-
-    Source: Hill 1970, Algorithm 396.
-    """
-    tails = 2 * (1 - share)
-    a = 1 / (freedom - 0.5)
-    b = 48 / a**2
-    c = ((20700 * a / b - 98) * a - 16) * a + 96.36
-    d = ((94.5 / (b + c) - 3) / b + 1) * math.sqrt(a * math.pi / 2) * freedom
-    y = (d * tails) ** (2 / freedom)
-    if y <= 0.05 + a:
-        e = 1 / (((freedom + 6) / (freedom * y) - 0.089 * d - 0.822) * (freedom + 2) * 3) + 0.5 / (freedom + 4)
-        return math.sqrt(freedom * ((e * y - 1) * (freedom + 1) / (freedom + 2) + 1 / y))
-    x = NormalDist().inv_cdf(tails / 2)
-    if freedom < 5:
-        c += 0.3 * (freedom - 4.5) * (x + 0.6)
-    c += (((0.05 * d * x - 5) * x - 7) * x - 2) * x + b
-    square = x * x
-    y = (((((0.4 * square + 6.3) * square + 36) * square + 94.5) / c - square - 3) / b + 1) * x
-    return math.sqrt(freedom * math.expm1(a * y * y))

@@ -17,10 +17,11 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Any, Literal
 
-from dflash_cli.evaluation.acceptance_difference import paired_difference, student_quantile, tokens_per_step
+from dflash_cli.evaluation.acceptance_difference import paired_difference, tokens_per_step
 from dflash_cli.evaluation.acceptance_report import Evaluation
 from dflash_cli.evaluation.conversation_counts import ConversationCounts
 from dflash_cli.evaluation.statistics import Interval
+from dflash_cli.evaluation.student import student_quantile
 from dflash_cli.evaluation.tuning.candidates import Candidate
 from dflash_cli.evaluation.tuning.step_costs import StepCosts, Times
 

@@ -17,8 +17,6 @@ from dflash_cli.evaluation.acceptance_difference import (
     holm,
     paired_difference,
     paired_moments,
-    student_quantile,
-    student_tail,
     unpaired_difference,
     unpaired_moments,
 )
@@ -149,15 +147,6 @@ def test_few_conversations_are_not_compared() -> None:
     assert unpaired_difference(counts, [(3, 1)] * 99, 0.95) is None
     assert paired_difference([(0, 0)] * 20, [(3, 1)] * 20, 0.95) is None
     assert paired_difference([*counts, (0, 0)], [*counts, (2, 1)], 0.95) is not None
-
-
-@pytest.mark.parametrize(("share", "freedom", "value"), [
-    (0.975, 1, 12.706205), (0.975, 2, 4.302653), (0.95, 7, 1.894579), (0.975, 15, 2.131450), (0.975, 120, 1.979930),
-])  # fmt: skip
-def test_quantiles_of_student_are_those_of_the_tables(share: float, freedom: int, value: float) -> None:
-    assert student_quantile(share, freedom) == pytest.approx(value, abs=2e-6)
-    assert student_tail(value, freedom) == pytest.approx(1 - share, abs=1e-6)
-    assert student_tail(-value, freedom) == pytest.approx(share, abs=1e-6)
 
 
 def test_corrected_p_values_by_hand() -> None:

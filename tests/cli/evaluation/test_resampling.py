@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from dflash_cli.evaluation.resampling import MIN_UNITS, linear_bounds, resampled_bounds, student_quantile
+from dflash_cli.evaluation.resampling import MIN_UNITS, linear_bounds, resampled_bounds
 from dflash_cli.evaluation.statistics import MIN_FOR_POSITIONS
 from dflash_testing.paths import ROOT
 
@@ -97,13 +97,3 @@ def test_of_many_units_the_two_ways_agree() -> None:
 def test_units_that_do_not_differ_have_an_interval_of_no_width() -> None:
     units = np.broadcast_to(np.array([12.0, 4.0]), (1, 1, 20, 2))
     assert resampled_bounds(units, confidence=0.95, num_resamples=50, seed=0).tolist() == [[3.0, 3.0]]
-
-
-@pytest.mark.parametrize(
-    ("share", "freedom", "value"),
-    [(0.975, 2, 4.3027), (0.975, 4, 2.7764), (0.975, 15, 2.1314), (0.995, 3, 5.8409), (0.9995, 4, 8.6103),
-     (0.9, 10, 1.3722), (0.75, 3, 0.7649), (0.975, 1e6, 1.9600)],
-)  # fmt: skip
-def test_quantiles_of_student(share: float, freedom: float, value: float) -> None:
-    """Values of printed tables."""
-    assert student_quantile(share, freedom) == pytest.approx(value, rel=1e-3)
