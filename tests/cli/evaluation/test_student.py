@@ -39,3 +39,4 @@ def test_parts_of_degrees_lie_between_whole_ones(freedom: float) -> None:
 def test_the_ends() -> None:
     assert (student_tail(math.inf, 3), student_tail(-math.inf, 3), student_tail(0, 3)) == (0, 1, 0.5)
     assert student_quantile(0.5, 3) == 0
+    assert math.isnan(student_tail(math.nan, 3))
