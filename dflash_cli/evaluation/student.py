@@ -11,7 +11,7 @@ from statistics import NormalDist
 PRECISION = 1e-15
 """Of the last factor of a continued fraction."""
 MOST_TERMS = 10_000
-"""Some hundred are enough for a million degrees of freedom; what is no number never ends."""
+"""Some fifty are enough up to a million degrees of freedom; what is no number would never end."""
 
 
 def student_tail(value: float, freedom: float) -> float:
