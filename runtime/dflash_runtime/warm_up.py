@@ -42,18 +42,13 @@ def warm_up(engine: Engine, params: Sequence[SamplingParams], max_requests: int 
     pieces = engine.runner.pieces
     jobs: list[Callable[[], object]] = [partial(graphs.capture, *item) for item in wanted]
     jobs += [partial(pieces.capture, bucket) for bucket in pieces.missing()] if pieces is not None else []
-    num_captured = len(jobs)
+    num_captured, started = len(jobs), time.perf_counter()
     jobs += [partial(run_once, engine, batch) for batch in prefill_batches(engine, params, max_requests)]
-    started = time.perf_counter()
-    captured_s = 0.0
     progress(0, len(jobs))
     for num_done, job in enumerate(jobs, start=1):
         job()
         progress(num_done, len(jobs))
-        if num_done == num_captured:
-            captured_s = time.perf_counter() - started
-    seconds = time.perf_counter() - started
-    logger.info("warmed up in %.1f s: %d captured in %.1f s", seconds, num_captured, captured_s)
+    logger.info("warmed up in %.1f s, with %d captures", time.perf_counter() - started, num_captured)
     log_use(engine.runner.device)
 
 

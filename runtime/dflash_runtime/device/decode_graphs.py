@@ -22,7 +22,7 @@ from weakref import WeakMethod
 import torch
 from torch import Tensor
 
-from dflash_runtime.device.memory import is_out_of_memory
+from dflash_runtime.device.graph_memory import GraphMemory
 from dflash_runtime.models.placement import as_current
 from dflash_runtime.scheduling.request import SamplingParams
 
@@ -69,7 +69,12 @@ class DecodeGraphs:
         self._pool: Any = None  # torch gives the type of a handle no public name
         # None where memory did not hold a graph: such steps are launched one by one.
         self._graphs: dict[tuple[int, StepMode], DecodeGraph | None] = {}
-        self.shortage: str | None = None  # a warning, where memory held not all that was asked for
+        self._memory = GraphMemory(device)
+
+    @property
+    def shortage(self) -> str | None:
+        """A warning, where memory held not all that was asked for."""
+        return self._memory.shortage
 
     def __len__(self) -> int:
         return len(self.captured)
@@ -118,18 +123,15 @@ class DecodeGraphs:
         """
         started = time.perf_counter()
         captured = None
-        with as_current(self._device):
+        with as_current(self._device), self._memory.attempt(f"decode steps of {bucket} requests run slower"):
             rows = torch.full((bucket,), self.padding_row, dtype=torch.int64, device=self._device)
-            try:
-                self._rehearse(rows, mode)
-                captured = DecodeGraph(*self._record(rows, mode))
-            except Exception as error:
-                # Ending a capture that has failed fails as well.
-                if not any(map(is_out_of_memory, (error, error.__context__))):
-                    raise
+            self._rehearse(rows, mode)
+            captured = DecodeGraph(*self._record(rows, mode))
         self._graphs[bucket, mode] = captured
         if captured is None:
-            self._give_up(bucket)
+            if not len(self):
+                self._pool = None  # torch does not open a pool again that no graph has
+            self._memory.give_back()
         else:
             seconds = time.perf_counter() - started
             logger.info("captured a decode step of %d requests in %.2f s (%s)", bucket, seconds, mode)
@@ -157,20 +159,6 @@ class DecodeGraphs:
         with no_collection(), torch.cuda.stream(torch.cuda.current_stream()), recording:
             packed = self._decode(rows, mode)
         return graph, rows, packed
-
-    def _give_up(self, bucket: int) -> None:
-        """Give back what the attempt has taken, and say once that memory is short."""
-        if not len(self):
-            self._pool = None  # torch does not open a pool again that no graph has
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
-        logger.info("no memory to capture a decode step of %d requests", bucket)
-        if self.shortage is None:
-            self.shortage = (
-                f"decode steps of {bucket} requests run slower, since memory does not hold their CUDA graph: lower "
-                "--gpu-memory-utilization, --kv-memory or --max-num-requests"
-            )
-            logger.warning(self.shortage)
 
 
 @contextmanager

@@ -25,9 +25,9 @@ from dflash_kernels.rope_store import KVPlace
 from dflash_kernels.slot_mapping import PAD
 from dflash_kernels.suite import Kernels
 from dflash_runtime.device.decode_graphs import capture_stream, no_collection
+from dflash_runtime.device.graph_memory import GraphMemory
 from dflash_runtime.device.joined_attention import JoinedAttention
 from dflash_runtime.device.kv import KVCache
-from dflash_runtime.device.memory import is_out_of_memory
 from dflash_runtime.device.prefill import RaggedAttention
 from dflash_runtime.device.row_buckets import bucket_of_rows, row_buckets
 from dflash_runtime.models.placement import as_current
@@ -207,7 +207,12 @@ class PiecewiseGraphs:
         self._buffers: Buffers | None = None
         # None where memory did not hold the pieces: such forwards are launched kernel by kernel.
         self._captured: dict[int, Pieces | None] = {}
-        self.shortage: str | None = None  # a warning, where memory held not all that was asked for
+        self._memory = GraphMemory(self._device)
+
+    @property
+    def shortage(self) -> str | None:
+        """A warning, where memory held not all that was asked for."""
+        return self._memory.shortage
 
     @property
     def captured(self) -> tuple[int, ...]:
@@ -265,34 +270,19 @@ class PiecewiseGraphs:
         Before that it runs once, so that nothing is compiled or loaded meanwhile.
         """
         started = time.perf_counter()
-        self._captured[bucket] = None
-        with as_current(self._device):
-            try:
-                if self._buffers is None:
-                    self._buffers = Buffers.of(self._target, len(self._taps), self._buckets[-1], self._device)
-                self._buffers.slots.fill_(PAD)  # what is run here keeps nothing
-                with self._recorder.recording():
-                    self._forward(bucket, self._buffers, None)
-                    self._captured[bucket] = self._record(bucket, self._buffers)
-            except Exception as error:
-                # Ending a capture that has failed fails as well.
-                if not any(map(is_out_of_memory, (error, error.__context__))):
-                    raise
-                self._give_up(bucket)
-                return
-        logger.info("captured forwards of %d rows in %.2f s", bucket, time.perf_counter() - started)
-
-    def _give_up(self, bucket: int) -> None:
-        """Give back what the attempt has taken, and say once that memory is short."""
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
-        logger.info("no memory to capture forwards of %d rows", bucket)
-        if self.shortage is None:
-            self.shortage = (
-                f"prompts of up to {bucket} tokens begin slower, since memory does not hold their CUDA graphs: lower "
-                "--gpu-memory-utilization, --kv-memory or --max-num-requests"
-            )
-            logger.warning(self.shortage)
+        captured = None
+        with as_current(self._device), self._memory.attempt(f"prompts of up to {bucket} tokens begin slower"):
+            if self._buffers is None:
+                self._buffers = Buffers.of(self._target, len(self._taps), self._buckets[-1], self._device)
+            self._buffers.slots.fill_(PAD)  # what is run here keeps nothing
+            with self._recorder.recording():
+                self._forward(bucket, self._buffers, None)
+                captured = self._record(bucket, self._buffers)
+        self._captured[bucket] = captured
+        if captured is None:
+            self._memory.give_back()
+        else:
+            logger.info("captured forwards of %d rows in %.2f s", bucket, time.perf_counter() - started)
 
     def _record(self, bucket: int, buffers: Buffers) -> Pieces:
         self._recorder.begin()
