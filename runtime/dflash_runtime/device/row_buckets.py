@@ -1,11 +1,11 @@
 """How many rows the captured forwards with prompts have. Host only."""
 
 PIECEWISE_ROWS = 768
-"""Rows up to which a forward with prompts takes the host longer to launch than a GPU to run, so that it is captured."""
+"""Rows up to which forwards with prompts are captured: about so many an H200 runs while the host launches them."""
 
 
 def bucket_of_rows(num_rows: int) -> int:
-    """The rows that so many are filled up to: few more, or no more than their products take anyway."""
+    """The rows that so many are filled up to, fewer than 64 more."""
     if num_rows <= 32:
         return 16 if num_rows <= 16 else 32
     return -(-num_rows // 64) * 64
