@@ -116,10 +116,13 @@ def _load_keys(source, begin, dim, is_key, HEAD_DIM: tl.constexpr, TILE_D: tl.co
 def walk_context(
     queries, row, dim, keys, values, page_stride, row_stride, page_table, context_len, readable_len, begin, end,
     acc, row_max, weight_sum, scale,
-    HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
+    HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, IS_CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
     TILE_N: tl.constexpr, TILE_D: tl.constexpr, IS_FULL: tl.constexpr,
 ):  # fmt: skip
-    """Walk tiles `[begin, end)` of the context. IS_FULL says that every row sees every key of them."""
+    """Walk tiles `[begin, end)` of what lies in pages. IS_FULL says that every row sees every key of them.
+
+    IS_CAUSAL is for keys of rows themselves that lie there too, behind the context.
+    """
     first = begin * TILE_N + tl.arange(0, TILE_N)
     key = _context_rows(page_table, first, readable_len, page_stride, row_stride, PAGE_SIZE)
     for step in range(begin, end):
@@ -131,6 +134,8 @@ def walk_context(
         value_tile = _load_keys(values, key, dim, is_key, HEAD_DIM, TILE_D, IS_FULL)
         key = next_key
         is_visible = is_key[None, :]
+        if IS_CAUSAL:
+            is_visible = is_visible & (position[None, :] <= context_len + row[:, None])
         if WINDOW:
             is_visible = is_visible & (context_len + row[:, None] - position[None, :] < WINDOW)
         acc, row_max, weight_sum = _attend(
@@ -178,7 +183,7 @@ def mean_of_share(
     acc, row_max, weight_sum = walk_context(
         queries, row, dim, keys, values, page_stride, row_stride, page_table, context_len, readable_len,
         context_begin, context_end, acc, row_max, weight_sum, scale,
-        HEAD_DIM, PAGE_SIZE, WINDOW, CAP, TILE_N, TILE_D, False,
+        HEAD_DIM, PAGE_SIZE, False, WINDOW, CAP, TILE_N, TILE_D, False,
     )  # fmt: skip
     acc, row_max, weight_sum = walk_block(
         queries, row, dim, block_keys, block_values, block_keys_row, block_values_row, num_rows,

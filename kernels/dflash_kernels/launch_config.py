@@ -312,12 +312,16 @@ def experts_shape(
 
 @dataclass(frozen=True, slots=True)
 class RaggedShape:
-    """Tiles of prefill: packed rows (query heads x rows) and keys, and the launch: one for a model."""
+    """Tiles of prefill: packed rows (query heads x rows) and keys, and the launch: one for a model.
+
+    Long rows of keys are cut into parts as if so many programs ran together on a multiprocessor.
+    """
 
     rows: int
     keys: int
     num_warps: int
     num_stages: int
+    num_together: int = 2
 
 
 RAGGED_SHAPES = (
@@ -340,6 +344,16 @@ context; where one becomes the other was not measured."""
 
 LONG_SHAPE_BYTES = 227 * 1024
 """Shared memory that these take, and that not every GPU has."""
+
+
+FEW_ROWS_SHAPE = RaggedShape(rows=64, keys=64, num_warps=4, num_stages=2, num_together=1)
+
+
+def few_rows_shape(head_dim: int, itemsize: int, device: torch.device) -> RaggedShape:
+    """The tiles for few rows beside others, whose keys are all read in pages."""
+    if (itemsize, power_of_2(head_dim)) == (2, 128):
+        return FEW_ROWS_SHAPE
+    return ragged_shape(head_dim, itemsize, 0, device)
 
 
 def ragged_shape(head_dim: int, itemsize: int, longest_context: int, device: torch.device) -> RaggedShape:

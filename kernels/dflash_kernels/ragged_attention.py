@@ -14,7 +14,7 @@ M tiles, C tiles with several parts.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ from dflash_kernels.block_attention import (
     check_softmax,
     room_for,
 )
+from dflash_kernels.early_launch import early, let_next_launch_begin, wait_for_launches_before
 from dflash_kernels.kv_store import strides_of_caches
 from dflash_kernels.launch_config import (
     COMBINE_TILE,
@@ -61,6 +62,9 @@ SUM_FIELDS = 6
 
 _TL_TILE_FIELDS, _TL_SUM_FIELDS = constexpr(TILE_FIELDS), constexpr(SUM_FIELDS)
 
+NO_TILE, NO_SUM = (0, 0, 0, 0, 0, 0, 1, -1), (0, 0, 0, 0, 0, 0)
+"""A tile and a sum without rows: their programs write nothing."""
+
 MIN_PART = 4
 """Tiles of keys below which a part costs more to add up than it gains."""
 
@@ -77,18 +81,46 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class RaggedPlan:
-    """How the rows of a forward are cut into programs. `tiles` and `sums` are rows of integers, for the kernels."""
+    """How the rows of a forward are cut into programs. `tiles` and `sums` are rows of integers, for the kernels.
+
+    With `is_paged` keys and values of the segments are read where they were stored, in pages, as those of contexts are:
+    that is faster for few rows, and slower for many.
+    """
 
     segments: tuple[Segment, ...]
     tiles: tuple[tuple[int, ...], ...]  # [M, TILE_FIELDS]
     sums: tuple[tuple[int, ...], ...]  # [C, SUM_FIELDS]
     num_parts: int  # of all tiles that have several
     shape: RaggedShape
+    is_paged: bool = False
 
     @property
     def ints(self) -> list[int]:
         """What the kernels read, to be brought to the device: tiles, then sums."""
         return [value for row in (*self.tiles, *self.sums) for value in row]
+
+    def padded(self, room: "RaggedPlan") -> "RaggedPlan":
+        """The same cut with as many tiles, sums and parts as a larger plan, for a launch that was captured with it."""
+        require(self.shape == room.shape and self.num_parts <= room.num_parts, "a plan that fits into the other")
+        tiles = (*self.tiles, *[NO_TILE] * (len(room.tiles) - len(self.tiles)))
+        sums = (*self.sums, *[NO_SUM] * (len(room.sums) - len(self.sums)))
+        require((len(tiles), len(sums)) == (len(room.tiles), len(room.sums)), "a plan that fits into the other")
+        return replace(self, tiles=tiles, sums=sums, num_parts=room.num_parts)
+
+
+def room_for_plans(
+    num_rows: int, num_segments: int, num_heads: int, num_kv: int, shape: RaggedShape, device: torch.device
+) -> RaggedPlan:
+    """A plan without rows into which every plan fits whose segments, at most so many, have so many rows together."""
+    num_cut = ceil_div(num_rows * (num_heads // num_kv), shape.rows) + num_segments
+    num_tiles = num_cut + _num_programs(num_kv, shape, device)  # one more for each share that is taken off a tile
+    rows = (Segment(0, num_rows, 0, 0),)
+    return RaggedPlan(rows, (NO_TILE,) * num_tiles, (NO_SUM,) * num_cut, num_tiles, shape, is_paged=True)
+
+
+def _num_programs(num_kv: int, shape: RaggedShape, device: torch.device) -> int:
+    """Programs of one KV head that run at once."""
+    return max(1, shape.num_together * num_multiprocessors(device) // num_kv)
 
 
 def plan_ragged(
@@ -105,8 +137,7 @@ def plan_ragged(
             last_row = min((first + shape.rows - 1) // group, segment.num_rows - 1)
             cut.append((ceil_div(segment.context_len, shape.keys) + last_row // shape.keys + 1, segment, first))
     cut.sort(key=lambda item: -item[0])
-    num_programs = max(1, 2 * num_multiprocessors(device) // num_kv)
-    share = max(MIN_PART, ceil_div(sum(num_tiles for num_tiles, _, _ in cut), num_programs))
+    share = max(MIN_PART, ceil_div(sum(num_tiles for num_tiles, _, _ in cut), _num_programs(num_kv, shape, device)))
     tiles, sums, num_parts = [], [], 0
     for num_tiles, segment, first in cut:
         parts = min(ceil_div(num_tiles, share), MAX_SPLITS)
@@ -172,13 +203,59 @@ def _load_tile(tiles):
 
 
 @jit
+def _walk_rows(
+    queries, row, dim, head, sinks, key_cache, value_cache, cache_page, cache_row, table,
+    keys, values, keys_row, values_row, context_len, num_rows, first_row, last_row, part, num_parts, scale,
+    HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_D: tl.constexpr,
+):  # fmt: skip
+    """Walk a part of the context in its pages, and of the segment's own keys as they came -> a running softmax."""
+    context_tile, num_context, block_tile, block_tile_end = tiles_in_sight(
+        context_len, context_len, first_row, last_row, num_rows, True, WINDOW, TILE_N
+    )
+    num_tiles = num_context + block_tile_end - block_tile
+    context_begin, context_end, block_begin, block_end, is_last = share_of_tiles(
+        part * num_tiles // num_parts, (part + 1) * num_tiles // num_parts,
+        context_tile, num_context, block_tile, block_tile_end,
+    )  # fmt: skip
+    # Tiles that all rows see whole come first, and need no mask; with a window there may be none.
+    full_context, full_block = context_begin, block_begin
+    if not WINDOW:
+        full_context = tl.minimum(tl.maximum(context_len // TILE_N, context_begin), context_end)
+        full_block = tl.minimum(tl.maximum((first_row + 1) // TILE_N, block_begin), block_end)
+    acc, row_max, weight_sum = begin_softmax(sinks, head, is_last, TILE_M, TILE_D)
+    if not WINDOW:
+        acc, row_max, weight_sum = walk_context(
+            queries, row, dim, key_cache, value_cache, cache_page, cache_row, table, context_len, context_len,
+            context_begin, full_context, acc, row_max, weight_sum, scale,
+            HEAD_DIM, PAGE_SIZE, False, WINDOW, CAP, TILE_N, TILE_D, True,
+        )  # fmt: skip
+        acc, row_max, weight_sum = walk_block(
+            queries, row, dim, keys, values, keys_row, values_row, num_rows, block_begin, full_block,
+            acc, row_max, weight_sum, scale, HEAD_DIM, True, WINDOW, CAP, TILE_N, TILE_D, True,
+        )  # fmt: skip
+    acc, row_max, weight_sum = walk_context(
+        queries, row, dim, key_cache, value_cache, cache_page, cache_row, table, context_len, context_len,
+        full_context, context_end, acc, row_max, weight_sum, scale,
+        HEAD_DIM, PAGE_SIZE, False, WINDOW, CAP, TILE_N, TILE_D, False,
+    )  # fmt: skip
+    return walk_block(
+        queries, row, dim, keys, values, keys_row, values_row, num_rows, full_block, block_end,
+        acc, row_max, weight_sum, scale, HEAD_DIM, True, WINDOW, CAP, TILE_N, TILE_D, False,
+    )  # fmt: skip
+
+
+@jit
 def _ragged_attention_kernel(
     query, keys, values, key_cache, value_cache, page_table, tiles, sinks, out, parts, part_lses,
     query_row, query_head, keys_row, keys_head, values_row, values_head,
     cache_page, cache_row, cache_head, table_stride, scale,
     NUM_KV: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr, CAP: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_D: tl.constexpr,
+    WINDOW: tl.constexpr, CAP: tl.constexpr, IS_PAGED: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_D: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
+    wait_for_launches_before(IS_EARLY)
+    let_next_launch_begin(IS_EARLY)  # which adds parts up
     kv_head = tl.program_id(1).to(tl.int64)
     first_row, num_rows, context_len, table_row, first_packed, part, num_parts, place = _load_tile(tiles)
     packed = first_packed + tl.arange(0, TILE_M)
@@ -190,45 +267,30 @@ def _ragged_attention_kernel(
     queries = tl.load(
         query + (flat_row * query_row + head * query_head)[:, None] + dim[None, :], mask=is_query, other=0.0
     )
-    last_row = tl.minimum((first_packed + TILE_M - 1) // GROUP, num_rows - 1)
-    context_tile, num_context, block_tile, block_tile_end = tiles_in_sight(
-        context_len, context_len, first_packed // GROUP, last_row, num_rows, True, WINDOW, TILE_N
-    )
-    num_tiles = num_context + block_tile_end - block_tile
-    context_begin, context_end, block_begin, block_end, is_last = share_of_tiles(
-        part * num_tiles // num_parts, (part + 1) * num_tiles // num_parts,
-        context_tile, num_context, block_tile, block_tile_end,
-    )  # fmt: skip
-    # Tiles that all rows see whole come first, and need no mask; with a window there may be none.
-    full_context, full_block = context_begin, block_begin
-    if not WINDOW:
-        full_context = tl.minimum(tl.maximum(context_len // TILE_N, context_begin), context_end)
-        full_block = tl.minimum(tl.maximum((first_packed // GROUP + 1) // TILE_N, block_begin), block_end)
     table = page_table + table_row * table_stride
     key_cache += kv_head * cache_head
     value_cache += kv_head * cache_head
-    keys += first_row * keys_row + kv_head * keys_head
-    values += first_row * values_row + kv_head * values_head
-    acc, row_max, weight_sum = begin_softmax(sinks, head, is_last, TILE_M, TILE_D)
-    if not WINDOW:
+    last_row = tl.minimum((first_packed + TILE_M - 1) // GROUP, num_rows - 1)
+    if IS_PAGED:
+        # One loop over few keys: several begin with nothing on its way.
+        num_keys = context_len + last_row + 1
+        first_tile, num_tiles, _, _ = tiles_in_sight(
+            context_len, num_keys, first_packed // GROUP, -1, 0, True, WINDOW, TILE_N
+        )
+        begin, end = part * num_tiles // num_parts, (part + 1) * num_tiles // num_parts
+        acc, row_max, weight_sum = begin_softmax(sinks, head, part + 1 == num_parts, TILE_M, TILE_D)
         acc, row_max, weight_sum = walk_context(
-            queries, row, dim, key_cache, value_cache, cache_page, cache_row, table, context_len, context_len,
-            context_begin, full_context, acc, row_max, weight_sum, scale,
-            HEAD_DIM, PAGE_SIZE, WINDOW, CAP, TILE_N, TILE_D, True,
+            queries, row, dim, key_cache, value_cache, cache_page, cache_row, table, context_len, num_keys,
+            first_tile + begin, first_tile + end, acc, row_max, weight_sum, scale,
+            HEAD_DIM, PAGE_SIZE, True, WINDOW, CAP, TILE_N, TILE_D, False,
         )  # fmt: skip
-        acc, row_max, weight_sum = walk_block(
-            queries, row, dim, keys, values, keys_row, values_row, num_rows, block_begin, full_block,
-            acc, row_max, weight_sum, scale, HEAD_DIM, True, WINDOW, CAP, TILE_N, TILE_D, True,
+    else:
+        acc, row_max, weight_sum = _walk_rows(
+            queries, row, dim, head, sinks, key_cache, value_cache, cache_page, cache_row, table,
+            keys + first_row * keys_row + kv_head * keys_head, values + first_row * values_row + kv_head * values_head,
+            keys_row, values_row, context_len, num_rows, first_packed // GROUP, last_row, part, num_parts, scale,
+            HEAD_DIM, PAGE_SIZE, WINDOW, CAP, TILE_M, TILE_N, TILE_D,
         )  # fmt: skip
-    acc, row_max, weight_sum = walk_context(
-        queries, row, dim, key_cache, value_cache, cache_page, cache_row, table, context_len, context_len,
-        full_context, context_end, acc, row_max, weight_sum, scale,
-        HEAD_DIM, PAGE_SIZE, WINDOW, CAP, TILE_N, TILE_D, False,
-    )  # fmt: skip
-    acc, row_max, weight_sum = walk_block(
-        queries, row, dim, keys, values, keys_row, values_row, num_rows, full_block, block_end,
-        acc, row_max, weight_sum, scale, HEAD_DIM, True, WINDOW, CAP, TILE_N, TILE_D, False,
-    )  # fmt: skip
     # A row that sees nothing in this part has the mean 0, and the weight 2**-inf in the sum of parts.
     weight_sum = tl.where(weight_sum > 0, weight_sum, 1.0)
     mean = acc / weight_sum[:, None]
@@ -245,8 +307,10 @@ def _ragged_attention_kernel(
 def _sum_parts_kernel(
     sums, parts, part_lses, out,
     NUM_KV: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, TILE_M: tl.constexpr,
-    TILE_R: tl.constexpr, TILE_S: tl.constexpr, TILE_D: tl.constexpr,
+    TILE_R: tl.constexpr, TILE_S: tl.constexpr, TILE_D: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
+    wait_for_launches_before(IS_EARLY)
+    let_next_launch_begin(IS_EARLY)
     item = sums + tl.program_id(0).to(tl.int64) * _TL_SUM_FIELDS
     kv_head = tl.program_id(1).to(tl.int64)
     first_row = tl.load(item)
@@ -274,7 +338,7 @@ def _sum_parts_kernel(
         acc += mean * weight[:, None]
         weight_sum += weight
     target = (first_row + row) * (NUM_KV * GROUP) + kv_head * GROUP + packed % GROUP
-    summed = acc / weight_sum[:, None]
+    summed = acc / tl.where(weight_sum > 0, weight_sum, 1.0)[:, None]  # 0 where there is no row
     tl.store(out + target[:, None] * HEAD_DIM + dim[None, :], summed.to(out.dtype.element_ty), mask=is_element)
 
 
@@ -315,18 +379,20 @@ def ragged_attention(
     # Parts are always float32, and empty where there are none, so that the kernel is one and the same.
     part_lses = torch.empty((plan.num_parts, num_kv, shape.rows), dtype=torch.float32, device=query.device)
     parts = torch.empty((*part_lses.shape, head_dim), dtype=torch.float32, device=query.device)
+    launching = early(query.device) if plan.is_paged else {"IS_EARLY": False}
     _ragged_attention_kernel[(len(plan.tiles), num_kv)](
         *flat, key_cache, value_cache, page_table, placed, softmax.sinks, out, parts, part_lses,
         *(stride for tensor in flat for stride in tensor.stride()[:2]),
         *strides_of_caches(key_cache, value_cache), page_table.stride(0), math.log2(math.e) / math.sqrt(head_dim),
         NUM_KV=num_kv, GROUP=group, HEAD_DIM=head_dim, PAGE_SIZE=key_cache.shape[1], WINDOW=window or 0,
-        CAP=cap_of_products(softmax, head_dim), TILE_M=shape.rows, TILE_N=shape.keys, TILE_D=tile_dim,
-        num_warps=shape.num_warps, num_stages=shape.num_stages,
+        CAP=cap_of_products(softmax, head_dim), IS_PAGED=plan.is_paged,
+        TILE_M=shape.rows, TILE_N=shape.keys, TILE_D=tile_dim,
+        num_warps=shape.num_warps, num_stages=shape.num_stages, **launching,
     )  # fmt: skip
     if plan.sums:
         sums = placed[len(plan.tiles) * TILE_FIELDS :]
         _sum_parts_kernel[(len(plan.sums), num_kv, ceil_div(shape.rows, COMBINE_TILE))](
             sums, parts, part_lses, out, NUM_KV=num_kv, GROUP=group, HEAD_DIM=head_dim, TILE_M=shape.rows,
-            TILE_R=COMBINE_TILE, TILE_S=power_of_2(MAX_SPLITS), TILE_D=tile_dim, num_warps=COMBINE_TILE,
+            TILE_R=COMBINE_TILE, TILE_S=power_of_2(MAX_SPLITS), TILE_D=tile_dim, num_warps=COMBINE_TILE, **launching,
         )  # fmt: skip
     return out

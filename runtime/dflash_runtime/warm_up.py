@@ -16,6 +16,7 @@ from dflash_runtime.device.decode_graphs import StepMode, kinds_of
 from dflash_runtime.device.memory import log_use
 from dflash_runtime.engine import Engine
 from dflash_runtime.errors import DFlashError
+from dflash_runtime.scheduling.limits import rows_to_ridge
 from dflash_runtime.scheduling.request import Request, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -53,11 +54,22 @@ def warm_up(engine: Engine, params: Sequence[SamplingParams], max_requests: int 
 
 
 def step_modes(engine: Engine, params: Sequence[SamplingParams], bucket: int) -> list[StepMode]:
-    """The modes of all steps that so many requests with these parameters can come to share, the widest first."""
+    """The modes of all steps that so many requests with these parameters can come to share, the widest first.
+
+    Plain steps with room for prompts come before the plain ones.
+    """
     block, policy = engine.scheduler.limits.num_lookahead_tokens, engine.scheduler.width_policy
+    spare = rows_to_ridge(bucket)
     asked = {min(item.verify_width or block, block) for item in params}
-    widths, kinds = reversed(policy.candidates(bucket, asked)), kinds_of(params)
-    return [StepMode(width, is_greedy, has_filters) for width in widths for is_greedy, has_filters in kinds]
+    sizes = [
+        (width, num_prompt_rows)
+        for width in reversed(policy.candidates(bucket, asked))
+        for num_prompt_rows in ([spare, 0] if spare and width == 1 else [0])
+    ]
+    return [
+        StepMode(width, is_greedy, has_filters, num_prompt_rows)
+        for width, num_prompt_rows in sizes for is_greedy, has_filters in kinds_of(params)
+    ]  # fmt: skip
 
 
 def prefill_batches(engine: Engine, params: Sequence[SamplingParams], max_requests: int | None) -> list[list[Request]]:

@@ -182,7 +182,33 @@ def test_prompts_in_captured_pieces(draft: str | None, max_num_requests: int) ->
     wanted = traces(plainly.generate(prompts, params))
     for _ in range(2):
         assert traces(captured.generate(prompts, params)) == wanted
-    assert len(pieces.captured) >= 2
+    assert pieces.captured, "plain steps have room for most of them"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("draft", ["tiny", None])
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "top_k": 20, "top_p": 0.9}], ids=str)
+def test_prompts_in_captured_steps(draft: str | None, sampling: dict[str, Any]) -> None:
+    """Prompts that are few beside requests that decode: whole ones, several, and chunks; in plain steps of a draft's
+    engine too, whose other steps read the context KV they leave.
+    """
+    start = bundled_prompts()
+    lengths = (5, 40, 200, 700, 1500, 64, 333, 9, 80, 500, 17, 600)
+    prompts = [tuple((start[index % len(start)] * 300)[:length]) for index, length in enumerate(lengths)]
+    params = [SamplingParams(max_new_tokens=12 + 7 * index, seed=index, **sampling) for index in range(len(prompts))]
+    settings: dict[str, Any] = {"max_num_requests": 9, "num_pages": 800, "prefix_cache": False, "scheduling": "sync"}
+    found = []
+    for has_room in (False, True, True):
+        llm = gpu_llm(draft, "float32", **settings)
+        if draft is not None:
+            llm.engine.scheduler.width_policy = RandomWidths(0, 2)
+        if not has_room:
+            llm.engine.runner.room_beside = lambda batch: None  # type: ignore[method-assign]
+        found.append(traces(llm.generate(prompts, params)))
+        graphs = llm.engine.runner.graphs
+        assert graphs is not None
+        assert any(mode.num_prompt_rows for _, mode in graphs.captured) == has_room
+    assert found[1] == found[2] == found[0]
 
 
 @pytest.mark.gpu

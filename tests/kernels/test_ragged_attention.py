@@ -10,6 +10,7 @@ from dflash_kernels import launch_config
 from dflash_kernels import ragged_attention as module
 from dflash_kernels.block_attention import PLAIN, Softmax, block_attention_ref
 from dflash_kernels.launch_config import (
+    FEW_ROWS_SHAPE,
     LONG_CONTEXT,
     LONG_SHAPE,
     LONG_SHAPE_BYTES,
@@ -17,7 +18,14 @@ from dflash_kernels.launch_config import (
     RaggedShape,
     ragged_shape,
 )
-from dflash_kernels.ragged_attention import RaggedPlan, Segment, plan_ragged, ragged_attention, ragged_attention_ref
+from dflash_kernels.ragged_attention import (
+    RaggedPlan,
+    Segment,
+    plan_ragged,
+    ragged_attention,
+    ragged_attention_ref,
+    room_for_plans,
+)
 from dflash_testing.tensors import (
     DEVICE,
     DTYPES,
@@ -166,6 +174,58 @@ def test_sinks_and_caps(kind: str, window: int | None, dtype: torch.dtype, monke
     segments, softmax = lay_out([3, 70, 1, 17], [300, 2, 0, 16]), random_softmax(kind, 4, dtype)
     plan = check(segments, 4, 2, 16, dtype, window, RaggedShape(16, 16, 4, 2), softmax)
     assert len(plan.tiles) > plan.num_parts > 0
+
+
+def store(pages: Pages, segments: tuple[Segment, ...], keys: Tensor, values: Tensor) -> None:
+    """Keys and values of the segments' own rows where a model stores them, behind their contexts."""
+    page_size = pages.key_cache.shape[1]
+    for segment in segments:
+        for index in range(segment.num_rows):
+            position = segment.context_len + index
+            page = int(pages.page_table[segment.table_row, position // page_size])
+            pages.key_cache[page, position % page_size] = keys[segment.first_row + index]
+            pages.value_cache[page, position % page_size] = values[segment.first_row + index]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("kind", "window", "num_multiprocessors"), [("plain", None, 2), ("both", 40, 40), ("both", 9, 2), ("plain", 9, 40)]
+)
+def test_a_launch_with_room_for_more(
+    kind: str, num_multiprocessors: int, window: int | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One launch for plans of one, several and no segments, whose keys lie in pages: it is as theirs, and what they
+    leave free is not written.
+    """
+    monkeypatch.setattr(module, "MIN_PART", 1)
+    monkeypatch.setattr(module, "num_multiprocessors", lambda device: num_multiprocessors)
+    shape, num_rows, softmax = RaggedShape(16, 16, 4, 2), 40, random_softmax(kind, 4, dtype)
+    room = room_for_plans(num_rows, 4, 4, 2, shape, DEVICE)
+    query, keys, values = (normal(num_rows, heads, 16, dtype=dtype, seed=heads) for heads in (4, 2, 2))
+    for segments in (lay_out([40], [33]), lay_out([3, 1, 17, 5], [300, 0, 16, 31]), lay_out([1], [7]), ()):
+        plan = plan_ragged(segments, 4, 2, shape, DEVICE)
+        pages = pages_of(segments or lay_out([1], [1]), 2, 16, dtype)
+        filled = sum(segment.num_rows for segment in segments)
+        expected = ragged_attention_ref(
+            query[:filled].double(), keys[:filled].double(), values[:filled].double(), *pages.clean(),
+            pages.page_table, plan, place(plan), window=window, softmax=softmax,
+        )  # fmt: skip
+        store(pages, segments, keys, values)
+        out = torch.full_like(query, 7.0)
+        ragged_attention(
+            query, keys, values, pages.key_cache, pages.value_cache, pages.page_table, room, place(plan.padded(room)),
+            window=window, softmax=softmax, out=out,
+        )  # fmt: skip
+        assert (out[filled:] == 7).all()
+        assert_rows_close(out[:filled], expected, dtype)
+        assert len(plan.ints) <= len(room.ints) == len(plan.padded(room).ints)
+
+
+def test_a_plan_without_room_is_refused() -> None:
+    room = room_for_plans(40, 4, 4, 2, SHAPE, DEVICE)
+    for segments, shape in ((lay_out([4000], [0]), SHAPE), (lay_out([1] * 40, [0] * 40), SHAPE), ((), FEW_ROWS_SHAPE)):
+        with pytest.raises(ValueError, match="fits into the other"):
+            plan_ragged(segments, 4, 2, shape, DEVICE).padded(room)
 
 
 def test_work_is_shared_evenly_and_short_work_not_at_all() -> None:

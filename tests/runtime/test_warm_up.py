@@ -47,7 +47,8 @@ def test_every_width_that_an_adaptive_engine_chooses_from_is_captured() -> None:
     engine = small_llm().engine
     times = StepTimes({3: {1: 1.0, 2: 1.5, 3: 2.0, 4: 2.5}})
     engine.scheduler.width_policy = AdaptiveWidth(times, 3)
-    assert [mode.verify_width for mode in step_modes(engine, [GREEDY], 3)] == [4, 3, 2, 1]
+    modes = [(mode.verify_width, mode.num_prompt_rows) for mode in step_modes(engine, [GREEDY], 3)]
+    assert modes == [(4, 0), (3, 0), (2, 0), (1, 192), (1, 0)]
 
 
 def test_every_bucket_is_captured_once_the_largest_first() -> None:
@@ -82,10 +83,10 @@ class Echo:
     def __init__(self, error: Exception | None = None) -> None:
         self.error = error
 
-    def decode(self, rows: torch.Tensor, mode: StepMode) -> torch.Tensor:
+    def decode(self, rows: torch.Tensor, mode: StepMode) -> tuple[torch.Tensor]:
         if self.error is not None:
             raise self.error
-        return rows
+        return (rows,)
 
 
 def test_large_batches_are_captured_when_they_come() -> None:
@@ -96,7 +97,7 @@ def test_large_batches_are_captured_when_they_come() -> None:
     assert missing[0][0] == START_REQUESTS
     assert len(missing) <= 32
     with torch.inference_mode():
-        assert graphs.replay(range(3000), modes[0]).tolist() == list(range(3000))
+        assert graphs.replay(range(3000), modes[0])[0].tolist() == list(range(3000))
     assert graphs.captured == ((3072, modes[0]),)
 
 

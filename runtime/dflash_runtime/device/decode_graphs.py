@@ -37,30 +37,36 @@ takes about as long as such a step, of which thousands follow."""
 class StepMode:
     """What the host decides of a decode step: how many rows of each block are verified, and how tokens are sampled.
 
-    A verify width of 1 is plain decoding: with no draft to verify, none is made.
+    A verify width of 1 is plain decoding: with no draft to verify, none is made. Beside blocks a step may have room for
+    so many rows of prompts.
     """
 
     verify_width: int
     is_greedy: bool
     has_filters: bool
+    num_prompt_rows: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeGraph:
-    """One captured step, the rows that it reads, [R], and the packed results that it writes, [R, ...]."""
+    """One captured step, the rows that it reads, [R], and what it writes: see `DecodeGraphs`."""
 
     graph: torch.cuda.CUDAGraph
     rows: Tensor
-    packed: Tensor
+    results: tuple[Tensor, ...]
 
 
 class DecodeGraphs:
-    """Graphs of `decode(rows [R], mode) -> packed results [R, ...]`, captured at start or when first asked for.
+    """Graphs of `decode(rows [R], mode) -> results`, captured at start or when first asked for.
+
+    Results are packed: those of the rows, [R, ...], and in a step with room for prompts those of prompts that end.
 
     All share one pool of memory, since only one runs at a time and its results are copied before the next one does.
     """
 
-    def __init__(self, decode: Callable[[Tensor, StepMode], Tensor], max_requests: int, device: torch.device) -> None:
+    def __init__(
+        self, decode: Callable[[Tensor, StepMode], tuple[Tensor, ...]], max_requests: int, device: torch.device
+    ) -> None:
         # A runner has its graphs and not the other way round: its KV is freed as soon as nobody uses the runner.
         self._decoder = WeakMethod(decode)
         self._max_requests = max_requests
@@ -100,18 +106,20 @@ class DecodeGraphs:
         """Batch rows, filled up to the size of their bucket."""
         return [*rows, *[self.padding_row] * (bucket_of(len(rows), self._max_requests) - len(rows))]
 
-    def replay(self, rows: Sequence[int], mode: StepMode) -> Tensor:
-        """Queue a step of these batch rows -> packed results, which the next replay overwrites."""
+    def replay(self, rows: Sequence[int], mode: StepMode) -> tuple[Tensor, ...]:
+        """Queue a step of these batch rows -> its results, which the next replay overwrites."""
         bucket = bucket_of(len(rows), self._max_requests)
         if (bucket, mode) not in self._graphs:
             self.capture(bucket, mode)
         graph = self._graphs[bucket, mode]
         sent = torch.tensor(self.padded(rows), dtype=torch.int64, pin_memory=self._device.type == "cuda")
         if graph is None:
-            return self._decode(sent.to(self._device, non_blocking=True), mode)[: len(rows)]
-        graph.rows.copy_(sent, non_blocking=True)
-        graph.graph.replay()
-        return graph.packed[: len(rows)]
+            results = self._decode(sent.to(self._device, non_blocking=True), mode)
+        else:
+            graph.rows.copy_(sent, non_blocking=True)
+            graph.graph.replay()
+            results = graph.results
+        return results[0][: len(rows)], *results[1:]
 
     @torch.inference_mode()
     def capture(self, bucket: int, mode: StepMode) -> DecodeGraph | None:
@@ -137,7 +145,7 @@ class DecodeGraphs:
             logger.info("captured a decode step of %d requests in %.2f s (%s)", bucket, seconds, mode)
         return captured
 
-    def _decode(self, rows: Tensor, mode: StepMode) -> Tensor:
+    def _decode(self, rows: Tensor, mode: StepMode) -> tuple[Tensor, ...]:
         decode = self._decoder()
         assert decode is not None, "the runner of these graphs"
         return decode(rows, mode)
@@ -150,15 +158,15 @@ class DecodeGraphs:
             self._decode(rows, mode)
         torch.cuda.current_stream().wait_stream(stream)
 
-    def _record(self, rows: Tensor, mode: StepMode) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor]:
+    def _record(self, rows: Tensor, mode: StepMode) -> tuple[torch.cuda.CUDAGraph, Tensor, tuple[Tensor, ...]]:
         """Capture a step -> the graph, its rows and its results. What other threads do meanwhile is their affair."""
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         graph, stream = torch.cuda.CUDAGraph(), capture_stream(self._device)
         recording = torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local")
         # A capture that fails may leave its stream the current one.
         with no_collection(), torch.cuda.stream(torch.cuda.current_stream()), recording:
-            packed = self._decode(rows, mode)
-        return graph, rows, packed
+            results = self._decode(rows, mode)
+        return graph, rows, results
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 Axis letters: T flat rows, H heads, KV heads of keys and values, D head dim.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -16,16 +17,22 @@ from dflash_runtime.device.prefill import RaggedAttention
 
 @dataclass(frozen=True, slots=True)
 class JoinedAttention:
-    """An `Attend` that has two of them, over one cache. Both store KV, in one launch."""
+    """An `Attend` that has two of them, over one cache. Both store KV, in one launch.
+
+    With a stream for prompts theirs runs beside that of blocks: the one multiplies while the other reads.
+    """
 
     blocks: PagedAttention
     prompts: RaggedAttention
     slots: Tensor  # [T]
+    prompt_stream: torch.cuda.Stream | None = None
 
     @classmethod
-    def join(cls, blocks: PagedAttention, prompts: RaggedAttention) -> "JoinedAttention":
+    def join(
+        cls, blocks: PagedAttention, prompts: RaggedAttention, prompt_stream: torch.cuda.Stream | None = None
+    ) -> "JoinedAttention":
         assert blocks.slots is not None
-        return cls(blocks, prompts, torch.cat((blocks.slots.flatten(), prompts.slots)))
+        return cls(blocks, prompts, torch.cat((blocks.slots.flatten(), prompts.slots)), prompt_stream)
 
     def __call__(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, softmax: Softmax = PLAIN) -> Tensor:
         """[T, H, D], [T, KV, D] twice -> [T, H, D]."""
@@ -48,6 +55,16 @@ class JoinedAttention:
         """See `models.layers.Attend`; into `out` [T, H, D], where that is given."""
         count = len(self.slots) - len(self.prompts.slots)
         out = room_for(query) if out is None else out
+        with self._beside():
+            self.prompts.read(layer, query[count:], keys[count:], values[count:], softmax, out[count:])
         self.blocks.read(layer, query[:count], keys[:count], values[:count], softmax, out[:count])
-        self.prompts.read(layer, query[count:], keys[count:], values[count:], softmax, out[count:])
+        if self.prompt_stream is not None:
+            torch.cuda.current_stream().wait_stream(self.prompt_stream)
         return out
+
+    def _beside(self) -> AbstractContextManager[object]:
+        """In which launches go to the stream of prompts, behind what was queued until now."""
+        if self.prompt_stream is None:
+            return nullcontext()
+        self.prompt_stream.wait_stream(torch.cuda.current_stream())
+        return torch.cuda.stream(self.prompt_stream)

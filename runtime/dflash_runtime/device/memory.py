@@ -17,7 +17,7 @@ from dflash_runtime.device.spreading import share_out
 from dflash_runtime.errors import CapacityError
 from dflash_runtime.models.own_cache import score_bytes
 from dflash_runtime.models.placement import Placement, Spread
-from dflash_runtime.scheduling.limits import Limits
+from dflash_runtime.scheduling.limits import RIDGE_ROWS, Limits
 from dflash_runtime.scheduling.width import widths_for
 
 logger = logging.getLogger(__name__)
@@ -160,8 +160,10 @@ def scratch_bytes(
     if not config.graphs or placement.kernels.name != "triton" or placement.device.type != "cuda":
         return shared
     widths = len(widths_for(limits.num_draft_tokens)) if config.adaptive_width else 1
-    graphs = (NUM_GRAPHS * widths + len(row_buckets(limits.max_rows))) * GRAPH_BYTES
-    return shared + decode + _piecewise_bytes(target, limits, num_taps, placement.dtype) + WORKSPACE_BYTES + graphs
+    # Plain steps are captured twice, with room for prompts and without.
+    graphs = (NUM_GRAPHS * (widths + 1) + len(row_buckets(limits.max_rows))) * GRAPH_BYTES
+    captured = decode + RIDGE_ROWS * row_bytes(target, num_taps, placement.dtype)
+    return shared + captured + _piecewise_bytes(target, limits, num_taps, placement.dtype) + WORKSPACE_BYTES + graphs
 
 
 def _piecewise_bytes(target: TargetConfig, limits: Limits, num_taps: int, dtype: torch.dtype) -> int:

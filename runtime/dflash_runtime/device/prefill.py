@@ -10,17 +10,20 @@ Axis letters: T flat rows, G chunks, E requests whose prefill ends, F those of t
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from dflash_kernels.block_attention import PLAIN, Softmax
-from dflash_kernels.launch_config import ragged_shape
+from dflash_kernels.launch_config import RaggedShape, ragged_shape
 from dflash_kernels.ragged_attention import RaggedPlan, Segment, plan_ragged
 from dflash_kernels.rope_store import KVPlace
 from dflash_kernels.slot_mapping import PAD
 from dflash_kernels.suite import Kernels
+from dflash_runtime.config import TargetConfig
+from dflash_runtime.device.decode_graphs import StepMode
 from dflash_runtime.device.kv import KVCache
 from dflash_runtime.device.results import StepResults
 from dflash_runtime.device.state import DeviceState, Uploader
@@ -28,8 +31,8 @@ from dflash_runtime.models.target import Target
 from dflash_runtime.scheduling.batch import Chunk
 from dflash_runtime.scheduling.request import Request
 
-ChooseFirst = Callable[[Sequence[Request], Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""(requests, batch rows [F], hidden states [F, hidden], positions [F]) -> token ids [F], how many are finite [F]."""
+ChooseFirst = Callable[[Tensor, Tensor, Tensor, StepMode], tuple[Tensor, Tensor]]
+"""(batch rows [F], hidden states [F, hidden], positions [F], mode) -> token ids [F], how many are finite [F]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,21 +127,24 @@ class Prefill:
         The chunk of a resumed request may be: every row up to its anchor was in the prefix cache.
         """
         filled = tuple(chunk for chunk in chunks if chunk.start < chunk.end)
-        plans = self._plans(filled)
+        longest_context = max((chunk.start for chunk in filled), default=0)
+        itemsize, device = self.cache.pages.element_size(), self.cache.pages.device
+        shape_of = partial(ragged_shape, itemsize=itemsize, longest_context=longest_context, device=device)
+        plans = plan_chunks(segments_of(filled), self.target.config, shape_of, device)
         plan = next(iter(plans.values()))
-        ended = sorted((chunk.request for chunk in chunks if chunk.is_last), key=_is_resumed)
-        num_fresh = sum(not _is_resumed(request) for request in ended)
+        ended = sorted((chunk.request for chunk in chunks if chunk.is_last), key=is_resumed)
+        num_fresh = sum(not is_resumed(request) for request in ended)
         *placed, ends, shifts, table_rows, rows, kv_lens, remaining, anchors, last_rows, token_ids = self.upload.lists(
             *(item.ints for item in plans.values()),
             [segment.first_row + segment.num_rows for segment in plan.segments],
             [segment.context_len - segment.first_row for segment in plan.segments],
             [segment.table_row for segment in plan.segments],
-            [_row(request) for request in ended],
+            [row_of(request) for request in ended],
             [request.rows_to_prefill for request in ended],
             [request.remaining(self.max_model_len) for request in ended],
             [request.output_token_ids[-1] for request in ended[num_fresh:]],
             [segment.first_row + segment.num_rows - 1 for segment, chunk in zip(plan.segments, filled, strict=True)
-             if chunk.is_last and not _is_resumed(chunk.request)],
+             if chunk.is_last and not is_resumed(chunk.request)],
             [token for chunk in filled for token in chunk.request.token_slice(chunk.start, chunk.end)],
         )  # fmt: skip
         positions, slots = self._locate(len(token_ids), ends, shifts, table_rows)
@@ -152,41 +158,25 @@ class Prefill:
             num_fresh=num_fresh, last_rows=last_rows, rows=rows, kv_lens=kv_lens, remaining=remaining, anchors=anchors,
         )  # fmt: skip
 
-    def finish(self, prompts: PromptRows, hidden: Tensor | None) -> Tensor | None:
+    def finish(self, prompts: PromptRows, hidden: Tensor | None, mode: StepMode) -> Tensor | None:
         """Choose first tokens from the hidden states of `last_rows` [F, hidden], and switch on what is prefilled.
 
-        Returns the packed results of fresh requests; None where there are none.
+        Returns the packed results of fresh requests; None where there are none. `mode` says how these are sampled.
         """
-        if not prompts.ended:
+        if not len(prompts.rows):
             return None
         count, packed = prompts.num_fresh, None
         anchors, remaining = prompts.anchors, prompts.remaining
         is_done = torch.zeros_like(prompts.rows, dtype=torch.bool)
         if count:
             assert hidden is not None
-            results = self._first_tokens(prompts, hidden)
+            results = self._first_tokens(prompts, hidden, mode)
             is_done = torch.cat((results.is_done, is_done[count:]))
             anchors = torch.cat((results.token_ids[:, 0], anchors))
             remaining = torch.cat((remaining[:count] - 1, remaining[count:]))
             packed = results.pack()
         self.state.activate(prompts.rows, prompts.kv_lens, anchors, remaining, is_done)
         return packed
-
-    def _plans(self, chunks: Sequence[Chunk]) -> dict[tuple[int, int], RaggedPlan]:
-        """The chunks' rows one after the other, cut for each number and size of the target's KV heads."""
-        lens = [chunk.end - chunk.start for chunk in chunks]
-        firsts = accumulate(lens, initial=0)
-        segments = [
-            Segment(first, length, chunk.start, _row(chunk.request))
-            for first, length, chunk in zip(firsts, lens, chunks, strict=False)
-        ]
-        config, pages = self.target.config, self.cache.pages
-        longest_context = max((chunk.start for chunk in chunks), default=0)
-        plans = {}
-        for heads, size in dict.fromkeys(config.kv_shapes):
-            shape = ragged_shape(size, pages.element_size(), longest_context, pages.device)
-            plans[heads, size] = plan_ragged(segments, config.num_heads, heads, shape, pages.device)
-        return plans
 
     def _locate(self, num_rows: int, ends: Tensor, shifts: Tensor, table_rows: Tensor) -> tuple[Tensor, Tensor]:
         """Position and slot of each flat row, [T] each, from what is known of each chunk, [G]."""
@@ -195,15 +185,13 @@ class Prefill:
             return flat, flat
         chunk = torch.bucketize(flat, ends, right=True)
         positions = flat + shifts[chunk]
-        page_size = self.cache.page_size
-        pages = self.state.page_table[table_rows[chunk], positions // page_size]
-        return positions, torch.where(pages > 0, pages * page_size + positions % page_size, PAD)
+        return positions, slots_of(self.state.page_table, table_rows[chunk], positions, self.cache.page_size)
 
-    def _first_tokens(self, prompts: PromptRows, hidden: Tensor) -> StepResults:
+    def _first_tokens(self, prompts: PromptRows, hidden: Tensor, mode: StepMode) -> StepResults:
         """Choose the tokens after fresh prompts from hidden states [F, hidden] of their last rows."""
         rows, remaining = prompts.rows[: prompts.num_fresh], prompts.remaining[: prompts.num_fresh]
         positions = prompts.positions[prompts.last_rows]
-        chosen, num_finite = self.choose_first(prompts.fresh, rows, hidden, positions)
+        chosen, num_finite = self.choose_first(rows, hidden, positions, mode)
         zero, nothing = torch.zeros_like(rows), rows.new_empty((len(rows), 0))
         accepted = self.kernels.accept_block(nothing, chosen[:, None], zero, self.state.stop_ids[rows], remaining)
         return StepResults(
@@ -218,11 +206,38 @@ class Prefill:
         )
 
 
-def _is_resumed(request: Request) -> bool:
+def segments_of(chunks: Sequence[Chunk]) -> list[Segment]:
+    """The rows of chunks, one after the other."""
+    lens = [chunk.end - chunk.start for chunk in chunks]
+    firsts = accumulate(lens, initial=0)
+    return [
+        Segment(first, length, chunk.start, row_of(chunk.request))
+        for first, length, chunk in zip(firsts, lens, chunks, strict=False)
+    ]
+
+
+def plan_chunks(
+    segments: Sequence[Segment], config: TargetConfig, shape_of: Callable[[int], RaggedShape], device: torch.device
+) -> dict[tuple[int, int], RaggedPlan]:
+    """Cut segments for each number and size of the target's KV heads, into tiles that follow from the size."""
+    return {
+        (heads, size): plan_ragged(segments, config.num_heads, heads, shape_of(size), device)
+        for heads, size in dict.fromkeys(config.kv_shapes)
+    }
+
+
+def slots_of(page_table: Tensor, table_rows: Tensor, positions: Tensor, page_size: int) -> Tensor:
+    """Where KV of positions goes, [T], by rows of the page table, [T]; PAD where no page is owned."""
+    pages = page_table[table_rows, positions // page_size]
+    return torch.where(pages > 0, pages * page_size + positions % page_size, PAD)
+
+
+def is_resumed(request: Request) -> bool:
     """Whether it has tokens already, and goes on from its last one."""
     return bool(request.output_token_ids)
 
 
-def _row(request: Request) -> int:
+def row_of(request: Request) -> int:
+    """Its row of the device state."""
     assert request.row is not None
     return request.row

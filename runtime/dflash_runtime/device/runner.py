@@ -7,7 +7,8 @@ One decode step, for R requests of N = K + 1 block rows each:
     accept    the longest prefix of the drafts the target agrees with, one bonus token, cut at stops and limits
     context   features of the committed rows -> the draft's context KV, before anything reads past them
 
-A step that has prompts too runs their rows behind those it verifies, so that the target's weights are read once.
+A step that has prompts too runs their rows behind those it verifies, so that the target's weights are read once. It is
+captured whole while both have few rows (`prompt_room.py`), and otherwise piece by piece or not at all.
 
 Nothing here waits for the device. A request whose block would pass the model's limit takes part with no drafts
 accepted, which is plain decoding; one that is done takes part and changes nothing.
@@ -17,6 +18,7 @@ Axis letters: R requests, N block rows, W of them verified, K drafted tokens, T 
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -30,7 +32,8 @@ from dflash_runtime.device.kv import KVCache, PagedAttention
 from dflash_runtime.device.kv_pages import PagePorter
 from dflash_runtime.device.loading import LoadedPair
 from dflash_runtime.device.piecewise_graphs import PiecewiseGraphs
-from dflash_runtime.device.prefill import Prefill, PromptRows
+from dflash_runtime.device.prefill import Prefill, PromptRows, row_of
+from dflash_runtime.device.prompt_room import PromptRoom
 from dflash_runtime.device.results import PendingForward
 from dflash_runtime.device.state import DeviceState, Uploader
 from dflash_runtime.device.texts import Texts
@@ -40,6 +43,7 @@ from dflash_runtime.models.own_cache import OwnCacheTarget
 from dflash_runtime.models.placement import as_current
 from dflash_runtime.models.target import Target
 from dflash_runtime.scheduling.batch import Batch
+from dflash_runtime.scheduling.limits import rows_to_ridge
 from dflash_runtime.scheduling.request import Request
 
 REGRET_ROWS = 256
@@ -82,7 +86,10 @@ class Runner:
         self._taps = self.draft.config.target_layer_ids if self.draft else ()
         self.graphs: DecodeGraphs | None = None
         self.pieces: PiecewiseGraphs | None = None
+        self._rooms: dict[int, PromptRoom] = {}
+        self._prompt_stream: torch.cuda.Stream | None = None
         if pair.has_graphs:
+            self._prompt_stream = torch.cuda.Stream(self.device, priority=-1)
             self.graphs = DecodeGraphs(self._decode, self.limits.max_num_requests, self.device)
             self.pieces = PiecewiseGraphs(self.target, self._taps, self.kernels, self.target_kv, self.limits.max_rows)
 
@@ -97,19 +104,44 @@ class Runner:
                 self.texts.drop_ended()
             num_rows = self.limits.num_lookahead_tokens
             self.state.admit(batch.admitted, batch.additions, num_rows, self.page_size, self._upload)
-            prompts = self._prefill().lay_out(batch.chunks) if batch.chunks else None
-            rows, mode = [_row(request) for request in batch.decode], _mode(batch.decode, batch.verify_width)
+            rows, mode = [row_of(request) for request in batch.decode], _mode(batch.decode, batch.verify_width)
+            room = self.room_beside(batch)
+            prompts = self._prefill().lay_out(batch.chunks) if batch.chunks and room is None else None
             parts: Results = []
-            if rows and prompts and self.texts is None:
+            if room is not None:
+                parts = self._replay_together(batch, rows, room)
+            elif rows and prompts and self.texts is None:
                 parts = self._run_together(batch, rows, mode, prompts)
             else:
                 if rows and self.graphs is not None:
-                    parts.append((batch.decode, self.graphs.replay(rows, mode)))
+                    parts.append((batch.decode, self.graphs.replay(rows, mode)[0]))
                 elif rows:
-                    parts.append((batch.decode, self._decode(self._upload.ints(rows), mode, batch.longest)))
+                    parts.append((batch.decode, self._decode(self._upload.ints(rows), mode, batch.longest)[0]))
                 if prompts is not None:
                     parts.append((prompts.fresh, self._fill(prompts)))
             return PendingForward.send(parts, self.device, batch.chunks) if parts else None
+
+    def room_beside(self, batch: Batch) -> PromptRoom | None:
+        """The room for the chunks of a step that is captured with them, if there is such a step."""
+        if self.graphs is None or not batch.decode or not batch.chunks or batch.verify_width > 1:
+            return None
+        num_rows = rows_to_ridge(len(batch.decode))
+        room = self._room(num_rows) if num_rows else None
+        return room if room is not None and room.holds(batch.chunks) else None
+
+    def _room(self, num_rows: int) -> PromptRoom:
+        if num_rows not in self._rooms:
+            parts = (self.target, self.kernels, self.target_kv, self.state, self.limits.max_model_len, self._upload)
+            self._rooms[num_rows] = PromptRoom(num_rows, *parts)
+        return self._rooms[num_rows]
+
+    def _replay_together(self, batch: Batch, rows: list[int], room: PromptRoom) -> Results:
+        """Run batch rows [R] and prompts in one captured step."""
+        assert self.graphs is not None
+        fresh = room.fill(batch.chunks)
+        mode = replace(_mode((*batch.decode, *fresh), batch.verify_width), num_prompt_rows=room.num_rows)
+        packed, first = self.graphs.replay(rows, mode)
+        return [(batch.decode, packed), (fresh, first[: len(fresh)] if fresh else None)]
 
     def take_state(self, request: Request) -> TextState:
         """What a target that keeps its own cache has of a request's text, whose prompt has just been run."""
@@ -126,7 +158,7 @@ class Runner:
             if self.texts is not None:
                 state = TextState(handoff.tensors, handoff.state_values)
                 self.texts.put(request, state, self._upload.ints(request.prompt_token_ids[:1]), handoff.kv_len)
-            row = _row(request)
+            row = row_of(request)
             self.state.seeds[row : row + 1].fill_(request.seed)  # to assign to one element is to wait for the device
 
     @torch.inference_mode()
@@ -167,36 +199,52 @@ class Runner:
                 hidden, features = self.texts.fill(prompts.chunks, prompts.token_ids, self._taps)
                 hidden = hidden[prompts.wanted]
             self._write_context(features, prompts.positions, prompts.slots)
-        return self._prefill().finish(prompts, hidden)
+        return self._prefill().finish(prompts, hidden, _mode(prompts.fresh, verify_width=1))
 
     def _run_together(self, batch: Batch, rows: list[int], mode: StepMode, prompts: PromptRows) -> Results:
-        """Run blocks of batch rows [R] and prompts in one forward, the rows of blocks first."""
+        """Run blocks of batch rows [R] and prompts in one forward."""
         # Of a size that steps are captured in, so that kernels are those that were compiled at start.
-        rows = self.graphs.padded(rows) if self.graphs is not None else rows
-        blocks = self._draft_blocks(self._upload.ints(rows), mode, batch.longest)
+        padded = self._upload.ints(self.graphs.padded(rows) if self.graphs is not None else rows)
+        blocks = self._draft_blocks(padded, mode, batch.longest)
+        packed, first = self._step_together(blocks, prompts, self._prompt_target, _mode(prompts.fresh, verify_width=1))
+        return [(batch.decode, packed[: len(rows)]), (prompts.fresh, first)]
+
+    def _step_together(
+        self,
+        blocks: Blocks,
+        prompts: PromptRows,
+        target: Target | PiecewiseGraphs,
+        first_mode: StepMode,
+        prompt_stream: torch.cuda.Stream | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """One forward, the rows of blocks first -> packed results of blocks and of prompts that end."""
         count = len(blocks.token_ids)
         assert prompts.attend is not None
-        attend = JoinedAttention.join(self._attend_target(blocks), prompts.attend)
+        attend = JoinedAttention.join(self._attend_target(blocks), prompts.attend, prompt_stream)
         positions = torch.cat((blocks.positions.flatten(), prompts.positions))
         token_ids = torch.cat((blocks.token_ids, prompts.token_ids))
         wanted = torch.cat((torch.arange(count, device=self.device), prompts.wanted + count))
-        hidden, features = self._prompt_target(token_ids, positions, attend, self._taps, wanted)
+        hidden, features = target(token_ids, positions, attend, self._taps, wanted)
         packed, slots = self._settle(blocks, hidden[:count])
         self._write_context(features, positions, torch.cat((slots.flatten(), prompts.slots)))
-        first = self._prefill().finish(prompts, hidden[count:])
-        return [(batch.decode, packed[: len(batch.decode)]), (prompts.fresh, first)]
+        return packed, self._prefill().finish(prompts, hidden[count:], first_mode)
 
     @property
     def _prompt_target(self) -> Target | PiecewiseGraphs:
         """What a forward with prompts goes through."""
         return self.target if self.pieces is None else self.pieces
 
-    def _decode(self, rows: Tensor, mode: StepMode, longest: int | None = None) -> Tensor:
-        """One step of decoding batch rows [R] -> packed results.
+    def _decode(self, rows: Tensor, mode: StepMode, longest: int | None = None) -> tuple[Tensor, ...]:
+        """One step of decoding batch rows [R] -> packed results, and those of prompts where the mode has room for some.
 
         `longest` bounds their true KV lengths; without it nothing here depends on lengths, only on shapes and the mode.
         """
         blocks = self._draft_blocks(rows, mode, longest)
+        if mode.num_prompt_rows:
+            prompts = self._room(mode.num_prompt_rows).prompts()
+            packed, first = self._step_together(blocks, prompts, self.target, mode, self._prompt_stream)
+            assert first is not None
+            return packed, first
         if self.texts is None:
             attend = self._attend_target(blocks)
             hidden, features = self.target(blocks.token_ids, blocks.positions.flatten(), attend, self._taps)
@@ -207,7 +255,7 @@ class Runner:
         # Context KV of committed rows only, in the step that commits them and also where nothing was drafted: a later
         # step reads all of it below kv_len.
         self._write_context(features, blocks.positions, slots)
-        return packed
+        return (packed,)
 
     def _draft_blocks(self, rows: Tensor, mode: StepMode, longest: int | None) -> Blocks:
         """Draft, for batch rows [R], up to what goes through the target."""
@@ -247,11 +295,9 @@ class Runner:
             choose_first=self._choose_first,
         )
 
-    def _choose_first(
-        self, requests: Sequence[Request], rows: Tensor, hidden: Tensor, positions: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def _choose_first(self, rows: Tensor, hidden: Tensor, positions: Tensor, mode: StepMode) -> tuple[Tensor, Tensor]:
         """The tokens after prompts, from their last rows: see `prefill.ChooseFirst`."""
-        sampling = self._sampling(rows, _mode(requests, verify_width=1))
+        sampling = self._sampling(rows, mode)
         zero = torch.zeros_like(rows)
         chosen, _, is_finite = self._choose(hidden, positions[:, None], sampling, Proposal.empty(rows), zero)
         return chosen[:, 0], is_finite[:, 0].to(torch.int64)
@@ -340,11 +386,6 @@ class Runner:
         return Sampling(
             state.temperatures[chosen], state.top_ks[chosen], state.top_ps[chosen], state.seeds[chosen], mode
         )
-
-
-def _row(request: Request) -> int:
-    assert request.row is not None
-    return request.row
 
 
 def _mode(requests: Sequence[Request], verify_width: int) -> StepMode:

@@ -160,6 +160,10 @@ class Uploader:
     def ints(self, values: Sequence[int]) -> Tensor:
         return self._send(torch.tensor(values, dtype=torch.int64, pin_memory=self._is_cuda))
 
+    def over(self, tensor: Tensor, values: Sequence[int]) -> None:
+        """Integers in place of those of a tensor [N], behind what is queued that reads them."""
+        tensor.copy_(torch.tensor(values, dtype=torch.int64, pin_memory=self._is_cuda), non_blocking=True)
+
     def lists(self, *lists: Sequence[int]) -> list[Tensor]:
         """Several lists in one copy.
 

@@ -63,12 +63,17 @@ class DFlashDraft:
 
     def logits(self, block_ids: Tensor, positions: Tensor, attend: Attend, num_drafts: int | None = None) -> Tensor:
         """See `drafts.draft.Draft`."""
-        num_drafts = block_ids.shape[1] - 1 if num_drafts is None else num_drafts
+        num_blocks, block = block_ids.shape
+        num_drafts = block - 1 if num_drafts is None else num_drafts
         embedded = _scale(self._embedding[block_ids.flatten()], self._embedding_scale)
-        hidden, _ = self._decoder(embedded, positions.flatten(), attend)
+        wanted = None
+        if num_drafts < block - 1:  # otherwise a launch more would gain nothing
+            rows = torch.arange(num_blocks * block, device=block_ids.device).view(num_blocks, block)
+            wanted = rows[:, 1 : 1 + num_drafts].flatten()
+        hidden, _ = self._decoder(embedded, positions.flatten(), attend, wanted=wanted)
         # As rows of one matrix: a product of a batch of blocks would read the head once for each of them.
-        masked = hidden.view(*block_ids.shape, -1)[:, 1 : 1 + num_drafts].flatten(0, 1)
-        return self._cap(self._head(masked)).view(len(block_ids), num_drafts, -1)
+        masked = hidden if wanted is not None else hidden.view(num_blocks, block, -1)[:, 1:].flatten(0, 1)
+        return self._cap(self._head(masked)).view(num_blocks, num_drafts, -1)
 
     def _cap(self, logits: Tensor) -> Tensor:
         logits = _scale(logits, self.config.output_multiplier)

@@ -46,7 +46,7 @@ class Draft(Protocol):
         """Blocks [R, N], anchor first and masks after, at positions [R, N] -> logits [R, K, V'].
 
         K is `num_drafts`, by default N - 1. All rows of a block go through the layers whatever it is, since without
-        causality the first depend on the last; only the first K masks need logits.
+        causality the first depend on the last; only the first K masks need logits, and the last layer whole.
         """
         ...
 

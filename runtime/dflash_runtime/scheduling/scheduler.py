@@ -47,14 +47,20 @@ class Scheduler:
     """First come, first served: running requests decode in every step, and prompts share its prompt rows."""
 
     def __init__(
-        self, limits: Limits, pages: PagePool, cache: PrefixCache, width_policy: WidthPolicy | None = None
+        self,
+        limits: Limits,
+        pages: PagePool,
+        cache: PrefixCache,
+        width_policy: WidthPolicy | None = None,
+        *,
+        keeps_to_ridge: bool = False,
     ) -> None:
         self.limits = limits
         self.pages = pages
         self.cache = cache
         self.width_policy = width_policy or FixedWidth()
         self.num_preemptions = 0
-        self.load = StepLoad(limits)
+        self.load = StepLoad(limits, keeps_to_ridge=keeps_to_ridge)
         self.room = ExpectedRoom(limits, pages)
         self._live: dict[Request, None] = {}  # everything added that has not ended, in the order it came
         # Outlives a call that ends in OutOfPages: pages taken until then belong to their requests.
@@ -102,9 +108,10 @@ class Scheduler:
         decode = self._plan_decode(is_drained)
         verify_width = width_of(decode, self.width_policy, self.limits.num_lookahead_tokens)
         # A step that had to preempt admits no request: the pages it gained are for requests that already run.
-        admitted, chunks = self._plan_prompts(
-            self.load.prompt_rows(len(decode) * verify_width), may_admit=self.num_preemptions == num_preemptions
-        )
+        may_admit = self.num_preemptions == num_preemptions
+        num_prompts = len(self._begun) + min(len(self._waiting), len(self._free_rows))
+        num_rows = self.load.prompt_rows(len(decode), verify_width, num_prompts)
+        admitted, chunks = self._plan_prompts(num_rows, may_admit=may_admit)
         additions, self._additions = self._additions, []
         longest = max((self._kv_upper(request) for request in decode), default=0)
         for request in decode:
@@ -240,11 +247,15 @@ class Scheduler:
                 decode.append(request)
         return decode
 
+    @property
+    def _begun(self) -> list[Request]:
+        """Running requests whose prompts are not through yet."""
+        return [request for request in self._running if not (request.is_prefilled or request.is_loading)]
+
     def _plan_prompts(self, num_rows: int, *, may_admit: bool) -> tuple[list[Request], list[Chunk]]:
         """Requests that are admitted, and the chunks of this step; see `RowShares` for who gets how many rows."""
         shares = RowShares(num_rows)
-        begun = [request for request in self._running if not (request.is_prefilled or request.is_loading)]
-        first, last = shares.order(begun)
+        first, last = shares.order(self._begun)
         for request in first:
             shares.give(request)
         for request in self._loaded:

@@ -1,19 +1,32 @@
 """How much runs in a step: what the limits allow, or less for a while after steps that failed. Host only."""
 
-from dflash_runtime.scheduling.limits import Limits, rows_beside
+from dflash_runtime.scheduling.limits import Limits, rows_beside, rows_to_ridge
+
+REQUESTS_A_PROMPT = 12
+"""While so many requests decode for each prompt, prompts may wait for rows."""
 
 
 class StepLoad:
-    """The most requests that run at a time, and the most rows of a step."""
+    """The most requests that run at a time, and the most rows of a step.
 
-    def __init__(self, limits: Limits) -> None:
+    Where captured steps have room for prompts, `keeps_to_ridge`: prompts that are few beside the requests that decode
+    run only as many rows as cost little, since the weights are read for those anyway. Their rows take less time in all,
+    and nobody waits long for a token. When prompts are many they run as many rows as may be: each of them is a request
+    that does not decode.
+    """
+
+    def __init__(self, limits: Limits, *, keeps_to_ridge: bool = False) -> None:
         self._limits = limits
+        self.keeps_to_ridge = keeps_to_ridge
         self.max_running = limits.max_num_requests
         self.max_batched_tokens = limits.max_batched_tokens
 
-    def prompt_rows(self, num_decoded: int) -> int:
-        """How many prompt rows a step takes beside so many rows of requests that decode; see `rows_beside`."""
-        return rows_beside(num_decoded, self.max_batched_tokens)
+    def prompt_rows(self, num_decoding: int, verify_width: int, num_prompts: int) -> int:
+        """How many rows of so many prompts a step takes beside requests that decode; see `rows_beside`."""
+        most = rows_beside(num_decoding * verify_width, self.max_batched_tokens)
+        spare = rows_to_ridge(num_decoding) if self.keeps_to_ridge and verify_width == 1 else 0
+        is_few = num_prompts * REQUESTS_A_PROMPT <= num_decoding
+        return min(spare, most) if spare and is_few else most
 
     def shed(self, num_running: int, *, with_rows: bool) -> None:
         """Run half as many requests as ran; and half as many rows a step, if that is asked for."""

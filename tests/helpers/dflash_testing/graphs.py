@@ -17,39 +17,41 @@ CPU = torch.device("cpu")
 class StandInGraph:
     """Replays a step by running it."""
 
-    run: Callable[[], Tensor]
-    packed: Tensor
+    run: Callable[[], tuple[Tensor, ...]]
+    results: tuple[Tensor, ...]
 
     def replay(self) -> None:
-        self.packed.copy_(self.run())
+        for old, new in zip(self.results, self.run(), strict=True):
+            old.copy_(new)
 
 
 class StandInGraphs(DecodeGraphs):
     """What `DecodeGraphs` does, all but capturing. Buckets in `refused` have no memory."""
 
-    def __init__(self, decode: Callable[[Tensor, StepMode], Tensor], max_requests: int) -> None:
+    def __init__(self, decode: Callable[[Tensor, StepMode], tuple[Tensor, ...]], max_requests: int) -> None:
         super().__init__(decode, max_requests, CPU)
         self.refused: set[int] = set()
         self.attempts: list[tuple[int, StepMode]] = []
 
-    def replay(self, rows: Sequence[int], mode: StepMode) -> Tensor:
-        """A copy: on a GPU one is on its way to the host before the next replay."""
-        return super().replay(rows, mode).clone()
+    def replay(self, rows: Sequence[int], mode: StepMode) -> tuple[Tensor, ...]:
+        """Copies: on a GPU they are on their way to the host before the next replay."""
+        return tuple(item.clone() for item in super().replay(rows, mode))
 
     def _rehearse(self, rows: Tensor, mode: StepMode) -> None:
         self._decode(rows, mode)
 
-    def _record(self, rows: Tensor, mode: StepMode) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor]:
+    def _record(self, rows: Tensor, mode: StepMode) -> tuple[torch.cuda.CUDAGraph, Tensor, tuple[Tensor, ...]]:
         self.attempts.append((len(rows), mode))
         if len(rows) in self.refused:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        packed = self._decode(rows, mode)
-        graph: Any = StandInGraph(lambda: self._decode(rows, mode), packed)
-        return cast(torch.cuda.CUDAGraph, graph), rows, packed
+        results = self._decode(rows, mode)
+        graph: Any = StandInGraph(lambda: self._decode(rows, mode), results)
+        return cast(torch.cuda.CUDAGraph, graph), rows, results
 
 
 def with_stand_ins(llm: LLM) -> StandInGraphs:
     """Let an LLM on the CPU replay its steps."""
     runner = llm.engine.runner
     runner.graphs = graphs = StandInGraphs(runner._decode, llm.limits.max_num_requests)
+    llm.engine.scheduler.load.keeps_to_ridge = True
     return graphs

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from dflash_cli.checkpoints.references import tiny_directory
 from dflash_runtime.checkpoint.layout import DRAFT_TO_TARGET, owned_shapes
-from dflash_runtime.device.kv import KVCache
+from dflash_runtime.device.kv import KVCache, PagedAttention
 from dflash_runtime.drafts.dflash import DFlashDraft
 from dflash_runtime.drafts.draft import Draft
 from dflash_runtime.errors import CheckpointError
@@ -78,6 +78,20 @@ def check(reference: torch.nn.Module, draft: Draft, llm: LLM, request: Request) 
     for kept, wanted in ((runner.draft_kv.keys, fresh.keys), (runner.draft_kv.values, fresh.values)):
         rows = kept[:, pages, positions % runner.page_size]
         assert (rows - wanted[:, 0]).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("num_drafts", [1, 3, 7])
+def test_logits_of_fewer_drafts_are_the_first_of_all(num_drafts: int) -> None:
+    draft = bundled_draft_model()
+    block = draft.config.block_size
+    ids, positions = torch.randint(97, (2, block)), torch.arange(5, 5 + block).expand(2, -1)
+    cache = KVCache(draft.config, 2, 16, placement())
+    cache.pages.normal_()
+    table, lens = torch.tensor([[1], [1]]), torch.tensor([5, 5])
+    attend = PagedAttention(placement().kernels, cache, table, lens, draft.config.causal, draft.config.windows)
+    whole = draft.logits(ids, positions, attend)
+    assert whole.shape[1] == block - 1 == 7
+    torch.testing.assert_close(draft.logits(ids, positions, attend, num_drafts), whole[:, :num_drafts])
 
 
 def test_logits_agree_with_transformers(reference: torch.nn.Module) -> None:

@@ -1,0 +1,121 @@
+"""Room for the rows of prompts in captured decode steps: what `prefill.py` lays out, in a tensor that does not move.
+
+Beside few decoding rows those of prompts cost little, since the weights are read anyway (`scheduling/limits.py`). Such
+a step is captured whole, for a number of prompt rows. What prompts do not fill is padding: rows without a page, which
+keep no KV and which nobody reads; tiles of attention without rows; and the padding row of the device state, done
+already, for prompts that end.
+
+Axis letters: T rows of the room, E prompts that may end.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+
+from dflash_kernels.launch_config import few_rows_shape
+from dflash_kernels.ragged_attention import RaggedPlan, Segment, room_for_plans
+from dflash_kernels.suite import Kernels
+from dflash_runtime.device.kv import KVCache
+from dflash_runtime.device.prefill import (
+    PromptRows,
+    RaggedAttention,
+    is_resumed,
+    plan_chunks,
+    row_of,
+    segments_of,
+    slots_of,
+)
+from dflash_runtime.device.state import DeviceState, Uploader
+from dflash_runtime.models.target import Target
+from dflash_runtime.scheduling.batch import Chunk
+from dflash_runtime.scheduling.request import Request
+
+MOST_PROMPTS = 8
+"""Prompts that a step has room for; with more of them in so few rows it is launched another way."""
+
+
+class PromptRoom:
+    """Room for prompts that have at most `num_rows` rows together."""
+
+    def __init__(
+        self,
+        num_rows: int,
+        target: Target,
+        kernels: Kernels,
+        cache: KVCache,
+        state: DeviceState,
+        max_model_len: int,
+        upload: Uploader,
+    ) -> None:
+        self.num_rows = num_rows
+        self._target, self._kernels, self._cache, self._state = target, kernels, cache, state
+        self._max_model_len, self._upload = max_model_len, upload
+        self._padding_row = len(state.done) - 1
+        self._num_prompts = min(MOST_PROMPTS, self._padding_row)
+        num_heads, device = target.config.num_heads, cache.pages.device
+        self._plans = {
+            (heads, size): room_for_plans(num_rows, self._num_prompts, num_heads, heads, plan.shape, device)
+            for (heads, size), plan in self._plan(()).items()
+        }
+        lists = self._lists(())
+        self._sizes = tuple(len(values) for values in lists)
+        self._ints = upload.ints([value for values in lists for value in values])
+
+    def holds(self, chunks: Sequence[Chunk]) -> bool:
+        """Whether these chunks fit; one that switches on a resumed request does not."""
+        num_rows = sum(chunk.end - chunk.start for chunk in chunks)
+        is_resuming = any(chunk.is_last and is_resumed(chunk.request) for chunk in chunks)
+        return not is_resuming and len(chunks) <= self._num_prompts and num_rows <= self.num_rows
+
+    def fill(self, chunks: Sequence[Chunk]) -> tuple[Request, ...]:
+        """Lay out chunks that fit, in one copy -> the requests whose prompts they end, in order of their results."""
+        self._upload.over(self._ints, [value for values in self._lists(chunks) for value in values])
+        return tuple(chunk.request for chunk in chunks if chunk.is_last)
+
+    def prompts(self) -> PromptRows:
+        """What a captured step reads. Slots are looked up in that step: pages are of those who are there then."""
+        *placed, token_ids, positions, table_rows, last_rows, rows, kv_lens, remaining = self._ints.split(self._sizes)
+        slots = slots_of(self._state.page_table, table_rows, positions, self._cache.page_size)
+        plans = {key: (plan, ints) for (key, plan), ints in zip(self._plans.items(), placed, strict=True)}
+        windows = self._target.config.windows
+        attend = RaggedAttention(self._kernels, self._cache, self._state.page_table, plans, windows, slots)
+        return PromptRows(
+            chunks=(), token_ids=token_ids, positions=positions, slots=slots, attend=attend, ended=(),
+            num_fresh=self._num_prompts, last_rows=last_rows, rows=rows, kv_lens=kv_lens, remaining=remaining,
+            anchors=rows[:0],
+        )  # fmt: skip
+
+    def _plan(self, segments: Sequence[Segment]) -> dict[tuple[int, int], RaggedPlan]:
+        pages = self._cache.pages
+        shape_of = partial(few_rows_shape, itemsize=pages.element_size(), device=pages.device)
+        return plan_chunks(segments, self._target.config, shape_of, pages.device)
+
+    def _lists(self, chunks: Sequence[Chunk]) -> list[list[int]]:
+        """Plans of attention, then tokens, positions and rows of the page table, [T] each; then of prompts that end
+        their last rows, rows of the state, KV lengths and what they may commit, [E] each.
+        """
+        segments, nobody = segments_of(chunks), self._padding_row
+        plans = self._plan(segments)
+        last = [
+            (segment.first_row + segment.num_rows - 1, chunk.request)
+            for segment, chunk in zip(segments, chunks, strict=True) if chunk.is_last
+        ]  # fmt: skip
+        by_row = [
+            ([token for chunk in chunks for token in chunk.request.token_slice(chunk.start, chunk.end)], 0),
+            ([position for chunk in chunks for position in range(chunk.start, chunk.end)], 0),
+            ([row_of(chunk.request) for chunk in chunks for _ in range(chunk.start, chunk.end)], nobody),
+        ]
+        by_prompt = [
+            ([row for row, _ in last], 0),
+            ([row_of(request) for _, request in last], nobody),
+            ([request.rows_to_prefill for _, request in last], 0),
+            ([request.remaining(self._max_model_len) for _, request in last], 0),
+        ]
+        return [
+            *(plan.padded(self._plans[key]).ints for key, plan in plans.items()),
+            *(_filled(values, padding, self.num_rows) for values, padding in by_row),
+            *(_filled(values, padding, self._num_prompts) for values, padding in by_prompt),
+        ]
+
+
+def _filled(values: list[int], padding: int, count: int) -> list[int]:
+    return [*values, *[padding] * (count - len(values))]

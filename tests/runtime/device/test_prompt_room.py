@@ -1,0 +1,138 @@
+"""Prompts in captured decode steps: the tokens, drafts and KV of steps that are launched another way."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from dflash_kernels.launch_config import HAS_TRITON
+from dflash_runtime.device.prompt_room import MOST_PROMPTS
+from dflash_runtime.llm import LLM
+from dflash_runtime.scheduling import limits, step_load
+from dflash_runtime.scheduling.batch import Batch
+from dflash_runtime.scheduling.limits import RIDGE_GRAIN, RIDGE_ROWS, rows_to_ridge
+from dflash_runtime.scheduling.request import RequestOutput, SamplingParams
+from dflash_testing.graphs import StandInGraphs, with_stand_ins
+from dflash_testing.pairs import random_draft, random_llm, random_prompts, random_target
+from dflash_testing.widths import ListedWidths
+
+needs_kernels = pytest.mark.skipif(not HAS_TRITON or torch.cuda.is_available(), reason="needs Triton's interpreter")
+
+PROMPTS = random_prompts([9, 3, 7, 1, 21, 26, 4], 97)
+SAMPLINGS: list[dict[str, Any]] = [{}, {"temperature": 0.8, "top_k": 20, "top_p": 0.9}]
+
+
+@pytest.fixture
+def low_ridge(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few rows, for the interpreter's sake: 16 of prompts beside up to 8 requests, if there are two for each."""
+    monkeypatch.setattr(limits, "RIDGE_ROWS", 24)
+    monkeypatch.setattr(limits, "RIDGE_GRAIN", 8)
+    monkeypatch.setattr(step_load, "REQUESTS_A_PROMPT", 2)
+
+
+def answers(**sampling: Any) -> list[SamplingParams]:
+    """Of different lengths, so that the last prompts come while others decode; seeds of their own."""
+    return [SamplingParams(max_new_tokens=2 + index, seed=index, **sampling) for index in range(len(PROMPTS))]
+
+
+def small_llm(*, has_draft: bool = False, **engine: Any) -> LLM:
+    """Five places, so that a prompt is one beside four that decode; a layer with a window and one without."""
+    target = random_target(num_layers=2, max_position_embeddings=64, windows=(None, 20))
+    draft = random_draft(target, block_size=4, target_layer_ids=(0,), num_layers=1) if has_draft else None
+    settings: dict[str, Any] = {"max_num_requests": 5, "page_size": 8, "num_pages": 60, "kernels": "triton"}
+    return random_llm(target, draft, 3 if has_draft else 0, **(settings | engine))
+
+
+def traces(outputs: list[RequestOutput]) -> list[Any]:
+    return [(output.token_ids, output.drafts, output.finish_reason) for output in outputs]
+
+
+def watch(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> dict[bool, list[Batch]]:
+    """Steps from now on in which prompts join requests that decode, by whether there is room for them."""
+    seen: dict[bool, list[Batch]] = {False: [], True: []}
+    find = llm.engine.runner.room_beside
+
+    def watched(batch: Batch) -> Any:
+        room = find(batch)
+        if batch.decode and batch.chunks:
+            seen[room is not None].append(batch)
+        return room
+
+    monkeypatch.setattr(llm.engine.runner, "room_beside", watched)
+    return seen
+
+
+def num_rooms(graphs: StandInGraphs) -> int:
+    """How many steps with prompts were captured."""
+    return sum(bool(mode.num_prompt_rows) for _, mode in graphs.captured)
+
+
+@needs_kernels
+@pytest.mark.usefixtures("low_ridge")
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+def test_room_changes_nothing(sampling: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first time steps are captured in mid-run, the second time they are there; a prompt takes several of them."""
+    wanted = traces(small_llm().generate(PROMPTS, answers(**sampling)))
+    llm = small_llm()
+    with_stand_ins(llm)
+    seen = watch(llm, monkeypatch)
+    for _ in range(2):
+        assert traces(llm.generate(PROMPTS, answers(**sampling))) == wanted
+    assert {chunk.is_last for batch in seen[True] for chunk in batch.chunks} == {False, True}
+    llm.engine.scheduler.check_integrity()
+
+
+@needs_kernels
+@pytest.mark.usefixtures("low_ridge")
+def test_context_kv_is_made_in_plain_steps_too() -> None:
+    """Steps of one row beside prompts, in an engine that drafts in others: the same drafts, and the same KV."""
+    found = []
+    for has_room in (False, True):
+        llm = small_llm(has_draft=True, scheduling="sync", prefix_cache=False)
+        graphs = with_stand_ins(llm) if has_room else None
+        llm.engine.scheduler.load.keeps_to_ridge = True
+        llm.engine.scheduler.width_policy = ListedWidths((1, 1, 3) * 20)
+        outputs = llm.generate(PROMPTS, answers())
+        assert graphs is None or num_rooms(graphs)
+        assert any(output.drafts for output in outputs)
+        pages = [getattr(llm.engine.runner, name).pages for name in ("target_kv", "draft_kv")]
+        found.append((traces(outputs), pages))
+    (wanted, plainly), (got, roomy) = found
+    assert got == wanted
+    for expected, tensor in zip(plainly, roomy, strict=True):
+        torch.testing.assert_close(tensor, expected, rtol=1e-5, atol=1e-5)
+        assert expected.any()
+
+
+@needs_kernels
+@pytest.mark.usefixtures("low_ridge")
+def test_more_prompts_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short ones that come at once go another way, beside however many requests."""
+    many = random_prompts([1] * (5 * MOST_PROMPTS), 97)
+    params = [SamplingParams(max_new_tokens=3 if index < MOST_PROMPTS + 1 else 6) for index in range(len(many))]
+    wanted = traces(small_llm(max_num_requests=4 * MOST_PROMPTS).generate(many, params))
+    llm = small_llm(max_num_requests=4 * MOST_PROMPTS)
+    with_stand_ins(llm)
+    monkeypatch.setattr(limits, "RIDGE_ROWS", 64)
+    seen = watch(llm, monkeypatch)
+    assert traces(llm.generate(many, params)) == wanted
+    assert min(len(batch.chunks) for batch in seen[False]) > MOST_PROMPTS
+
+
+@needs_kernels
+@pytest.mark.usefixtures("low_ridge")
+def test_requests_that_resume_go_another_way() -> None:
+    prompts, params = random_prompts([9] * 5, 97), SamplingParams(max_new_tokens=20)
+    wanted = traces(small_llm().generate(prompts, params))
+    llm = small_llm(num_pages=15)
+    with_stand_ins(llm)
+    llm.engine.scheduler.room.share = 0.0
+    assert traces(llm.generate(prompts, params)) == wanted
+    assert llm.engine.scheduler.num_preemptions
+
+
+@pytest.mark.parametrize("num_decoded", [1, 63, 64, 65, 128, 129, RIDGE_ROWS - 1, RIDGE_ROWS, RIDGE_ROWS + 1])
+def test_room_below_the_ridge(num_decoded: int) -> None:
+    room = rows_to_ridge(num_decoded)
+    assert room % RIDGE_GRAIN == 0
+    assert room == 0 or RIDGE_ROWS - RIDGE_GRAIN < num_decoded + room <= RIDGE_ROWS

@@ -1,0 +1,79 @@
+"""How many prompt rows a step takes beside requests that decode."""
+
+import pytest
+
+from dflash_runtime.scheduling.limits import RIDGE_ROWS, Limits
+from dflash_runtime.scheduling.pages import PagePool
+from dflash_runtime.scheduling.prefix_cache import PrefixCache
+from dflash_runtime.scheduling.request import Request, SamplingParams
+from dflash_runtime.scheduling.scheduler import Scheduler
+from dflash_runtime.scheduling.step_load import REQUESTS_A_PROMPT, StepLoad
+
+LIMITS = Limits(num_draft_tokens=0, max_model_len=2000, max_num_requests=64, vocab_size=50, max_batched_tokens=1000)
+MANY = 3 * REQUESTS_A_PROMPT
+"""Requests that decode: 36, so that 192 rows of prompts stay below the ridge."""
+
+
+def prompt_rows(num_prompts: int, num_decoding: int = MANY, verify_width: int = 1, **changes: int) -> int:
+    load = StepLoad(LIMITS, keeps_to_ridge=True)
+    load.max_batched_tokens = changes.get("max_batched_tokens", load.max_batched_tokens)
+    return load.prompt_rows(num_decoding, verify_width, num_prompts)
+
+
+@pytest.mark.parametrize(("num_prompts", "rows"), [(1, 192), (3, 192), (4, 1000 - MANY)])
+def test_few_prompts_stay_below_the_ridge(num_prompts: int, rows: int) -> None:
+    assert prompt_rows(num_prompts) == rows
+
+
+def test_prompts_beside_nobody_run_as_many_rows_as_may_be() -> None:
+    assert prompt_rows(1, num_decoding=0) == 1000
+
+
+def test_blocks_of_drafts_leave_nothing_below_the_ridge() -> None:
+    assert prompt_rows(1, verify_width=2) == 1000 - 2 * MANY
+
+
+def test_beyond_the_ridge_nothing_is_saved() -> None:
+    assert prompt_rows(1, num_decoding=RIDGE_ROWS + 1) == 1000 - RIDGE_ROWS - 1
+    assert prompt_rows(1, num_decoding=RIDGE_ROWS - 65) == 64
+
+
+def test_no_more_rows_than_a_step_may_have() -> None:
+    assert prompt_rows(1, max_batched_tokens=100) == 100 - MANY
+
+
+def test_steps_without_room_take_all() -> None:
+    assert StepLoad(LIMITS).prompt_rows(MANY, 1, 1) == 1000 - MANY
+
+
+def scheduler() -> Scheduler:
+    """One whose requests all decode but those that are added."""
+    pages = PagePool(1000, 16)
+    found = Scheduler(LIMITS, pages, PrefixCache(pages, is_enabled=False), keeps_to_ridge=True)
+    for index in range(MANY):
+        found.add(request(index, 1))
+    assert len(found.schedule(is_drained=True).chunks) == MANY
+    return found
+
+
+def request(index: int, prompt_len: int) -> Request:
+    return Request(index=index, prompt_token_ids=(1,) * prompt_len, params=SamplingParams(max_new_tokens=99))
+
+
+@pytest.mark.parametrize(("num_prompts", "steps"), [(1, [[192], [192]]), (2, [[96, 96], [96, 96]])])
+def test_few_prompts_go_on_in_the_next_step(num_prompts: int, steps: list[list[int]]) -> None:
+    assert chunk_lengths(num_prompts, num_steps=2) == steps
+
+
+def test_many_prompts_run_as_if_nobody_decoded() -> None:
+    ((*lengths,),) = chunk_lengths(4, num_steps=1)
+    assert sum(lengths) == 1000 - MANY
+
+
+def chunk_lengths(num_prompts: int, num_steps: int) -> list[list[int]]:
+    """Of each step, after prompts of 600 tokens were added."""
+    found = scheduler()
+    for index in range(num_prompts):
+        found.add(request(100 + index, 600))
+    batches = [found.schedule(is_drained=False) for _ in range(num_steps)]
+    return [[chunk.end - chunk.start for chunk in batch.chunks] for batch in batches]
