@@ -29,6 +29,7 @@ import tune_times
 from timing import accounting, engine_arms, plan, report
 from timing.floors import Rates
 from timing.pairs import BLOCK, SHAPES
+from timing.step_kinds import SeenStep, StepKinds
 
 SMALL = ["--shape", "small", "--device", "cpu"]
 RATES = Rates(bandwidth=4.3e12, operations=790e12, origin="stated")
@@ -201,8 +202,9 @@ def test_everything_is_measured_on_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_pa
 def test_a_load_is_answered_whole(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     arguments = ("--requests", "8", "--max-prompt", "80", "--max-answer", "34", "--max-num-requests", "4")
     code, rows = run(
-        load, monkeypatch, tmp_path / "rows.jsonl", *arguments, "--arms", "plain,dflash", "--acceptance", "6"
-    )
+        load, monkeypatch, tmp_path / "rows.jsonl", *arguments, "--arms", "plain,dflash", "--acceptance", "6",
+        "--steps",
+    )  # fmt: skip
     assert code == 0
     assert [row["arm"] for row in rows] == ["plain", "dflash"]
     made = load.make_load(SHAPES["small"], 8, 80, 34)
@@ -212,7 +214,24 @@ def test_a_load_is_answered_whole(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         assert len(row["first_token_s"]) == 8
         assert row["first_token_p50_s"] <= row["first_token_p95_s"] <= row["seconds"]
         assert row["num_preemptions"] == 0
+        assert row["step_p50_ms"] <= row["step_p95_ms"] <= row["step_p99_ms"]
+        kinds = row["kinds"]
+        num_rows = sum(kind["mean_prompt_rows"] * kind["steps"] for kind in kinds)
+        assert num_rows == pytest.approx(sum(map(len, made.prompts)))
+        assert {kind["prompt_rows"] for kind in kinds} > {"0"}
+        assert kinds[0]["mean_block_rows"] == kinds[0]["mean_requests"] * (1 if row["arm"] == "plain" else 16)
+        assert sum(kind["seconds"] for kind in kinds) == pytest.approx(
+            sum(kind["device_ms"] * kind["steps"] for kind in kinds) / 1000
+        )
     assert rows[1]["num_steps"] < rows[0]["num_steps"]
+
+
+@pytest.mark.parametrize(("count", "name"), [(0, "0"), (1, "1-64"), (64, "1-64"), (65, "65-128"), (5000, "4097+")])
+def test_steps_are_of_one_kind_up_to_a_border(count: int, name: str) -> None:
+    kinds = StepKinds([SeenStep(1, 1, count, 2.0, None), SeenStep(3, 2, count, 4.0, None)])
+    (row,) = kinds.rows()
+    assert (row["requests"], row["prompt_rows"]) == ("1-15", name)
+    assert (row["mean_block_rows"], row["device_ms"], row["seconds"]) == (3.5, 3.0, 0.006)
 
 
 FAKE_VLLM = """

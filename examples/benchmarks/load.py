@@ -8,6 +8,7 @@ same in every arm. A run that is not timed comes first and passes through all ba
 are there. Acceptance is next to nothing unless it is forced, and then rows say `synthetic`; vLLM accepts as often by
 its own synthetic mode. Times to the first token count from the beginning, when all requests are given. Rows are JSON
 lines; the table is printed last. An arm that fails says so in one line, the others go on, and the exit code is 1.
+With `--steps` our arms run the load once more, and a table says what the steps of each kind take.
 """
 
 import argparse
@@ -18,6 +19,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -28,13 +30,19 @@ from dflash_runtime.scheduling.request import Request, SamplingParams
 from timing.engine_arms import engine_pair, wait, why_not_adaptive
 from timing.pairs import BLOCK, SHAPES, RandomPair, Shape, build_pair, open_device, random_prompt
 from timing.report import Recorder, Row, release, say, table
+from timing.step_kinds import StepKinds
 from timing.vllm_arm import acceptance_note, find_vllm, run_vllm
 
 ARMS = ("plain", "dflash", "adaptive", "vllm-plain", "vllm-dflash")
 SHORTEST_PROMPT, SHORTEST_ANSWER = 64, 32
 COLUMNS = (
-    "arm", "acceptance", "tokens/s", "seconds", "first token p50 s", "p95 s", "steps", "preemptions", "peak GB",
+    "arm", "acceptance", "tokens/s", "seconds", "first token p50 s", "p95 s", "step p50 ms", "p95 ms", "p99 ms",
+    "steps", "preemptions", "peak GB",
 )  # fmt: skip
+KIND_FIELDS = (
+    "requests", "prompt_rows", "steps", "mean_block_rows", "mean_prompt_rows", "device_ms", "host_ms", "seconds",
+)  # fmt: skip
+KIND_COLUMNS = ("requests", "prompt rows", "steps", "rows of blocks", "of prompts", "ms", "host ms", "seconds")
 
 
 @dataclass(frozen=True)
@@ -80,15 +88,23 @@ class Run:
     first_token_s: list[float]
     num_tokens: int
     acceptance: float | None
+    step_ms: list[float]  # between the ends of one step and the next, on the host
+
+    @property
+    def step_percentiles(self) -> dict[str, float]:
+        """The median, and what 5 and 1 of 100 steps take longer than."""
+        ordered = sorted(self.step_ms)
+        return {f"step_p{share}_ms": ordered[math.ceil(share / 100 * len(ordered)) - 1] for share in (50, 95, 99)}
 
 
 def run_load(llm: LLM, load: Load, title: str) -> Run:
     """Queue everything, and step until nothing is left."""
     requests, first = load.requests(), dict[int, float]()
-    engine, num_steps, num_ended = llm.engine, 0, 0
+    engine, num_ended = llm.engine, 0
     wait(llm.device)
     with Meter(len(requests), title) as meter:
         started = time.perf_counter()
+        ends = [started]
         for request in requests:
             engine.add(request)
         while engine.scheduler.has_work:
@@ -96,7 +112,7 @@ def run_load(llm: LLM, load: Load, title: str) -> Run:
                 if committed.token_ids:
                     first.setdefault(committed.request.index, time.perf_counter() - started)
                 num_ended += committed.request.is_finished
-            num_steps += 1
+            ends.append(time.perf_counter())
             meter.update(num_ended)
         seconds = time.perf_counter() - started
     failed = next((request.error for request in requests if request.error is not None), None)
@@ -104,10 +120,14 @@ def run_load(llm: LLM, load: Load, title: str) -> Run:
         raise failed
     num_tokens = sum(len(request.output_token_ids) for request in requests)
     counts = [step.num_accepted + 1 for request in requests for step in request.steps]
-    return Run(seconds, num_steps, list(first.values()), num_tokens, statistics.fmean(counts) if counts else None)
+    step_ms = [(end - begin) * 1000 for begin, end in pairwise(ends)]
+    acceptance = statistics.fmean(counts) if counts else None
+    return Run(seconds, len(step_ms), list(first.values()), num_tokens, acceptance, step_ms)
 
 
-def measure_ours(random: RandomPair, arm: str, load: Load, acceptance: float | None, num_running: int) -> Row:
+def measure_ours(
+    random: RandomPair, arm: str, load: Load, acceptance: float | None, num_running: int, *, has_steps: bool
+) -> Row:
     """One of our arms, with the memory that it may take by default."""
     pair = engine_pair(
         random, arm, acceptance, max_num_requests=num_running, prefix_cache=False,
@@ -123,12 +143,17 @@ def measure_ours(random: RandomPair, arm: str, load: Load, acceptance: float | N
         before = llm.engine.scheduler.num_preemptions
         run = run_load(llm, load, f"{arm}: requests")
         num_preemptions = llm.engine.scheduler.num_preemptions - before
+        kinds = StepKinds()
+        if has_steps:
+            with kinds.watching(llm.engine.runner):
+                run_load(llm, load, f"{arm}: requests, every step timed")
+            wait(llm.device)
     peak = torch.cuda.max_memory_reserved() if is_cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {
         "seconds": run.seconds, "num_tokens": run.num_tokens, "tokens_per_second": run.num_tokens / run.seconds,
         "first_token_s": run.first_token_s, "num_steps": run.num_steps, "num_preemptions": num_preemptions,
         "peak_memory_bytes": peak, "acceptance_achieved": run.acceptance,
-        "num_pages": llm.engine.scheduler.pages.num_pages,
+        "num_pages": llm.engine.scheduler.pages.num_pages, "kinds": kinds.rows(), **run.step_percentiles,
     }  # fmt: skip
 
 
@@ -169,7 +194,7 @@ def add_row(recorder: Recorder, arm: str, acceptance: float | None, found: Row, 
 def show(recorder: Recorder) -> None:
     names = (
         "arm", "acceptance_achieved", "tokens_per_second", "seconds", "first_token_p50_s", "first_token_p95_s",
-        "num_steps", "num_preemptions",
+        "step_p50_ms", "step_p95_ms", "step_p99_ms", "num_steps", "num_preemptions",
     )  # fmt: skip
     failures = [(row["what"], row["error"]) for row in recorder.of("failure")]
     if failures:
@@ -179,6 +204,10 @@ def show(recorder: Recorder) -> None:
         for row in recorder.of("load")
     ]
     print(table(COLUMNS, rows))
+    for row in recorder.of("load"):
+        kinds = [[kind[name] for name in KIND_FIELDS] for kind in row.get("kinds", ())]
+        if kinds:
+            print(f"\n{row['arm']}\n{table(KIND_COLUMNS, kinds)}")
 
 
 def run_arms(recorder: Recorder, arms: Sequence[str], given: argparse.Namespace, device: torch.device) -> None:
@@ -195,7 +224,7 @@ def run_arms(recorder: Recorder, arms: Sequence[str], given: argparse.Namespace,
 
         def measure(arm: str = arm) -> None:
             assert random is not None
-            found = measure_ours(random, arm, load, given.acceptance, given.max_num_requests)
+            found = measure_ours(random, arm, load, given.acceptance, given.max_num_requests, has_steps=given.steps)
             add_row(recorder, arm, given.acceptance, found, given)
 
         recorder.guard({"arm": arm}, measure)
@@ -220,6 +249,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-num-requests", type=int, default=64, help="at a time")
     parser.add_argument("--arms", default="plain,dflash,adaptive")
     parser.add_argument("--acceptance", type=float, help="force so many tokens a step; rows say synthetic")
+    parser.add_argument("--steps", action="store_true", help="say what steps of each kind take, in another run")
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--vllm-path", type=Path, help="a folder with vLLM for the subprocess")
     parser.add_argument(

@@ -4,8 +4,9 @@
 
 Alone it is the time until a prompt has its first token. Beside others it is by how much three steps take longer than
 two without it: prompts come one by one, two plain steps after each, and nothing waits for either. The ways are
-`pieces`, a forward that was captured piece by piece, for which there must be a GPU, and `launched`, kernel by kernel. A
-forward of more rows than are captured is launched in either way. Rows are JSON lines; the table is printed last.
+`captured`, for which there must be a GPU: piece by piece, or whole beside few requests; and `launched`, kernel by
+kernel. A forward of more rows than are captured is launched in either way. Rows are JSON lines; the table is printed
+last.
 """
 
 import argparse
@@ -23,7 +24,7 @@ from timing.engine_arms import PAGE_SIZE, engine_pair, wait
 from timing.pairs import BLOCK, SHAPES, RandomPair, build_pair, open_device, random_prompt
 from timing.report import Recorder, release, say, table
 
-WAYS = ("launched", "pieces")
+WAYS = ("launched", "captured")
 STEPS_APART = 2
 """Plain steps after a prompt that comes beside others."""
 
@@ -50,6 +51,7 @@ class Load:
         self.llm.warm_up()
         if way == "launched":
             self.llm.engine.runner.pieces = None
+            self.llm.engine.runner.room_beside = lambda batch: None  # type: ignore[method-assign]
         self._generator = torch.Generator().manual_seed(0)
         self._num_added = 0
         for _ in range(num_beside):

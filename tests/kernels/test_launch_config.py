@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dflash_kernels import launch_config
-from dflash_kernels.launch_config import attention_shape, ragged_shape
+from dflash_kernels.launch_config import attention_shape, few_rows_shape, ragged_shape
 from dflash_kernels.product_config import product_shape
 
 HOPPER, AMPERE, ADA = 227 * 1024, 163 * 1024, 99 * 1024
@@ -22,13 +22,14 @@ def shapes() -> dict[str, tuple[Any, int, int]]:
     assert product is not None
     assert gated is not None
     assert head is not None
-    ragged = ragged_shape(128, 2, 0, DEVICE)
+    ragged, few = ragged_shape(128, 2, 0, DEVICE), few_rows_shape(128, 2, DEVICE)
     return {
         "attention": (attention, 2 * attention.keys * 256, attention.rows * 256),
         "product": (product, (product.columns + product.rows) * product.depth * 2, 0),
         "gated": (gated, (2 * gated.columns + gated.rows) * gated.depth * 2, 0),
         "head": (head, (head.columns + head.rows) * head.depth * 2, 0),
         "ragged": (ragged, 2 * ragged.keys * 256, ragged.rows * 256),
+        "few rows": (few, 2 * few.keys * 256, few.rows * 256),
     }
 
 

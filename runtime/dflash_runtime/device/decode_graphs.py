@@ -125,9 +125,9 @@ class DecodeGraphs:
     def capture(self, bucket: int, mode: StepMode) -> DecodeGraph | None:
         """Capture one graph, or note that memory does not hold it.
 
-        Before that the step runs on padding alone, which changes nothing. It is run for every graph, not once a mode:
-        kernels are specialised and matrix products chosen by the number of rows, and neither may be compiled or loaded
-        while a graph is captured.
+        Before that the step runs on padding alone, which changes nothing; with prompts that are laid out already, as
+        it will again. It is run for every graph, not once a mode: kernels are specialised and matrix products chosen by
+        the number of rows, and neither may be compiled or loaded while a graph is captured.
         """
         started = time.perf_counter()
         captured = None

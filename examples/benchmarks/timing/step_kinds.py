@@ -1,0 +1,109 @@
+"""What the steps of a run do, and what each kind of them takes: by requests that decode, and by rows of prompts."""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from dflash_runtime.device.results import PendingForward
+from dflash_runtime.device.runner import Runner
+from dflash_runtime.scheduling.batch import Batch
+from timing.report import Row
+
+BORDERS = (0, 64, 128, 256, 512, 768, 1024, 2048, 4096)
+"""Rows of prompts up to which steps are of one kind; the last kind has more."""
+
+REQUESTS = (0, 15, 47)
+"""Requests that decode, likewise."""
+
+
+@dataclass(frozen=True)
+class SeenStep:
+    """One step: what it ran, how long the host took to launch it, and its ends on the device."""
+
+    num_decoding: int
+    verify_width: int
+    num_prompt_rows: int
+    host_ms: float
+    events: tuple[torch.cuda.Event, torch.cuda.Event] | None
+
+    @property
+    def device_ms(self) -> float:
+        """From when its first launch could begin; what the host takes, where the device is the host."""
+        return self.host_ms if self.events is None else self.events[0].elapsed_time(self.events[1])
+
+    @property
+    def kind(self) -> tuple[int, int]:
+        """The kinds it is of, by requests and by rows of prompts."""
+        return _place(self.num_decoding, REQUESTS), _place(self.num_prompt_rows, BORDERS)
+
+
+@dataclass
+class StepKinds:
+    """Steps that a runner was given while it was watched."""
+
+    steps: list[SeenStep] = field(default_factory=list)
+
+    @contextmanager
+    def watching(self, runner: Runner) -> Iterator[None]:
+        """Note every step."""
+        submit, is_cuda = runner.submit, runner.device.type == "cuda"
+
+        def watched(batch: Batch) -> PendingForward | None:
+            events = (_event(), _event()) if is_cuda else None
+            started = time.perf_counter()
+            if events is not None:
+                events[0].record()
+            pending = submit(batch)
+            if events is not None:
+                events[1].record()
+            host_ms = (time.perf_counter() - started) * 1000
+            num_rows = sum(chunk.end - chunk.start for chunk in batch.chunks)
+            self.steps.append(SeenStep(len(batch.decode), batch.verify_width, num_rows, host_ms, events))
+            return pending
+
+        runner.submit = watched  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            del runner.submit
+
+    def rows(self) -> list[Row]:
+        """One for each kind that was seen, with means a step."""
+        kinds: dict[tuple[int, int], list[SeenStep]] = {}
+        for step in self.steps:
+            kinds.setdefault(step.kind, []).append(step)
+        return [
+            {
+                "requests": _name(requests, REQUESTS), "prompt_rows": _name(rows, BORDERS), "steps": len(steps),
+                "mean_requests": _mean([step.num_decoding for step in steps]),
+                "mean_block_rows": _mean([step.num_decoding * step.verify_width for step in steps]),
+                "mean_prompt_rows": _mean([step.num_prompt_rows for step in steps]),
+                "device_ms": _mean([step.device_ms for step in steps]),
+                "host_ms": _mean([step.host_ms for step in steps]),
+                "seconds": sum(step.device_ms for step in steps) / 1000,
+            }
+            for (requests, rows), steps in sorted(kinds.items())
+        ]  # fmt: skip
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)
+
+
+def _place(count: int, borders: Sequence[int]) -> int:
+    return next((index for index, border in enumerate(borders) if count <= border), len(borders))
+
+
+def _name(place: int, borders: Sequence[int]) -> str:
+    """Of a kind: `0`, `1-64` or `4097+`."""
+    first = borders[place - 1] + 1 if place else 0
+    if place == len(borders):
+        return f"{first}+"
+    return str(first) if first == borders[place] else f"{first}-{borders[place]}"
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
