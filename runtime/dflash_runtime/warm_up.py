@@ -56,10 +56,11 @@ def warm_up(engine: Engine, params: Sequence[SamplingParams], max_requests: int 
 def step_modes(engine: Engine, params: Sequence[SamplingParams], bucket: int) -> list[StepMode]:
     """The modes of all steps that so many requests with these parameters can come to share, the widest first.
 
-    Plain steps with room for prompts come before the plain ones.
+    Plain steps with room for prompts, of other requests, come before the plain ones.
     """
-    block, policy = engine.scheduler.limits.num_lookahead_tokens, engine.scheduler.width_policy
-    spare = rows_to_ridge(bucket)
+    limits, policy = engine.scheduler.limits, engine.scheduler.width_policy
+    block = limits.num_lookahead_tokens
+    spare = rows_to_ridge(bucket) if limits.max_num_requests > 1 else 0
     asked = {min(item.verify_width or block, block) for item in params}
     sizes = [
         (width, num_prompt_rows)

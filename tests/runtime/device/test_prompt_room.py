@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dflash_kernels.launch_config import HAS_TRITON
-from dflash_runtime.device.prompt_room import MOST_PROMPTS
+from dflash_runtime.device import prompt_room
 from dflash_runtime.llm import LLM
 from dflash_runtime.scheduling import limits, step_load
 from dflash_runtime.scheduling.batch import Batch
@@ -107,24 +107,24 @@ def test_context_kv_is_made_in_plain_steps_too() -> None:
 @needs_kernels
 @pytest.mark.usefixtures("low_ridge")
 def test_more_prompts_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Short ones that come at once go another way, beside however many requests."""
-    many = random_prompts([1] * (5 * MOST_PROMPTS), 97)
-    params = [SamplingParams(max_new_tokens=3 if index < MOST_PROMPTS + 1 else 6) for index in range(len(many))]
-    wanted = traces(small_llm(max_num_requests=4 * MOST_PROMPTS).generate(many, params))
-    llm = small_llm(max_num_requests=4 * MOST_PROMPTS)
+    """Short ones that come at once go another way."""
+    monkeypatch.setattr(prompt_room, "MOST_PROMPTS", 2)
+    many = random_prompts([1] * 8, 97)
+    params = [SamplingParams(max_new_tokens=3 if index < 3 else 6) for index in range(len(many))]
+    wanted = traces(small_llm().generate(many, params))
+    llm = small_llm()
     with_stand_ins(llm)
-    monkeypatch.setattr(limits, "RIDGE_ROWS", 64)
     seen = watch(llm, monkeypatch)
     assert traces(llm.generate(many, params)) == wanted
-    assert min(len(batch.chunks) for batch in seen[False]) > MOST_PROMPTS
+    assert [len(batch.chunks) for batch in seen[False]] == [3]
 
 
 @needs_kernels
 @pytest.mark.usefixtures("low_ridge")
 def test_requests_that_resume_go_another_way() -> None:
-    prompts, params = random_prompts([9] * 5, 97), SamplingParams(max_new_tokens=20)
+    prompts, params = random_prompts([9] * 5, 97), SamplingParams(max_new_tokens=10)
     wanted = traces(small_llm().generate(prompts, params))
-    llm = small_llm(num_pages=15)
+    llm = small_llm(num_pages=12)
     with_stand_ins(llm)
     llm.engine.scheduler.room.share = 0.0
     assert traces(llm.generate(prompts, params)) == wanted
