@@ -19,7 +19,11 @@ from dflash_testing.widths import ListedWidths
 needs_kernels = pytest.mark.skipif(not HAS_TRITON or torch.cuda.is_available(), reason="needs Triton's interpreter")
 
 PROMPTS = random_prompts([9, 3, 7, 1, 21, 26, 4], 97)
-SAMPLINGS: list[dict[str, Any]] = [{}, {"temperature": 0.8, "top_k": 20, "top_p": 0.9}]
+SAMPLINGS = [
+    {},
+    {"temperature": 1.0},
+    pytest.param({"temperature": 0.8, "top_k": 20, "top_p": 0.9}, marks=pytest.mark.slow),
+]
 
 
 @pytest.fixture
