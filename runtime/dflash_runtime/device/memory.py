@@ -160,10 +160,12 @@ def scratch_bytes(
     if not config.graphs or placement.kernels.name != "triton" or placement.device.type != "cuda":
         return shared
     widths = len(widths_for(limits.num_draft_tokens)) if config.adaptive_width else 1
-    # Plain steps are captured twice, with room for prompts and without.
-    graphs = (NUM_GRAPHS * (widths + 1) + len(row_buckets(limits.max_rows))) * GRAPH_BYTES
-    captured = decode + RIDGE_ROWS * row_bytes(target, num_taps, placement.dtype)
-    return shared + captured + _piecewise_bytes(target, limits, num_taps, placement.dtype) + WORKSPACE_BYTES + graphs
+    graphs = (NUM_GRAPHS * widths + len(row_buckets(limits.max_rows))) * GRAPH_BYTES
+    if config.adaptive_width or not limits.num_draft_tokens:
+        # Plain steps are captured twice, with room for prompts and without.
+        graphs += NUM_GRAPHS * GRAPH_BYTES
+        decode += RIDGE_ROWS * row_bytes(target, num_taps, placement.dtype)
+    return shared + decode + _piecewise_bytes(target, limits, num_taps, placement.dtype) + WORKSPACE_BYTES + graphs
 
 
 def _piecewise_bytes(target: TargetConfig, limits: Limits, num_taps: int, dtype: torch.dtype) -> int:

@@ -34,7 +34,7 @@ from dflash_runtime.errors import CapacityError
 from dflash_runtime.llm import LLM
 from dflash_runtime.models.placement import Placement, Spread
 from dflash_runtime.models.target import target_bytes
-from dflash_runtime.scheduling.limits import Limits
+from dflash_runtime.scheduling.limits import RIDGE_ROWS, Limits
 from dflash_runtime.scheduling.request import Request, SamplingParams
 from dflash_testing import checkpoints as support
 from dflash_testing.graphs import with_stand_ins
@@ -103,8 +103,19 @@ def test_a_cache_of_the_targets_own_takes_what_was_measured_of_it() -> None:
 
 
 def test_every_width_has_graphs_of_its_own() -> None:
-    """Blocks of 16 are verified in eight widths: 1, 2, 3, 4, 6, 8, 12 and 16."""
-    assert scratch(adaptive_width=True) - scratch() == 7 * NUM_GRAPHS * GRAPH_BYTES
+    """Blocks of 16 are verified in eight widths: 1, 2, 3, 4, 6, 8, 12 and 16. With 1 there may be prompts beside them,
+    whose rows take memory too.
+    """
+    room = RIDGE_ROWS * row_bytes(TARGET, len(DRAFT.target_layer_ids), torch.bfloat16)
+    assert scratch(adaptive_width=True) - scratch() == 8 * NUM_GRAPHS * GRAPH_BYTES + room
+
+
+def test_plain_engines_have_two_graphs_a_bucket() -> None:
+    plain = replace(LIMITS, num_draft_tokens=0)
+    captured, launched = (
+        scratch_bytes(EngineConfig(graphs=graphs), TARGET, None, plain, GPU) for graphs in (True, False)
+    )
+    assert captured - launched > 2 * NUM_GRAPHS * GRAPH_BYTES + RIDGE_ROWS * row_bytes(TARGET, 0, torch.bfloat16)
 
 
 def test_prefill_counts_where_it_is_wider_than_a_step() -> None:
