@@ -77,8 +77,8 @@ class LLM:
         self._store = open_store(pair, self.fingerprint)
         max_in_flight = pair.config.max_in_flight if pair.config.is_async else 0
         runner = Runner(pair, num_pages)
-        policy = find_width_policy(pair, runner)
-        scheduler = Scheduler(pair.limits, pages, cache, policy, keeps_to_ridge=pair.has_graphs)
+        scheduler = Scheduler(pair.limits, pages, cache, find_width_policy(pair, runner))
+        scheduler.load.keeps_to_ridge = pair.has_graphs
         self.engine = Engine(scheduler, runner, max_in_flight=max_in_flight, seed=pair.config.seed)
         self._call: object | None = None  # the one that runs
         self._lock = Lock()

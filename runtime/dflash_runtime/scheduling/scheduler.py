@@ -47,20 +47,14 @@ class Scheduler:
     """First come, first served: running requests decode in every step, and prompts share its prompt rows."""
 
     def __init__(
-        self,
-        limits: Limits,
-        pages: PagePool,
-        cache: PrefixCache,
-        width_policy: WidthPolicy | None = None,
-        *,
-        keeps_to_ridge: bool = False,
+        self, limits: Limits, pages: PagePool, cache: PrefixCache, width_policy: WidthPolicy | None = None
     ) -> None:
         self.limits = limits
         self.pages = pages
         self.cache = cache
         self.width_policy = width_policy or FixedWidth()
         self.num_preemptions = 0
-        self.load = StepLoad(limits, keeps_to_ridge=keeps_to_ridge)
+        self.load = StepLoad(limits)
         self.room = ExpectedRoom(limits, pages)
         self._live: dict[Request, None] = {}  # everything added that has not ended, in the order it came
         # Outlives a call that ends in OutOfPages: pages taken until then belong to their requests.
@@ -108,10 +102,9 @@ class Scheduler:
         decode = self._plan_decode(is_drained)
         verify_width = width_of(decode, self.width_policy, self.limits.num_lookahead_tokens)
         # A step that had to preempt admits no request: the pages it gained are for requests that already run.
-        may_admit = self.num_preemptions == num_preemptions
-        num_prompts = len(self._begun) + min(len(self._waiting), len(self._free_rows))
-        num_rows = self.load.prompt_rows(len(decode), verify_width, num_prompts)
-        admitted, chunks = self._plan_prompts(num_rows, may_admit=may_admit)
+        admitted, chunks = self._plan_prompts(
+            len(decode), verify_width, may_admit=self.num_preemptions == num_preemptions
+        )
         additions, self._additions = self._additions, []
         longest = max((self._kv_upper(request) for request in decode), default=0)
         for request in decode:
@@ -247,15 +240,12 @@ class Scheduler:
                 decode.append(request)
         return decode
 
-    @property
-    def _begun(self) -> list[Request]:
-        """Running requests whose prompts are not through yet."""
-        return [request for request in self._running if not (request.is_prefilled or request.is_loading)]
-
-    def _plan_prompts(self, num_rows: int, *, may_admit: bool) -> tuple[list[Request], list[Chunk]]:
+    def _plan_prompts(self, num_decoding: int, width: int, *, may_admit: bool) -> tuple[list[Request], list[Chunk]]:
         """Requests that are admitted, and the chunks of this step; see `RowShares` for who gets how many rows."""
-        shares = RowShares(num_rows)
-        first, last = shares.order(self._begun)
+        begun = [request for request in self._running if not (request.is_prefilled or request.is_loading)]
+        num_prompts = len(begun) + min(len(self._waiting), len(self._free_rows))
+        shares = RowShares(self.load.prompt_rows(num_decoding, width, num_prompts))
+        first, last = shares.order(begun)
         for request in first:
             shares.give(request)
         for request in self._loaded:

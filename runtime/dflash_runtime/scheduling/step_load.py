@@ -15,9 +15,9 @@ class StepLoad:
     that does not decode.
     """
 
-    def __init__(self, limits: Limits, *, keeps_to_ridge: bool = False) -> None:
+    def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        self.keeps_to_ridge = keeps_to_ridge
+        self.keeps_to_ridge = False
         self.max_running = limits.max_num_requests
         self.max_batched_tokens = limits.max_batched_tokens
 

@@ -15,7 +15,8 @@ MANY = 3 * REQUESTS_A_PROMPT
 
 
 def prompt_rows(num_prompts: int, num_decoding: int = MANY, verify_width: int = 1, **changes: int) -> int:
-    load = StepLoad(LIMITS, keeps_to_ridge=True)
+    load = StepLoad(LIMITS)
+    load.keeps_to_ridge = True
     load.max_batched_tokens = changes.get("max_batched_tokens", load.max_batched_tokens)
     return load.prompt_rows(num_decoding, verify_width, num_prompts)
 
@@ -49,7 +50,8 @@ def test_steps_without_room_take_all() -> None:
 def scheduler() -> Scheduler:
     """One whose requests all decode but those that are added."""
     pages = PagePool(1000, 16)
-    found = Scheduler(LIMITS, pages, PrefixCache(pages, is_enabled=False), keeps_to_ridge=True)
+    found = Scheduler(LIMITS, pages, PrefixCache(pages, is_enabled=False))
+    found.load.keeps_to_ridge = True
     for index in range(MANY):
         found.add(request(index, 1))
     assert len(found.schedule(is_drained=True).chunks) == MANY
