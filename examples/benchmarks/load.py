@@ -94,7 +94,12 @@ class Run:
     def step_percentiles(self) -> dict[str, float]:
         """The median, and what 5 and 1 of 100 steps take longer than."""
         ordered = sorted(self.step_ms)
-        return {f"step_p{share}_ms": ordered[math.ceil(share / 100 * len(ordered)) - 1] for share in (50, 95, 99)}
+        return {f"step_p{percent}_ms": at_percentile(ordered, percent) for percent in (50, 95, 99)}
+
+
+def at_percentile(ordered: Sequence[float], percent: int) -> float:
+    """The least of these that so many percent of them do not exceed."""
+    return ordered[math.ceil(percent / 100 * len(ordered)) - 1]
 
 
 def run_load(llm: LLM, load: Load, title: str) -> Run:
@@ -185,7 +190,7 @@ def add_row(recorder: Recorder, arm: str, acceptance: float | None, found: Row, 
         "prompt_lengths": [SHORTEST_PROMPT, given.max_prompt], "answer_lengths": [SHORTEST_ANSWER, given.max_answer],
         "acceptance": "synthetic" if is_forced else "real", "acceptance_asked": acceptance if is_forced else None,
         "first_token_p50_s": statistics.median(first) if first else None,
-        "first_token_p95_s": first[math.ceil(0.95 * len(first)) - 1] if first else None,
+        "first_token_p95_s": at_percentile(first, 95) if first else None,
     }  # fmt: skip
     recorder.add("load", row)
     say(f"{arm}: {row['tokens_per_second']:.0f} tokens/s, {row['seconds']:.1f} s")

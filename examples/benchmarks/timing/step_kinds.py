@@ -1,9 +1,11 @@
 """What the steps of a run do, and what each kind of them takes: by requests that decode, and by rows of prompts."""
 
 import time
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from statistics import fmean
 
 import torch
 
@@ -37,7 +39,7 @@ class SeenStep:
     @property
     def kind(self) -> tuple[int, int]:
         """The kinds it is of, by requests and by rows of prompts."""
-        return _place(self.num_decoding, REQUESTS), _place(self.num_prompt_rows, BORDERS)
+        return bisect_left(REQUESTS, self.num_decoding), bisect_left(BORDERS, self.num_prompt_rows)
 
 
 @dataclass
@@ -60,7 +62,7 @@ class StepKinds:
             if events is not None:
                 events[1].record()
             host_ms = (time.perf_counter() - started) * 1000
-            num_rows = sum(chunk.end - chunk.start for chunk in batch.chunks)
+            num_rows = pending.num_prompt_rows if pending is not None else 0
             self.steps.append(SeenStep(len(batch.decode), batch.verify_width, num_rows, host_ms, events))
             return pending
 
@@ -78,11 +80,11 @@ class StepKinds:
         return [
             {
                 "requests": _name(requests, REQUESTS), "prompt_rows": _name(rows, BORDERS), "steps": len(steps),
-                "mean_requests": _mean([step.num_decoding for step in steps]),
-                "mean_block_rows": _mean([step.num_decoding * step.verify_width for step in steps]),
-                "mean_prompt_rows": _mean([step.num_prompt_rows for step in steps]),
-                "device_ms": _mean([step.device_ms for step in steps]),
-                "host_ms": _mean([step.host_ms for step in steps]),
+                "mean_requests": fmean(step.num_decoding for step in steps),
+                "mean_block_rows": fmean(step.num_decoding * step.verify_width for step in steps),
+                "mean_prompt_rows": fmean(step.num_prompt_rows for step in steps),
+                "device_ms": fmean(step.device_ms for step in steps),
+                "host_ms": fmean(step.host_ms for step in steps),
                 "seconds": sum(step.device_ms for step in steps) / 1000,
             }
             for (requests, rows), steps in sorted(kinds.items())
@@ -93,17 +95,9 @@ def _event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)
 
 
-def _place(count: int, borders: Sequence[int]) -> int:
-    return next((index for index, border in enumerate(borders) if count <= border), len(borders))
-
-
 def _name(place: int, borders: Sequence[int]) -> str:
     """Of a kind: `0`, `1-64` or `4097+`."""
     first = borders[place - 1] + 1 if place else 0
     if place == len(borders):
         return f"{first}+"
     return str(first) if first == borders[place] else f"{first}-{borders[place]}"
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)

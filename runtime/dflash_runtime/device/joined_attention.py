@@ -19,7 +19,7 @@ from dflash_runtime.device.prefill import RaggedAttention
 class JoinedAttention:
     """An `Attend` that has two of them, over one cache. Both store KV, in one launch.
 
-    With a stream for prompts theirs runs beside that of blocks: the one multiplies while the other reads.
+    With a stream for prompts theirs runs beside that of blocks, as far as these leave room on the device.
     """
 
     blocks: PagedAttention

@@ -1,9 +1,8 @@
 """Room for the rows of prompts in captured decode steps: what `prefill.py` lays out, in a tensor that does not move.
 
-Beside few decoding rows those of prompts cost little, since the weights are read anyway (`scheduling/limits.py`). Such
-a step is captured whole, for a number of prompt rows. What prompts do not fill is padding: rows without a page, which
-keep no KV and which nobody reads; tiles of attention without rows; and the padding row of the device state, done
-already, for prompts that end.
+A step of few decoding rows and few of prompts (`scheduling/step_load.py`) is captured whole, for a number of prompt
+rows. What prompts do not fill is padding: rows without a page, which keep no KV and which nobody reads; tiles of
+attention without rows; and the padding row of the device state, done already, for prompts that end.
 
 Axis letters: T rows of the room, E prompts that may end.
 """

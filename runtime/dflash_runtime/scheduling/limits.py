@@ -6,10 +6,10 @@ PROMPT_SHARE = 4
 """Prompts have one of so many rows of a step at least, however many decode."""
 
 RIDGE_ROWS = 256
-"""Rows up to which reading the weights takes most of a forward on a GPU, so that more rows cost little.
+"""Rows of a forward from which on, about, multiplying takes a GPU longer than reading the weights.
 
-An H200 multiplies some 180 rows of bfloat16 with a weight while it reads it. Source of the word: Williams, Waterman and
-Patterson 2009, "Roofline: An Insightful Visual Performance Model for Multicore Architectures".
+By its rates an H200 multiplies some 180 rows of bfloat16 with a weight while it reads it. Source of the word: Williams,
+Waterman and Patterson 2009, "Roofline: An Insightful Visual Performance Model for Multicore Architectures".
 """
 
 RIDGE_GRAIN = 64
