@@ -1,6 +1,6 @@
 """Time how long a pair takes to start: importing, loading, warming up; and compare the memory that was kept for steps.
 
-    python3 examples/benchmarks/start_time.py FOLDER [--shape qwen3-8b] [--max-num-requests 32] [--max-model-len 8192]
+    python3 examples/benchmarks/start_time.py FOLDER [--shape qwen3-8b] [--max-num-requests 32] [--plain]
 
 Writes a pair with random weights into FOLDER, unless it is there, and starts it in processes of its own: with an empty
 Triton cache, and then twice with a full one. `read` is what the disk, or the file cache, takes for the same bytes.
@@ -83,8 +83,8 @@ def read_files(folder: Path) -> None:
                 pass
 
 
-def measure(folder: Path, max_num_requests: int, max_model_len: int) -> dict[str, float]:
-    """Start the pair in this process -> seconds of each part, and GiB."""
+def measure(folder: Path, max_num_requests: int, max_model_len: int, *, is_plain: bool) -> dict[str, float]:
+    """Start the pair, or its target alone, in this process -> seconds of each part, and GiB."""
     seconds: dict[str, float] = {}
     begin = last = time.perf_counter()
 
@@ -101,7 +101,8 @@ def measure(folder: Path, max_num_requests: int, max_model_len: int) -> dict[str
 
     lap("import")
     config = EngineConfig(max_num_requests=max_num_requests, max_model_len=max_model_len)
-    pair = load_pair(open_target(folder / "target"), open_draft(folder / "draft"), config)
+    draft = None if is_plain else open_draft(folder / "draft")
+    pair = load_pair(open_target(folder / "target"), draft, config)
     lap("load")
     llm = LLM(pair)
     lap("engine")
@@ -115,8 +116,8 @@ def measure(folder: Path, max_num_requests: int, max_model_len: int) -> dict[str
     seconds["total"] = last - begin
     read_files(folder)
     seconds["read"] = time.perf_counter() - last
-    assert pair.draft is not None
-    kept = scratch_bytes(pair.config, pair.target.config, pair.draft.config, pair.limits, pair.placement)
+    draft_config = pair.draft.config if pair.draft is not None else None
+    kept = scratch_bytes(pair.config, pair.target.config, draft_config, pair.limits, pair.placement)
     graphs = llm.engine.runner.graphs
     print(f"graphs: {[bucket for bucket, _ in graphs.captured] if graphs else None}", file=sys.stderr)
     print(f"tokens in KV: {llm.engine.scheduler.pages.num_pages * config.page_size}; {llm.warnings}", file=sys.stderr)
@@ -141,11 +142,12 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-8b")
     parser.add_argument("--max-num-requests", type=int, default=32)
     parser.add_argument("--max-model-len", type=int, default=8192)
+    parser.add_argument("--plain", action="store_true", help="the target alone")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.child:
         logging.basicConfig(level=logging.INFO, format="%(message)s")
-        print(json.dumps(measure(given.folder, given.max_num_requests, given.max_model_len)))
+        print(json.dumps(measure(given.folder, given.max_num_requests, given.max_model_len, is_plain=given.plain)))
         return
     if not (given.folder / "draft" / "model.safetensors").exists():
         write_pair(given.folder, given.shape)

@@ -1,8 +1,9 @@
 """Block attention of many requests of unlike lengths, for `block_attention.py`: nobody waits for the longest.
 
 The tiles of keys of all requests stand in one line that is cut into equal shares, one a program. A share may begin and
-end within a request: such parts are added up afterwards, those that are whole requests need it not. Source: Osama et
-al. 2023, "Stream-K: Work-centric Parallel Decomposition for Dense Matrix-Matrix Multiplication on the GPU".
+end within a request: such parts are added up afterwards, those that are whole requests need it not. Where requests are
+alike and as many programs as there is room for have whole ones, the line is cut between requests. Source: Osama et al.
+2023, "Stream-K: Work-centric Parallel Decomposition for Dense Matrix-Matrix Multiplication on the GPU".
 
 Axis letters: R requests, N rows, H heads, KV heads of keys and values, D head dim.
 """
@@ -35,25 +36,41 @@ def _rows_of_tile(row_tile, num_rows, GROUP: tl.constexpr, TILE_M: tl.constexpr)
 
 @jit
 def _share(
-    context_lens, num_requests, max_len, first_row, last_row, num_rows, num_programs,
+    context_lens, num_requests, max_len, first_row, last_row, num_rows, num_programs, num_whole,
     IS_CAUSAL: tl.constexpr, WINDOW: tl.constexpr, TILE_B: tl.constexpr, TILE_N: tl.constexpr,
 ):  # fmt: skip
-    """How many tiles of keys these rows of each request see, [TILE_B], and how many of them all a program walks."""
+    """How many tiles of keys these rows of each request see, [TILE_B]; how many of them all a program walks; and
+    whether it walks `num_whole` requests instead, since they are alike.
+    """
     request = tl.arange(0, TILE_B)
     context_len = tl.load(context_lens + request, mask=request < num_requests, other=0).to(tl.int32)
     _, num_context, block_tile, block_tile_end = tiles_in_sight(
         context_len, tl.minimum(context_len, max_len), first_row, last_row, num_rows, IS_CAUSAL, WINDOW, TILE_N
     )
     num_tiles = tl.where(request < num_requests, num_context + block_tile_end - block_tile, 0)
-    return num_tiles, tl.maximum(tl.cdiv(tl.sum(num_tiles, 0), num_programs), LEAST_SHARE)
+    total = tl.sum(num_tiles, 0)
+    are_alike = 2 * tl.max(num_tiles, 0) * num_requests <= 3 * total
+    return num_tiles, tl.maximum(tl.cdiv(total, num_programs), LEAST_SHARE), (num_whole > 0) & are_alike
 
 
 @jit
+def _own_tiles(num_tiles, share, is_whole, num_whole, program, TILE_B: tl.constexpr):
+    """The tiles `[begin, end)` that a program walks, of those of all requests in one line."""
+    begin = program * share
+    end = tl.minimum(begin + share, tl.sum(num_tiles, 0))
+    if is_whole:
+        owner = tl.arange(0, TILE_B) // num_whole
+        begin = tl.sum(tl.where(owner < program, num_tiles, 0), 0)
+        end = tl.sum(tl.where(owner <= program, num_tiles, 0), 0)
+    return begin, end
+
+
+@jit(do_not_specialize=["num_whole"])
 def _balanced_attention_kernel(
     query, block_keys, block_values, key_cache, value_cache, page_table, context_lens, sinks, out, parts, part_lses,
     query_row, query_head, keys_row, keys_head, values_row, values_head,
     cache_page, cache_row, cache_head, table_stride,
-    num_requests, num_rows, num_pages, scale,
+    num_requests, num_rows, num_pages, num_whole, scale,
     NUM_KV: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
     IS_CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
     TILE_B: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_D: tl.constexpr, IS_EARLY: tl.constexpr,
@@ -65,12 +82,11 @@ def _balanced_attention_kernel(
     program = tl.program_id(2).to(tl.int64)
     max_len = num_pages * PAGE_SIZE
     first_row, last_row = _rows_of_tile(row_tile, num_rows, GROUP, TILE_M)
-    num_tiles, share = _share(
-        context_lens, num_requests, max_len, first_row, last_row, num_rows, tl.num_programs(2),
+    num_tiles, share, is_whole = _share(
+        context_lens, num_requests, max_len, first_row, last_row, num_rows, tl.num_programs(2), num_whole,
         IS_CAUSAL, WINDOW, TILE_B, TILE_N,
     )  # fmt: skip
-    begin = tl.program_id(2) * share
-    end = tl.minimum(begin + share, tl.sum(num_tiles, 0))
+    begin, end = _own_tiles(num_tiles, share, is_whole, num_whole, tl.program_id(2), TILE_B)
     tiles_until = tl.cumsum(num_tiles, 0)
     first_request = tl.sum((tiles_until <= begin).to(tl.int32), 0).to(tl.int64)
     last_request = tl.sum((tiles_until < end).to(tl.int32), 0).to(tl.int64)
@@ -118,28 +134,29 @@ def _balanced_attention_kernel(
         begin = passed_then
 
 
-@jit
+@jit(do_not_specialize=["num_whole"])
 def _combine_shares_kernel(
-    context_lens, parts, part_lses, out, num_requests, num_rows, max_len, num_programs, num_row_tiles,
+    context_lens, parts, part_lses, out, num_requests, num_rows, max_len, num_programs, num_whole, num_row_tiles,
     NUM_KV: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, IS_CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     TILE_B: tl.constexpr, TILE_C: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_D: tl.constexpr,
     TOGETHER: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
-    wait_for_launches_before(IS_EARLY)
-    let_next_launch_begin(IS_EARLY)
     first_packed = tl.program_id(0) * TILE_C
     row_tile = first_packed // TILE_M
     kv_head = tl.program_id(1).to(tl.int64)
     first_row, last_row = _rows_of_tile(row_tile, num_rows, GROUP, TILE_M)
-    num_tiles, share = _share(
-        context_lens, num_requests, max_len, first_row, last_row, num_rows, num_programs,
+    num_tiles, share, is_whole = _share(
+        context_lens, num_requests, max_len, first_row, last_row, num_rows, num_programs, num_whole,
         IS_CAUSAL, WINDOW, TILE_B, TILE_N,
     )  # fmt: skip
+    # Lengths are there already: the launch before has waited for them.
+    wait_for_launches_before(IS_EARLY)
+    let_next_launch_begin(IS_EARLY)
     request = tl.arange(0, TILE_B)
     passed = tl.sum(tl.where(request < tl.program_id(2), num_tiles, 0), 0)
     own = tl.sum(tl.where(request == tl.program_id(2), num_tiles, 0), 0)
     first, last = passed // share, (passed + own - 1) // share
-    if first < last:  # otherwise one program has walked the whole request
+    if (first < last) & ~is_whole:  # otherwise one program has walked the whole request
         packed = first_packed + tl.arange(0, TILE_C)
         row = packed // GROUP
         dim = tl.arange(0, TILE_D)
@@ -203,11 +220,11 @@ def launch_balanced(
     }  # fmt: skip
     _balanced_attention_kernel[(num_row_tiles, num_kv, shape.num_programs)](
         *tensors, page_table, context_lens, sinks, out, parts, part_lses, *strides,
-        num_requests, num_rows, page_table.shape[1], math.log2(math.e) / math.sqrt(head_dim),
+        num_requests, num_rows, page_table.shape[1], shape.num_whole, math.log2(math.e) / math.sqrt(head_dim),
         PAGE_SIZE=page_size, CAP=cap, **cut, num_warps=4, num_stages=shape.num_stages,
     )  # fmt: skip
     tile = min(shape.rows, shape.combined_rows)
     _combine_shares_kernel[(ceil_div(num_packed, tile), num_kv, num_requests)](
         context_lens, parts, part_lses, out, num_requests, num_rows, page_table.shape[1] * page_size,
-        shape.num_programs, num_row_tiles, TILE_C=tile, TOGETHER=4, **cut, num_warps=4,
+        shape.num_programs, shape.num_whole, num_row_tiles, TILE_C=tile, TOGETHER=4, **cut, num_warps=4,
     )  # fmt: skip

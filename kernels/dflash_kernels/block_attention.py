@@ -13,6 +13,7 @@ Axis letters: R requests, N rows, P pages, H heads, KV heads of keys and values,
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from dflash_kernels.early_launch import early, let_next_launch_begin, wait_for_l
 from dflash_kernels.kv_store import strides_of_caches
 from dflash_kernels.launch_config import (
     COMBINE_TILE,
-    FEW_TILES,
+    FEW_KEYS,
     MAX_GRID,
     MIN_DOT,
     attention_shape,
@@ -159,15 +160,14 @@ def cap_of_products(softmax: Softmax, head_dim: int) -> float | None:
 
 
 @jit
-def _part_of(num_tiles, part, NUM_PARTS: tl.constexpr):
-    """The tiles `[begin, end)` of a part. Half of four or more parts are empty while there are few: only here lengths
-    are known.
+def _parts_in_use(num_tiles, NUM_PARTS: tl.constexpr, TILE_N: tl.constexpr):
+    """Into how many parts tiles are cut, of one row tile or of a vector of them. Half of four or more are empty while
+    there are few: only here lengths are known.
     """
-    num_parts = NUM_PARTS
+    num_parts = num_tiles * 0 + NUM_PARTS
     if NUM_PARTS >= 4:
-        num_parts = tl.where(num_tiles < FEW_TILES * NUM_PARTS, NUM_PARTS // 2, NUM_PARTS)
-        part = tl.minimum(part, num_parts)
-    return part * num_tiles // num_parts, tl.minimum(part + 1, num_parts) * num_tiles // num_parts
+        num_parts = tl.where(num_tiles * TILE_N < FEW_KEYS * NUM_PARTS, NUM_PARTS // 2, NUM_PARTS)
+    return tl.minimum(num_parts, num_tiles)
 
 
 @jit
@@ -183,11 +183,11 @@ def _block_attention_kernel(
     wait_for_launches_before(IS_EARLY)
     if NUM_SPLITS > 1:
         let_next_launch_begin(IS_EARLY)  # which adds the parts up
-    # The last tiles of a causal block are the longest: start with them.
+    # The last tiles of a causal block are the longest: start with them. Parts vary slowest: those that are not in use
+    # come last, so that no multiprocessor has two of them while others have none.
     first_packed = (tl.num_programs(0) - 1 - tl.program_id(0)) * TILE_M
-    split = tl.program_id(1).to(tl.int64)
-    request = (tl.program_id(2) // NUM_KV).to(tl.int64)
-    kv_head = (tl.program_id(2) % NUM_KV).to(tl.int64)
+    request = (tl.program_id(1) // NUM_KV).to(tl.int64)
+    kv_head = (tl.program_id(1) % NUM_KV).to(tl.int64)
     context_len = tl.load(context_lens + request).to(tl.int32)
     readable_len = tl.minimum(context_len, num_pages * PAGE_SIZE)
     packed = first_packed + tl.arange(0, TILE_M)
@@ -203,17 +203,17 @@ def _block_attention_kernel(
     context_tile, num_context, block_tile, block_tile_end = tiles_in_sight(
         context_len, readable_len, first_packed // GROUP, last_row, num_rows, IS_CAUSAL, WINDOW, TILE_N
     )
-    begin, end = _part_of(num_context + block_tile_end - block_tile, split.to(tl.int32), NUM_SPLITS)
+    num_tiles = num_context + block_tile_end - block_tile
+    num_parts = _parts_in_use(num_tiles, NUM_SPLITS, TILE_N)
+    part = tl.program_id(2)
+    if part >= num_parts:
+        return  # the sum of parts leaves it out
+    begin, end = part * num_tiles // num_parts, (part + 1) * num_tiles // num_parts
     context_begin, context_end, block_begin, block_end, is_last = share_of_tiles(
         begin, end, context_tile, num_context, block_tile, block_tile_end
     )
     target = flat_row * (NUM_KV * GROUP) + head
-    if NUM_SPLITS > 1:
-        target += split * num_out
-        if begin == end:
-            # An empty part says so and leaves its means unwritten; the sum of parts does not read them.
-            tl.store(part_lses + target, tl.full((TILE_M,), float("-inf"), tl.float32), mask=row < num_rows)
-            return
+    target += part.to(tl.int64) * num_out
     mean, lses = mean_of_share(
         queries, row, dim, head, sinks, key_cache + kv_head * cache_head, value_cache + kv_head * cache_head,
         cache_page, cache_row, page_table + request * table_stride, context_len, readable_len,
@@ -229,30 +229,45 @@ def _block_attention_kernel(
 
 @jit
 def _combine_kernel(
-    parts, part_lses, out, num_out,
-    HEAD_DIM: tl.constexpr, NUM_SPLITS: tl.constexpr,
-    TILE_R: tl.constexpr, TILE_S: tl.constexpr, TILE_D: tl.constexpr, IS_EARLY: tl.constexpr,
+    parts, part_lses, context_lens, out, num_rows, num_pages, num_out,
+    NUM_KV: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, WINDOW: tl.constexpr, NUM_SPLITS: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_R: tl.constexpr, TILE_D: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
+    place = tl.program_id(0) * TILE_R + tl.arange(0, TILE_R)  # of a row's head: [R, N, H]
+    is_row = place < num_out
+    row, head = place // (NUM_KV * GROUP) % num_rows, place % (NUM_KV * GROUP)
+    first_packed = (row * GROUP + head % GROUP) // TILE_M * TILE_M
+    # The lengths are there already: the launch before has waited for them.
+    context_len = tl.load(context_lens + place // (NUM_KV * GROUP * num_rows), mask=is_row, other=0).to(tl.int32)
+    _, num_context, block_tile, block_tile_end = tiles_in_sight(
+        context_len, tl.minimum(context_len, num_pages * PAGE_SIZE), first_packed // GROUP,
+        tl.minimum((first_packed + TILE_M - 1) // GROUP, num_rows - 1), num_rows, IS_CAUSAL, WINDOW, TILE_N,
+    )  # fmt: skip
+    num_parts = tl.where(is_row, _parts_in_use(num_context + block_tile_end - block_tile, NUM_SPLITS, TILE_N), 0)
     wait_for_launches_before(IS_EARLY)
     let_next_launch_begin(IS_EARLY)
-    row = tl.program_id(0).to(tl.int64) * TILE_R + tl.arange(0, TILE_R)
-    split = tl.arange(0, TILE_S)
     dim = tl.arange(0, TILE_D)
-    is_row = row < num_out
-    is_part = is_row[:, None] & (split < NUM_SPLITS)[None, :]
-    lses = tl.load(part_lses + split[None, :] * num_out + row[:, None], mask=is_part, other=float("-inf"))
-    max_lse = tl.where(is_row, tl.max(lses, 1), 0.0)
-    is_element = is_row[:, None] & (dim < HEAD_DIM)[None, :]
+    max_lse = tl.full((TILE_R,), float("-inf"), tl.float32)
+    for part in tl.static_range(NUM_SPLITS):
+        lse = tl.load(part_lses + part * num_out + place, mask=part < num_parts, other=float("-inf"))
+        max_lse = tl.maximum(max_lse, lse)
+    max_lse = tl.where(is_row, max_lse, 0.0)
     acc = tl.zeros((TILE_R, TILE_D), tl.float32)
     weight_sum = tl.zeros((TILE_R,), tl.float32)
     for part in tl.static_range(NUM_SPLITS):
-        weight = tl.exp2(tl.load(part_lses + part * num_out + row, mask=is_row, other=0.0) - max_lse)
-        mean = tl.load(parts + (part * num_out + row)[:, None] * HEAD_DIM + dim[None, :], mask=is_element, other=0.0)
-        # Empty parts are read too, so that no load waits for another, and then left out: they may hold anything.
-        acc += tl.where((weight > 0)[:, None], mean, 0.0) * weight[:, None]
+        is_part = part < num_parts
+        lse = tl.load(part_lses + part * num_out + place, mask=is_part, other=float("-inf"))
+        weight = tl.exp2(lse - max_lse)
+        is_element = is_part[:, None] & (dim < HEAD_DIM)[None, :]
+        element = (part * num_out + place).to(tl.int64)[:, None] * HEAD_DIM + dim[None, :]
+        acc += tl.load(parts + element, mask=is_element, other=0.0) * weight[:, None]
         weight_sum += weight
-    combined = acc / weight_sum[:, None]
-    tl.store(out + row[:, None] * HEAD_DIM + dim[None, :], combined.to(out.dtype.element_ty), mask=is_element)
+    combined = acc / tl.where(is_row, weight_sum, 1.0)[:, None]
+    is_element = is_row[:, None] & (dim < HEAD_DIM)[None, :]
+    tl.store(
+        out + place.to(tl.int64)[:, None] * HEAD_DIM + dim[None, :], combined.to(out.dtype.element_ty), mask=is_element
+    )
 
 
 def block_attention(
@@ -314,18 +329,19 @@ def block_attention(
     if num_splits > 1:
         parts = torch.empty((num_splits, num_out, head_dim), dtype=torch.float32, device=query.device)
         part_lses = torch.empty((num_splits, num_out), dtype=torch.float32, device=query.device)
-    _block_attention_kernel[(num_row_tiles, num_splits, num_requests * num_kv)](
+    cut: dict[str, Any] = {
+        "NUM_KV": num_kv, "GROUP": group, "HEAD_DIM": head_dim, "PAGE_SIZE": page_size,
+        "IS_CAUSAL": is_causal, "WINDOW": window or 0, "NUM_SPLITS": num_splits,
+        "TILE_M": shape.rows, "TILE_N": shape.keys, "TILE_D": tile_dim, **early(query.device),
+    }  # fmt: skip
+    _block_attention_kernel[(num_row_tiles, num_requests * num_kv, num_splits)](
         *tensors, page_table, context_lens, softmax.sinks, parts, part_lses, *strides,
         num_rows, page_table.shape[1], num_out, math.log2(math.e) / math.sqrt(head_dim),
-        NUM_KV=num_kv, GROUP=group, HEAD_DIM=head_dim, PAGE_SIZE=page_size,
-        IS_CAUSAL=is_causal, WINDOW=window or 0, CAP=cap, NUM_SPLITS=num_splits,
-        TILE_M=shape.rows, TILE_N=shape.keys, TILE_D=tile_dim,
-        num_warps=4, num_stages=shape.num_stages, **early(query.device),
+        CAP=cap, **cut, num_warps=4, num_stages=shape.num_stages,
     )  # fmt: skip
     if num_splits > 1:
         _combine_kernel[(ceil_div(num_out, COMBINE_TILE),)](
-            parts, part_lses, out, num_out, HEAD_DIM=head_dim, NUM_SPLITS=num_splits,
-            TILE_R=COMBINE_TILE, TILE_S=power_of_2(num_splits), TILE_D=tile_dim, num_warps=COMBINE_TILE,
-            **early(query.device),
+            parts, part_lses, context_lens, out, num_rows, page_table.shape[1], num_out, **cut,
+            TILE_R=COMBINE_TILE, num_warps=COMBINE_TILE,
         )  # fmt: skip
     return out

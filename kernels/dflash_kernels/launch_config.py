@@ -196,8 +196,8 @@ MAX_SPLITS = 16
 """More parts than this cost more to add up than they gain."""
 
 
-FEW_TILES = constexpr(8)
-"""With fewer tiles of keys a part, half of four or more parts are faster: one program on a multiprocessor, not two."""
+FEW_KEYS = constexpr(256)
+"""With fewer keys a part, half of four or more parts are faster: one program on a multiprocessor, not two."""
 
 
 def attention_shape(
@@ -206,22 +206,29 @@ def attention_shape(
     """The cut for `num_groups` KV heads of requests with `num_packed` rows each; tiles fit in shared memory.
 
     It follows from shapes, not from lengths, so a graph captured with it serves every context: the parts share the
-    tiles of the true length evenly, on the device. Where few programs have to fill the device, smaller tiles let more
-    of them share a multiprocessor: two, or four with the fewest rows.
+    tiles of the true length evenly, on the device. Where few programs have to fill the device, smaller tiles let four
+    of those with the fewest rows share a multiprocessor.
     """
     row_bytes = power_of_2(head_dim) * itemsize
-    rows = MIN_DOT if row_bytes > 512 else min(max(power_of_2(num_packed), MIN_DOT), 64)
+    rows = _packed_rows(num_packed, row_bytes, itemsize, device)
     num_programs = num_groups * ceil_div(num_packed, rows)
     is_light = rows == MIN_DOT and row_bytes <= 256
     num_splits = _num_splits(num_programs, 4 if is_light else 2, device)
     if row_bytes > 256:
         keys, num_stages = 16 if row_bytes > 512 else 32, 2
-    elif num_splits > 1:
-        keys, num_stages = 32, 3 if is_light else 4
     else:
-        keys, num_stages = 64, 3
+        keys, num_stages = 32 if is_light and num_splits > 1 else 64, 3
     num_stages = fitting_stages(num_stages, 2 * keys * row_bytes, rows * row_bytes, device)
     return AttentionShape(rows, keys, num_splits, num_stages)
+
+
+def _packed_rows(num_packed: int, row_bytes: int, itemsize: int, device: torch.device) -> int:
+    """Packed rows of a tile. On Hopper those of 64 take less time than those of 32, though half of them be empty."""
+    if row_bytes > 512 or num_packed <= MIN_DOT:
+        return MIN_DOT
+    if itemsize == 2 and row_bytes <= 256 and has_tile_loads(device):
+        return 64
+    return min(power_of_2(num_packed), 64)
 
 
 def _num_splits(num_programs: int, most_together: int, device: torch.device) -> int:
@@ -236,7 +243,8 @@ def _num_splits(num_programs: int, most_together: int, device: torch.device) -> 
 class BalancedShape:
     """How attention of many requests is cut: as `AttentionShape`, but with the programs of a KV head and row tile.
 
-    `combined_rows` are those whose parts one program adds up.
+    `combined_rows` are those whose parts one program adds up; `num_whole` how many whole requests each program has
+    where their lengths are alike, 0 where that would leave too much of the device idle.
     """
 
     rows: int
@@ -244,6 +252,7 @@ class BalancedShape:
     num_programs: int
     num_stages: int
     combined_rows: int = 16
+    num_whole: int = 0
 
 
 LEAST_SHARE = constexpr(4)
@@ -269,7 +278,9 @@ def balanced_shape(
     else:
         keys, num_stages = 64, 3
     num_stages = fitting_stages(num_stages, 2 * keys * row_bytes, shape.rows * row_bytes, device)
-    return BalancedShape(shape.rows, keys, num_programs, num_stages)
+    num_whole = ceil_div(num_requests, num_programs)
+    fills_device = 10 * ceil_div(num_requests, num_whole) * num_kv * num_row_tiles >= 9 * 2 * num_places
+    return BalancedShape(shape.rows, keys, num_programs, num_stages, num_whole=num_whole if fills_device else 0)
 
 
 ROUTED_ROWS = 4

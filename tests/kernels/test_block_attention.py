@@ -155,12 +155,34 @@ def test_equal_shares_of_all_requests(
 
 
 @pytest.mark.parametrize("dtype", ANY_DTYPE)
+@pytest.mark.parametrize("lengths", [[100, 70, 90, 110, 99], [100, 0, 90, 110, 330]], ids=["alike", "unlike"])
+@pytest.mark.parametrize(("num_programs", "num_whole"), [(5, 1), (3, 2), (7, 1), (1, 5)])
+@pytest.mark.parametrize("window", [None, 30])
+def test_whole_requests_where_they_are_alike(
+    num_programs: int,
+    num_whole: int,
+    lengths: list[int],
+    window: int | None,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of several row tiles, the last program with fewer requests or none; and equal shares where they are not alike."""
+    shape = replace(shares_of(num_programs)(), num_whole=num_whole)
+    monkeypatch.setattr(module, "balanced_shape", lambda *_: shape)
+    pages = random_pages(lengths, 2, 16, PAGE, dtype, 7)
+    check(pages, 9, 6, is_causal=True, window=window)
+
+
+@pytest.mark.parametrize("dtype", ANY_DTYPE)
 @pytest.mark.parametrize("kind", SOFTMAXES)
 def test_sinks_and_caps_in_equal_shares(kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of several row tiles and KV heads; the sink counts once, in whatever part ends a request."""
-    monkeypatch.setattr(module, "balanced_shape", shares_of(3))
-    pages = random_pages([3, 100, 64, 0], 2, 16, PAGE, dtype, 7)
-    check(pages, 9, 6, is_causal=True, window=None, softmax=random_softmax(kind, 6, dtype))
+    for num_whole in (0, 2):
+        shape = replace(shares_of(3)(), num_whole=num_whole)
+        monkeypatch.setattr(module, "balanced_shape", lambda *_, shape=shape: shape)
+        for lengths in ([3, 100, 64, 0], [60, 61, 64, 40]):
+            pages = random_pages(lengths, 2, 16, PAGE, dtype, 7)
+            check(pages, 9, 6, is_causal=True, window=None, softmax=random_softmax(kind, 6, dtype))
 
 
 @pytest.mark.parametrize("shape", [None, BalancedShape(16, 16, 3, 2, 8)], ids=["parts", "shares"])

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dflash_kernels import launch_config
-from dflash_kernels.launch_config import attention_shape, few_rows_shape, ragged_shape
+from dflash_kernels.launch_config import attention_shape, balanced_shape, few_rows_shape, ragged_shape
 from dflash_kernels.product_config import product_shape
 
 HOPPER, AMPERE, ADA = 227 * 1024, 163 * 1024, 99 * 1024
@@ -43,3 +43,26 @@ def test_tiles_fit_in_shared_memory(num_bytes: int, monkeypatch: pytest.MonkeyPa
         assert shape == replace(wanted[name][0], num_stages=shape.num_stages)
         if num_bytes == HOPPER:
             assert shape == wanted[name][0]
+
+
+@pytest.mark.parametrize(
+    ("num_requests", "num_packed", "num_whole"),
+    [(32, 64, 1), (48, 64, 0), (64, 64, 2), (24, 64, 0), (40, 4, 1), (256, 32, 8)],
+)
+def test_programs_have_whole_requests_where_that_fills_the_device(
+    num_requests: int, num_packed: int, num_whole: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight KV heads on 132 multiprocessors, which is room for 33 programs of a head, or 49 light ones."""
+    monkeypatch.setattr(launch_config, "num_multiprocessors", lambda device: 132)
+    shape = balanced_shape(num_requests, 8, num_packed, 128, 2, DEVICE)
+    assert shape is not None
+    assert shape.num_whole == num_whole
+
+
+@pytest.mark.parametrize(("has_tile_loads", "rows"), [(True, 64), (False, 32)])
+def test_half_a_tile_of_rows(has_tile_loads: bool, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hopper's tensor cores want 64 rows; others multiply 32 as such. Single rows are packed into few anywhere."""
+    monkeypatch.setattr(launch_config, "has_tile_loads", lambda device: has_tile_loads)
+    assert attention_shape(64, 32, 128, 2, DEVICE).rows == rows
+    assert attention_shape(64, 32, 128, 4, DEVICE).rows == 32
+    assert attention_shape(64, 4, 128, 2, DEVICE).rows == 16
