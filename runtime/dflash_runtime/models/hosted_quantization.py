@@ -126,6 +126,17 @@ def compare_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
             )
 
 
+def leave_weights_in_place(model: nn.Module) -> None:
+    """Undo what compressed-tensors does to modules that it has unpacked for some releases of transformers: at each call
+    they fetch their weights to the device that these were on, wherever the model has been moved since.
+    """
+    try:
+        from compressed_tensors.offload import remove_dispatch
+    except ImportError:
+        return  # not installed, or a release that does nothing of the kind
+    remove_dispatch(model)
+
+
 def _stated(checkpoint: Checkpoint) -> Mapping[str, Any]:
     text, _ = decoder_config(checkpoint.config, checkpoint.config_path)
     return as_object(checkpoint.config.get(CONFIG_KEY)) or as_object(text.get(CONFIG_KEY)) or {}

@@ -28,6 +28,9 @@ from dflash_testing.quantised_models import COMPRESSED, FP8, GROUPED, pack_block
 PARAMS = SamplingParams(max_new_tokens=16, ignore_eos=True)
 needs_accelerate = pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate is not installed")
 needs_compressed = pytest.mark.skipif(find_spec("compressed_tensors") is None, reason="not installed")
+unpacks_wide = pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.23"), reason="unpacks experts to bfloat16, and is refused"
+)
 KINDS = {
     "fp8": pytest.param(pack_blocks, FP8, "fp8, dequantised", marks=needs_accelerate),
     "compressed": pytest.param(pack_rows, COMPRESSED, "compressed-tensors, dequantised", marks=needs_compressed),
@@ -70,6 +73,22 @@ def test_weights_on_a_gpu_are_scale_times_weight(pack: Any, config: Any, label: 
     assert pair.target_quantization == label
 
 
+@needs_compressed
+def test_unpacked_modules_stay_where_they_are_put() -> None:
+    """As compressed-tensors leaves them under releases of transformers before 5.23."""
+    from compressed_tensors.offload import offload_module
+
+    module = torch.nn.Linear(3, 2)
+    hidden, wanted = torch.ones(3), module(torch.ones(3))
+    offload_module(module, torch.device("cpu"), torch.device("cpu"))
+    assert type(module._parameters) is not dict
+    hosted_quantization.leave_weights_in_place(module)
+    assert type(module._parameters) is dict
+    assert torch.equal(module(hidden), wanted)
+    assert module.to("meta").weight.is_meta
+    assert module(hidden.to("meta")).is_meta
+
+
 @needs_accelerate
 def test_scales_that_transformers_drops_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize
@@ -84,6 +103,7 @@ def test_scales_that_transformers_drops_are_noticed(tmp_path: Path, monkeypatch:
         host(tmp_path)
 
 
+@unpacks_wide
 def test_experts_of_four_bits_are_unpacked(tmp_path: Path) -> None:
     """As gpt-oss is published: two numbers a byte, and an exponent for each 32 of them."""
     make_model(tmp_path, "gpt_oss", **MIXED, num_local_experts=2, num_experts_per_tok=1, intermediate_size=64)
