@@ -75,8 +75,6 @@ def _balanced_attention_kernel(
     IS_CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
     TILE_B: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_D: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
-    wait_for_launches_before(IS_EARLY)
-    let_next_launch_begin(IS_EARLY)  # which adds the parts up
     row_tile = tl.program_id(0)
     kv_head = tl.program_id(1).to(tl.int64)
     program = tl.program_id(2).to(tl.int64)
@@ -91,6 +89,8 @@ def _balanced_attention_kernel(
     first_request = tl.sum((tiles_until <= begin).to(tl.int32), 0).to(tl.int64)
     last_request = tl.sum((tiles_until < end).to(tl.int32), 0).to(tl.int64)
     passed = tl.sum(tl.where(tiles_until <= begin, num_tiles, 0), 0)  # tiles of the requests before
+    wait_for_launches_before(IS_EARLY)
+    let_next_launch_begin(IS_EARLY)  # which adds the parts up
 
     packed = row_tile * TILE_M + tl.arange(0, TILE_M)
     row = packed // GROUP

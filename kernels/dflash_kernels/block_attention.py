@@ -180,9 +180,6 @@ def _block_attention_kernel(
     IS_CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, NUM_SPLITS: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_D: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
-    wait_for_launches_before(IS_EARLY)
-    if NUM_SPLITS > 1:
-        let_next_launch_begin(IS_EARLY)  # which adds the parts up
     # The last tiles of a causal block are the longest: start with them. Parts vary slowest: those that are not in use
     # come last, so that no multiprocessor has two of them while others have none.
     first_packed = (tl.num_programs(0) - 1 - tl.program_id(0)) * TILE_M
@@ -190,6 +187,22 @@ def _block_attention_kernel(
     kv_head = (tl.program_id(1) % NUM_KV).to(tl.int64)
     context_len = tl.load(context_lens + request).to(tl.int32)
     readable_len = tl.minimum(context_len, num_pages * PAGE_SIZE)
+    last_row = tl.minimum((first_packed + TILE_M - 1) // GROUP, num_rows - 1)
+    context_tile, num_context, block_tile, block_tile_end = tiles_in_sight(
+        context_len, readable_len, first_packed // GROUP, last_row, num_rows, IS_CAUSAL, WINDOW, TILE_N
+    )
+    num_tiles = num_context + block_tile_end - block_tile
+    num_parts = _parts_in_use(num_tiles, NUM_SPLITS, TILE_N)
+    part = tl.program_id(2)
+    begin, end = part * num_tiles // num_parts, (part + 1) * num_tiles // num_parts
+    context_begin, context_end, block_begin, block_end, is_last = share_of_tiles(
+        begin, end, context_tile, num_context, block_tile, block_tile_end
+    )
+    wait_for_launches_before(IS_EARLY)
+    if NUM_SPLITS > 1:
+        let_next_launch_begin(IS_EARLY)  # which adds the parts up
+    if part >= num_parts:
+        return  # the sum of parts leaves it out
     packed = first_packed + tl.arange(0, TILE_M)
     row = packed // GROUP
     dim = tl.arange(0, TILE_D)
@@ -198,19 +211,6 @@ def _block_attention_kernel(
     flat_row = request * num_rows + row
     queries = tl.load(
         query + (flat_row * query_row + head * query_head)[:, None] + dim[None, :], mask=is_query, other=0.0
-    )
-    last_row = tl.minimum((first_packed + TILE_M - 1) // GROUP, num_rows - 1)
-    context_tile, num_context, block_tile, block_tile_end = tiles_in_sight(
-        context_len, readable_len, first_packed // GROUP, last_row, num_rows, IS_CAUSAL, WINDOW, TILE_N
-    )
-    num_tiles = num_context + block_tile_end - block_tile
-    num_parts = _parts_in_use(num_tiles, NUM_SPLITS, TILE_N)
-    part = tl.program_id(2)
-    if part >= num_parts:
-        return  # the sum of parts leaves it out
-    begin, end = part * num_tiles // num_parts, (part + 1) * num_tiles // num_parts
-    context_begin, context_end, block_begin, block_end, is_last = share_of_tiles(
-        begin, end, context_tile, num_context, block_tile, block_tile_end
     )
     target = flat_row * (NUM_KV * GROUP) + head
     target += part.to(tl.int64) * num_out

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dflash_kernels.early_launch import early, wait_for_launches_before
+from dflash_kernels.early_launch import early, let_next_launch_begin, wait_for_launches_before
 from dflash_kernels.kv_store import kv_store_ref, row_of_slot, strides_of_caches
 from dflash_kernels.launch_config import (
     HEAD_TILE,
@@ -102,9 +102,12 @@ def _rope_store_kernel(
     # Asked for before anything is summed: what waits for memory waits at the same time.
     if HAS_NORM:
         norm_first, norm_second = _load_halves(weight + head * HEAD_DIM + dim, is_rotated & is_element, HALF)
-    wait_for_launches_before(IS_EARLY)
     cos_first, cos_second = _load_halves(cos + row * cos_row + dim, dim < HALF, HALF)
     sin_first, sin_second = _load_halves(sin + row * sin_row + dim, dim < HALF, HALF)
+    if HAS_PLACE:
+        slot = tl.load(slots + row).to(tl.int64)
+    wait_for_launches_before(IS_EARLY)
+    let_next_launch_begin(IS_EARLY)  # attention, which looks up its keys
     source = row * parts_row + head * HEAD_DIM + dim
     part_stride = part_stride.to(tl.int64)
     plain_first = sum_parts(parts, source, is_element, part_stride, NUM_PARTS, dtype)
@@ -117,7 +120,6 @@ def _rope_store_kernel(
     first, second = tl.where(is_rotated, first, plain_first), tl.where(is_rotated, second, plain_second)
     _store_halves(out + (row * (NUM_ROTATED + NUM_KV) + head) * HEAD_DIM + dim, first, second, is_element, HALF)
     if HAS_PLACE:
-        slot = tl.load(slots + row).to(tl.int64)
         is_kept = is_element & (slot >= 0)
         place = row_of_slot(slot, cache_page, cache_row, PAGE_SIZE) + dim
         keys = key_cache + place + (head - NUM_HEADS) * cache_head
