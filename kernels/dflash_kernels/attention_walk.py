@@ -91,7 +91,7 @@ def share_of_tiles(begin, end, context_tile, num_context, block_tile, block_tile
 
 
 @jit
-def _context_rows(page_table, position, readable_len, page_stride, row_stride, PAGE_SIZE: tl.constexpr):
+def context_rows(page_table, position, readable_len, page_stride, row_stride, PAGE_SIZE: tl.constexpr):
     """Where rows of positions in a request's context begin in its caches, through its row of the page table; past the
     context's end, any.
     """
@@ -117,19 +117,21 @@ def walk_context(
     queries, row, dim, keys, values, page_stride, row_stride, page_table, context_len, readable_len, begin, end,
     acc, row_max, weight_sum, scale,
     HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, IS_CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
-    TILE_N: tl.constexpr, TILE_D: tl.constexpr, IS_FULL: tl.constexpr,
+    TILE_N: tl.constexpr, TILE_D: tl.constexpr, IS_FULL: tl.constexpr, key=None,
 ):  # fmt: skip
     """Walk tiles `[begin, end)` of what lies in pages. IS_FULL says that every row sees every key of them.
 
-    IS_CAUSAL is for keys of rows themselves that lie there too, behind the context.
+    IS_CAUSAL is for keys of rows themselves that lie there too, behind the context. `key` is where the keys of the
+    first tile begin, for who has looked them up.
     """
-    first = begin * TILE_N + tl.arange(0, TILE_N)
-    key = _context_rows(page_table, first, readable_len, page_stride, row_stride, PAGE_SIZE)
+    if key is None:
+        first = begin * TILE_N + tl.arange(0, TILE_N)
+        key = context_rows(page_table, first, readable_len, page_stride, row_stride, PAGE_SIZE)
     for step in range(begin, end):
         position = step * TILE_N + tl.arange(0, TILE_N)
         is_key = position < readable_len
         # Pages are looked up a tile ahead: keys whose address waits for a load would not be fetched ahead of their use.
-        next_key = _context_rows(page_table, position + TILE_N, readable_len, page_stride, row_stride, PAGE_SIZE)
+        next_key = context_rows(page_table, position + TILE_N, readable_len, page_stride, row_stride, PAGE_SIZE)
         key_tile = _load_keys(keys, key, dim, is_key, HEAD_DIM, TILE_D, IS_FULL)
         value_tile = _load_keys(values, key, dim, is_key, HEAD_DIM, TILE_D, IS_FULL)
         key = next_key
@@ -174,16 +176,16 @@ def mean_of_share(
     block_keys, block_values, block_keys_row, block_values_row, num_rows,
     context_begin, context_end, block_begin, block_end, is_last, scale,
     HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, IS_CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_D: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_D: tl.constexpr, key=None,
 ):  # fmt: skip
     """Walk these tiles of a request's context and of its block -> weighted mean of the values, [TILE_M, TILE_D], and
-    the base 2 logarithm of the sum of weights, [TILE_M]: -inf for rows that see nothing here.
+    the base 2 logarithm of the sum of weights, [TILE_M]: -inf for rows that see nothing here. `key` as in a context.
     """
     acc, row_max, weight_sum = begin_softmax(sinks, head, is_last, TILE_M, TILE_D)
     acc, row_max, weight_sum = walk_context(
         queries, row, dim, keys, values, page_stride, row_stride, page_table, context_len, readable_len,
         context_begin, context_end, acc, row_max, weight_sum, scale,
-        HEAD_DIM, PAGE_SIZE, False, WINDOW, CAP, TILE_N, TILE_D, False,
+        HEAD_DIM, PAGE_SIZE, False, WINDOW, CAP, TILE_N, TILE_D, False, key,
     )  # fmt: skip
     acc, row_max, weight_sum = walk_block(
         queries, row, dim, block_keys, block_values, block_keys_row, block_values_row, num_rows,

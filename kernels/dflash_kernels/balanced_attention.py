@@ -89,6 +89,7 @@ def _balanced_attention_kernel(
     first_request = tl.sum((tiles_until <= begin).to(tl.int32), 0).to(tl.int64)
     last_request = tl.sum((tiles_until < end).to(tl.int32), 0).to(tl.int64)
     passed = tl.sum(tl.where(tiles_until <= begin, num_tiles, 0), 0)  # tiles of the requests before
+    # Until here, the launch before still runs: lengths are older.
     wait_for_launches_before(IS_EARLY)
     let_next_launch_begin(IS_EARLY)  # which adds the parts up
 
@@ -149,7 +150,7 @@ def _combine_shares_kernel(
         context_lens, num_requests, max_len, first_row, last_row, num_rows, num_programs, num_whole,
         IS_CAUSAL, WINDOW, TILE_B, TILE_N,
     )  # fmt: skip
-    # Lengths are there already: the launch before has waited for them.
+    # Until here, the launch before still runs: lengths are older.
     wait_for_launches_before(IS_EARLY)
     let_next_launch_begin(IS_EARLY)
     request = tl.arange(0, TILE_B)

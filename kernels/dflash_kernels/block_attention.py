@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dflash_kernels.attention_walk import mean_of_share, share_of_tiles, tiles_in_sight
+from dflash_kernels.attention_walk import context_rows, mean_of_share, share_of_tiles, tiles_in_sight
 from dflash_kernels.balanced_attention import launch_balanced
 from dflash_kernels.early_launch import early, let_next_launch_begin, wait_for_launches_before
 from dflash_kernels.kv_store import strides_of_caches
@@ -198,6 +198,10 @@ def _block_attention_kernel(
     context_begin, context_end, block_begin, block_end, is_last = share_of_tiles(
         begin, end, context_tile, num_context, block_tile, block_tile_end
     )
+    table = page_table + request * table_stride
+    first = context_begin * TILE_N + tl.arange(0, TILE_N)
+    key = context_rows(table, first, readable_len, cache_page, cache_row, PAGE_SIZE)
+    # Until here, the launch before still runs: lengths and page tables are older.
     wait_for_launches_before(IS_EARLY)
     if NUM_SPLITS > 1:
         let_next_launch_begin(IS_EARLY)  # which adds the parts up
@@ -216,11 +220,11 @@ def _block_attention_kernel(
     target += part.to(tl.int64) * num_out
     mean, lses = mean_of_share(
         queries, row, dim, head, sinks, key_cache + kv_head * cache_head, value_cache + kv_head * cache_head,
-        cache_page, cache_row, page_table + request * table_stride, context_len, readable_len,
+        cache_page, cache_row, table, context_len, readable_len,
         block_keys + request * num_rows * keys_row + kv_head * keys_head,
         block_values + request * num_rows * values_row + kv_head * values_head, keys_row, values_row, num_rows,
         context_begin, context_end, block_begin, block_end, is_last, scale,
-        HEAD_DIM, PAGE_SIZE, IS_CAUSAL, WINDOW, CAP, TILE_M, TILE_N, TILE_D,
+        HEAD_DIM, PAGE_SIZE, IS_CAUSAL, WINDOW, CAP, TILE_M, TILE_N, TILE_D, key,
     )  # fmt: skip
     if NUM_SPLITS > 1:
         tl.store(part_lses + target, lses, mask=row < num_rows)
@@ -238,7 +242,7 @@ def _combine_kernel(
     is_row = place < num_out
     row, head = place // (NUM_KV * GROUP) % num_rows, place % (NUM_KV * GROUP)
     first_packed = (row * GROUP + head % GROUP) // TILE_M * TILE_M
-    # The lengths are there already: the launch before has waited for them.
+    # Lengths are older than the launch before, which may still run.
     context_len = tl.load(context_lens + place // (NUM_KV * GROUP * num_rows), mask=is_row, other=0).to(tl.int32)
     _, num_context, block_tile, block_tile_end = tiles_in_sight(
         context_len, tl.minimum(context_len, num_pages * PAGE_SIZE), first_packed // GROUP,

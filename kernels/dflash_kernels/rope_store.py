@@ -102,6 +102,7 @@ def _rope_store_kernel(
     # Asked for before anything is summed: what waits for memory waits at the same time.
     if HAS_NORM:
         norm_first, norm_second = _load_halves(weight + head * HEAD_DIM + dim, is_rotated & is_element, HALF)
+    # Rotations and slots are older than the launch before, which may still run.
     cos_first, cos_second = _load_halves(cos + row * cos_row + dim, dim < HALF, HALF)
     sin_first, sin_second = _load_halves(sin + row * sin_row + dim, dim < HALF, HALF)
     if HAS_PLACE:
