@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dflash_kernels import block_attention as module
 from dflash_kernels.block_attention import PLAIN, Softmax, block_attention, block_attention_ref
-from dflash_kernels.launch_config import AttentionShape, BalancedShape
+from dflash_kernels.launch_config import FEW_KEYS, AttentionShape, BalancedShape
 from dflash_testing.tensors import (
     DEVICE,
     DTYPES,
@@ -104,9 +104,17 @@ def test_any_number_of_parts(num_splits: int, window: int | None, monkeypatch: p
 def test_all_parts_walk_where_there_are_many_tiles(num_splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """On both sides of where half of them stop doing so, beside each other in one launch."""
     monkeypatch.setattr(module, "attention_shape", lambda *_: AttentionShape(16, 16, num_splits, 2))
-    border = 8 * num_splits * 16
+    border = FEW_KEYS.value * num_splits
     lens = [0, border - 32, border - 17, border - 16, border + 40]
     check(random_pages(lens, 1, 16, PAGE, torch.float32, 5), 3, 2, is_causal=True, window=None)
+
+
+@pytest.mark.parametrize("num_splits", [3, 4])
+@pytest.mark.parametrize("window", [None, 20])
+def test_row_tiles_of_unlike_parts(num_splits: int, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later rows of a block see more keys: theirs are cut into more parts, and as many are added up."""
+    monkeypatch.setattr(module, "attention_shape", lambda *_: AttentionShape(16, 16, num_splits, 2))
+    check(random_pages([0, 5, 90], 2, 16, PAGE, torch.float32, 5), 90, 6, is_causal=True, window=window)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
