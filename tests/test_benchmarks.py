@@ -17,6 +17,7 @@ from dflash_testing.paths import ROOT
 # Last on the path, behind a package named kernels that transformers looks for: the folder has a kernels.py.
 sys.path.append(str(ROOT / "examples" / "benchmarks"))
 
+import attention
 import experts
 import handoff
 import handoff_steps
@@ -93,6 +94,39 @@ def test_products_are_timed_in_their_chain(
         monkeypatch.setattr(products, "NUM_TURNS", 1)
         assert products.main([*SMALL, "--rows", "3"]) == 0
         assert len(capsys.readouterr().out.splitlines()[-1].split()) == 7
+
+
+def test_attention_is_timed_and_compared(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A case that is wrong on purpose has an error."""
+    monkeypatch.setattr(attention, "CAPACITY", 128)
+    out = tmp_path / "attention.jsonl"
+    given = [*SMALL, "--cases", "2x3@40,3x1@10-90", "--out", str(out)]
+    assert attention.main(given) == 0
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [row["case"] for row in rows] == ["2x3@40", "3x1@10-90"]
+    assert all(row["error"] < 1e-5 and row["us"] > 0 for row in rows)
+    # One layer's queries and results of 4 heads, keys and values of 2, with 128 numbers of 4 bytes each.
+    monkeypatch.setattr(attention, "measure_rates", lambda *_: Rates(1e6, 1e6, "stated"))
+    assert attention.main(given) == 0
+    floor = json.loads(out.read_text().splitlines()[0])["floor_us"]
+    assert floor == (2 * 4 * 6 + 2 * 2 * (80 + 6)) * 128 * 4
+    lengths = attention.Case.parse("30x1@10-90").lengths()
+    assert lengths == attention.Case.parse("30x1@10-90").lengths()
+    assert min(lengths) >= 10
+    assert 70 < max(lengths) <= 90
+    monkeypatch.setattr(attention.Layers, "attend", lambda layers, kernels: layers._blocks[0, ..., :4, :])
+    assert attention.main(given) == 0
+    assert all(float(line.split()[-1]) > 50 for line in capsys.readouterr().out.splitlines()[-2:])
+
+
+@pytest.mark.parametrize("case", ["2x3", "2x0@5", "0x1@5", "1x1@9-5", "1x1@0", "1x9@32760"])
+def test_cases_of_attention_that_are_refused(case: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        attention.main(["--cases", case])
+    assert stop.value.code == 2
+    assert f"'{case}': expected" in capsys.readouterr().err
 
 
 def test_a_block_touches_most_experts() -> None:

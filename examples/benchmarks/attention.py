@@ -1,0 +1,174 @@
+"""Time attention of blocks of rows over paged contexts, as a step calls it, with random keys that are in no cache.
+
+    python3 examples/benchmarks/attention.py [--cases 8x16@520,64x8@64-4352] [--shape qwen3-8b] [--out attention.jsonl]
+
+A case is requests x rows @ context: tokens that all requests have, or two bounds between which theirs are log-uniform.
+The layers of the target follow one another as one CUDA graph, each over its own part of the pages. The floor is the
+bytes of queries, keys, values and results over the bandwidth of a copy; the error is relative, against float64, of the
+first, middle and last request. Rows are JSON lines; the table is printed last. A case that fails says so in one line,
+the others go on, and the exit code is 1.
+"""
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from dflash_kernels.suite import REFERENCE, Kernels, pick_kernels
+from timing.ceilings import device_ms, measure_rates
+from timing.floors import Rates
+from timing.pairs import SHAPES, Shape, open_device
+from timing.report import Recorder, table
+
+PAGE, CAPACITY = 16, 32_768
+"""Tokens of a page, and of the longest text that the page table has room for: the number of parts depends on it."""
+
+CASES = (
+    "1x1@520,8x1@520,16x1@520,32x1@680,32x1@1360,64x1@680,64x1@64-4352,8x1@8200,"
+    "1x8@520,8x8@520,16x8@520,4x8@1360,8x8@1360,32x8@1240-1480,64x8@1240-1480,64x8@64-4352,8x8@8200,"
+    "1x16@520,2x16@520,4x16@520,8x16@520,16x16@520,32x16@520,64x16@520,16x16@1360,32x16@1490-1740,32x16@800-1800,"
+    "32x16@64-4352,64x16@64-4352,1x16@8200,8x16@8200,1x16@30000,8x16@30000"
+)
+NUM_TURNS = 3
+
+
+@dataclass(frozen=True)
+class Case:
+    """Requests with as many rows each, and the bounds of their contexts."""
+
+    num_requests: int
+    num_rows: int
+    shortest: int
+    longest: int
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        found = re.fullmatch(r"(\d+)x(\d+)@(\d+)(?:-(\d+))?", text.strip())
+        if found is None:
+            raise argparse.ArgumentTypeError(f"{text!r}: expected requests x rows @ context, such as 8x16@520")
+        requests, rows, shortest, longest = (int(part or found[3]) for part in found.groups())
+        if not (requests and rows and 0 < shortest <= longest <= CAPACITY - rows):
+            raise argparse.ArgumentTypeError(f"{text!r}: expected numbers from 1, and contexts up to {CAPACITY} tokens")
+        return cls(requests, rows, shortest, longest)
+
+    @property
+    def name(self) -> str:
+        span = f"{self.shortest}" if self.shortest == self.longest else f"{self.shortest}-{self.longest}"
+        return f"{self.num_requests}x{self.num_rows}@{span}"
+
+    def lengths(self) -> list[int]:
+        """Of each request, the same in every run."""
+        shares = torch.rand(self.num_requests, generator=torch.Generator().manual_seed(1)).tolist()
+        return [round(self.shortest * (self.longest / self.shortest) ** share) for share in shares]
+
+
+class Layers:
+    """Queries, keys and values of all layers, and pages with a context for each request."""
+
+    def __init__(self, case: Case, shape: Shape, like: Tensor) -> None:
+        self._shape, self._lengths = shape, case.lengths()
+        counts = [-(-length // PAGE) for length in self._lengths]
+        order = torch.randperm(sum(counts)).add_(1).split(counts)
+        rows = [torch.nn.functional.pad(pages, (0, CAPACITY // PAGE - len(pages))) for pages in order]
+        self.page_table = torch.stack(rows).to(like.device)
+        self.lens = torch.tensor(self._lengths, device=like.device)
+        heads = shape.heads + 2 * shape.kv_heads
+        block = (shape.layers, case.num_requests, case.num_rows, heads, shape.head_dim)
+        self._blocks = like.new_empty(block).normal_()
+        pages = (sum(counts) + 1, shape.layers, 2, PAGE, shape.kv_heads, shape.head_dim)
+        self._pages = like.new_empty(pages).normal_()
+
+    @property
+    def num_bytes(self) -> int:
+        """That a layer must read and write."""
+        shape, num_rows = self._shape, self._blocks.shape[1] * self._blocks.shape[2]
+        num_heads = 2 * shape.heads * num_rows + 2 * shape.kv_heads * (sum(self._lengths) + num_rows)
+        return num_heads * shape.head_dim * self._blocks.element_size()
+
+    def attend(self, kernels: Kernels) -> Tensor:
+        """Every layer, the last one's result."""
+        for layer in range(self._shape.layers):
+            out = kernels.block_attention(
+                *self._block(layer), *self._caches(layer), self.page_table, self.lens, is_causal=True, window=None
+            )
+        return out
+
+    def error(self, out: Tensor) -> float:
+        """Of the last layer's result."""
+        checked = sorted({0, len(self._lengths) // 2, len(self._lengths) - 1})
+        width = max(-(-self._lengths[index] // PAGE) for index in checked)
+        exact = REFERENCE.block_attention(
+            *(rows[checked].double() for rows in self._block(-1)), *(cache.double() for cache in self._caches(-1)),
+            self.page_table[checked, :width], self.lens[checked], is_causal=True, window=None,
+        )  # fmt: skip
+        return float((out[checked].double() - exact).norm() / exact.norm())
+
+    def _block(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
+        heads, kv_heads = self._shape.heads, self._shape.kv_heads
+        queries, keys, values = torch.split(self._blocks[layer], [heads, kv_heads, kv_heads], dim=2)
+        return queries, keys, values
+
+    def _caches(self, layer: int) -> tuple[Tensor, Tensor]:
+        return self._pages[:, layer, 0], self._pages[:, layer, 1]
+
+
+def measure(recorder: Recorder, case: Case, shape: Shape, kernels: Kernels, rates: Rates, like: Tensor) -> None:
+    """Microseconds a layer, the best of some turns."""
+    layers = Layers(case, shape, like)
+    error = layers.error(layers.attend(kernels))
+    turns = [device_ms(lambda: layers.attend(kernels), like.device) / shape.layers * 1000 for _ in range(NUM_TURNS)]
+    floor = layers.num_bytes / rates.bandwidth * 1e6
+    row = {"case": case.name, "us": min(turns), "floor_us": floor, "ratio": min(turns) / floor, "error": error}
+    recorder.add("attention", {**row, "turns": turns})
+
+
+def parse_cases(text: str) -> list[Case]:
+    """Cases with commas between them."""
+    return [Case.parse(item) for item in text.split(",")]
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """What the script is told."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3-8b")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument(
+        "--cases",
+        type=lambda text: [Case.parse(item) for item in text.split(",")],
+        default=CASES,
+        help="such as 8x16@520",
+    )
+    parser.add_argument("--out", type=Path, help="write all rows here, as JSON lines")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, and print a table; 1 where a case failed."""
+    given = make_parser().parse_args(arguments)
+    device, shape = open_device(given.device), SHAPES[given.shape]
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    kernels, rates = pick_kernels("auto", device, dtype), measure_rates(device, dtype)
+    torch.manual_seed(0)
+    like = torch.empty(0, device=device, dtype=dtype)
+    with Recorder(given.out, device) as recorder:
+        for case in given.cases:
+            recorder.guard(
+                {"case": case.name},
+                lambda case=case: measure(recorder, case, shape, kernels, rates, like),  # type: ignore[misc]
+            )
+        rows = [
+            (row["case"], row["us"], row["floor_us"], row["ratio"], 100 * row["error"])
+            for row in recorder.of("attention")
+        ]
+        print(table(("requests x rows @ context", "us a layer", "floor", "ratio", "error %"), rows))
+        return 1 if recorder.num_failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
