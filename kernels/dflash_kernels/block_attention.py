@@ -180,8 +180,7 @@ def _block_attention_kernel(
     IS_CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, NUM_SPLITS: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_D: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
-    # The last tiles of a causal block are the longest: start with them. Parts vary slowest: those that are not in use
-    # come last, so that no multiprocessor has two of them while others have none.
+    # The last tiles of a causal block are the longest: start with them. Parts that are not in use come last.
     first_packed = (tl.num_programs(0) - 1 - tl.program_id(0)) * TILE_M
     request = (tl.program_id(1) // NUM_KV).to(tl.int64)
     kv_head = (tl.program_id(1) % NUM_KV).to(tl.int64)
