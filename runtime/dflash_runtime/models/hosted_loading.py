@@ -80,7 +80,7 @@ def load_model(source: TargetSource, config: TargetConfig, placement: Placement,
         compare_weights(model, source.checkpoint)
     _check_dtype(model, config, placement.dtype)
     is_placed = placement.spread is not None or (quantization is not None and not quantization.is_unpacked)
-    if not is_placed:
+    if quantization is not None and quantization.method == "compressed-tensors" and not is_placed:
         leave_weights_in_place(model)
     placed: PreTrainedModel = (model if is_placed else model.to(placement.device)).eval()
     return causal_part(placed)

@@ -5,6 +5,7 @@ device, and computes with the numbers that the file stands for. Kernels that tra
 code, and are never used.
 """
 
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -130,11 +131,9 @@ def leave_weights_in_place(model: nn.Module) -> None:
     """Undo what compressed-tensors does to modules that it has unpacked for some releases of transformers: at each call
     they fetch their weights to the device that these were on, wherever the model has been moved since.
     """
-    try:
-        from compressed_tensors.offload import remove_dispatch
-    except ImportError:
-        return  # not installed, or a release that does nothing of the kind
-    remove_dispatch(model)
+    offload = sys.modules.get("compressed_tensors.offload")
+    if offload is not None:  # otherwise nothing of it is in use
+        offload.remove_dispatch(model)
 
 
 def _stated(checkpoint: Checkpoint) -> Mapping[str, Any]:
