@@ -23,7 +23,7 @@ from torch import Tensor
 from dflash_kernels.suite import REFERENCE, Kernels, pick_kernels
 from timing.ceilings import device_ms, measure_rates
 from timing.floors import Rates
-from timing.pairs import SHAPES, Shape, open_device
+from timing.pairs import SHAPES, Shape, log_uniform, open_device, run_dtype
 from timing.report import Recorder, table
 
 PAGE, CAPACITY = 16, 32_768
@@ -64,8 +64,8 @@ class Case:
 
     def lengths(self) -> list[int]:
         """Of each request, the same in every run."""
-        shares = torch.rand(self.num_requests, generator=torch.Generator().manual_seed(1)).tolist()
-        return [round(self.shortest * (self.longest / self.shortest) ** share) for share in shares]
+        levels = torch.rand(self.num_requests, generator=torch.Generator().manual_seed(1))
+        return log_uniform(levels, self.shortest, self.longest)
 
 
 class Layers:
@@ -138,12 +138,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-8b")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument(
-        "--cases",
-        type=lambda text: [Case.parse(item) for item in text.split(",")],
-        default=CASES,
-        help="such as 8x16@520",
-    )
+    parser.add_argument("--cases", type=parse_cases, default=CASES, help="such as 8x16@520,64x8@64-4352")
     parser.add_argument("--out", type=Path, help="write all rows here, as JSON lines")
     return parser
 
@@ -152,7 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, and print a table; 1 where a case failed."""
     given = make_parser().parse_args(arguments)
     device, shape = open_device(given.device), SHAPES[given.shape]
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = run_dtype(device)
     kernels, rates = pick_kernels("auto", device, dtype), measure_rates(device, dtype)
     torch.manual_seed(0)
     like = torch.empty(0, device=device, dtype=dtype)

@@ -37,7 +37,7 @@ from dflash_runtime.models.weights import stack_projections
 from dflash_runtime.scheduling.limits import Limits
 from dflash_runtime.scheduling.request import SamplingParams
 from timing.ceilings import device_ms, measure_rates
-from timing.pairs import BLOCK, open_device
+from timing.pairs import BLOCK, open_device, run_dtype
 from timing.report import release, say, table
 
 MAX_LEN = 1024
@@ -270,7 +270,7 @@ def main() -> int:
     parser.add_argument("--device", default="cuda:0")
     given = parser.parse_args()
     device, shape = open_device(given.device), SHAPES[given.shape]
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = run_dtype(device)
     placement = Placement(device, dtype, pick_kernels("auto", device, dtype), MAX_LEN + BLOCK)
     bandwidth = measure_rates(device, dtype).bandwidth
     parts, ways = given.parts.split(","), given.ways.split(",")

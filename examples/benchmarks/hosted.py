@@ -34,7 +34,7 @@ from dflash_runtime.models.weights import stack_projections
 from dflash_runtime.scheduling.limits import Limits
 from dflash_runtime.scheduling.request import SamplingParams
 from experts import make, step_ms
-from timing.pairs import BLOCK, open_device
+from timing.pairs import BLOCK, open_device, run_dtype
 from timing.report import say, table
 
 MAX_LEN = 1024
@@ -152,7 +152,7 @@ def main() -> int:
     parser.add_argument("--device", default="cuda:0")
     given = parser.parse_args()
     device, shape = open_device(given.device), SHAPES[given.shape]
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = run_dtype(device)
     placement = Placement(device, dtype, pick_kernels("auto", device, dtype), MAX_LEN + BLOCK)
     batches, rows, num_failures = [int(part) for part in given.batches.split(",")], [], 0
     with tempfile.TemporaryDirectory() as folder, torch.inference_mode():

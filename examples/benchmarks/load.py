@@ -28,7 +28,7 @@ from dflash_cli.console import Meter
 from dflash_runtime.llm import LLM
 from dflash_runtime.scheduling.request import Request, SamplingParams
 from timing.engine_arms import engine_pair, wait, why_not_adaptive
-from timing.pairs import BLOCK, SHAPES, RandomPair, Shape, build_pair, open_device, random_prompt
+from timing.pairs import BLOCK, SHAPES, RandomPair, Shape, build_pair, log_uniform, open_device, random_prompt
 from timing.report import Recorder, Row, release, say, table
 from timing.step_kinds import StepKinds
 from timing.vllm_arm import acceptance_note, find_vllm, run_vllm
@@ -66,10 +66,9 @@ class Load:
 def make_load(shape: Shape, num_requests: int, max_prompt: int, max_answer: int) -> Load:
     """Seeded, so that every run and every arm has the same."""
     generator = torch.Generator().manual_seed(0)
-    levels = torch.rand(2, num_requests, generator=generator, dtype=torch.float64).tolist()
-    span = math.log(max(1.0, max_prompt / SHORTEST_PROMPT))
-    prompts = [min(max_prompt, round(SHORTEST_PROMPT * math.exp(level * span))) for level in levels[0]]
-    answers = [round(SHORTEST_ANSWER + level * max(0, max_answer - SHORTEST_ANSWER)) for level in levels[1]]
+    levels = torch.rand(2, num_requests, generator=generator, dtype=torch.float64)
+    prompts = log_uniform(levels[0], min(SHORTEST_PROMPT, max_prompt), max_prompt)
+    answers = [round(SHORTEST_ANSWER + level * max(0, max_answer - SHORTEST_ANSWER)) for level in levels[1].tolist()]
     return Load([random_prompt(shape, length, generator) for length in prompts], answers)
 
 

@@ -24,7 +24,7 @@ from dflash_kernels.activation import silu_mul, silu_mul_ref
 from dflash_kernels.product_config import product_shape
 from dflash_kernels.suite import REFERENCE, Kernels, pick_kernels
 from timing.ceilings import device_ms
-from timing.pairs import SHAPES, Shape, open_device
+from timing.pairs import SHAPES, Shape, open_device, run_dtype
 from timing.report import Recorder, release, table
 
 NUM_LAYERS, NUM_TURNS = 10, 3
@@ -136,7 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, and print a table; 1 where a number of rows failed."""
     given = make_parser().parse_args(arguments)
     device, shape = open_device(given.device), SHAPES[given.shape]
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = run_dtype(device)
     kernels = pick_kernels("auto", device, dtype)
     torch.manual_seed(0)
     layers = make_layers(shape, device, dtype)

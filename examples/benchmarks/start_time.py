@@ -1,6 +1,7 @@
 """Time how long a pair takes to start: importing, loading, warming up; and compare the memory that was kept for steps.
 
-    python3 examples/benchmarks/start_time.py FOLDER [--shape qwen3-8b] [--max-num-requests 32] [--plain]
+    python3 examples/benchmarks/start_time.py FOLDER [--shape qwen3-8b] [--max-num-requests 32] [--max-model-len 8192]
+        [--plain]
 
 Writes a pair with random weights into FOLDER, unless it is there, and starts it in processes of its own: with an empty
 Triton cache, and then twice with a full one. `read` is what the disk, or the file cache, takes for the same bytes.

@@ -18,12 +18,10 @@ import sys
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from timing.ceilings import measure_rates
 from timing.other_rows import measure_transformers, measure_vllm
 from timing.own_rows import run_ours
-from timing.pairs import SHAPES, open_device
+from timing.pairs import SHAPES, open_device, run_dtype
 from timing.plan import OURS, Plan, title
 from timing.report import Recorder, Row, plot_waterfalls, table, waterfall_text
 from timing.vllm_arm import find_vllm
@@ -136,7 +134,7 @@ def main() -> int:
     arms = given.arms.split(",")
     if unknown := sorted({*arms} - {*KNOWN_ARMS}):
         sys.exit(f"--arms {','.join(unknown)}: expected some of {', '.join(KNOWN_ARMS)}")
-    rates = measure_rates(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    rates = measure_rates(device, run_dtype(device))
     with Recorder(given.out, device) as recorder:
         recorder.add("rates", {"arm": "device", "bandwidth": rates.bandwidth, "operations": rates.operations})
         plan = Plan(

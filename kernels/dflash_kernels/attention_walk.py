@@ -56,6 +56,12 @@ def _attend(
 
 
 @jit
+def rows_of_tile(row_tile, num_rows, GROUP: tl.constexpr, TILE_M: tl.constexpr):
+    """The first and the last row of a tile of packed rows."""
+    return row_tile * TILE_M // GROUP, tl.minimum((row_tile * TILE_M + TILE_M - 1) // GROUP, num_rows - 1)
+
+
+@jit
 def tiles_in_sight(
     context_len, readable_len, first_row, last_row, num_rows,
     IS_CAUSAL: tl.constexpr, WINDOW: tl.constexpr, TILE_N: tl.constexpr,

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dflash_kernels.attention_walk import mean_of_share, share_of_tiles, tiles_in_sight
+from dflash_kernels.attention_walk import mean_of_share, rows_of_tile, share_of_tiles, tiles_in_sight
 from dflash_kernels.early_launch import early, let_next_launch_begin, wait_for_launches_before
 from dflash_kernels.launch_config import (
     LEAST_SHARE,
@@ -26,12 +26,6 @@ from dflash_kernels.launch_config import (
     power_of_2,
     tl,
 )
-
-
-@jit
-def _rows_of_tile(row_tile, num_rows, GROUP: tl.constexpr, TILE_M: tl.constexpr):
-    """The first and the last row of a tile of packed rows."""
-    return row_tile * TILE_M // GROUP, tl.minimum((row_tile * TILE_M + TILE_M - 1) // GROUP, num_rows - 1)
 
 
 @jit
@@ -49,6 +43,7 @@ def _share(
     )
     num_tiles = tl.where(request < num_requests, num_context + block_tile_end - block_tile, 0)
     total = tl.sum(num_tiles, 0)
+    # The longest is at most half longer than the mean.
     are_alike = 2 * tl.max(num_tiles, 0) * num_requests <= 3 * total
     return num_tiles, tl.maximum(tl.cdiv(total, num_programs), LEAST_SHARE), (num_whole > 0) & are_alike
 
@@ -79,7 +74,7 @@ def _balanced_attention_kernel(
     kv_head = tl.program_id(1).to(tl.int64)
     program = tl.program_id(2).to(tl.int64)
     max_len = num_pages * PAGE_SIZE
-    first_row, last_row = _rows_of_tile(row_tile, num_rows, GROUP, TILE_M)
+    first_row, last_row = rows_of_tile(row_tile, num_rows, GROUP, TILE_M)
     num_tiles, share, is_whole = _share(
         context_lens, num_requests, max_len, first_row, last_row, num_rows, tl.num_programs(2), num_whole,
         IS_CAUSAL, WINDOW, TILE_B, TILE_N,
@@ -145,7 +140,7 @@ def _combine_shares_kernel(
     first_packed = tl.program_id(0) * TILE_C
     row_tile = first_packed // TILE_M
     kv_head = tl.program_id(1).to(tl.int64)
-    first_row, last_row = _rows_of_tile(row_tile, num_rows, GROUP, TILE_M)
+    first_row, last_row = rows_of_tile(row_tile, num_rows, GROUP, TILE_M)
     num_tiles, share, is_whole = _share(
         context_lens, num_requests, max_len, first_row, last_row, num_rows, num_programs, num_whole,
         IS_CAUSAL, WINDOW, TILE_B, TILE_N,

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dflash_kernels.attention_walk import context_rows, mean_of_share, share_of_tiles, tiles_in_sight
+from dflash_kernels.attention_walk import context_rows, mean_of_share, rows_of_tile, share_of_tiles, tiles_in_sight
 from dflash_kernels.balanced_attention import launch_balanced
 from dflash_kernels.early_launch import early, let_next_launch_begin, wait_for_launches_before
 from dflash_kernels.kv_store import strides_of_caches
@@ -181,14 +181,14 @@ def _block_attention_kernel(
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_D: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
     # The last tiles of a causal block are the longest: start with them. Parts that are not in use come last.
-    first_packed = (tl.num_programs(0) - 1 - tl.program_id(0)) * TILE_M
+    row_tile = tl.num_programs(0) - 1 - tl.program_id(0)
     request = (tl.program_id(1) // NUM_KV).to(tl.int64)
     kv_head = (tl.program_id(1) % NUM_KV).to(tl.int64)
     context_len = tl.load(context_lens + request).to(tl.int32)
     readable_len = tl.minimum(context_len, num_pages * PAGE_SIZE)
-    last_row = tl.minimum((first_packed + TILE_M - 1) // GROUP, num_rows - 1)
+    first_row, last_row = rows_of_tile(row_tile, num_rows, GROUP, TILE_M)
     context_tile, num_context, block_tile, block_tile_end = tiles_in_sight(
-        context_len, readable_len, first_packed // GROUP, last_row, num_rows, IS_CAUSAL, WINDOW, TILE_N
+        context_len, readable_len, first_row, last_row, num_rows, IS_CAUSAL, WINDOW, TILE_N
     )
     num_tiles = num_context + block_tile_end - block_tile
     num_parts = _parts_in_use(num_tiles, NUM_SPLITS, TILE_N)
@@ -206,7 +206,7 @@ def _block_attention_kernel(
         let_next_launch_begin(IS_EARLY)  # which adds the parts up
     if part >= num_parts:
         return  # the sum of parts leaves it out
-    packed = first_packed + tl.arange(0, TILE_M)
+    packed = row_tile * TILE_M + tl.arange(0, TILE_M)
     row = packed // GROUP
     dim = tl.arange(0, TILE_D)
     is_query = (row < num_rows)[:, None] & (dim < HEAD_DIM)[None, :]
@@ -240,12 +240,12 @@ def _combine_kernel(
     place = tl.program_id(0) * TILE_R + tl.arange(0, TILE_R)  # of a row's head: [R, N, H]
     is_row = place < num_out
     row, head = place // (NUM_KV * GROUP) % num_rows, place % (NUM_KV * GROUP)
-    first_packed = (row * GROUP + head % GROUP) // TILE_M * TILE_M
+    first_row, last_row = rows_of_tile((row * GROUP + head % GROUP) // TILE_M, num_rows, GROUP, TILE_M)
     # Lengths are older than the launch before, which may still run.
     context_len = tl.load(context_lens + place // (NUM_KV * GROUP * num_rows), mask=is_row, other=0).to(tl.int32)
     _, num_context, block_tile, block_tile_end = tiles_in_sight(
-        context_len, tl.minimum(context_len, num_pages * PAGE_SIZE), first_packed // GROUP,
-        tl.minimum((first_packed + TILE_M - 1) // GROUP, num_rows - 1), num_rows, IS_CAUSAL, WINDOW, TILE_N,
+        context_len, tl.minimum(context_len, num_pages * PAGE_SIZE), first_row, last_row, num_rows,
+        IS_CAUSAL, WINDOW, TILE_N,
     )  # fmt: skip
     num_parts = tl.where(is_row, _parts_in_use(num_context + block_tile_end - block_tile, NUM_SPLITS, TILE_N), 0)
     wait_for_launches_before(IS_EARLY)

@@ -268,19 +268,15 @@ def balanced_shape(
     """
     shape = attention_shape(num_requests * num_kv, num_packed, head_dim, itemsize, device)
     num_row_tiles, num_places = ceil_div(num_packed, shape.rows), num_multiprocessors(device)
-    row_bytes = power_of_2(head_dim) * itemsize
-    is_light = shape.rows == MIN_DOT and row_bytes <= 256
+    is_light = shape.rows == MIN_DOT and power_of_2(head_dim) * itemsize <= 256
     num_programs = (3 if is_light else 2) * num_places // (num_kv * num_row_tiles)
     if num_programs < 2 or num_requests * num_kv * num_row_tiles <= num_places:
         return None
-    if row_bytes > 256:
-        keys, num_stages = 16 if row_bytes > 512 else 32, 2
-    else:
-        keys, num_stages = 64, 3
-    num_stages = fitting_stages(num_stages, 2 * keys * row_bytes, shape.rows * row_bytes, device)
     num_whole = ceil_div(num_requests, num_programs)
     fills_device = 10 * ceil_div(num_requests, num_whole) * num_kv * num_row_tiles >= 9 * 2 * num_places
-    return BalancedShape(shape.rows, keys, num_programs, num_stages, num_whole=num_whole if fills_device else 0)
+    return BalancedShape(
+        shape.rows, shape.keys, num_programs, shape.num_stages, num_whole=num_whole if fills_device else 0
+    )
 
 
 ROUTED_ROWS = 4

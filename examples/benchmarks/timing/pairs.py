@@ -70,10 +70,20 @@ def open_device(name: str) -> torch.device:
     return device
 
 
+def run_dtype(device: torch.device) -> torch.dtype:
+    """What models run in there."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def log_uniform(levels: Tensor, shortest: int, longest: int) -> list[int]:
+    """Lengths of which each factor is as frequent as any other, from levels in [0, 1)."""
+    return [round(shortest * (longest / shortest) ** level) for level in levels.tolist()]
+
+
 def build_pair(shape: Shape, max_model_len: int, device: torch.device) -> RandomPair:
     """bfloat16 and Triton on a GPU, float32 and reference kernels on the CPU."""
     torch.manual_seed(0)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = run_dtype(device)
     placement = Placement(device, dtype, pick_kernels("auto", device, dtype), max_model_len + BLOCK)
     target_config, draft_config = _configs(shape)
     target_shapes = Qwen3Target.expected_shapes(target_config)

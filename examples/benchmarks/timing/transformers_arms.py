@@ -23,7 +23,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
 
 from timing.engine_arms import wait
 from timing.forced import acceptance_rates
-from timing.pairs import BLOCK, MASK_FROM_END, Shape, hf_config, random_prompt
+from timing.pairs import BLOCK, MASK_FROM_END, Shape, hf_config, random_prompt, run_dtype
 
 NUM_WARM_STEPS = 3
 
@@ -190,7 +190,7 @@ def _levels(num_steps: int) -> list[float]:
 def _making(device: torch.device) -> Iterator[None]:
     """New modules on a device, in the dtype of runs there."""
     before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16 if device.type == "cuda" else torch.float32)
+    torch.set_default_dtype(run_dtype(device))
     try:
         with torch.device(device):
             yield

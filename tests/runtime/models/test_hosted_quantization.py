@@ -75,7 +75,7 @@ def test_weights_on_a_gpu_are_scale_times_weight(pack: Any, config: Any, label: 
 
 @needs_compressed
 def test_unpacked_modules_stay_where_they_are_put() -> None:
-    """As compressed-tensors leaves them under releases of transformers before 5.23."""
+    """As compressed-tensors leaves them under transformers 5.17."""
     from compressed_tensors.offload import offload_module
 
     module = torch.nn.Linear(3, 2)
