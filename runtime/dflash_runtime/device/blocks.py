@@ -55,3 +55,12 @@ class Blocks:
     proposal: Proposal
     token_ids: Tensor  # [R * W]
     positions: Tensor  # [R, W]
+
+
+@dataclass(frozen=True, slots=True)
+class ContextRows:
+    """Rows whose context KV is to be written, in any shape; those whose slot is PAD are not."""
+
+    features: Tensor | None  # [T, F], of the target's tapped layers
+    positions: Tensor
+    slots: Tensor

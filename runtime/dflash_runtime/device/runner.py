@@ -17,7 +17,6 @@ Axis letters: R requests, N block rows, W of them verified, K drafted tokens, T 
 """
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import torch
@@ -25,7 +24,7 @@ from torch import Tensor
 
 from dflash_kernels.step_rows import Bounds, StepRows
 from dflash_kernels.uniform import DRAFT
-from dflash_runtime.device.blocks import Blocks, Proposal, Sampling
+from dflash_runtime.device.blocks import Blocks, ContextRows, Proposal, Sampling
 from dflash_runtime.device.decode_graphs import DecodeGraphs, StepMode
 from dflash_runtime.device.joined_attention import JoinedAttention
 from dflash_runtime.device.kv import KVCache, PagedAttention
@@ -48,7 +47,6 @@ from dflash_runtime.scheduling.request import Request
 
 REGRET_ROWS = 256
 """Rows whose logits are held against the best choice at a time; a whole text's would not fit beside the KV."""
-
 
 Results = list[tuple[Sequence[Request], Tensor | None]]
 """Packed results [R, ...] and whose they are; None where no tokens come of them."""
@@ -99,7 +97,7 @@ class Runner:
 
         Decoding requests and prompts go through the target together, unless it keeps a cache of its own.
         """
-        with self._on_device():
+        with as_current(self.device):
             if self.texts is not None:
                 self.texts.drop_ended()
             num_rows = self.limits.num_lookahead_tokens
@@ -108,18 +106,22 @@ class Runner:
             room = self.room_beside(batch)
             prompts = self._prefill().lay_out(batch.chunks) if batch.chunks and room is None else None
             parts: Results = []
+            context = None
             if room is not None:
                 parts = self._replay_together(batch, rows, room)
             elif rows and prompts and self.texts is None:
-                parts = self._run_together(batch, rows, mode, prompts)
+                parts, context = self._run_together(batch, rows, mode, prompts)
             else:
                 if rows and self.graphs is not None:
                     parts.append((batch.decode, self.graphs.replay(rows, mode)[0]))
                 elif rows:
                     parts.append((batch.decode, self._decode(self._upload.ints(rows), mode, batch.longest)[0]))
                 if prompts is not None:
-                    parts.append((prompts.fresh, self._fill(prompts)))
-            return PendingForward.send(parts, self.device, batch.chunks) if parts else None
+                    packed, context = self._fill(prompts)
+                    parts.append((prompts.fresh, packed))
+            pending = PendingForward.send(parts, self.device, batch.chunks) if parts else None
+            self._write_context(context)  # behind the results: nothing reads it before the next step drafts
+            return pending
 
     def room_beside(self, batch: Batch) -> PromptRoom | None:
         """The room for the chunks of a step that is captured with them, if there is such a step."""
@@ -154,7 +156,7 @@ class Runner:
         Raises:
             HandoffMismatch: the state of a target that keeps its own cache is not one of this target.
         """
-        with self._on_device():
+        with as_current(self.device):
             if self.texts is not None:
                 state = TextState(handoff.tensors, handoff.state_values)
                 self.texts.put(request, state, self._upload.ints(request.prompt_token_ids[:1]), handoff.kv_len)
@@ -167,7 +169,7 @@ class Runner:
 
         Uses no pages and leaves the state alone; waits for the device.
         """
-        with self._on_device():
+        with as_current(self.device):
             text = self._upload.ints([*prompt_ids, *output_ids])
             positions = torch.arange(len(text) - 1, device=self.device)
             causal = (True,) * self.target.config.num_layers
@@ -184,30 +186,31 @@ class Runner:
         log_probs = (logits if logits.dtype == torch.float64 else logits.float()).log_softmax(-1)
         return log_probs.max(-1).values - log_probs.gather(-1, token_ids[:, None])[:, 0]
 
-    def _on_device(self) -> AbstractContextManager[object]:
-        return as_current(self.device)
-
-    def _fill(self, prompts: PromptRows) -> Tensor | None:
-        """Run prompts alone -> packed results of those that begin to decode."""
-        hidden = None
+    def _fill(self, prompts: PromptRows) -> tuple[Tensor | None, ContextRows | None]:
+        """Run prompts alone -> packed results of those that begin to decode, and what is to be written."""
+        hidden = context = None
         if len(prompts):
             if self.texts is None:
                 assert prompts.attend is not None
                 ids, positions = prompts.token_ids, prompts.positions
-                hidden, features = self._prompt_target(ids, positions, prompts.attend, self._taps, prompts.wanted)
+                target = self.pieces or self.target
+                hidden, features = target(ids, positions, prompts.attend, self._taps, prompts.wanted)
             else:
                 hidden, features = self.texts.fill(prompts.chunks, prompts.token_ids, self._taps)
                 hidden = hidden[prompts.wanted]
-            self._write_context(features, prompts.positions, prompts.slots)
-        return self._prefill().finish(prompts, hidden, _mode(prompts.fresh, verify_width=1))
+            context = ContextRows(features, prompts.positions, prompts.slots)
+        return self._prefill().finish(prompts, hidden, _mode(prompts.fresh, verify_width=1)), context
 
-    def _run_together(self, batch: Batch, rows: list[int], mode: StepMode, prompts: PromptRows) -> Results:
-        """Run blocks of batch rows [R] and prompts in one forward."""
+    def _run_together(
+        self, batch: Batch, rows: list[int], mode: StepMode, prompts: PromptRows
+    ) -> tuple[Results, ContextRows]:
+        """Run blocks of batch rows [R] and prompts in one forward -> results, and what is to be written."""
         # Of a size that steps are captured in, so that kernels are those that were compiled at start.
         padded = self._upload.ints(self.graphs.padded(rows) if self.graphs is not None else rows)
         blocks = self._draft_blocks(padded, mode, batch.longest)
-        packed, first = self._step_together(blocks, prompts, self._prompt_target, _mode(prompts.fresh, verify_width=1))
-        return [(batch.decode, packed[: len(rows)]), (prompts.fresh, first)]
+        target, first_mode = self.pieces or self.target, _mode(prompts.fresh, verify_width=1)
+        packed, first, context = self._step_together(blocks, prompts, target, first_mode)
+        return [(batch.decode, packed[: len(rows)]), (prompts.fresh, first)], context
 
     def _step_together(
         self,
@@ -216,8 +219,8 @@ class Runner:
         target: Target | PiecewiseGraphs,
         first_mode: StepMode,
         prompt_stream: torch.cuda.Stream | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """One forward, the rows of blocks first -> packed results of blocks and of prompts that end."""
+    ) -> tuple[Tensor, Tensor | None, ContextRows]:
+        """One forward, blocks first -> packed results of blocks, of prompts that end, and what is to be written."""
         count = len(blocks.token_ids)
         assert prompts.attend is not None
         attend = JoinedAttention.join(self._attend_target(blocks), prompts.attend, prompt_stream)
@@ -226,13 +229,8 @@ class Runner:
         wanted = torch.cat((torch.arange(count, device=self.device), prompts.wanted + count))
         hidden, features = target(token_ids, positions, attend, self._taps, wanted)
         packed, slots = self._settle(blocks, hidden[:count])
-        self._write_context(features, positions, torch.cat((slots.flatten(), prompts.slots)))
-        return packed, self._prefill().finish(prompts, hidden[count:], first_mode)
-
-    @property
-    def _prompt_target(self) -> Target | PiecewiseGraphs:
-        """What a forward with prompts goes through."""
-        return self.target if self.pieces is None else self.pieces
+        context = ContextRows(features, positions, torch.cat((slots.flatten(), prompts.slots)))
+        return packed, self._prefill().finish(prompts, hidden[count:], first_mode), context
 
     def _decode(self, rows: Tensor, mode: StepMode, longest: int | None = None) -> tuple[Tensor, ...]:
         """One step of decoding batch rows [R] -> packed results, and those of prompts where the mode has room for some.
@@ -242,8 +240,9 @@ class Runner:
         blocks = self._draft_blocks(rows, mode, longest)
         if mode.num_prompt_rows:
             prompts = self._room(mode.num_prompt_rows).prompts()
-            packed, first = self._step_together(blocks, prompts, self.target, mode, self._prompt_stream)
+            packed, first, context = self._step_together(blocks, prompts, self.target, mode, self._prompt_stream)
             assert first is not None
+            self._write_context(context)
             return packed, first
         if self.texts is None:
             attend = self._attend_target(blocks)
@@ -254,7 +253,7 @@ class Runner:
         packed, slots = self._settle(blocks, hidden)
         # Context KV of committed rows only, in the step that commits them and also where nothing was drafted: a later
         # step reads all of it below kv_len.
-        self._write_context(features, blocks.positions, slots)
+        self._write_context(ContextRows(features, blocks.positions, slots))
         return (packed,)
 
     def _draft_blocks(self, rows: Tensor, mode: StepMode, longest: int | None) -> Blocks:
@@ -364,10 +363,11 @@ class Runner:
             self.kernels, self.target_kv, page_table, step.context_lens, causal, config.windows, step.slots
         )
 
-    def _write_context(self, features: Tensor | None, positions: Tensor, slots: Tensor) -> None:
-        """Context KV of rows [R, N]; those with PAD are dropped."""
-        if self.draft is not None and self.draft_kv is not None and features is not None:
-            self.draft.write_context(features, positions.flatten(), self.draft_kv, slots.flatten())
+    def _write_context(self, rows: ContextRows | None) -> None:
+        """Context KV of rows; those with PAD are dropped."""
+        if self.draft is None or self.draft_kv is None or rows is None or rows.features is None:
+            return
+        self.draft.write_context(rows.features, rows.positions.flatten(), self.draft_kv, rows.slots.flatten())
 
     def _page_table(self, rows: Tensor, num_tokens: int | None) -> Tensor:
         """Page table of rows [R], at least as far as `num_tokens` tokens reach, where that is known: [R, P'].
