@@ -200,3 +200,58 @@ def mean_of_share(
     )  # fmt: skip
     weight_sum = tl.where(weight_sum > 0, weight_sum, 1.0)
     return acc / weight_sum[:, None], row_max + tl.log2(weight_sum)
+
+
+@jit
+def walk_rows(
+    queries, row, dim, head, sinks, key_cache, value_cache, cache_page, cache_row, table,
+    keys, values, keys_row, values_row, key_tiles, value_tiles, tiles_row, tiles_dim,
+    context_len, num_rows, first_row, last_row, part, num_parts, scale,
+    HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_D: tl.constexpr,
+):  # fmt: skip
+    """Walk a part of the context in its pages, and of the segment's own keys as they came -> a running softmax.
+
+    `key_tiles` and `value_tiles` are descriptors of those, which begin at `tiles_row` and `tiles_dim` there; or None.
+    """
+    context_tile, num_context, block_tile, block_tile_end = tiles_in_sight(
+        context_len, context_len, first_row, last_row, num_rows, True, WINDOW, TILE_N
+    )
+    num_tiles = num_context + block_tile_end - block_tile
+    context_begin, context_end, block_begin, block_end, is_last = share_of_tiles(
+        part * num_tiles // num_parts, (part + 1) * num_tiles // num_parts,
+        context_tile, num_context, block_tile, block_tile_end,
+    )  # fmt: skip
+    # Tiles that all rows see whole come first, and need no mask; with a window there may be none.
+    full_context, full_block = context_begin, block_begin
+    if not WINDOW:
+        full_context = tl.minimum(tl.maximum(context_len // TILE_N, context_begin), context_end)
+        full_block = tl.minimum(tl.maximum((first_row + 1) // TILE_N, block_begin), block_end)
+    acc, row_max, weight_sum = begin_softmax(sinks, head, is_last, TILE_M, TILE_D)
+    if not WINDOW:
+        acc, row_max, weight_sum = walk_context(
+            queries, row, dim, key_cache, value_cache, cache_page, cache_row, table, context_len, context_len,
+            context_begin, full_context, acc, row_max, weight_sum, scale,
+            HEAD_DIM, PAGE_SIZE, False, WINDOW, CAP, TILE_N, TILE_D, True,
+        )  # fmt: skip
+        if key_tiles is None:
+            acc, row_max, weight_sum = walk_block(
+                queries, row, dim, keys, values, keys_row, values_row, num_rows, block_begin, full_block,
+                acc, row_max, weight_sum, scale, HEAD_DIM, True, WINDOW, CAP, TILE_N, TILE_D, True,
+            )  # fmt: skip
+        else:
+            for step in range(block_begin, full_block):
+                key_tile = key_tiles.load([tiles_row + step * TILE_N, tiles_dim])
+                value_tile = value_tiles.load([tiles_row + step * TILE_N, tiles_dim])
+                acc, row_max, weight_sum = _attend(
+                    queries, key_tile, value_tile, None, acc, row_max, weight_sum, scale, CAP, True
+                )
+    acc, row_max, weight_sum = walk_context(
+        queries, row, dim, key_cache, value_cache, cache_page, cache_row, table, context_len, context_len,
+        full_context, context_end, acc, row_max, weight_sum, scale,
+        HEAD_DIM, PAGE_SIZE, False, WINDOW, CAP, TILE_N, TILE_D, False,
+    )  # fmt: skip
+    return walk_block(
+        queries, row, dim, keys, values, keys_row, values_row, num_rows, full_block, block_end,
+        acc, row_max, weight_sum, scale, HEAD_DIM, True, WINDOW, CAP, TILE_N, TILE_D, False,
+    )  # fmt: skip

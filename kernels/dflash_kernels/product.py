@@ -12,7 +12,6 @@ Axis letters: T rows, K inner width, N columns, P parts, F width of a gated prod
 """
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +21,6 @@ from dflash_kernels.activation import gate_tiles, silu_mul, silu_mul_ref
 from dflash_kernels.early_launch import early, let_next_launch_begin, wait_for_launches_before
 from dflash_kernels.launch_config import (
     IS_INTERPRETED,
-    TensorDescriptor,
     ceil_div,
     check_dtypes,
     check_tensors,
@@ -31,9 +29,7 @@ from dflash_kernels.launch_config import (
     tl,
 )
 from dflash_kernels.product_config import MAX_PRODUCT_ROWS, ProductShape, product_shape
-
-DESCRIPTOR_BYTES = 16
-"""Of which the address and the rows of what a descriptor is made of are multiples."""
+from dflash_kernels.tile_loads import can_describe, describe
 
 
 def product_ref(hidden: Tensor, weight: Tensor) -> Tensor:
@@ -141,14 +137,9 @@ def _shape_of(
     shape = product_shape(
         len(hidden), num_columns, hidden.shape[1], itemsize, hidden.device, has_parts=has_parts, is_gated=is_gated
     )
-    if shape is None or not shape.has_descriptors or (_is_aligned(hidden) and _is_aligned(weight)):
+    if shape is None or not shape.has_descriptors or (can_describe(hidden) and can_describe(weight)):
         return shape
     return None if len(hidden) > MAX_PRODUCT_ROWS else replace(shape, has_descriptors=False)
-
-
-def _is_aligned(rows: Tensor) -> bool:
-    """Whether a descriptor can be made of these rows."""
-    return (rows.data_ptr() | rows.stride(0) * rows.element_size()) % DESCRIPTOR_BYTES == 0
 
 
 def _launch(
@@ -166,7 +157,7 @@ def _launch(
     out = torch.empty((shape.num_parts, num_rows, num_columns), dtype=dtype, device=hidden.device)
     factors = (hidden, weight)
     if shape.has_descriptors:
-        factors = (_describe(hidden, shape.rows, shape.depth), _describe(weight, shape.columns, shape.depth))
+        factors = (describe(hidden, shape.rows, shape.depth), describe(weight, shape.columns, shape.depth))
     _product_kernel[(ceil_div(num_rows, shape.rows), ceil_div(num_columns, shape.columns), shape.num_parts)](
         *factors, out, num_rows, hidden.stride(0),
         NUM_COLUMNS=num_columns, DEPTH=depth, NUM_PARTS=shape.num_parts, HAS_PARTS=has_parts,
@@ -175,8 +166,3 @@ def _launch(
         num_warps=shape.num_warps, num_stages=shape.num_stages, enable_fp_fusion=False, **early(hidden.device),
     )  # fmt: skip
     return out
-
-
-def _describe(rows: Tensor, tile_rows: int, tile_depth: int) -> Any:
-    """A descriptor of rows, from which tiles are loaded; what lies outside is zero."""
-    return TensorDescriptor(rows, list(rows.shape), [rows.stride(0), 1], [tile_rows, tile_depth])

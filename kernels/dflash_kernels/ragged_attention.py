@@ -15,17 +15,12 @@ M tiles, C tiles with several parts.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from dflash_kernels.attention_walk import (
-    begin_softmax,
-    share_of_tiles,
-    tiles_in_sight,
-    walk_block,
-    walk_context,
-)
+from dflash_kernels.attention_walk import begin_softmax, tiles_in_sight, walk_context, walk_rows
 from dflash_kernels.block_attention import (
     PLAIN,
     Softmax,
@@ -53,6 +48,7 @@ from dflash_kernels.launch_config import (
     require,
     tl,
 )
+from dflash_kernels.tile_loads import can_describe, describe
 
 TILE_FIELDS = 8
 """Of a tile: first row, rows, context length and table row of its segment; first packed row; part, parts; where to."""
@@ -203,51 +199,9 @@ def _load_tile(tiles):
 
 
 @jit
-def _walk_rows(
-    queries, row, dim, head, sinks, key_cache, value_cache, cache_page, cache_row, table,
-    keys, values, keys_row, values_row, context_len, num_rows, first_row, last_row, part, num_parts, scale,
-    HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_D: tl.constexpr,
-):  # fmt: skip
-    """Walk a part of the context in its pages, and of the segment's own keys as they came -> a running softmax."""
-    context_tile, num_context, block_tile, block_tile_end = tiles_in_sight(
-        context_len, context_len, first_row, last_row, num_rows, True, WINDOW, TILE_N
-    )
-    num_tiles = num_context + block_tile_end - block_tile
-    context_begin, context_end, block_begin, block_end, is_last = share_of_tiles(
-        part * num_tiles // num_parts, (part + 1) * num_tiles // num_parts,
-        context_tile, num_context, block_tile, block_tile_end,
-    )  # fmt: skip
-    # Tiles that all rows see whole come first, and need no mask; with a window there may be none.
-    full_context, full_block = context_begin, block_begin
-    if not WINDOW:
-        full_context = tl.minimum(tl.maximum(context_len // TILE_N, context_begin), context_end)
-        full_block = tl.minimum(tl.maximum((first_row + 1) // TILE_N, block_begin), block_end)
-    acc, row_max, weight_sum = begin_softmax(sinks, head, is_last, TILE_M, TILE_D)
-    if not WINDOW:
-        acc, row_max, weight_sum = walk_context(
-            queries, row, dim, key_cache, value_cache, cache_page, cache_row, table, context_len, context_len,
-            context_begin, full_context, acc, row_max, weight_sum, scale,
-            HEAD_DIM, PAGE_SIZE, False, WINDOW, CAP, TILE_N, TILE_D, True,
-        )  # fmt: skip
-        acc, row_max, weight_sum = walk_block(
-            queries, row, dim, keys, values, keys_row, values_row, num_rows, block_begin, full_block,
-            acc, row_max, weight_sum, scale, HEAD_DIM, True, WINDOW, CAP, TILE_N, TILE_D, True,
-        )  # fmt: skip
-    acc, row_max, weight_sum = walk_context(
-        queries, row, dim, key_cache, value_cache, cache_page, cache_row, table, context_len, context_len,
-        full_context, context_end, acc, row_max, weight_sum, scale,
-        HEAD_DIM, PAGE_SIZE, False, WINDOW, CAP, TILE_N, TILE_D, False,
-    )  # fmt: skip
-    return walk_block(
-        queries, row, dim, keys, values, keys_row, values_row, num_rows, full_block, block_end,
-        acc, row_max, weight_sum, scale, HEAD_DIM, True, WINDOW, CAP, TILE_N, TILE_D, False,
-    )  # fmt: skip
-
-
-@jit
 def _ragged_attention_kernel(
-    query, keys, values, key_cache, value_cache, page_table, tiles, sinks, out, parts, part_lses,
+    query, keys, values, key_tiles, value_tiles, key_cache, value_cache, page_table, tiles, sinks,
+    out, parts, part_lses,
     query_row, query_head, keys_row, keys_head, values_row, values_head,
     cache_page, cache_row, cache_head, table_stride, scale,
     NUM_KV: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
@@ -285,10 +239,11 @@ def _ragged_attention_kernel(
             HEAD_DIM, PAGE_SIZE, True, WINDOW, CAP, TILE_N, TILE_D, False,
         )  # fmt: skip
     else:
-        acc, row_max, weight_sum = _walk_rows(
+        acc, row_max, weight_sum = walk_rows(
             queries, row, dim, head, sinks, key_cache, value_cache, cache_page, cache_row, table,
             keys + first_row * keys_row + kv_head * keys_head, values + first_row * values_row + kv_head * values_head,
-            keys_row, values_row, context_len, num_rows, first_packed // GROUP, last_row, part, num_parts, scale,
+            keys_row, values_row, key_tiles, value_tiles, first_row.to(tl.int32), (kv_head * HEAD_DIM).to(tl.int32),
+            context_len, num_rows, first_packed // GROUP, last_row, part, num_parts, scale,
             HEAD_DIM, PAGE_SIZE, WINDOW, CAP, TILE_M, TILE_N, TILE_D,
         )  # fmt: skip
     # A row that sees nothing in this part has the mean 0, and the weight 2**-inf in the sum of parts.
@@ -381,7 +336,8 @@ def ragged_attention(
     parts = torch.empty((*part_lses.shape, head_dim), dtype=torch.float32, device=query.device)
     launching = early(query.device) if plan.is_paged else {"IS_EARLY": False}
     _ragged_attention_kernel[(len(plan.tiles), num_kv)](
-        *flat, key_cache, value_cache, page_table, placed, softmax.sinks, out, parts, part_lses,
+        *flat, *_tiles_of(keys, values, plan, window), key_cache, value_cache, page_table, placed, softmax.sinks,
+        out, parts, part_lses,
         *(stride for tensor in flat for stride in tensor.stride()[:2]),
         *strides_of_caches(key_cache, value_cache), page_table.stride(0), math.log2(math.e) / math.sqrt(head_dim),
         NUM_KV=num_kv, GROUP=group, HEAD_DIM=head_dim, PAGE_SIZE=key_cache.shape[1], WINDOW=window or 0,
@@ -396,3 +352,15 @@ def ragged_attention(
             TILE_R=COMBINE_TILE, TILE_S=power_of_2(MAX_SPLITS), TILE_D=tile_dim, num_warps=COMBINE_TILE, **launching,
         )  # fmt: skip
     return out
+
+
+def _tiles_of(keys: Tensor, values: Tensor, plan: RaggedPlan, window: int | None) -> tuple[Any, Any]:
+    """Descriptors of keys and values [T, KV, D], all heads of a row side by side; None where they are not used."""
+    head_dim = keys.shape[2]
+    if not plan.shape.has_descriptors or plan.is_paged or window is not None or head_dim != power_of_2(head_dim):
+        return None, None
+    sides = [tensor.flatten(1) for tensor in (keys, values) if tensor.stride(1) == head_dim and can_describe(tensor)]
+    if len(sides) < 2:
+        return None, None
+    key_tiles, value_tiles = (describe(side, plan.shape.keys, head_dim) for side in sides)
+    return key_tiles, value_tiles

@@ -1,5 +1,6 @@
 """Attention of flat rows: the definition segment by segment, and the kernel against it in float64."""
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -10,6 +11,7 @@ from dflash_kernels import launch_config
 from dflash_kernels import ragged_attention as module
 from dflash_kernels.block_attention import PLAIN, Softmax, block_attention_ref
 from dflash_kernels.launch_config import (
+    DESCRIBED_SHAPE,
     FEW_ROWS_SHAPE,
     LONG_CONTEXT,
     LONG_SHAPE,
@@ -26,6 +28,7 @@ from dflash_kernels.ragged_attention import (
     ragged_attention_ref,
     room_for_plans,
 )
+from dflash_kernels.tile_loads import describe
 from dflash_testing.tensors import (
     DEVICE,
     DTYPES,
@@ -152,7 +155,11 @@ def test_head_sizes(head_dim: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [None, 20])
-@pytest.mark.parametrize("shape", [RaggedShape(16, 16, 4, 2), RaggedShape(64, 32, 4, 2)], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [RaggedShape(16, 16, 4, 2), RaggedShape(64, 32, 4, 2), RaggedShape(64, 32, 4, 2, has_descriptors=True)],
+    ids=str,
+)
 def test_parts_of_long_segments_beside_short_ones(
     shape: RaggedShape, window: int | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -162,6 +169,50 @@ def test_parts_of_long_segments_beside_short_ones(
     plan = check(lay_out([3, 20, 1], [600, 2, 333]), 2, 1, 16, dtype, window, shape)
     assert plan.num_parts > len(plan.sums) > 1
     assert len(plan.tiles) > plan.num_parts  # the short ones are not cut
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", SOFTMAXES)
+@pytest.mark.parametrize(("rows", "keys"), [(16, 16), (64, 32)])
+def test_keys_that_are_loaded_by_descriptors(
+    rows: int, keys: int, kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Own keys of segments of any length, in parts too, at heads of two and of one side by side."""
+    monkeypatch.setattr(module, "MIN_PART", 1)
+    described: list[Tensor] = []
+    monkeypatch.setattr(module, "describe", lambda side, *tile: described.append(side) or describe(side, *tile))
+    shape, segments = RaggedShape(rows, keys, 4, 2, has_descriptors=True), lay_out([3, 170, 1, 70], [0, 17, 300, 0])
+    for num_heads, num_kv in ((4, 2), (3, 1)):
+        check(segments, num_heads, num_kv, 16, dtype, None, shape, random_softmax(kind, num_heads, dtype))
+    assert [side.shape for side in described] == [(244, 32), (244, 32), (244, 16), (244, 16)]
+
+
+@pytest.mark.parametrize("has_descriptors", [False, True])
+def test_rows_of_the_next_segment_are_not_seen(has_descriptors: bool) -> None:
+    """Not even by a weight of zero: what is not a number there would be one nowhere."""
+    shape, segments = RaggedShape(64, 32, 4, 2, has_descriptors=has_descriptors), lay_out([70, 33], [5, 0])
+    query, keys, values = (normal(103, heads, 16, seed=heads) for heads in (4, 2, 2))
+    pages, plan = pages_of(segments, 2, 16, torch.float32), plan_ragged(segments, 4, 2, shape, DEVICE)
+    caches = (pages.key_cache, pages.value_cache, pages.page_table)
+    before = ragged_attention(query, keys, values, *caches, plan, place(plan), window=None)
+    values[70:] = torch.nan
+    after = ragged_attention(query, keys, values, *caches, plan, place(plan), window=None)
+    assert torch.equal(after[:70], before[:70])
+    assert after[70:].isnan().all()
+
+
+def test_rows_that_no_descriptor_can_have_are_read_by_pointers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "describe", None)
+    shape, segments = RaggedShape(64, 32, 4, 2, has_descriptors=True), lay_out([70, 33], [5, 0])
+    query, rows = normal(103, 4, 16), normal(103, 65, seed=1)[:, 1:]
+    keys, values = rows.view(103, 4, 16).split(2, dim=1)
+    pages, plan = pages_of(segments, 2, 16, torch.float32), plan_ragged(segments, 4, 2, shape, DEVICE)
+    out = ragged_attention(
+        query, keys, values, pages.key_cache, pages.value_cache, pages.page_table, plan, place(plan), window=None
+    )
+    doubled = (tensor.double() for tensor in (query, keys, values))
+    expected = ragged_attention_ref(*doubled, *pages.clean(), pages.page_table, plan, place(plan), window=None)
+    assert_rows_close(out, expected, torch.float32)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -266,3 +317,13 @@ def test_long_contexts_have_tiles_of_their_own_where_they_fit(monkeypatch: pytes
     assert ragged_shape(256, 2, LONG_CONTEXT, device) != LONG_SHAPE
     monkeypatch.setattr(launch_config, "shared_memory", lambda device: LONG_SHAPE_BYTES - 1)
     assert ragged_shape(128, 2, LONG_CONTEXT, device) == usual
+
+
+def test_descriptors_are_for_heads_that_were_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cpu")
+    monkeypatch.setattr(launch_config, "shared_memory", lambda device: 99 * 1024)
+    monkeypatch.setattr(launch_config, "has_tile_loads", lambda device: True)
+    assert ragged_shape(128, 2, 0, device) == replace(DESCRIBED_SHAPE, num_stages=2)
+    assert not any(ragged_shape(*head, 0, device).has_descriptors for head in ((64, 2), (96, 2), (256, 2), (128, 4)))
+    monkeypatch.setattr(launch_config, "has_tile_loads", lambda device: False)
+    assert not ragged_shape(128, 2, 0, device).has_descriptors
