@@ -347,11 +347,11 @@ RAGGED_SHAPES = (
 """
 
 
-DESCRIBED_SHAPE = RaggedShape(rows=64, keys=64, num_warps=4, num_stages=3, has_descriptors=True)
-"""For 16-bit heads of 128, 7 to 23% faster without context than the first of the shapes above (docs/performance.md)."""
+DESCRIBED_SHAPE = RaggedShape(rows=64, keys=64, num_warps=4, num_stages=3, num_together=1, has_descriptors=True)
+"""For 16-bit heads of 128: 4 to 25% faster than the first of the shapes above (docs/performance.md)."""
 
 LONG_CONTEXT = 2048
-LONG_SHAPE = RaggedShape(rows=128, keys=128, num_warps=8, num_stages=3, has_descriptors=True)
+LONG_SHAPE = RaggedShape(rows=128, keys=128, num_warps=8, num_stages=3)
 """More keys at a time are 13% faster for 2,048 rows after 14,336 tokens, where they fit, and 10% slower without any
 context; where one becomes the other was not measured."""
 

@@ -1,8 +1,8 @@
 """The step loop: schedule a batch, queue it on the device, commit results that have come back.
 
 Synchronous, a step's results are read before the next is scheduled. Asynchronous, `max_in_flight` steps are queued
-before the oldest one's results are read, so the device never waits for the host; where long prompts are queued, tokens
-of the steps before are committed while these run. The scheduler does not know how many drafts the steps in flight
+before the oldest one's results are read, so the device never waits for the host; where a long one is queued, tokens
+of the steps before are committed while it runs. The scheduler does not know how many drafts the steps in flight
 accept, and plans for every count they can give: pages are reserved as if all were accepted, a request that the queued
 steps end in any case is left out, and nothing is preempted while a step is in flight.
 
@@ -35,8 +35,8 @@ logger = logging.getLogger(__name__)
 NUM_GOOD_STEPS = 200
 """Steps without a failure after which the load that was shed is doubled: each attempt may cost a prefill of all."""
 
-LONG_ROWS = 2048
-"""Prompt rows of a forward that takes the device several times as long as the host takes to queue the next one."""
+LONG_ROWS = 256
+"""Rows of a step that takes the device several times as long as the host takes before it launches the next one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,12 +178,13 @@ class Engine:
 
     @property
     def _is_due(self) -> bool:
-        """Whether to wait for the oldest results: as many steps are queued as may be, or long prompts right behind it.
+        """Whether to wait for the oldest results: as many steps are queued as may be, or a long one right behind it.
 
-        These keep the device busy meanwhile, so that the tokens before them need not wait until they are through.
+        That one keeps the device busy meanwhile. So tokens need not wait until it is through, and a request that has
+        ended takes part in one step more instead of two.
         """
         queue = self._in_flight
-        return len(queue) > self.max_in_flight or (len(queue) > 1 and queue[1].num_prompt_rows >= LONG_ROWS)
+        return len(queue) > self.max_in_flight or (len(queue) > 1 and queue[1].num_rows >= LONG_ROWS)
 
     def _commit_oldest(self) -> None:
         """Wait for the results of the oldest forward in flight, if there is one, and make its tokens final."""

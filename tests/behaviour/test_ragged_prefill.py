@@ -13,7 +13,7 @@ from dflash_runtime.device.results import PendingForward
 from dflash_runtime.llm import LLM
 from dflash_runtime.models.layers import Attend
 from dflash_runtime.models.target import Target
-from dflash_runtime.scheduling.batch import Batch, Chunk
+from dflash_runtime.scheduling.batch import Batch
 from dflash_runtime.scheduling.request import Request, SamplingParams
 from dflash_testing.pairs import random_draft, random_llm, random_prompts, random_target
 
@@ -171,6 +171,24 @@ def test_decoded_tokens_do_not_wait_for_the_prompts_behind_them(monkeypatch: pyt
         assert [bool(pending.chunks) for pending in llm.engine._in_flight] == [True]
 
 
+def test_a_request_that_has_ended_takes_part_in_one_long_step_or_two_short_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nobody knows that a stop token has come while steps are queued, and behind a long one there is no other."""
+    (text, _), *_ = one_by_one(PROMPTS[:1], max_new_tokens=40)
+    place = next(index for index in range(20, 40) if text[index] not in text[:index])
+    params: dict[str, Any] = {"max_new_tokens": 40, "stop_token_ids": (text[place],)}
+    num_forwards = []
+    for long_rows in (8, 9):  # a block has 8
+        monkeypatch.setattr(engine, "LONG_ROWS", long_rows)
+        llm, watched = make_llm(scheduling="async", max_in_flight=2)
+        requests = add(llm, PROMPTS[:1], **params)
+        finish(llm)
+        assert traces(requests) == one_by_one(PROMPTS[:1], **params)
+        num_forwards.append(len(watched.num_rows) - 1 - len(requests[0].steps))
+    assert num_forwards == [1, 2]
+
+
 def test_short_prompts_leave_as_many_steps_queued() -> None:
     llm, _ = make_llm(max_batched_tokens=8, scheduling="async", max_in_flight=2)
     (decoding,) = add(llm, PROMPTS[:1], max_new_tokens=40)
@@ -188,9 +206,9 @@ def test_requests_that_decode_and_prompts_share_a_forward(monkeypatch: pytest.Mo
     llm, watched = make_llm()
     send = PendingForward.send
 
-    def watched_send(parts: Any, device: torch.device, chunks: Sequence[Chunk]) -> PendingForward:
-        sent.append(([len(requests) for requests, _ in parts], len(chunks)))
-        return send(parts, device, chunks)
+    def watched_send(parts: Any, device: torch.device, batch: Batch) -> PendingForward:
+        sent.append(([len(requests) for requests, _ in parts], len(batch.chunks)))
+        return send(parts, device, batch)
 
     add(llm, PROMPTS[:2], max_new_tokens=20)
     llm.engine.step()

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -180,7 +181,12 @@ def test_keys_that_are_loaded_by_descriptors(
     """Own keys of segments of any length, in parts too, at heads of two and of one side by side."""
     monkeypatch.setattr(module, "MIN_PART", 1)
     described: list[Tensor] = []
-    monkeypatch.setattr(module, "describe", lambda side, *tile: described.append(side) or describe(side, *tile))
+
+    def watched(side: Tensor, tile_rows: int, tile_columns: int) -> Any:
+        described.append(side)
+        return describe(side, tile_rows, tile_columns)
+
+    monkeypatch.setattr(module, "describe", watched)
     shape, segments = RaggedShape(rows, keys, 4, 2, has_descriptors=True), lay_out([3, 170, 1, 70], [0, 17, 300, 0])
     for num_heads, num_kv in ((4, 2), (3, 1)):
         check(segments, num_heads, num_kv, 16, dtype, None, shape, random_softmax(kind, num_heads, dtype))
@@ -210,8 +216,9 @@ def test_rows_that_no_descriptor_can_have_are_read_by_pointers(monkeypatch: pyte
     out = ragged_attention(
         query, keys, values, pages.key_cache, pages.value_cache, pages.page_table, plan, place(plan), window=None
     )
-    doubled = (tensor.double() for tensor in (query, keys, values))
-    expected = ragged_attention_ref(*doubled, *pages.clean(), pages.page_table, plan, place(plan), window=None)
+    expected = ragged_attention_ref(
+        query.double(), keys.double(), values.double(), *pages.clean(), pages.page_table, plan, place(plan), window=None
+    )
     assert_rows_close(out, expected, torch.float32)
 
 

@@ -62,8 +62,7 @@ class StepKinds:
             if events is not None:
                 events[1].record()
             host_ms = (time.perf_counter() - started) * 1000
-            num_rows = pending.num_prompt_rows if pending is not None else 0
-            self.steps.append(SeenStep(len(batch.decode), batch.verify_width, num_rows, host_ms, events))
+            self.steps.append(SeenStep(len(batch.decode), batch.verify_width, batch.num_prompt_rows, host_ms, events))
             return pending
 
         runner.submit = watched  # type: ignore[method-assign]

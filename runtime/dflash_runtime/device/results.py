@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dflash_kernels.step_rows import NUM_FIELDS, pack_results
-from dflash_runtime.scheduling.batch import Chunk, StepOutput
+from dflash_runtime.scheduling.batch import Batch, Chunk, StepOutput
 from dflash_runtime.scheduling.request import Request
 
 
@@ -41,27 +41,23 @@ class StepResults:
 
 @dataclass(frozen=True, slots=True)
 class PendingForward:
-    """A forward in flight: what arrives of it, the chunks it fills, and how many rows these have."""
+    """A forward in flight: what arrives of it, the chunks it fills, and how many rows of the target it has."""
 
     arriving: tuple[tuple[tuple[Request, ...], Tensor], ...]  # requests, [R, NUM_FIELDS + 2N - 1] int64 on the host
     event: torch.cuda.Event | None
-    chunks: tuple[Chunk, ...] = ()
+    chunks: tuple[Chunk, ...]
+    num_rows: int
 
     @classmethod
     def send(
-        cls, parts: Sequence[tuple[Sequence[Request], Tensor | None]], device: torch.device, chunks: Sequence[Chunk]
+        cls, parts: Sequence[tuple[Sequence[Request], Tensor | None]], device: torch.device, batch: Batch
     ) -> "PendingForward":
         """Start the copies to the host of packed results and whose they are; None where no tokens come of a part."""
         arriving = tuple((tuple(requests), _sent(packed)) for requests, packed in parts if packed is not None)
-        if device.type != "cuda":
-            return cls(arriving, None, tuple(chunks))
-        event = torch.cuda.Event()
-        event.record()
-        return cls(arriving, event, tuple(chunks))
-
-    @property
-    def num_prompt_rows(self) -> int:
-        return sum(chunk.end - chunk.start for chunk in self.chunks)
+        event = torch.cuda.Event() if device.type == "cuda" else None
+        if event is not None:
+            event.record()
+        return cls(arriving, event, batch.chunks, batch.num_rows)
 
     def read(self) -> list[tuple[Request, StepOutput]]:
         """Wait for the forward and unpack what it gave."""

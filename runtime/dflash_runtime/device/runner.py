@@ -119,7 +119,7 @@ class Runner:
                 if prompts is not None:
                     packed, context = self._fill(prompts)
                     parts.append((prompts.fresh, packed))
-            pending = PendingForward.send(parts, self.device, batch.chunks) if parts else None
+            pending = PendingForward.send(parts, self.device, batch) if parts else None
             self._write_context(context)  # behind the results: nothing reads it before the next step drafts
             return pending
 

@@ -51,6 +51,15 @@ class Batch:
     def is_empty(self) -> bool:
         return not (self.chunks or self.decode or self.admitted)
 
+    @property
+    def num_prompt_rows(self) -> int:
+        return sum(chunk.end - chunk.start for chunk in self.chunks)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that go through the target: of prompts, and of blocks those that are verified."""
+        return len(self.decode) * self.verify_width + self.num_prompt_rows
+
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
