@@ -24,6 +24,9 @@ logger = logging.getLogger(__name__)
 MAX_PROMPTS = 64
 """Prompts that are prefilled at once; more of them are no other launches."""
 
+CONTEXTS, FEW_ROWS = (512, LONG_CONTEXT), 16
+"""Tokens after which so few rows of a prompt follow: their keys are cut into parts, and long ones have other tiles."""
+
 Progress = Callable[[int, int], None]
 """Hears how much is done, and of how much."""
 
@@ -45,6 +48,7 @@ def warm_up(engine: Engine, params: Sequence[SamplingParams], max_requests: int 
     jobs += [partial(pieces.capture, bucket) for bucket in pieces.missing()] if pieces is not None else []
     num_captured, started = len(jobs), time.perf_counter()
     jobs += [partial(run_once, engine, batch) for batch in prefill_batches(engine, params, max_requests)]
+    jobs += [partial(run_in_chunks, engine, params[0], context) for context in CONTEXTS]
     progress(0, len(jobs))
     for num_done, job in enumerate(jobs, start=1):
         job()
@@ -74,21 +78,34 @@ def step_modes(engine: Engine, params: Sequence[SamplingParams], bucket: int) ->
 
 
 def prefill_batches(engine: Engine, params: Sequence[SamplingParams], max_requests: int | None) -> list[list[Request]]:
-    """Prompts that run together, batch by batch: of each power of two alone, many at once, and one in several steps,
-    the last of them after a context that is long.
+    """Prompts that run together, batch by batch: of each power of two alone, and many at once.
 
     Each kind of sampling chooses a first token. No two prompts begin alike, so that none is found in the prefix cache.
     """
     limits = engine.scheduler.limits
     most, longest = limits.max_batched_tokens, limits.max_model_len - 1
     many = min(max_requests or limits.max_num_requests, limits.max_num_requests, MAX_PROMPTS)
-    several = max(2 * most, LONG_CONTEXT) + 1
-    lengths = [*((1 << power,) for power in range(most.bit_length())), (max(1, most // many),) * many, (several,)]
+    lengths = [*((1 << power,) for power in range(most.bit_length())), (max(1, most // many),) * many]
     kinds = list({(item.is_greedy, item.has_filters): item for item in params}.values())
     fitting = [tuple(min(length, longest) for length in batch) for batch in lengths]
     plan = dict.fromkeys([*((batch, kinds[0]) for batch in fitting), *(((1,), kind) for kind in kinds)])
     first = count()
     return [[_prompt(next(first), length, kind, limits.vocab_size) for length in batch] for batch, kind in plan]
+
+
+def run_in_chunks(engine: Engine, kind: SamplingParams, context: int) -> None:
+    """Run a prompt of which few rows follow a context that steps before have prefilled, if the model is so long.
+
+    Raises:
+        DFlashError: the device failed, and the engine is closed.
+    """
+    limits, load = engine.scheduler.limits, engine.scheduler.load
+    length = min(context + FEW_ROWS, limits.max_model_len - 1)
+    load.max_batched_tokens = min(context, limits.max_batched_tokens)
+    try:
+        run_once(engine, [_prompt(0, length, kind, limits.vocab_size)])
+    finally:
+        load.restore()
 
 
 def _prompt(index: int, length: int, kind: SamplingParams, vocab_size: int) -> Request:

@@ -9,7 +9,10 @@ from weakref import ref
 import pytest
 import torch
 
-from dflash_kernels.launch_config import HAS_TRITON
+from dflash_kernels import ragged_attention
+from dflash_kernels.launch_config import HAS_TRITON, RaggedShape
+from dflash_runtime import warm_up
+from dflash_runtime.device import prefill
 from dflash_runtime.device.decode_graphs import START_REQUESTS, StepMode
 from dflash_runtime.errors import UsageError
 from dflash_runtime.llm import LLM
@@ -183,3 +186,28 @@ def test_nothing_is_compiled_after_the_warm_up(params: SamplingParams) -> None:
     late = {launch.key for launch in launches} - warm
     assert len(launches) > num_warm + 300
     assert not late
+
+
+@pytest.mark.skipif(not HAS_TRITON or torch.cuda.is_available(), reason="needs Triton's interpreter")
+def test_neither_is_attention_of_prompts_after_contexts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In parts and whole, with the tiles of short contexts and those of long ones, though no prompt is longer than a
+    step has rows: a step cuts prompts where others leave it few.
+    """
+    short, long = RaggedShape(16, 16, 4, 2, has_descriptors=True), RaggedShape(32, 16, 8, 2)
+    monkeypatch.setattr(
+        prefill, "ragged_shape", lambda *_, longest_context, **__: long if longest_context > 31 else short
+    )
+    monkeypatch.setattr(ragged_attention, "MIN_PART", 1)
+    monkeypatch.setattr(ragged_attention, "num_multiprocessors", lambda device: 4)
+    monkeypatch.setattr(warm_up, "CONTEXTS", (16, 32))
+    llm = small_llm(kernels="triton", page_size=2, num_pages=200, max_batched_tokens=63, seed=5)
+    with_stand_ins(llm)
+    with seen_launches(compute="choices") as launches:
+        llm.warm_up()
+        warm = {launch.key for launch in launches}
+        llm.generate(random_prompts([48, 50, 60, 40, 61, 3, 60], 97), GREEDY)
+    attention = {
+        launch.key for launch in launches if launch.key[0] in ("_ragged_attention_kernel", "_sum_parts_kernel")
+    }
+    assert len(attention) == 4
+    assert not {launch.key for launch in launches} - warm
