@@ -4,7 +4,8 @@
 
 Needs a CUDA device. Every cut is held against the reference in float32 and timed as a CUDA graph, beside the attention
 of uniform blocks called once for each prompt. A cut that does not fit the device is left out. The last table has one
-line a cut, the best on average first; `*` marks the one that is in use.
+line a cut, the best on average first: `TMA` loads tiles by descriptors, parts being made for so many programs on a
+multiprocessor; `*` is in use without context.
 """
 
 import argparse
@@ -26,10 +27,17 @@ from timing.ceilings import device_ms
 
 HEADS, KV, HEAD_DIM, PAGE, LAYERS = 32, 8, 128, 16, 4
 LENGTHS: dict[str, tuple[list[int], list[int]]] = {
-    "1 x 2,048": ([2048], [0]),
-    "4 x 512": ([512] * 4, [0] * 4),
+    "600": ([600], [0]),
+    "2,048": ([2048], [0]),
+    "8,192": ([8192], [0]),
+    "3 x 970": ([970] * 3, [0] * 3),
+    "300 800 350": ([300, 800, 350], [0] * 3),
     "32 x 512": ([512] * 32, [0] * 32),
+    "1,000 at 1,000": ([1000], [1000]),
+    "4 x 500 at 500": ([500] * 4, [500] * 4),
+    "2,048 at 2,048": ([2048], [2048]),
     "2,048 at 14,336": ([2048], [14_336]),
+    "8,192 at 8,192": ([8192], [8192]),
     "64 at 14,336": ([64], [14_336]),
     "16 at 14,336": ([16], [14_336]),
     "mixed": ([1024, 7, 300, 512, 64, 141], [14_336, 4096, 0, 0, 30_000, 512]),
@@ -96,6 +104,9 @@ def median_us(call: Callable[[], object], calls: int = 8) -> float:
 def shapes() -> Iterator[RaggedShape]:
     for rows, keys, num_warps, num_stages in itertools.product((64, 128), (32, 64, 128), (4, 8), (2, 3)):
         yield RaggedShape(rows, keys, num_warps, num_stages)
+    for keys, num_stages, num_together in itertools.product((64, 128), (2, 3), (1, 2)):
+        yield RaggedShape(64, keys, 4, num_stages, num_together, has_descriptors=True)
+        yield RaggedShape(128, keys, 8, num_stages, num_together, has_descriptors=True)
 
 
 def time_shape(batch: Batch, shape: RaggedShape) -> float | None:
@@ -147,13 +158,15 @@ def print_table(
         return math.exp(statistics.mean(math.log(times[n] / best[n]) if n in times else 9.0 for n in LENGTHS))
 
     print(f"\n{torch.cuda.get_device_name()}, torch {torch.__version__}, microseconds a layer")
-    print(f"{'rows keys warps stages':24s}" + "".join(f"{name:>17s}" for name in LENGTHS) + f"{'x best':>9s}")
-    print(f"{'one by one':24s}" + "".join(f"{before[name]:17.1f}" for name in LENGTHS))
-    print(f"{'best, TFLOP/s':24s}" + "".join(f"{flops[name] / best[name] / 1e6:17.0f}" for name in LENGTHS))
+    print(f"{'rows keys warps stages':28s}" + "".join(f"{name:>17s}" for name in LENGTHS) + f"{'x best':>9s}")
+    print(f"{'one by one':28s}" + "".join(f"{before[name]:17.1f}" for name in LENGTHS))
+    print(f"{'best, TFLOP/s':28s}" + "".join(f"{flops[name] / best[name] / 1e6:17.0f}" for name in LENGTHS))
     for shape, times in sorted(found.items(), key=behind):
-        label = f"{shape.rows:4d} {shape.keys:4d} {shape.num_warps:5d} {shape.num_stages:6d}{' *' * (shape == in_use)}"
+        loads = f" TMA {shape.num_together}" if shape.has_descriptors else ""
+        mark = " *" if shape == in_use else ""
+        label = f"{shape.rows:4d} {shape.keys:4d} {shape.num_warps:5d} {shape.num_stages:6d}{loads}{mark}"
         row = "".join(f"{times[name]:17.1f}" if name in times else f"{'-':>17s}" for name in LENGTHS)
-        print(f"{label:24s}{row}{behind((shape, times)):9.2f}")
+        print(f"{label:28s}{row}{behind((shape, times)):9.2f}")
 
 
 if __name__ == "__main__":
