@@ -3,13 +3,13 @@
 A slot is one token's place in KV, `page * page_size + offset`. Page 0 is never allocated, so a table entry of 0 means
 "no page" and becomes PAD; so does every position at or past what a request has reserved. PAD rows write nothing.
 
-Axis letters: R requests, N rows a request, P pages.
+Axis letters: R requests, N rows a request, P pages, B rows of the page table, T flat rows, G chunks.
 """
 
 import torch
 from torch import Tensor
 
-from dflash_kernels.launch_config import jit, tl
+from dflash_kernels.launch_config import ELEMENT_TILE, ceil_div, check_tensors, jit, require, tl
 
 PAD = -1
 
@@ -37,3 +37,54 @@ def slots_at(table, position, reserved_len, num_pages, PAGE_SIZE: tl.constexpr):
     is_inside = (position >= 0) & (position < reserved_len) & (column < num_pages)
     page = tl.load(table + column, mask=is_inside, other=0)
     return tl.where(page > 0, page * PAGE_SIZE + position % PAGE_SIZE, -1)
+
+
+def locate_rows_ref(
+    page_table: Tensor, ends: Tensor, shifts: Tensor, table_rows: Tensor, num_rows: int, page_size: int
+) -> tuple[Tensor, Tensor]:
+    """Position and slot of each flat row, [T] int64 each. Rows lie chunk by chunk.
+
+    page_table  [B, P] int64, 0 where no page is owned, wide enough for all positions
+    ends        [G] int64     the flat row behind each chunk
+    shifts      [G] int64     by how much a position is larger than its flat row
+    table_rows  [G] int64     of the page table
+    """
+    flat = torch.arange(num_rows, device=ends.device)
+    chunk = torch.bucketize(flat, ends, right=True)
+    positions = flat + shifts[chunk]
+    pages = page_table[table_rows[chunk], positions // page_size]
+    return positions, torch.where(pages > 0, pages * page_size + positions % page_size, PAD)
+
+
+@jit(do_not_specialize=["num_rows", "num_chunks"])
+def _locate_rows_kernel(
+    page_table, ends, shifts, table_rows, positions, slots, table_stride, num_rows, num_chunks,
+    PAGE_SIZE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    is_row = row < num_rows
+    chunk = row * 0
+    for index in range(num_chunks - 1):
+        chunk += (row >= tl.load(ends + index)).to(tl.int32)
+    position = row + tl.load(shifts + chunk)
+    table = page_table + tl.load(table_rows + chunk) * table_stride
+    page = tl.load(table + position // PAGE_SIZE, mask=is_row, other=0)
+    tl.store(positions + row, position, mask=is_row)
+    tl.store(slots + row, tl.where(page > 0, page * PAGE_SIZE + position % PAGE_SIZE, -1), mask=is_row)
+
+
+def locate_rows(
+    page_table: Tensor, ends: Tensor, shifts: Tensor, table_rows: Tensor, num_rows: int, page_size: int
+) -> tuple[Tensor, Tensor]:
+    """`locate_rows_ref` in one launch."""
+    check_tensors(page_table, ends, shifts, table_rows)
+    require(len(ends) == len(shifts) == len(table_rows), "an end, a shift and a row of the table for each chunk")
+    require(page_table.stride(1) == 1, "contiguous rows of the page table")
+    # Two tensors: where the second of one begins would depend on how many rows there are.
+    positions, slots = (torch.empty(num_rows, dtype=torch.int64, device=page_table.device) for _ in range(2))
+    if num_rows:
+        _locate_rows_kernel[(ceil_div(num_rows, ELEMENT_TILE),)](
+            page_table, ends, shifts, table_rows, positions, slots, page_table.stride(0), num_rows, len(ends),
+            PAGE_SIZE=page_size, TILE=ELEMENT_TILE,
+        )  # fmt: skip
+    return positions, slots

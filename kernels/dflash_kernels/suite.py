@@ -27,7 +27,16 @@ from dflash_kernels.ragged_attention import ragged_attention, ragged_attention_r
 from dflash_kernels.rejection import reject, reject_ref
 from dflash_kernels.rope_norm import add_rms_norm, add_rms_norm_ref, rms_norm, rms_norm_ref
 from dflash_kernels.rope_store import KVPlace, rope_store, rope_store_ref
+from dflash_kernels.row_changes import (
+    HeldRows,
+    ReadyRows,
+    change_rows,
+    change_rows_ref,
+    switch_on_rows,
+    switch_on_rows_ref,
+)
 from dflash_kernels.sampling import Chosen, argmax, argmax_ref, sample, sample_ref
+from dflash_kernels.slot_mapping import locate_rows, locate_rows_ref
 from dflash_kernels.step_rows import (
     Bounds,
     RowState,
@@ -61,6 +70,9 @@ class Kernels:
     accept_block: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Acceptance]
     open_step: Callable[[RowState, Tensor, int, int, Bounds], StepRows]
     close_step: Callable[[RowState, Tensor, StepRows, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+    change_rows: Callable[[HeldRows, Tensor, Tensor, int], None]
+    switch_on_rows: Callable[[ReadyRows, Tensor, ReadyRows], None]
+    locate_rows: Callable[[Tensor, Tensor, Tensor, Tensor, int, int], tuple[Tensor, Tensor]]
     argmax: Callable[[Tensor], Tensor]
     sample: Callable[..., Chosen]
     reject: Callable[..., tuple[Tensor, Tensor]]
@@ -83,6 +95,9 @@ REFERENCE = Kernels(
     accept_block=accept_block_ref,
     open_step=open_step_ref,
     close_step=close_step_ref,
+    change_rows=change_rows_ref,
+    switch_on_rows=switch_on_rows_ref,
+    locate_rows=locate_rows_ref,
     argmax=argmax_ref,
     sample=sample_ref,
     reject=reject_ref,
@@ -105,6 +120,9 @@ _TRITON = Kernels(
     accept_block=accept_block,
     open_step=open_step,
     close_step=close_step,
+    change_rows=change_rows,
+    switch_on_rows=switch_on_rows,
+    locate_rows=locate_rows,
     argmax=argmax,
     sample=sample,
     reject=reject,

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from dflash_kernels.block_attention import PLAIN, Softmax
 from dflash_kernels.rope_store import KVPlace
+from dflash_kernels.row_changes import HeldRows, ReadyRows
 from dflash_kernels.step_rows import Bounds, RowState
 from dflash_kernels.suite import REFERENCE, Kernels, triton_kernels
 from dflash_testing.distributions import reject_probs
@@ -54,6 +55,10 @@ def inputs(seed: int) -> Inputs:
         "gate_up": normal(E, 2 * F, D, dtype=BFLOAT, seed=seed), "down": normal(E, D, F, dtype=BFLOAT, seed=seed),
         "experts": torch.stack([torch.randperm(E, generator=generator)[:C] for _ in range(R * N)]).to(DEVICE),
         "scores": normal(R * N, C, dtype=BFLOAT, seed=seed).abs(),
+        # Rows 2 and R are given, with two pages and with one; row 0 gains one.
+        "changes": torch.cat((torch.tensor([[2, 1, 0, 2, 0], [0, 0, 1, 1, 2], [R, 1, 0, 1, 3]]).to(DEVICE),
+                              draw(0, 2**40, R, 8)), 1),
+        "gained": draw(1, 90, 4), "ends": torch.tensor([2, 3, 9]).to(DEVICE) + seed,
     }  # fmt: skip
 
 
@@ -116,6 +121,22 @@ def close_step(kernels: Kernels, at: Inputs) -> tuple[Tensor, ...]:
     return *packed, state.kv_lens, state.anchors, state.remaining, state.done
 
 
+def change_rows(kernels: Kernels, at: Inputs) -> tuple[Tensor, ...]:
+    state, floats = step_state(at), torch.cat((at["temperatures"], at["temperatures"][:1]))
+    ints = (state.generations, state.widths, state.anchors, state.kv_lens, floats, floats.clone(), state.reserved_lens)
+    held = HeldRows(*(tensor.clone() for tensor in (state.done, *ints, state.stop_ids, state.page_table)))
+    kernels.change_rows(held, at["changes"], at["gained"], PAGE)
+    return tuple(held)
+
+
+def switch_on_rows(kernels: Kernels, at: Inputs) -> tuple[Tensor, ...]:
+    state = step_state(at)
+    ready = ReadyRows(state.kv_lens, state.anchors, state.remaining, state.done.clone())
+    values = ReadyRows(at["seeds"], at["places"], at["most"], at["drafts"][:, 0] == 1)
+    kernels.switch_on_rows(ready, at["rows"], values)
+    return tuple(ready)
+
+
 def sampling_rows(at: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return at["logits"], at["temperatures"], at["top_ks"], at["top_ps"]
 
@@ -137,6 +158,9 @@ CALLS: dict[str, Call] = {
     "accept_block": lambda k, at: k.accept_block(at["drafts"], at["targets"], at["most"], at["stops"], at["remaining"]),
     "open_step": open_step,
     "close_step": close_step,
+    "change_rows": change_rows,
+    "switch_on_rows": switch_on_rows,
+    "locate_rows": lambda k, at: k.locate_rows(at["table"], at["ends"], at["most"], at["rows"] % R, 9, PAGE),
     "argmax": lambda k, at: (k.argmax(at["logits"]),),
     "sample": lambda k, at: k.sample(*sampling_rows(at), at["seeds"], at["places"])[:2],
     "sample greedy": lambda k, at: k.sample(*sampling_rows(at), at["seeds"], at["places"], is_greedy=True)[:2],

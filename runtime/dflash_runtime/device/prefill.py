@@ -147,7 +147,9 @@ class Prefill:
              if chunk.is_last and not is_resumed(chunk.request)],
             [token for chunk in filled for token in chunk.request.token_slice(chunk.start, chunk.end)],
         )  # fmt: skip
-        positions, slots = self._locate(len(token_ids), ends, shifts, table_rows)
+        positions, slots = self.kernels.locate_rows(
+            self.state.page_table, ends, shifts, table_rows, len(token_ids), self.cache.page_size
+        )
         attend = None
         if not self.has_own_cache:
             cut = {shape: (item, ints) for (shape, item), ints in zip(plans.items(), placed, strict=True)}
@@ -177,15 +179,6 @@ class Prefill:
             packed = results.pack()
         self.state.activate(prompts.rows, prompts.kv_lens, anchors, remaining, is_done)
         return packed
-
-    def _locate(self, num_rows: int, ends: Tensor, shifts: Tensor, table_rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Position and slot of each flat row, [T] each, from what is known of each chunk, [G]."""
-        flat = torch.arange(num_rows, device=ends.device)
-        if not num_rows:
-            return flat, flat
-        chunk = torch.bucketize(flat, ends, right=True)
-        positions = flat + shifts[chunk]
-        return positions, slots_of(self.state.page_table, table_rows[chunk], positions, self.cache.page_size)
 
     def _first_tokens(self, prompts: PromptRows, hidden: Tensor, mode: StepMode) -> StepResults:
         """Choose the tokens after fresh prompts from hidden states [F, hidden] of their last rows."""

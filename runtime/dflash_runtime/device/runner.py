@@ -68,7 +68,7 @@ class Runner:
         # A block may begin on the last position, so the table is a block wider than the model is long.
         max_pages = -(-(self.limits.max_model_len + self.limits.num_lookahead_tokens) // page_size)
         # The last row is never given to a request: graphs fill their batches with it.
-        self.state = DeviceState.empty(self.limits.max_num_requests + 1, max_pages, self.device)
+        self.state = DeviceState.empty(self.limits.max_num_requests + 1, max_pages, self.kernels, self.device)
         self._upload = Uploader(self.device)
         caches = {} if self.texts is not None else {TARGET_PAGES: self.target_kv}
         if self.draft_kv is not None:

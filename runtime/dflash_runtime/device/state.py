@@ -2,22 +2,26 @@
 
 A request holds one row from admission to its end. The host writes a row when a request is admitted, when pages are
 added and when the request is switched on, for all requests of a step together; every step writes lengths, anchor and
-done flag. All of that happens in
-stream order, so a row may be given to a new request while steps of the old one are still queued: those steps find
-the row done, and their results carry the old generation number.
+done flag. All of that happens in stream order, so a row may be given to a new request while steps of the old one are
+still queued: those steps find the row done, and their results carry the old generation number.
 
 Axis letters: B rows of the state, R rows in a step, P pages, S stop ids.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from struct import pack, unpack
 
 import torch
 from torch import Tensor
 
+from dflash_kernels.row_changes import NUM_CHANGE_FIELDS, HeldRows, ReadyRows
 from dflash_kernels.step_rows import RowState
+from dflash_kernels.suite import Kernels
 from dflash_runtime.scheduling.batch import PageAddition
 from dflash_runtime.scheduling.request import MAX_STOP_IDS, Request
+
+_NO_FIELDS = [0] * (NUM_CHANGE_FIELDS - 5 + MAX_STOP_IDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +41,10 @@ class DeviceState:
     seeds: Tensor
     stop_ids: Tensor  # [B, S], -1 where unused
     page_table: Tensor  # [B, P], 0 where no page is owned
+    kernels: Kernels
 
     @classmethod
-    def empty(cls, num_rows: int, max_pages: int, device: torch.device) -> "DeviceState":
+    def empty(cls, num_rows: int, max_pages: int, kernels: Kernels, device: torch.device) -> "DeviceState":
         def ints(*shape: int, fill: int = 0) -> Tensor:
             return torch.full(shape, fill, dtype=torch.int64, device=device)
 
@@ -60,6 +65,7 @@ class DeviceState:
             seeds=ints(num_rows),
             stop_ids=ints(num_rows, MAX_STOP_IDS, fill=-1),
             page_table=ints(num_rows, max_pages),
+            kernels=kernels,
         )
 
     @property
@@ -77,6 +83,22 @@ class DeviceState:
             page_table=self.page_table,
         )
 
+    @property
+    def held_rows(self) -> HeldRows:
+        """What rows have from when they are given to requests."""
+        return HeldRows(
+            done=self.done,
+            generations=self.generations,
+            widths=self.widths,
+            top_ks=self.top_ks,
+            seeds=self.seeds,
+            temperatures=self.temperatures,
+            top_ps=self.top_ps,
+            reserved_lens=self.reserved_lens,
+            stop_ids=self.stop_ids,
+            page_table=self.page_table,
+        )
+
     def admit(
         self,
         requests: Sequence[Request],
@@ -85,66 +107,53 @@ class DeviceState:
         page_size: int,
         upload: "Uploader",
     ) -> None:
-        """Give rows to requests and pages to rows; a row stays done until `activate`.
+        """Give rows to requests and pages to rows, in one copy and one launch; a row stays done until `activate`.
 
-        A row begins without pages: those of the request itself are among the additions. Whatever their number, the
-        device is asked as often, since every field is written for all rows at once.
+        A row begins without pages: those of the request itself are among the additions.
         """
         if not (requests or additions):
             return
-        cells = [(item.row, item.column + index, page) for item in additions for index, page in enumerate(item.pages)]
-        # One entry a row: writing an index twice in one call has no defined order on a GPU.
-        reserved = {item.row: (item.column + len(item.pages)) * page_size for item in additions if item.pages}
-        rows, fields, stops, cell, reserved_rows, lens = upload.lists(
-            [_row(request) for request in requests],
-            [value for request in requests for value in _int_fields(request, full_width)],
-            [stop for request in requests for stop in _stops(request)],
-            [value for column in zip(*cells, strict=True) for value in column],
-            list(reserved),
-            list(reserved.values()),
-        )
-        if requests:
-            self._begin(rows, fields.view(len(requests), -1), stops.view(len(requests), -1))
-            floats = upload.floats(
-                [value for item in requests for value in (item.params.temperature, item.params.top_p)]
-            )
-            self.temperatures[rows], self.top_ps[rows] = floats.view(-1, 2).unbind(1)
-        if cells:
-            cell_rows, columns, pages = cell.view(3, -1)
-            self.page_table[cell_rows, columns] = pages
-            self.reserved_lens[reserved_rows] = lens
-
-    def _begin(self, rows: Tensor, fields: Tensor, stops: Tensor) -> None:
-        """Write what does not change while requests hold rows [R]: `_int_fields` [R, ...] and stop ids [R, S]."""
-        self.generations[rows], self.widths[rows], self.top_ks[rows], self.seeds[rows] = fields.unbind(1)
-        self.stop_ids[rows] = stops
-        self.done.index_fill_(0, rows, True)
-        self.page_table.index_fill_(0, rows, 0)
-        self.reserved_lens.index_fill_(0, rows, 0)
+        gains = _gains(additions)
+        given = {_row(request): request for request in requests}
+        changes, pages = list[int](), list[int]()
+        for row in dict.fromkeys((*given, *gains)):
+            column, gained = gains.get(row, (0, []))
+            fields = _fields(given[row], full_width) if row in given else _NO_FIELDS
+            changes += (row, row in given, column, len(gained), len(pages), *fields)
+            pages += gained
+        sent, sent_pages = upload.lists(changes, pages)
+        width = NUM_CHANGE_FIELDS + MAX_STOP_IDS
+        self.kernels.change_rows(self.held_rows, sent.view(-1, width), sent_pages, page_size)
 
     def activate(self, rows: Tensor, kv_lens: Tensor, anchors: Tensor, remaining: Tensor, done: Tensor) -> None:
         """Switch rows [R] on after their prefill; everything is [R]."""
-        self.kv_lens[rows] = kv_lens
-        self.anchors[rows] = anchors
-        self.remaining[rows] = remaining
-        self.done[rows] = done
+        ready = ReadyRows(self.kv_lens, self.anchors, self.remaining, self.done)
+        self.kernels.switch_on_rows(ready, rows, ReadyRows(kv_lens, anchors, remaining, done))
+
+
+def _gains(additions: Sequence[PageAddition]) -> dict[int, tuple[int, list[int]]]:
+    """Where each row's new pages begin, and all of them: a row's additions follow one another."""
+    gains: dict[int, tuple[int, list[int]]] = {}
+    for item in additions:
+        column, pages = gains.setdefault(item.row, (item.column, []))
+        assert item.column == column + len(pages)
+        pages += item.pages
+    return gains
+
+
+def _fields(request: Request, full_width: int) -> list[int]:
+    """What a row that is given has: see `NUM_CHANGE_FIELDS`; then its stop ids, filled up with -1."""
+    params = request.params
+    width = min(params.verify_width or full_width, full_width)
+    stops = params.effective_stops
+    floats = unpack("<2q", pack("<2d", params.temperature, params.top_p))
+    padding = [-1] * (MAX_STOP_IDS - len(stops))
+    return [request.generation, width, params.top_k, request.seed, *floats, *stops, *padding]
 
 
 def _row(request: Request) -> int:
     assert request.row is not None
     return request.row
-
-
-def _int_fields(request: Request, full_width: int) -> tuple[int, int, int, int]:
-    """Generation, width, top-k and seed."""
-    width = min(request.params.verify_width or full_width, full_width)
-    return request.generation, width, request.params.top_k, request.seed
-
-
-def _stops(request: Request) -> list[int]:
-    """Its stop ids, filled up with -1."""
-    stops = request.params.effective_stops
-    return [*stops, *[-1] * (MAX_STOP_IDS - len(stops))]
 
 
 class Uploader:
@@ -173,9 +182,6 @@ class Uploader:
         sizes = [len(values) + len(values) % 2 for values in lists]
         flat = self.ints([value for values in lists for value in (*values, *[0] * (len(values) % 2))])
         return [part[: len(values)] for part, values in zip(flat.split(sizes), lists, strict=True)]
-
-    def floats(self, values: Sequence[float]) -> Tensor:
-        return self._send(torch.tensor(values, dtype=torch.float64, pin_memory=self._is_cuda))
 
     def _send(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._device, non_blocking=True)

@@ -2,6 +2,7 @@
 
 import torch
 
+from dflash_kernels.suite import REFERENCE
 from dflash_runtime.device.state import DeviceState, Uploader
 from dflash_runtime.scheduling.batch import PageAddition
 from dflash_runtime.scheduling.request import Request, SamplingParams
@@ -18,7 +19,7 @@ def request(row: int, **params: object) -> Request:
 
 def used_state() -> DeviceState:
     """Six rows in the middle of their lives."""
-    state = DeviceState.empty(6, 5, CPU)
+    state = DeviceState.empty(6, 5, REFERENCE, CPU)
     for tensor in (state.kv_lens, state.anchors, state.remaining, state.reserved_lens, state.page_table):
         tensor.fill_(77)
     state.done.fill_(False)

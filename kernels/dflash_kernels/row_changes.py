@@ -1,0 +1,157 @@
+"""What changes in the state's rows between steps: they are given to requests, gain pages, and are switched on.
+
+All of a step's changes go up as one tensor and are written in one launch, whatever their number: as operations of their
+own they are a dozen launches, which a prompt that comes to an idle device waits for.
+
+Axis letters: B rows of the state, S stop ids, P pages of a row, E rows that change, C pages that they gain.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dflash_kernels.launch_config import check_tensors, constexpr, jit, power_of_2, require, tl
+
+
+class HeldRows(NamedTuple):
+    """What a row has from when it is given to a request, [B] int64 unless said otherwise."""
+
+    done: Tensor
+    """bool; a row that is given is done until it is switched on"""
+    generations: Tensor
+    widths: Tensor
+    top_ks: Tensor
+    seeds: Tensor
+    temperatures: Tensor
+    """float64"""
+    top_ps: Tensor
+    """float64"""
+    reserved_lens: Tensor
+    """first position that no page is reserved for"""
+    stop_ids: Tensor
+    """[B, S], -1 where unused"""
+    page_table: Tensor
+    """[B, P], 0 where no page is owned"""
+
+
+NUM_CHANGE_FIELDS = 11
+"""Of a row that changes: row; whether it is given to a request; first column, number and place of the pages that it
+gains; then what a given row has: generation, width, top-k, seed, and the bits of temperature and top-p. Its stop ids
+follow."""
+
+_TL_NUM_CHANGE_FIELDS = constexpr(NUM_CHANGE_FIELDS)
+_TILE = 128
+
+
+def change_rows_ref(held: HeldRows, changes: Tensor, pages: Tensor, page_size: int) -> None:
+    """Give rows to requests and pages to rows. A row that is given begins without pages and is done.
+
+    changes  [E, NUM_CHANGE_FIELDS + S] int64, a row of the state in one of them at most
+    pages    [C] int64, those of one row after the other
+    """
+    row, is_given, column, count, place = changes[:, :5].unbind(1)
+    given = changes[is_given != 0]
+    rows = given[:, 0]
+    held.generations[rows], held.widths[rows], held.top_ks[rows], held.seeds[rows] = given[:, 5:9].unbind(1)
+    floats = given[:, 9:NUM_CHANGE_FIELDS].contiguous().view(torch.float64)
+    held.temperatures[rows], held.top_ps[rows] = floats.unbind(1)
+    held.stop_ids[rows] = given[:, NUM_CHANGE_FIELDS:]
+    held.done.index_fill_(0, rows, True)
+    held.page_table.index_fill_(0, rows, 0)
+    held.reserved_lens.index_fill_(0, rows, 0)
+    gains = count > 0
+    held.reserved_lens[row[gains]] = (column + count)[gains] * page_size
+    index = torch.arange(len(pages), device=pages.device)
+    owner = torch.bucketize(index, (place + count)[gains], right=True)
+    held.page_table[row[gains][owner], column[gains][owner] + index - place[gains][owner]] = pages
+
+
+@jit
+def _change_rows_kernel(
+    done, generations, widths, top_ks, seeds, temperatures, top_ps, reserved_lens, stop_ids, page_table,
+    changes, pages, page_size, num_stops, num_columns,
+    TILE: tl.constexpr, TILE_S: tl.constexpr,
+):  # fmt: skip
+    change = changes + tl.program_id(0).to(tl.int64) * (_TL_NUM_CHANGE_FIELDS + num_stops)
+    row, is_given = tl.load(change), tl.load(change + 1) != 0
+    column, count, place = tl.load(change + 2), tl.load(change + 3), tl.load(change + 4)
+    if is_given:
+        tl.store(generations + row, tl.load(change + 5))
+        tl.store(widths + row, tl.load(change + 6))
+        tl.store(top_ks + row, tl.load(change + 7))
+        tl.store(seeds + row, tl.load(change + 8))
+        tl.store(temperatures + row, tl.load(change + 9))
+        tl.store(top_ps + row, tl.load(change + 10))
+        stop = tl.arange(0, TILE_S)
+        stops = tl.load(change + _TL_NUM_CHANGE_FIELDS + stop, mask=stop < num_stops)
+        tl.store(stop_ids + row * num_stops + stop, stops, mask=stop < num_stops)
+        tl.store(done + row, True)
+    if is_given | (count > 0):
+        tl.store(reserved_lens + row, tl.where(count > 0, (column + count) * page_size, 0))
+    # Each cell is written once: what a given row does not gain is no page.
+    first = tl.where(is_given, 0, column)
+    end = tl.where(is_given, num_columns, column + count)
+    for begin in range(first, end, TILE):
+        cell = begin + tl.arange(0, TILE)
+        is_gained = (cell >= column) & (cell < column + count)
+        page = tl.load(pages + place + cell - column, mask=is_gained, other=0)
+        tl.store(page_table + row * num_columns + cell, page, mask=cell < end)
+
+
+def change_rows(held: HeldRows, changes: Tensor, pages: Tensor, page_size: int) -> None:
+    """`change_rows_ref` in one launch, a program a row that changes."""
+    check_tensors(*held, changes, pages)
+    num_stops = held.stop_ids.shape[1]
+    require(changes.dim() == 2 and changes.shape[1] == NUM_CHANGE_FIELDS + num_stops, "all fields of each change")
+    _check_contiguous((*held, changes, pages))
+    if len(changes):
+        floats = (held.temperatures.view(torch.int64), held.top_ps.view(torch.int64))
+        _change_rows_kernel[(len(changes),)](
+            held.done, held.generations, held.widths, held.top_ks, held.seeds, *floats, held.reserved_lens,
+            held.stop_ids, held.page_table, changes, pages, page_size, num_stops, held.page_table.shape[1],
+            TILE=_TILE, TILE_S=power_of_2(num_stops), num_warps=1,
+        )  # fmt: skip
+
+
+class ReadyRows(NamedTuple):
+    """What a row has from when it is switched on, [B] int64 unless said otherwise, or of rows that are, [E]."""
+
+    kv_lens: Tensor
+    anchors: Tensor
+    remaining: Tensor
+    """tokens that may still be committed"""
+    done: Tensor
+    """bool"""
+
+
+def switch_on_rows_ref(ready: ReadyRows, rows: Tensor, values: ReadyRows) -> None:
+    """Write `values` [E] into rows [E] of the state. Of a row that is given twice either may stay."""
+    for field, value in zip(ready, values, strict=True):
+        field[rows] = value
+
+
+@jit
+def _switch_on_rows_kernel(
+    kv_lens, anchors, remaining, done, rows, new_kv_lens, new_anchors, new_remaining, new_done
+):  # fmt: skip
+    index = tl.program_id(0)
+    row = tl.load(rows + index)
+    tl.store(kv_lens + row, tl.load(new_kv_lens + index))
+    tl.store(anchors + row, tl.load(new_anchors + index))
+    tl.store(remaining + row, tl.load(new_remaining + index))
+    tl.store(done + row, tl.load(new_done + index))
+
+
+def switch_on_rows(ready: ReadyRows, rows: Tensor, values: ReadyRows) -> None:
+    """`switch_on_rows_ref` in one launch, a program a row."""
+    check_tensors(*ready, rows, *values)
+    require(all(len(value) == len(rows) for value in values), "a value of each kind for each row")
+    _check_contiguous((*ready, rows, *values))
+    if len(rows):
+        _switch_on_rows_kernel[(len(rows),)](*ready, rows, *values, num_warps=1)
+
+
+def _check_contiguous(tensors: Sequence[Tensor]) -> None:
+    require(all(tensor.is_contiguous() for tensor in tensors), "contiguous tensors")

@@ -1,0 +1,138 @@
+"""Rows that change between steps: what the kernels write is what the references do, and nothing else is touched."""
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from dflash_kernels.row_changes import (
+    NUM_CHANGE_FIELDS,
+    HeldRows,
+    ReadyRows,
+    change_rows,
+    change_rows_ref,
+    switch_on_rows,
+    switch_on_rows_ref,
+)
+from dflash_kernels.slot_mapping import PAD, locate_rows, locate_rows_ref
+from dflash_testing.tensors import DEVICE
+
+PAGE, NUM_ROWS = 16, 9
+
+
+def ints(*shape: int, seed: int = 0, high: int = 2**40) -> Tensor:
+    return torch.randint(1, high, shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def held_rows(num_stops: int, num_columns: int) -> HeldRows:
+    """Rows in the middle of their lives."""
+    generations, widths, top_ks, seeds, reserved = ints(5, NUM_ROWS).unbind()
+    floats = ints(2, NUM_ROWS, seed=1).double()
+    return HeldRows(
+        done=torch.zeros(NUM_ROWS, dtype=torch.bool, device=DEVICE), generations=generations, widths=widths,
+        top_ks=top_ks, seeds=seeds, temperatures=floats[0], top_ps=floats[1], reserved_lens=reserved,
+        stop_ids=ints(NUM_ROWS, num_stops, seed=2), page_table=ints(NUM_ROWS, num_columns, seed=3),
+    )  # fmt: skip
+
+
+def random_changes(seed: int, num_stops: int, num_columns: int) -> tuple[Tensor, Tensor]:
+    """Some rows, given or not, with pages anywhere in them or none."""
+    rng = random.Random(seed)
+    changes, pages = list[list[int]](), list[int]()
+    for row in rng.sample(range(NUM_ROWS), rng.randint(1, NUM_ROWS)):
+        is_given = rng.random() < 0.5
+        column = 0 if is_given else rng.randint(0, num_columns)
+        room = num_columns - column
+        count = rng.choice([0, min(1, room), room, rng.randint(0, room)])
+        fields = [rng.randint(-(2**62), 2**62) for _ in range(4)]
+        bits = torch.tensor([rng.random(), rng.random()], dtype=torch.float64).view(torch.int64).tolist()
+        stops = [rng.randint(-1, 500) for _ in range(num_stops)]
+        changes.append([row, is_given, column, count, len(pages), *fields, *bits, *stops])
+        pages += [rng.randint(1, 2**40) for _ in range(count)]
+    sent = [torch.tensor(values, dtype=torch.int64, device=DEVICE) for values in (changes, pages)]
+    return sent[0], sent[1]
+
+
+def copied(rows: HeldRows) -> HeldRows:
+    return HeldRows(*(tensor.clone() for tensor in rows))
+
+
+@pytest.mark.parametrize(("num_stops", "num_columns"), [(16, 5), (3, 128), (1, 300)])
+def test_rows_change_as_by_the_reference(num_stops: int, num_columns: int) -> None:
+    for seed in range(40):
+        found = held_rows(num_stops, num_columns)
+        expected = copied(found)
+        changes, pages = random_changes(seed, num_stops, num_columns)
+        change_rows(found, changes, pages, PAGE)
+        change_rows_ref(expected, changes, pages, PAGE)
+        for name, one, other in zip(HeldRows._fields, found, expected, strict=True):
+            assert torch.equal(one, other), (seed, name)
+
+
+@pytest.mark.parametrize("change", [change_rows, change_rows_ref])
+def test_a_row_that_gains_pages_keeps_all_else(change: object) -> None:
+    before = held_rows(3, 6)
+    after = copied(before)
+    changes = torch.zeros((2, NUM_CHANGE_FIELDS + 3), dtype=torch.int64, device=DEVICE)
+    changes[0, :5], changes[1, :5] = torch.tensor([4, 0, 2, 3, 0]), torch.tensor([7, 0, 0, 0, 3])
+    change(after, changes, torch.tensor([11, 12, 13], device=DEVICE), PAGE)  # type: ignore[operator]
+    expected = copied(before)
+    expected.page_table[4, 2:5] = torch.tensor([11, 12, 13], device=DEVICE)
+    expected.reserved_lens[4] = 5 * PAGE
+    for one, other in zip(after, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_no_change_is_no_launch() -> None:
+    rows = held_rows(3, 6)
+    change_rows(rows, torch.empty((0, NUM_CHANGE_FIELDS + 3), dtype=torch.int64, device=DEVICE), ints(0), PAGE)
+    switch_on_rows(ReadyRows(*[*rows[1:4], rows.done]), ints(0), ReadyRows(*[*ints(3, 0).unbind(), rows.done[:0]]))
+    assert not rows.done.any()
+
+
+@pytest.mark.parametrize("rows", [[3], [8, 0, 5, 1], list(range(NUM_ROWS))])
+def test_rows_are_switched_on_as_by_the_reference(rows: list[int]) -> None:
+    def ready() -> ReadyRows:
+        return ReadyRows(*[*ints(3, NUM_ROWS).unbind(), torch.ones(NUM_ROWS, dtype=torch.bool, device=DEVICE)])
+
+    values = ReadyRows(*[*ints(3, len(rows), seed=5).unbind(), ints(len(rows), seed=6, high=3) == 1])
+    found, expected, index = ready(), ready(), torch.tensor(rows, device=DEVICE)
+    switch_on_rows(found, index, values)
+    switch_on_rows_ref(expected, index, values)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    rows = held_rows(3, 6)
+    with pytest.raises(ValueError, match="all fields"):
+        change_rows(rows, ints(2, NUM_CHANGE_FIELDS), ints(1), PAGE)
+    with pytest.raises(ValueError, match="contiguous"):
+        change_rows(rows, ints(NUM_CHANGE_FIELDS + 3, 2).T, ints(1), PAGE)
+    ready = ReadyRows(*[*rows[1:4], rows.done])
+    with pytest.raises(ValueError, match="for each row"):
+        switch_on_rows(ready, ints(2, high=9), ReadyRows(*[*ints(3, 2).unbind(), rows.done[:1]]))
+
+
+@pytest.mark.parametrize("lengths", [[1], [5, 1, 40], [1024], [1, 1023, 1025], [300] * 9])
+def test_flat_rows_are_located_as_by_the_reference(lengths: list[int]) -> None:
+    """Chunks of any length after any context, some of them without a page."""
+    rng = random.Random(len(lengths))
+    table = ints(len(lengths) + 1, 200, high=2**40)
+    table[:, ::7] = 0
+    ends = [sum(lengths[: index + 1]) for index in range(len(lengths))]
+    shifts = [rng.randint(0, 1000) + length - end for length, end in zip(lengths, ends, strict=True)]
+    rows = rng.sample(range(len(lengths) + 1), len(lengths))
+    sent = [torch.tensor(values, device=DEVICE) for values in (ends, shifts, rows)]
+    found, expected = (
+        locate(table, sent[0], sent[1], sent[2], ends[-1], PAGE) for locate in (locate_rows, locate_rows_ref)
+    )
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert (found[1] == PAD).any() == (expected[0] // PAGE % 7 == 0).any()
+
+
+def test_no_rows_are_nowhere() -> None:
+    nothing = ints(0)
+    for locate in (locate_rows, locate_rows_ref):
+        assert [len(part) for part in locate(ints(2, 3), nothing, nothing, nothing, 0, PAGE)] == [0, 0]
