@@ -3,7 +3,8 @@
 All of a step's changes go up as one tensor and are written in one launch, whatever their number: as operations of their
 own they are a dozen launches, which a prompt that comes to an idle device waits for.
 
-Axis letters: B rows of the state, S stop ids, P pages of a row, E rows that change, C pages that they gain.
+Axis letters: B rows of the state, S stop ids, P pages of a row, E rows that change, C pages that they gain, F rows
+whose first token has been chosen.
 """
 
 from collections.abc import Sequence
@@ -12,7 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dflash_kernels.accept import accept_block_ref, decide
 from dflash_kernels.launch_config import check_tensors, constexpr, jit, power_of_2, require, tl
+from dflash_kernels.step_rows import NUM_FIELDS, RowState, pack_results
 
 
 class HeldRows(NamedTuple):
@@ -116,41 +119,88 @@ def change_rows(held: HeldRows, changes: Tensor, pages: Tensor, page_size: int) 
 
 
 class ReadyRows(NamedTuple):
-    """What a row has from when it is switched on, [B] int64 unless said otherwise, or of rows that are, [E]."""
+    """Rows that are switched on, E of them: those whose first token has been chosen before those that have tokens."""
 
+    rows: Tensor
+    """[E] int64, of the state"""
     kv_lens: Tensor
-    anchors: Tensor
+    """[E] int64"""
     remaining: Tensor
-    """tokens that may still be committed"""
-    done: Tensor
-    """bool"""
+    """[E] int64, tokens that may be committed, the first one included"""
+    anchors: Tensor
+    """[E - F] int64, the last token of those that have some"""
 
 
-def switch_on_rows_ref(ready: ReadyRows, rows: Tensor, values: ReadyRows) -> None:
-    """Write `values` [E] into rows [E] of the state. Of a row that is given twice either may stay."""
-    for field, value in zip(ready, values, strict=True):
-        field[rows] = value
+def switch_on_rows_ref(state: RowState, ready: ReadyRows, chosen: Tensor, is_finite: Tensor) -> Tensor:
+    """Switch rows on, and pack the first tokens of F of them as a step does its results.
+
+    A first token that is a stop id, or the last that may be committed, ends its request: its row stays done. Of a row
+    that is given twice either may stay.
+
+    chosen     [F] int64   first tokens
+    is_finite  [F] bool    whether the logits that they were chosen from are finite
+    Returns [F, NUM_FIELDS + 1] int64: see `close_step_ref`.
+    """
+    count, nothing = len(chosen), ready.rows.new_zeros(len(chosen))
+    rows, remaining = ready.rows[:count], ready.remaining[:count]
+    none = chosen.new_empty((count, 0))
+    accepted = accept_block_ref(none, chosen[:, None], nothing, state.stop_ids[rows], remaining)
+    is_done = accepted.is_stopped | (remaining <= 1)
+    fields = (accepted.num_committed, nothing, nothing, is_done, is_finite, state.generations[rows])
+    state.kv_lens[ready.rows] = ready.kv_lens
+    state.anchors[ready.rows] = torch.cat((chosen, ready.anchors))
+    state.remaining[ready.rows] = torch.cat((remaining - 1, ready.remaining[count:]))
+    state.done[ready.rows] = torch.cat((is_done, torch.zeros_like(ready.anchors, dtype=torch.bool)))
+    return pack_results(fields, chosen[:, None], none)
 
 
-@jit
+@jit(do_not_specialize=["num_fresh"])
 def _switch_on_rows_kernel(
-    kv_lens, anchors, remaining, done, rows, new_kv_lens, new_anchors, new_remaining, new_done
+    done, kv_lens, anchors, remaining, generations, stop_ids, rows, new_kv_lens, new_remaining, last_ids,
+    chosen_ids, is_finite, packed, num_fresh, num_stops,
+    FIELDS: tl.constexpr, TILE_S: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0)
-    row = tl.load(rows + index)
+    row, left = tl.load(rows + index), tl.load(new_remaining + index)
     tl.store(kv_lens + row, tl.load(new_kv_lens + index))
-    tl.store(anchors + row, tl.load(new_anchors + index))
-    tl.store(remaining + row, tl.load(new_remaining + index))
-    tl.store(done + row, tl.load(new_done + index))
+    if index < num_fresh:
+        chosen = tl.load(chosen_ids + index + tl.arange(0, 1))
+        stop = tl.arange(0, TILE_S)
+        stops = tl.load(stop_ids + row * num_stops + stop, mask=stop < num_stops, other=-1)
+        _, committed, _, is_stopped = decide(chosen * 0 - 1, chosen, stops, 0, left, 1)
+        is_done, token = is_stopped | (left <= 1), tl.load(chosen_ids + index)
+        out = packed + index * (FIELDS + 1)
+        tl.store(out, committed)
+        tl.store(out + 1, 0)
+        tl.store(out + 2, 0)
+        tl.store(out + 3, is_done.to(tl.int64))
+        tl.store(out + 4, (tl.load(is_finite + index) != 0).to(tl.int64))
+        tl.store(out + 5, tl.load(generations + row))
+        tl.store(out + FIELDS, token)
+        tl.store(anchors + row, token)
+        tl.store(remaining + row, left - 1)
+        tl.store(done + row, is_done)
+    else:
+        tl.store(anchors + row, tl.load(last_ids + index - num_fresh))
+        tl.store(remaining + row, left)
+        tl.store(done + row, False)
 
 
-def switch_on_rows(ready: ReadyRows, rows: Tensor, values: ReadyRows) -> None:
+def switch_on_rows(state: RowState, ready: ReadyRows, chosen: Tensor, is_finite: Tensor) -> Tensor:
     """`switch_on_rows_ref` in one launch, a program a row."""
-    check_tensors(*ready, rows, *values)
-    require(all(len(value) == len(rows) for value in values), "a value of each kind for each row")
-    _check_contiguous((*ready, rows, *values))
-    if len(rows):
-        _switch_on_rows_kernel[(len(rows),)](*ready, rows, *values, num_warps=1)
+    check_tensors(*state, *ready, chosen, is_finite)
+    _check_contiguous((*state, *ready, chosen, is_finite))
+    num_rows, num_fresh, num_stops = len(ready.rows), len(chosen), state.stop_ids.shape[1]
+    require(len(ready.kv_lens) == len(ready.remaining) == num_rows, "a length and a bound for each row")
+    require(len(is_finite) == num_fresh == num_rows - len(ready.anchors), "a first or a last token for each row")
+    packed = torch.empty((num_fresh, NUM_FIELDS + 1), dtype=torch.int64, device=chosen.device)
+    if num_rows:
+        _switch_on_rows_kernel[(num_rows,)](
+            state.done, state.kv_lens, state.anchors, state.remaining, state.generations, state.stop_ids, *ready,
+            chosen, is_finite, packed, num_fresh, num_stops,
+            FIELDS=NUM_FIELDS, TILE_S=power_of_2(num_stops), num_warps=1,
+        )  # fmt: skip
+    return packed
 
 
 def _check_contiguous(tensors: Sequence[Tensor]) -> None:

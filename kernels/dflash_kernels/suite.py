@@ -71,7 +71,7 @@ class Kernels:
     open_step: Callable[[RowState, Tensor, int, int, Bounds], StepRows]
     close_step: Callable[[RowState, Tensor, StepRows, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
     change_rows: Callable[[HeldRows, Tensor, Tensor, int], None]
-    switch_on_rows: Callable[[ReadyRows, Tensor, ReadyRows], None]
+    switch_on_rows: Callable[[RowState, ReadyRows, Tensor, Tensor], Tensor]
     locate_rows: Callable[[Tensor, Tensor, Tensor, Tensor, int, int], tuple[Tensor, Tensor]]
     argmax: Callable[[Tensor], Tensor]
     sample: Callable[..., Chosen]

@@ -48,7 +48,7 @@ def warm_up(engine: Engine, params: Sequence[SamplingParams], max_requests: int 
     jobs += [partial(pieces.capture, bucket) for bucket in pieces.missing()] if pieces is not None else []
     num_captured, started = len(jobs), time.perf_counter()
     jobs += [partial(run_once, engine, batch) for batch in prefill_batches(engine, params, max_requests)]
-    jobs += [partial(run_in_chunks, engine, params[0], context) for context in CONTEXTS]
+    jobs += [partial(run_in_chunks, engine, params[0], context) for context in contexts_of(engine)]
     progress(0, len(jobs))
     for num_done, job in enumerate(jobs, start=1):
         job()
@@ -93,17 +93,22 @@ def prefill_batches(engine: Engine, params: Sequence[SamplingParams], max_reques
     return [[_prompt(next(first), length, kind, limits.vocab_size) for length in batch] for batch, kind in plan]
 
 
+def contexts_of(engine: Engine) -> list[int]:
+    """CONTEXTS, as far as the model is so long."""
+    longest = engine.scheduler.limits.max_model_len - 1 - FEW_ROWS
+    return [context for context in dict.fromkeys(min(context, longest) for context in CONTEXTS) if context > 0]
+
+
 def run_in_chunks(engine: Engine, kind: SamplingParams, context: int) -> None:
-    """Run a prompt of which few rows follow a context that steps before have prefilled, if the model is so long.
+    """Run a prompt of which few rows follow a context that steps before have prefilled.
 
     Raises:
         DFlashError: the device failed, and the engine is closed.
     """
     limits, load = engine.scheduler.limits, engine.scheduler.load
-    length = min(context + FEW_ROWS, limits.max_model_len - 1)
     load.max_batched_tokens = min(context, limits.max_batched_tokens)
     try:
-        run_once(engine, [_prompt(0, length, kind, limits.vocab_size)])
+        run_once(engine, [_prompt(0, context + FEW_ROWS, kind, limits.vocab_size)])
     finally:
         load.restore()
 

@@ -130,11 +130,10 @@ def change_rows(kernels: Kernels, at: Inputs) -> tuple[Tensor, ...]:
 
 
 def switch_on_rows(kernels: Kernels, at: Inputs) -> tuple[Tensor, ...]:
-    state = step_state(at)
-    ready = ReadyRows(state.kv_lens, state.anchors, state.remaining, state.done.clone())
-    values = ReadyRows(at["seeds"], at["places"], at["most"], at["drafts"][:, 0] == 1)
-    kernels.switch_on_rows(ready, at["rows"], values)
-    return tuple(ready)
+    state = RowState(*(tensor.clone() for tensor in step_state(at)))
+    ready = ReadyRows(at["rows"], at["places"], at["remaining"], at["seeds"][:1])
+    packed = kernels.switch_on_rows(state, ready, at["targets"][:2, 0].contiguous(), at["drafts"][:2, 0] == 1)
+    return packed, *state
 
 
 def sampling_rows(at: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:

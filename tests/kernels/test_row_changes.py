@@ -16,6 +16,7 @@ from dflash_kernels.row_changes import (
     switch_on_rows_ref,
 )
 from dflash_kernels.slot_mapping import PAD, locate_rows, locate_rows_ref
+from dflash_kernels.step_rows import RowState
 from dflash_testing.tensors import DEVICE
 
 PAGE, NUM_ROWS = 16, 9
@@ -87,21 +88,57 @@ def test_a_row_that_gains_pages_keeps_all_else(change: object) -> None:
 def test_no_change_is_no_launch() -> None:
     rows = held_rows(3, 6)
     change_rows(rows, torch.empty((0, NUM_CHANGE_FIELDS + 3), dtype=torch.int64, device=DEVICE), ints(0), PAGE)
-    switch_on_rows(ReadyRows(*[*rows[1:4], rows.done]), ints(0), ReadyRows(*[*ints(3, 0).unbind(), rows.done[:0]]))
+    assert not len(switch_on_rows(running_rows(), ReadyRows(*ints(4, 0).unbind()), ints(0), rows.done[:0]))
     assert not rows.done.any()
 
 
-@pytest.mark.parametrize("rows", [[3], [8, 0, 5, 1], list(range(NUM_ROWS))])
-def test_rows_are_switched_on_as_by_the_reference(rows: list[int]) -> None:
-    def ready() -> ReadyRows:
-        return ReadyRows(*[*ints(3, NUM_ROWS).unbind(), torch.ones(NUM_ROWS, dtype=torch.bool, device=DEVICE)])
+def running_rows() -> RowState:
+    """Rows that have been given and wait for their prompts."""
+    kv_lens, anchors, remaining, reserved, widths, generations = ints(6, NUM_ROWS, seed=4).unbind()
+    return RowState(
+        done=torch.ones(NUM_ROWS, dtype=torch.bool, device=DEVICE), kv_lens=kv_lens, anchors=anchors,
+        remaining=remaining, reserved_lens=reserved, widths=widths, generations=generations,
+        stop_ids=ints(NUM_ROWS, 3, seed=5, high=6) - 2, page_table=ints(NUM_ROWS, 4, seed=6),
+    )  # fmt: skip
 
-    values = ReadyRows(*[*ints(3, len(rows), seed=5).unbind(), ints(len(rows), seed=6, high=3) == 1])
-    found, expected, index = ready(), ready(), torch.tensor(rows, device=DEVICE)
-    switch_on_rows(found, index, values)
-    switch_on_rows_ref(expected, index, values)
-    for one, other in zip(found, expected, strict=True):
-        assert torch.equal(one, other)
+
+def ready_rows(rows: list[int], num_fresh: int) -> ReadyRows:
+    return ReadyRows(
+        torch.tensor(rows, device=DEVICE), ints(len(rows), seed=7), ints(len(rows), seed=8, high=4) - 1,
+        ints(len(rows) - num_fresh, seed=9),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("rows", "num_fresh"), [([3], 1), ([3], 0), ([8, 0, 5, 1], 3), (list(range(NUM_ROWS)), 9)])
+def test_rows_are_switched_on_as_by_the_reference(rows: list[int], num_fresh: int) -> None:
+    """First tokens of which some are stop ids, some the last that may be committed, and some of no finite logits."""
+    ready = ready_rows(rows, num_fresh)
+    for seed in range(20):
+        chosen, is_finite = ints(num_fresh, seed=seed, high=5), ints(num_fresh, seed=seed + 1, high=3) == 1
+        found, expected = running_rows(), running_rows()
+        packed = switch_on_rows(found, ready, chosen, is_finite)
+        assert torch.equal(packed, switch_on_rows_ref(expected, ready, chosen, is_finite))
+        for name, one, other in zip(RowState._fields, found, expected, strict=True):
+            assert torch.equal(one, other), (seed, name)
+
+
+@pytest.mark.parametrize("switch_on", [switch_on_rows, switch_on_rows_ref])
+def test_what_ends_with_its_first_token_stays_done(switch_on: object) -> None:
+    state = running_rows()
+    state.stop_ids[[2, 4, 6]] = torch.tensor([[7], [8], [-1]], device=DEVICE)
+    ready = ReadyRows(*(torch.tensor(item, device=DEVICE) for item in ([4, 2, 6, 0], [9] * 4, [5, 5, 1, 3], [44])))
+    tokens, is_finite = torch.tensor([7, 7, 7], device=DEVICE), torch.tensor([True, True, False], device=DEVICE)
+    packed = switch_on(state, ready, tokens, is_finite)  # type: ignore[operator]
+    ends = [False, True, True]
+    assert [bool(state.done[row]) for row in (4, 2, 6)] == ends
+    generations = state.generations[[4, 2, 6]].tolist()
+    finite = (1, 1, 0)
+    assert packed.tolist() == [
+        [1, 0, 0, end, number, generation, 7] for end, number, generation in zip(ends, finite, generations, strict=True)
+    ]
+    assert [state.remaining[row].item() for row in (4, 2, 6, 0)] == [4, 4, 0, 3]
+    assert [state.anchors[row].item() for row in (4, 2, 6, 0)] == [7, 7, 7, 44]
+    assert not state.done[0]
 
 
 def test_what_does_not_fit_is_refused() -> None:
@@ -110,9 +147,8 @@ def test_what_does_not_fit_is_refused() -> None:
         change_rows(rows, ints(2, NUM_CHANGE_FIELDS), ints(1), PAGE)
     with pytest.raises(ValueError, match="contiguous"):
         change_rows(rows, ints(NUM_CHANGE_FIELDS + 3, 2).T, ints(1), PAGE)
-    ready = ReadyRows(*[*rows[1:4], rows.done])
     with pytest.raises(ValueError, match="for each row"):
-        switch_on_rows(ready, ints(2, high=9), ReadyRows(*[*ints(3, 2).unbind(), rows.done[:1]]))
+        switch_on_rows(running_rows(), ready_rows([1, 2], 1), ints(2), rows.done[:2])
 
 
 @pytest.mark.parametrize("lengths", [[1], [5, 1, 40], [1024], [1, 1023, 1025], [300] * 9])

@@ -20,19 +20,19 @@ from dflash_kernels.block_attention import PLAIN, Softmax
 from dflash_kernels.launch_config import RaggedShape, ragged_shape
 from dflash_kernels.ragged_attention import RaggedPlan, Segment, plan_ragged
 from dflash_kernels.rope_store import KVPlace
+from dflash_kernels.row_changes import ReadyRows
 from dflash_kernels.slot_mapping import PAD
 from dflash_kernels.suite import Kernels
 from dflash_runtime.config import TargetConfig
 from dflash_runtime.device.decode_graphs import StepMode
 from dflash_runtime.device.kv import KVCache
-from dflash_runtime.device.results import StepResults
 from dflash_runtime.device.state import DeviceState, Uploader
 from dflash_runtime.models.target import Target
 from dflash_runtime.scheduling.batch import Chunk
 from dflash_runtime.scheduling.request import Request
 
 ChooseFirst = Callable[[Tensor, Tensor, Tensor, StepMode], tuple[Tensor, Tensor]]
-"""(batch rows [F], hidden states [F, hidden], positions [F], mode) -> token ids [F], how many are finite [F]."""
+"""(batch rows [F], hidden states [F, hidden], positions [F], mode) -> token ids [F], whether logits are finite [F]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,36 +167,14 @@ class Prefill:
         """
         if not len(prompts.rows):
             return None
-        count, packed = prompts.num_fresh, None
-        anchors, remaining = prompts.anchors, prompts.remaining
-        is_done = torch.zeros_like(prompts.rows, dtype=torch.bool)
-        if count:
+        chosen, is_finite = prompts.rows[:0], prompts.rows[:0]
+        if prompts.num_fresh:
             assert hidden is not None
-            results = self._first_tokens(prompts, hidden, mode)
-            is_done = torch.cat((results.is_done, is_done[count:]))
-            anchors = torch.cat((results.token_ids[:, 0], anchors))
-            remaining = torch.cat((remaining[:count] - 1, remaining[count:]))
-            packed = results.pack()
-        self.state.activate(prompts.rows, prompts.kv_lens, anchors, remaining, is_done)
-        return packed
-
-    def _first_tokens(self, prompts: PromptRows, hidden: Tensor, mode: StepMode) -> StepResults:
-        """Choose the tokens after fresh prompts from hidden states [F, hidden] of their last rows."""
-        rows, remaining = prompts.rows[: prompts.num_fresh], prompts.remaining[: prompts.num_fresh]
-        positions = prompts.positions[prompts.last_rows]
-        chosen, num_finite = self.choose_first(rows, hidden, positions, mode)
-        zero, nothing = torch.zeros_like(rows), rows.new_empty((len(rows), 0))
-        accepted = self.kernels.accept_block(nothing, chosen[:, None], zero, self.state.stop_ids[rows], remaining)
-        return StepResults(
-            num_committed=accepted.num_committed,
-            num_accepted=zero,
-            is_drafting=zero,
-            is_done=accepted.is_stopped | (remaining <= 1),
-            num_finite=num_finite,
-            generations=self.state.generations[rows],
-            token_ids=chosen[:, None],
-            draft_ids=nothing,
-        )
+            positions = prompts.positions[prompts.last_rows]
+            chosen, is_finite = self.choose_first(prompts.rows[: prompts.num_fresh], hidden, positions, mode)
+        ready = ReadyRows(prompts.rows, prompts.kv_lens, prompts.remaining, prompts.anchors)
+        packed = self.kernels.switch_on_rows(self.state.row_state, ready, chosen, is_finite)
+        return packed if prompts.num_fresh else None
 
 
 def segments_of(chunks: Sequence[Chunk]) -> list[Segment]:

@@ -14,29 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dflash_kernels.step_rows import NUM_FIELDS, pack_results
+from dflash_kernels.step_rows import NUM_FIELDS
 from dflash_runtime.scheduling.batch import Batch, Chunk, StepOutput
 from dflash_runtime.scheduling.request import Request
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepResults:
-    """What one forward decided, on the device."""
-
-    num_committed: Tensor  # [R]
-    num_accepted: Tensor  # [R]
-    is_drafting: Tensor  # [R] bool, or 0
-    is_done: Tensor  # [R] bool
-    num_finite: Tensor  # [R] rows before the first whose logits are not finite
-    generations: Tensor  # [R]
-    token_ids: Tensor  # [R, N], the first `num_committed` of which count
-    draft_ids: Tensor  # [R, N - 1]
-
-    def pack(self) -> Tensor:
-        """One row a request, fields first: [R, NUM_FIELDS + 2N - 1] int64."""
-        counts = (self.num_committed, self.num_accepted, self.is_drafting, self.is_done)
-        fields = (*counts, self.num_finite, self.generations)
-        return pack_results(fields, self.token_ids, self.draft_ids)
 
 
 @dataclass(frozen=True, slots=True)

@@ -299,7 +299,7 @@ class Runner:
         sampling = self._sampling(rows, mode)
         zero = torch.zeros_like(rows)
         chosen, _, is_finite = self._choose(hidden, positions[:, None], sampling, Proposal.empty(rows), zero)
-        return chosen[:, 0], is_finite[:, 0].to(torch.int64)
+        return chosen[:, 0], is_finite[:, 0]
 
     def _propose(self, step: StepRows, page_table: Tensor, sampling: Sampling) -> Proposal:
         """Draft whole blocks [R, N]; choose what is verified. The block's K and V stay out of the pages."""

@@ -15,7 +15,7 @@ from struct import pack, unpack
 import torch
 from torch import Tensor
 
-from dflash_kernels.row_changes import NUM_CHANGE_FIELDS, HeldRows, ReadyRows
+from dflash_kernels.row_changes import NUM_CHANGE_FIELDS, HeldRows
 from dflash_kernels.step_rows import RowState
 from dflash_kernels.suite import Kernels
 from dflash_runtime.scheduling.batch import PageAddition
@@ -107,7 +107,8 @@ class DeviceState:
         page_size: int,
         upload: "Uploader",
     ) -> None:
-        """Give rows to requests and pages to rows, in one copy and one launch; a row stays done until `activate`.
+        """Give rows to requests and pages to rows, in one copy and one launch; a row stays done until it is
+        switched on.
 
         A row begins without pages: those of the request itself are among the additions.
         """
@@ -124,11 +125,6 @@ class DeviceState:
         sent, sent_pages = upload.lists(changes, pages)
         width = NUM_CHANGE_FIELDS + MAX_STOP_IDS
         self.kernels.change_rows(self.held_rows, sent.view(-1, width), sent_pages, page_size)
-
-    def activate(self, rows: Tensor, kv_lens: Tensor, anchors: Tensor, remaining: Tensor, done: Tensor) -> None:
-        """Switch rows [R] on after their prefill; everything is [R]."""
-        ready = ReadyRows(self.kv_lens, self.anchors, self.remaining, self.done)
-        self.kernels.switch_on_rows(ready, rows, ReadyRows(kv_lens, anchors, remaining, done))
 
 
 def _gains(additions: Sequence[PageAddition]) -> dict[int, tuple[int, list[int]]]:

@@ -28,7 +28,7 @@ def test_a_bar_counts_on_a_terminal(
     assert [bucket for bucket, _ in graphs.captured] == [2, 1]
     captured = capsys.readouterr()
     assert "preparing" in captured.err
-    assert "of 8 steps" in captured.err
+    assert "of 9 steps" in captured.err
     assert not captured.out
 
 

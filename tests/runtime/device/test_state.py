@@ -64,16 +64,6 @@ def test_nothing_is_asked_of_the_device_without_need() -> None:
     used_state().admit([], [], FULL_WIDTH, PAGE, Refusing(CPU))
 
 
-def test_rows_are_switched_on_together() -> None:
-    state = used_state()
-    rows, kv_lens, anchors, remaining = (torch.tensor(values) for values in ([5, 0], [9, 4], [3, 2], [6, 0]))
-    state.activate(rows, kv_lens, anchors, remaining, torch.tensor([False, True]))
-    fields = (state.kv_lens, state.anchors, state.remaining, state.done)
-    assert [field[5].item() for field in fields] == [9, 3, 6, False]
-    assert [field[0].item() for field in fields] == [4, 2, 0, True]
-    assert state.kv_lens[1:5].tolist() == [77] * 4
-
-
 def test_lists_go_up_together_and_each_begins_where_kernels_expect_it() -> None:
     """Triton compiles anew for a pointer that is not a multiple of 16 bytes."""
     lists = [[1, 2, 3], [], [4], [5, 6], [7]]
