@@ -167,7 +167,7 @@ class Prefill:
         """
         if not len(prompts.rows):
             return None
-        chosen, is_finite = prompts.rows[:0], prompts.rows[:0]
+        chosen, is_finite = prompts.rows[:0], prompts.rows[:0].bool()
         if prompts.num_fresh:
             assert hidden is not None
             positions = prompts.positions[prompts.last_rows]
