@@ -211,3 +211,16 @@ def test_neither_is_attention_of_prompts_after_contexts(monkeypatch: pytest.Monk
     }
     assert len(attention) == 4
     assert not {launch.key for launch in launches} - warm
+
+
+@pytest.mark.skipif(not HAS_TRITON or torch.cuda.is_available(), reason="needs Triton's interpreter")
+def test_nor_is_anything_when_requests_are_preempted() -> None:
+    """What is resumed has tokens already, and is switched on beside nothing that chooses a first one."""
+    llm = small_llm(kernels="triton", page_size=2, num_pages=50, seed=5)
+    with_stand_ins(llm)
+    with seen_launches(compute="choices") as launches:
+        llm.warm_up()
+        warm = {launch.key for launch in launches}
+        llm.generate(PROMPTS, SamplingParams(max_new_tokens=20))
+    assert llm.engine.scheduler.num_preemptions > 0
+    assert not {launch.key for launch in launches} - warm
