@@ -8,9 +8,12 @@ from weakref import ref
 
 import pytest
 import torch
+from torch import Tensor
 
 from dflash_kernels import ragged_attention
 from dflash_kernels.launch_config import HAS_TRITON, RaggedShape
+from dflash_kernels.row_changes import ReadyRows
+from dflash_kernels.step_rows import RowState
 from dflash_runtime import warm_up
 from dflash_runtime.device import prefill
 from dflash_runtime.device.decode_graphs import START_REQUESTS, StepMode
@@ -214,13 +217,21 @@ def test_neither_is_attention_of_prompts_after_contexts(monkeypatch: pytest.Monk
 
 
 @pytest.mark.skipif(not HAS_TRITON or torch.cuda.is_available(), reason="needs Triton's interpreter")
-def test_nor_is_anything_when_requests_are_preempted() -> None:
-    """What is resumed has tokens already, and is switched on beside nothing that chooses a first one."""
-    llm = small_llm(kernels="triton", page_size=2, num_pages=50, seed=5)
+def test_nor_is_anything_when_requests_are_preempted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is resumed has tokens already, and is switched on beside one that has none, or alone."""
+    llm = small_llm(kernels="triton", page_size=2, num_pages=36, seed=5)
     with_stand_ins(llm)
+    switched_on: list[tuple[int, int]] = []
+    kernels = llm.engine.runner.kernels
+
+    def watched(state: RowState, ready: ReadyRows, chosen: Tensor, is_finite: Tensor) -> Tensor:
+        switched_on.append((len(chosen), len(ready.anchors)))
+        return kernels.switch_on_rows(state, ready, chosen, is_finite)
+
+    monkeypatch.setattr(llm.engine.runner, "kernels", replace(kernels, switch_on_rows=watched))
     with seen_launches(compute="choices") as launches:
         llm.warm_up()
         warm = {launch.key for launch in launches}
-        llm.generate(PROMPTS, SamplingParams(max_new_tokens=20))
-    assert llm.engine.scheduler.num_preemptions > 0
+        llm.generate(PROMPTS, SamplingParams(max_new_tokens=30))
+    assert {(1, 1), (0, 1)} <= set(switched_on)
     assert not {launch.key for launch in launches} - warm
