@@ -148,7 +148,7 @@ def token_cases(requests: int) -> list[Case]:
     # One request samples, all others are greedy.
     mixed = ((ones * 0.6) * (seeds < ROWS), *cut[1:])
     ids = KERNELS.argmax(logits).view(requests, ROWS)
-    most, stops = torch.full((requests,), ROWS, device="cuda"), torch.full((requests, 4), -1, device="cuda")
+    most = torch.full((requests,), ROWS, device="cuda")
 
     def mismatch(kernel: Tensor, reference: Tensor) -> float:
         return float((kernel != reference).double().mean())
@@ -164,7 +164,6 @@ def token_cases(requests: int) -> list[Case]:
         sampled("greedy", plain, is_greedy=True), sampled("unfiltered", plain, has_filters=False),
         sampled("top-k top-p", cut), sampled("top-p", nucleus), sampled("top-p of thousands", wide),
         sampled("top-k top-p in one request", mixed),
-        (f"accept_block R {requests}", lambda: KERNELS.accept_block(ids[:, :-1], ids, most, stops, most), 0.0, 0),
     ]  # fmt: skip
     values = (ones[:requests], zeros[:requests], ones[:requests], seeds[:requests])
     target = KERNELS.sample(logits, *values, seeds, has_filters=False)

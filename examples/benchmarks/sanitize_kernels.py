@@ -83,8 +83,7 @@ def main() -> None:
     kernels.block_attention(*long, key_cache[0], value_cache[0], table[:1], lens[:1], is_causal=True, window=None)
     prefill(kernels, long, key_cache[0], value_cache[0], table)
     ids = torch.randint(0, 3, (REQUESTS, ROWS), device="cuda")
-    most, stops = torch.full_like(lens, ROWS), torch.full((REQUESTS, 2), -1, device="cuda")
-    kernels.accept_block(ids[:, :-1], ids, most, stops, most)
+    most = torch.full_like(lens, ROWS)
     temperatures, top_ps = torch.tensor([[0.0, 0.5, 1.0], [1.0, 0.9, 0.5]], device="cuda", dtype=torch.float64)
     filters = temperatures, lens, top_ps
     logits = normal(REQUESTS, VOCAB)

@@ -1,5 +1,7 @@
 """How many drafted tokens the target agrees with, and how many tokens of the step are committed.
 
+The decision is part of the launches that commit tokens: `step_rows.py`, and for first tokens `row_changes.py`.
+
 Axis letters: R requests, N block rows, K drafted tokens (N - 1), S stop ids.
 """
 
@@ -8,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dflash_kernels.launch_config import check_tensors, jit, power_of_2, require, tl
+from dflash_kernels.launch_config import jit, tl
 
 
 class Acceptance(NamedTuple):
@@ -68,50 +70,3 @@ def decide(drafted, chosen, stops, max_accepted, remaining, TILE_N: tl.constexpr
     is_last = position == committed - 1
     last_id = tl.max(tl.where(is_last, chosen, -1), 0)
     return accepted, committed, last_id, tl.max((is_last & is_stop).to(tl.int32), 0) > 0
-
-
-# Widths that differ from step to step: a kernel for those that are 1, or multiples of 16, would be compiled in mid-run.
-@jit(do_not_specialize=["draft_stride", "target_stride", "num_drafts"])
-def _accept_block_kernel(
-    draft_ids, target_ids, max_accepted, stop_ids, remaining, num_accepted, num_committed, last_ids, is_stopped,
-    draft_stride, target_stride, stop_stride, num_drafts, num_stops,
-    TILE_N: tl.constexpr, TILE_S: tl.constexpr,
-):  # fmt: skip
-    request = tl.program_id(0).to(tl.int64)
-    position = tl.arange(0, TILE_N)
-    drafted = tl.load(draft_ids + request * draft_stride + position, mask=position < num_drafts, other=-1)
-    chosen = tl.load(target_ids + request * target_stride + position, mask=position <= num_drafts, other=-1)
-    stop = tl.arange(0, TILE_S)
-    stops = tl.load(stop_ids + request * stop_stride + stop, mask=stop < num_stops, other=-1)
-    accepted, committed, last_id, has_stopped = decide(
-        drafted, chosen, stops, tl.load(max_accepted + request), tl.load(remaining + request), TILE_N
-    )
-    tl.store(num_accepted + request, accepted)
-    tl.store(num_committed + request, committed)
-    tl.store(last_ids + request, last_id)
-    tl.store(is_stopped + request, has_stopped)
-
-
-def accept_block(
-    draft_ids: Tensor, target_ids: Tensor, max_accepted: Tensor, stop_ids: Tensor, remaining: Tensor
-) -> Acceptance:
-    """`accept_block_ref` in one launch, a program a request."""
-    check_tensors(draft_ids, target_ids, max_accepted, stop_ids, remaining)
-    num_requests, num_drafts = draft_ids.shape
-    require(target_ids.shape == (num_requests, num_drafts + 1), "one target id more than drafted ids")
-    require(
-        len(stop_ids) == num_requests == remaining.numel() == max_accepted.numel(), "limits and stops for each request"
-    )
-    rows = [tensor.contiguous() for tensor in (draft_ids, target_ids, stop_ids)]
-    num_accepted, num_committed, last_ids = (
-        torch.empty(num_requests, dtype=torch.int64, device=target_ids.device) for _ in range(3)
-    )
-    is_stopped = torch.empty(num_requests, dtype=torch.bool, device=target_ids.device)
-    if num_requests:
-        _accept_block_kernel[(num_requests,)](
-            rows[0], rows[1], max_accepted.contiguous(), rows[2], remaining.contiguous(),
-            num_accepted, num_committed, last_ids, is_stopped,
-            num_drafts, num_drafts + 1, stop_ids.shape[1], num_drafts, stop_ids.shape[1],
-            TILE_N=power_of_2(num_drafts + 1), TILE_S=power_of_2(stop_ids.shape[1]), num_warps=1,
-        )  # fmt: skip
-    return Acceptance(num_accepted, num_committed, last_ids, is_stopped)

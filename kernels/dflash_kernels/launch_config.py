@@ -348,9 +348,11 @@ RAGGED_SHAPES = (
 
 
 DESCRIBED_SHAPE = RaggedShape(rows=64, keys=64, num_warps=4, num_stages=3, num_together=1, has_descriptors=True)
-"""For 16-bit heads of 128: 4 to 25% faster than the first of the shapes above (docs/performance.md)."""
+"""For 16-bit heads of 128: 1 to 25% faster than the first of the shapes above (docs/performance.md)."""
 
 LONG_CONTEXT = 2048
+"""Tokens from which on contexts have tiles of their own."""
+
 LONG_SHAPE = RaggedShape(rows=128, keys=128, num_warps=8, num_stages=3)
 """Where they fit, 12% faster than those above for 2,048 rows after 14,336 tokens, and as fast after 2,048."""
 
@@ -374,9 +376,9 @@ def ragged_shape(head_dim: int, itemsize: int, longest_context: int, device: tor
     is_long = longest_context >= LONG_CONTEXT and (itemsize, power_of_2(head_dim)) == (2, 128)
     if is_long and shared_memory(device) >= LONG_SHAPE_BYTES:
         return LONG_SHAPE
-    fitting = [shape for size, limit, shape in RAGGED_SHAPES if size == itemsize and head_dim <= limit]
+    fitting = (shape for size, limit, shape in RAGGED_SHAPES if size == itemsize and head_dim <= limit)
+    shape, row_bytes = next(fitting, RAGGED_SHAPES[-1][-1]), power_of_2(head_dim) * itemsize
     if (itemsize, head_dim) == (2, 128) and has_tile_loads(device):
-        fitting = [DESCRIBED_SHAPE]
-    shape, row_bytes = (*fitting, RAGGED_SHAPES[-1][-1])[0], power_of_2(head_dim) * itemsize
+        shape = DESCRIBED_SHAPE
     num_stages = fitting_stages(shape.num_stages, 2 * shape.keys * row_bytes, shape.rows * row_bytes, device)
     return replace(shape, num_stages=num_stages)

@@ -39,6 +39,12 @@ def slots_at(table, position, reserved_len, num_pages, PAGE_SIZE: tl.constexpr):
     return tl.where(page > 0, page * PAGE_SIZE + position % PAGE_SIZE, -1)
 
 
+def slots_of(page_table: Tensor, table_rows: Tensor, positions: Tensor, page_size: int) -> Tensor:
+    """Where KV of positions goes, [T], by rows of the page table, [T]; PAD where no page is owned."""
+    pages = page_table[table_rows, positions // page_size]
+    return torch.where(pages > 0, pages * page_size + positions % page_size, PAD)
+
+
 def locate_rows_ref(
     page_table: Tensor, ends: Tensor, shifts: Tensor, table_rows: Tensor, num_rows: int, page_size: int
 ) -> tuple[Tensor, Tensor]:
@@ -52,13 +58,12 @@ def locate_rows_ref(
     flat = torch.arange(num_rows, device=ends.device)
     chunk = torch.bucketize(flat, ends, right=True)
     positions = flat + shifts[chunk]
-    pages = page_table[table_rows[chunk], positions // page_size]
-    return positions, torch.where(pages > 0, pages * page_size + positions % page_size, PAD)
+    return positions, slots_of(page_table, table_rows[chunk], positions, page_size)
 
 
 @jit(do_not_specialize=["num_rows", "num_chunks"])
 def _locate_rows_kernel(
-    page_table, ends, shifts, table_rows, positions, slots, table_stride, num_rows, num_chunks,
+    page_table, ends, shifts, table_rows, positions, slots, table_stride, num_pages, num_rows, num_chunks,
     PAGE_SIZE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * TILE + tl.arange(0, TILE)
@@ -68,9 +73,9 @@ def _locate_rows_kernel(
         chunk += (row >= tl.load(ends + index)).to(tl.int32)
     position = row + tl.load(shifts + chunk)
     table = page_table + tl.load(table_rows + chunk) * table_stride
-    page = tl.load(table + position // PAGE_SIZE, mask=is_row, other=0)
     tl.store(positions + row, position, mask=is_row)
-    tl.store(slots + row, tl.where(page > 0, page * PAGE_SIZE + position % PAGE_SIZE, -1), mask=is_row)
+    slot = slots_at(table, position, num_pages * PAGE_SIZE, num_pages, PAGE_SIZE)
+    tl.store(slots + row, slot, mask=is_row)
 
 
 def locate_rows(
@@ -84,7 +89,7 @@ def locate_rows(
     positions, slots = (torch.empty(num_rows, dtype=torch.int64, device=page_table.device) for _ in range(2))
     if num_rows:
         _locate_rows_kernel[(ceil_div(num_rows, ELEMENT_TILE),)](
-            page_table, ends, shifts, table_rows, positions, slots, page_table.stride(0), num_rows, len(ends),
-            PAGE_SIZE=page_size, TILE=ELEMENT_TILE,
+            page_table, ends, shifts, table_rows, positions, slots, page_table.stride(0), page_table.shape[1],
+            num_rows, len(ends), PAGE_SIZE=page_size, TILE=ELEMENT_TILE,
         )  # fmt: skip
     return positions, slots

@@ -9,7 +9,6 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from dflash_kernels.accept import Acceptance, accept_block, accept_block_ref
 from dflash_kernels.block_attention import block_attention, block_attention_ref
 from dflash_kernels.context_kv import context_kv_store, context_kv_store_ref
 from dflash_kernels.experts import choose_experts, choose_experts_ref, experts, experts_ref
@@ -67,7 +66,6 @@ class Kernels:
     context_kv_store: Callable[[Tensor, Tensor, float, Tensor, Tensor, Tensor, Tensor, Tensor], None]
     block_attention: Callable[..., Tensor]
     ragged_attention: Callable[..., Tensor]
-    accept_block: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Acceptance]
     open_step: Callable[[RowState, Tensor, int, int, Bounds], StepRows]
     close_step: Callable[[RowState, Tensor, StepRows, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
     change_rows: Callable[[HeldRows, Tensor, Tensor, int], None]
@@ -92,7 +90,6 @@ REFERENCE = Kernels(
     context_kv_store=context_kv_store_ref,
     block_attention=block_attention_ref,
     ragged_attention=ragged_attention_ref,
-    accept_block=accept_block_ref,
     open_step=open_step_ref,
     close_step=close_step_ref,
     change_rows=change_rows_ref,
@@ -117,7 +114,6 @@ _TRITON = Kernels(
     context_kv_store=context_kv_store,
     block_attention=block_attention,
     ragged_attention=ragged_attention,
-    accept_block=accept_block,
     open_step=open_step,
     close_step=close_step,
     change_rows=change_rows,

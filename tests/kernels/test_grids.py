@@ -86,7 +86,7 @@ LAUNCHES: dict[str, Callable[[], object]] = {
     "experts": chosen_experts,
     "context_kv_store": context_kv,
     "block_attention": attention,
-    "accept_block": lambda: triton_kernels().accept_block(ints(R, N - 1), ints(R, N), ints(R), ints(R, 16), ints(R)),
+    "locate_rows": lambda: triton_kernels().locate_rows(ints(R, 4), ints(1), ints(1), ints(1), T, 16),
     "sample": lambda: triton_kernels().sample(
         floats(T, V), doubles(T), ints(T), doubles(T), ints(T), ints(T), has_filters=False
     ),

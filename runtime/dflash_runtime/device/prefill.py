@@ -21,7 +21,6 @@ from dflash_kernels.launch_config import RaggedShape, ragged_shape
 from dflash_kernels.ragged_attention import RaggedPlan, Segment, plan_ragged
 from dflash_kernels.rope_store import KVPlace
 from dflash_kernels.row_changes import ReadyRows
-from dflash_kernels.slot_mapping import PAD
 from dflash_kernels.suite import Kernels
 from dflash_runtime.config import TargetConfig
 from dflash_runtime.device.decode_graphs import StepMode
@@ -167,11 +166,12 @@ class Prefill:
         """
         if not len(prompts.rows):
             return None
-        chosen, is_finite = prompts.rows[:0], prompts.rows[:0].bool()
         if prompts.num_fresh:
             assert hidden is not None
             positions = prompts.positions[prompts.last_rows]
             chosen, is_finite = self.choose_first(prompts.rows[: prompts.num_fresh], hidden, positions, mode)
+        else:
+            chosen, is_finite = prompts.rows[:0], prompts.rows[:0].bool()
         ready = ReadyRows(prompts.rows, prompts.kv_lens, prompts.remaining, prompts.anchors)
         packed = self.kernels.switch_on_rows(self.state.row_state, ready, chosen, is_finite)
         return packed if prompts.num_fresh else None
@@ -195,12 +195,6 @@ def plan_chunks(
         (heads, size): plan_ragged(segments, config.num_heads, heads, shape_of(size), device)
         for heads, size in dict.fromkeys(config.kv_shapes)
     }
-
-
-def slots_of(page_table: Tensor, table_rows: Tensor, positions: Tensor, page_size: int) -> Tensor:
-    """Where KV of positions goes, [T], by rows of the page table, [T]; PAD where no page is owned."""
-    pages = page_table[table_rows, positions // page_size]
-    return torch.where(pages > 0, pages * page_size + positions % page_size, PAD)
 
 
 def is_resumed(request: Request) -> bool:

@@ -12,6 +12,7 @@ from functools import partial
 
 from dflash_kernels.launch_config import few_rows_shape
 from dflash_kernels.ragged_attention import RaggedPlan, Segment, room_for_plans
+from dflash_kernels.slot_mapping import slots_of
 from dflash_kernels.suite import Kernels
 from dflash_runtime.device.kv import KVCache
 from dflash_runtime.device.prefill import (
@@ -21,7 +22,6 @@ from dflash_runtime.device.prefill import (
     plan_chunks,
     row_of,
     segments_of,
-    slots_of,
 )
 from dflash_runtime.device.state import DeviceState, Uploader
 from dflash_runtime.models.target import Target

@@ -71,33 +71,12 @@ class DeviceState:
     @property
     def row_state(self) -> RowState:
         """What the two ends of a decode step read and write."""
-        return RowState(
-            done=self.done,
-            kv_lens=self.kv_lens,
-            anchors=self.anchors,
-            remaining=self.remaining,
-            reserved_lens=self.reserved_lens,
-            widths=self.widths,
-            generations=self.generations,
-            stop_ids=self.stop_ids,
-            page_table=self.page_table,
-        )
+        return RowState(*(getattr(self, name) for name in RowState._fields))
 
     @property
     def held_rows(self) -> HeldRows:
         """What rows have from when they are given to requests."""
-        return HeldRows(
-            done=self.done,
-            generations=self.generations,
-            widths=self.widths,
-            top_ks=self.top_ks,
-            seeds=self.seeds,
-            temperatures=self.temperatures,
-            top_ps=self.top_ps,
-            reserved_lens=self.reserved_lens,
-            stop_ids=self.stop_ids,
-            page_table=self.page_table,
-        )
+        return HeldRows(*(getattr(self, name) for name in HeldRows._fields))
 
     def admit(
         self,
