@@ -1,6 +1,6 @@
 """Time the products of a layer in its chain, ours beside a library's, with random weights of a real shape.
 
-    python3 examples/benchmarks/products.py [--rows 8,16,32,64,128] [--shape qwen3-8b] [--out products.jsonl]
+    python3 examples/benchmarks/products.py [--rows 8,16,1024] [--shape qwen3-8b] [--out products.jsonl]
 
 A chain is what a layer does but for attention, one launch waiting for the other: norm, queries with keys and values,
 rotation, output, norm, gate and up, down; ten layers with weights of their own, as one CUDA graph. Timed one after
@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from dflash_kernels.activation import silu_mul, silu_mul_ref
+from dflash_kernels.many_rows import cut_of_many_rows
 from dflash_kernels.product_config import product_shape
 from dflash_kernels.suite import REFERENCE, Kernels, pick_kernels
 from timing.ceilings import device_ms
@@ -93,8 +94,9 @@ class Chain:
         weight, is_gated = getattr(self._layers[0], name), name == "gate_up"
         num_columns, depth = len(weight) // (2 if is_gated else 1), weight.shape[1]
         sizes = (len(self._hidden), num_columns, depth, weight.element_size(), weight.device)
-        shape = product_shape(*sizes, has_parts=not is_gated, is_gated=is_gated)
-        return self._kernels is not REFERENCE and shape is not None
+        is_cut = product_shape(*sizes, has_parts=not is_gated, is_gated=is_gated) is not None
+        is_cut = is_cut or (is_gated and cut_of_many_rows(self._hidden, weight) is not None)
+        return self._kernels is not REFERENCE and is_cut
 
     def _of(self, name: str, ours: Sequence[str]) -> Kernels:
         return self._kernels if name in ours else REFERENCE
@@ -126,7 +128,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-8b")
     parser.add_argument("--device", default="cuda")
     parser.add_argument(
-        "--rows", type=lambda text: [int(item) for item in text.split(",")], default=[8, 16, 32, 64, 128]
+        "--rows", type=lambda text: [int(item) for item in text.split(",")], default=[8, 16, 32, 64, 128, 1024, 8192]
     )
     parser.add_argument("--out", type=Path, help="write all rows here, as JSON lines")
     return parser

@@ -28,6 +28,7 @@ from dflash_kernels.launch_config import (
     require,
     tl,
 )
+from dflash_kernels.many_rows import cut_of_many_rows, gate_many_rows
 from dflash_kernels.product_config import MAX_PRODUCT_ROWS, ProductShape, product_shape
 from dflash_kernels.tile_loads import can_describe, describe
 
@@ -116,10 +117,11 @@ def product_parts(hidden: Tensor, weight: Tensor) -> Tensor:
 
 
 def gated_product(hidden: Tensor, weight: Tensor) -> Tensor:
-    """`gated_product_ref` in one launch, or two with many rows."""
+    """`gated_product_ref` in one launch, or two where a library's is faster."""
     shape = _shape_of(hidden, weight, is_gated=True)
     if shape is None:
-        return silu_mul(functional.linear(hidden, weight))
+        cut = cut_of_many_rows(hidden, weight)
+        return silu_mul(functional.linear(hidden, weight)) if cut is None else gate_many_rows(hidden, weight, cut)
     return _launch(hidden, weight, shape, is_gated=True)[0]
 
 

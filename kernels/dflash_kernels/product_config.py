@@ -20,6 +20,9 @@ MAX_PRODUCT_ROWS = 32
 WIDE_PRODUCT_ROWS = 128
 """Rows up to which they are ours where tiles are loaded by descriptors, if they leave parts or are gated."""
 
+GATED_ROWS = 1024
+"""Rows from which on gated products are ours again, where they fill the device: see `many_rows.py`."""
+
 
 @dataclass(frozen=True, slots=True)
 class ProductShape:
@@ -105,3 +108,36 @@ def _wide_shape(
     stage_bytes = (columns * (2 if is_gated else 1) + rows) * inner * itemsize
     num_stages = fitting_stages(3 if is_gated else 4, stage_bytes, 0, device)
     return ProductShape(rows, columns, inner, num_parts, num_stages, has_descriptors=True)
+
+
+@dataclass(frozen=True, slots=True)
+class ManyRowsShape:
+    """How a gated product of many rows is cut: a tile's rows, columns and inner width, and the launch.
+
+    Tiles are taken in groups of so many rows of them, `tiles_together`, column by column.
+    """
+
+    rows: int
+    columns: int
+    depth: int
+    tiles_together: int
+    num_stages: int
+    num_warps: int
+
+
+def many_rows_shape(num_rows: int, width: int, itemsize: int, device: torch.device) -> ManyRowsShape | None:
+    """The cut of a gated product of many rows; None where two launches, a library's and one that gates, are faster.
+
+    They are where a part of the device would wait, in the last round of tiles or for rows that are not there.
+    """
+    if num_rows < GATED_ROWS or not has_tile_loads(device) or (itemsize > 2 and not IS_INTERPRETED):
+        return None
+    rows, columns, depth = 128, 128, 64
+    num_places, num_row_tiles = num_multiprocessors(device), ceil_div(num_rows, rows)
+    num_rounds = ceil_div(num_row_tiles * ceil_div(width, columns), num_places)
+    if 100 * num_rows * width < 94 * rows * columns * num_places * num_rounds:
+        return None
+    num_groups = max(1, round(num_row_tiles / 16))
+    stage_bytes = (rows + 2 * columns) * depth * itemsize
+    num_stages = fitting_stages(3, stage_bytes, rows * columns * itemsize, device)
+    return ManyRowsShape(rows, columns, depth, ceil_div(num_row_tiles, num_groups), num_stages, num_warps=8)

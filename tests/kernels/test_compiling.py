@@ -38,6 +38,7 @@ def calls():
     for name, rows in [(name, rows) for name in columns for rows in (16, 32, 64, 128)]:
         weight = torch.empty(columns[name], 4096, dtype=torch.bfloat16)
         getattr(kernels, name)(normal(rows, 4096), weight)
+    kernels.gated_product(normal(8192, 4096), weight)
     weights = [torch.empty(128, *shape, dtype=torch.bfloat16) for shape in ((2 * 768, 2048), (2048, 768))]
     for rows in (1, 32, 128, 256):
         routed = kernels.choose_experts(normal(rows, 2048), normal(128, 2048), 8, True)

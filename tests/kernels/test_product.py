@@ -8,8 +8,16 @@ import torch
 from dflash_kernels import product as module
 from dflash_kernels.activation import silu_mul_ref
 from dflash_kernels.launch_config import has_tile_loads, num_multiprocessors
+from dflash_kernels.many_rows import gate_many_rows
 from dflash_kernels.product import gated_product, gated_product_ref, product, product_parts, product_parts_ref
-from dflash_kernels.product_config import MAX_PRODUCT_ROWS, WIDE_PRODUCT_ROWS, ProductShape, product_shape
+from dflash_kernels.product_config import (
+    GATED_ROWS,
+    MAX_PRODUCT_ROWS,
+    WIDE_PRODUCT_ROWS,
+    ManyRowsShape,
+    ProductShape,
+    product_shape,
+)
 from dflash_testing.tensors import DEVICE, assert_rows_close, normal
 
 DTYPE = torch.float32 if DEVICE.type == "cpu" else torch.bfloat16
@@ -73,6 +81,60 @@ def test_products_of_more_rows(num_rows: int, num_columns: int, depth: int, monk
     assert [shape.has_descriptors for shape in seen] == [True] * len(seen)
     assert seen
     assert seen[0].num_parts == len(parts) == (2 if num_columns < 64 * PLACES - 32 else 1)
+
+
+def cuts_of_many_rows(monkeypatch: pytest.MonkeyPatch) -> list[ManyRowsShape]:
+    """How gated products of many rows are cut from now on, where they take one launch."""
+    seen: list[ManyRowsShape] = []
+
+    def watched(hidden: torch.Tensor, weight: torch.Tensor, shape: ManyRowsShape) -> torch.Tensor:
+        seen.append(shape)
+        return gate_many_rows(hidden, weight, shape)
+
+    monkeypatch.setattr(module, "gate_many_rows", watched)
+    return seen
+
+
+@pytest.mark.skipif(not has_tile_loads(DEVICE), reason="no unit loads tiles here")
+@pytest.mark.parametrize(
+    ("num_rows", "depth", "tiles_together"),
+    [(GATED_ROWS, 64, 8), (GATED_ROWS + 126, 200, 9), (25 * 128, 72, 13), (51 * 128 - 5, 40, 17)],
+)
+def test_gated_products_of_many_rows(
+    num_rows: int, depth: int, tiles_together: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one launch; tiles stand out over rows, columns and depth, and a last group has fewer than others or not."""
+    seen = cuts_of_many_rows(monkeypatch)
+    width = 128 * PLACES - 24
+    hidden = normal(num_rows, depth, dtype=DTYPE)
+    weight = normal(2 * width, depth, dtype=DTYPE, seed=1) * depth**-0.5
+    wanted = silu_mul_ref((hidden.double() @ weight.double().T).to(DTYPE).double())
+    assert_rows_close(gated_product(hidden, weight), wanted, DTYPE)
+    assert [shape.tiles_together for shape in seen] == [tiles_together]
+
+
+@pytest.mark.skipif(not has_tile_loads(DEVICE), reason="no unit loads tiles here")
+def test_many_rows_are_gated_by_a_launch_of_its_own_where_a_part_of_the_device_would_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen = cuts_of_many_rows(monkeypatch)
+    cases = {
+        "fills it": (GATED_ROWS, 128 * PLACES, 40),
+        "fewer rows": (GATED_ROWS - 1, 128 * PLACES, 40),
+        "rows that are not there": (GATED_ROWS + 1, 128 * PLACES, 40),
+        "a last round of few": (GATED_ROWS + 128, 128 * (PLACES // 9 + 1), 40),
+        "no descriptors": (GATED_ROWS, 128 * PLACES, 41),
+        "none of the result": (GATED_ROWS, 128 * PLACES - 1, 40),
+    }
+    in_one_launch = []
+    for name, (num_rows, width, depth) in cases.items():
+        hidden = normal(num_rows, depth, dtype=DTYPE)
+        weight = normal(2 * width, depth, dtype=DTYPE, seed=1) * depth**-0.5
+        wanted = silu_mul_ref((hidden.double() @ weight.double().T).to(DTYPE).double())
+        assert_rows_close(gated_product(hidden, weight), wanted, DTYPE)
+        in_one_launch += [name] * len(seen)
+        seen.clear()
+    assert in_one_launch == ["fills it"]
 
 
 def test_what_no_descriptor_can_be_made_of_is_loaded_by_pointers_or_a_librarys(
