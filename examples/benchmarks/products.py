@@ -113,7 +113,7 @@ def measure(recorder: Recorder, shape: Shape, kernels: Kernels, num_rows: int, l
     """Microseconds a layer, the median of turns that all chains take."""
     chain, device = Chain(shape, kernels, num_rows, layers), layers[0].o.device
     own = [name for name in NAMES if chain.has_own(name)]
-    arms = {"library": [], **{name: [name] for name in own}, **({"all": own} if own else {})}
+    arms = {"library": [], **{name: [name] for name in own}, **({"all": own} if len(own) > 1 else {})}
     times: dict[str, list[float]] = {arm: [] for arm in arms}
     for _ in range(NUM_TURNS):
         for arm, ours in arms.items():

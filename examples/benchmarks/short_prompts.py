@@ -2,11 +2,11 @@
 
     python3 examples/benchmarks/short_prompts.py [--prompts 64,512] [--beside 0,16,60] [--arms plain,dflash]
 
-Alone it is the time until a prompt has its first token. Beside others it is by how much three steps take longer than
-two without it: prompts come one by one, two plain steps after each, and nothing waits for either. The ways are
-`captured`, for which there must be a GPU: piece by piece, or whole beside few requests; and `launched`, kernel by
-kernel. A forward of more rows than are captured is launched in either way. Rows are JSON lines; the table is printed
-last.
+Alone it is the time until a prompt has its first token. Beside others it is by how much the steps until then take
+longer than as many without it: prompts come one by one, two plain steps after each, and nothing waits for either. The
+ways are `captured`, for which there must be a GPU: piece by piece, or whole beside few requests, where a long prompt
+takes several steps; and `launched`, kernel by kernel. A forward of more rows than are captured is launched in either
+way. Rows are JSON lines; the table is printed last.
 """
 
 import argparse
@@ -52,8 +52,9 @@ class Load:
         if way == "launched":
             self.llm.engine.runner.pieces = None
             self.llm.engine.runner.room_beside = lambda batch: None  # type: ignore[method-assign]
+            self.llm.engine.scheduler.load.keeps_to_ridge = False
         self._generator = torch.Generator().manual_seed(0)
-        self._num_added = 0
+        self._num_added = self._num_steps = 0
         for _ in range(num_beside):
             self._add(context, ANSWER)
         while not all(request.output_token_ids for request in self.llm.engine.scheduler.live):
@@ -71,8 +72,9 @@ class Load:
             times = [self._timed(lambda: self._answer(length)) for _ in range(NUM_WARM + NUM_TIMED)]
             return statistics.median(times[NUM_WARM:])
         self._join(length, NUM_WARM)
+        before = self._num_steps
         total = self._timed(lambda: self._join(length, NUM_TIMED))
-        return total / NUM_TIMED - STEPS_APART * plain_ms
+        return (total - (self._num_steps - before) * plain_ms) / NUM_TIMED
 
     def _answer(self, length: int) -> None:
         self._add(length, 1)
@@ -81,12 +83,15 @@ class Load:
 
     def _join(self, length: int, count: int) -> None:
         for _ in range(count):
-            self._add(length, 1)
-            self._step(1 + STEPS_APART)
+            request = self._add(length, 1)
+            while not request.is_finished:
+                self._step(1)
+            self._step(STEPS_APART)
 
     def _step(self, count: int) -> None:
         for _ in range(count):
             self.llm.engine.step()
+        self._num_steps += count
 
     def _timed(self, call: Callable[[], object]) -> float:
         wait(self.llm.device)
@@ -95,11 +100,13 @@ class Load:
         wait(self.llm.device)
         return (time.perf_counter() - began) * 1000
 
-    def _add(self, length: int, num_tokens: int) -> None:
+    def _add(self, length: int, num_tokens: int) -> Request:
         params = SamplingParams(max_new_tokens=num_tokens, ignore_eos=True)
         prompt = random_prompt(self._shape, length, self._generator)
-        self.llm.engine.add(Request(index=self._num_added, prompt_token_ids=prompt, params=params))
+        request = Request(index=self._num_added, prompt_token_ids=prompt, params=params)
+        self.llm.engine.add(request)
         self._num_added += 1
+        return request
 
 
 def measure(recorder: Recorder, random: RandomPair, arm: str, num_beside: int, given: argparse.Namespace) -> None:

@@ -9,9 +9,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import count
+from itertools import count, islice
 
 from dflash_kernels.launch_config import LONG_CONTEXT
+from dflash_kernels.product_config import GATED_ROWS, many_rows_shape
 from dflash_runtime.device.decode_graphs import StepMode, kinds_of
 from dflash_runtime.device.memory import log_use
 from dflash_runtime.engine import Engine
@@ -78,19 +79,32 @@ def step_modes(engine: Engine, params: Sequence[SamplingParams], bucket: int) ->
 
 
 def prefill_batches(engine: Engine, params: Sequence[SamplingParams], max_requests: int | None) -> list[list[Request]]:
-    """Prompts that run together, batch by batch: of each power of two alone, and many at once.
+    """Prompts that run together, batch by batch: of each power of two alone, and many at once; see `gated_rows` too.
 
     Each kind of sampling chooses a first token. No two prompts begin alike, so that none is found in the prefix cache.
     """
     limits = engine.scheduler.limits
     most, longest = limits.max_batched_tokens, limits.max_model_len - 1
     many = min(max_requests or limits.max_num_requests, limits.max_num_requests, MAX_PROMPTS)
-    lengths = [*((1 << power,) for power in range(most.bit_length())), (max(1, most // many),) * many]
+    alone = [1 << power for power in range(most.bit_length())] + gated_rows(engine)
+    lengths = [*((length,) for length in alone), (max(1, most // many),) * many]
     kinds = list({(item.is_greedy, item.has_filters): item for item in params}.values())
     fitting = [tuple(min(length, longest) for length in batch) for batch in lengths]
     plan = dict.fromkeys([*((batch, kinds[0]) for batch in fitting), *(((1,), kind) for kind in kinds)])
     first = count()
     return [[_prompt(next(first), length, kind, limits.vocab_size) for length in batch] for batch, kind in plan]
+
+
+def gated_rows(engine: Engine) -> list[int]:
+    """The fewest rows of a prompt for which feed-forward layers gate in their product, if a step has so many.
+
+    That has a kernel of its own, and is chosen by how rows fill the device: powers of two may all be passed over.
+    """
+    limits, target = engine.scheduler.limits, engine.runner.target
+    most = min(limits.max_batched_tokens, limits.max_model_len - 1)
+    sizes = (target.config.intermediate_size, target.embedding.element_size(), engine.runner.device)
+    taken = (rows for rows in range(GATED_ROWS, most + 1) if many_rows_shape(rows, *sizes) is not None)
+    return list(islice(taken, 1))
 
 
 def contexts_of(engine: Engine) -> list[int]:

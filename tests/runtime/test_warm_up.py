@@ -10,10 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from dflash_kernels import ragged_attention
+from dflash_kernels import many_rows, ragged_attention
 from dflash_kernels.launch_config import HAS_TRITON, RaggedShape
+from dflash_kernels.product_config import ManyRowsShape
 from dflash_kernels.row_changes import ReadyRows
 from dflash_kernels.step_rows import RowState
+from dflash_kernels.suite import pick_kernels
 from dflash_runtime import warm_up
 from dflash_runtime.device import prefill
 from dflash_runtime.device.decode_graphs import START_REQUESTS, StepMode
@@ -32,8 +34,9 @@ PROMPTS = random_prompts([31, 3, 19, 1, 40, 16, 7, 33], 97)
 
 
 def small_llm(**engine: Any) -> LLM:
-    target = random_target(num_layers=2, max_position_embeddings=64)
-    draft = random_draft(target, block_size=4, target_layer_ids=(0,), num_layers=1)
+    kernels = pick_kernels(engine.get("kernels", "reference"), torch.device("cpu"), torch.float32)
+    target = random_target(num_layers=2, max_position_embeddings=64, kernels=kernels)
+    draft = random_draft(target, block_size=4, target_layer_ids=(0,), num_layers=1, kernels=kernels)
     settings: dict[str, Any] = {"max_num_requests": 3, "max_batched_tokens": 16, "page_size": 8, "num_pages": 60}
     return random_llm(target, draft, 3, **(settings | engine))
 
@@ -213,6 +216,27 @@ def test_neither_is_attention_of_prompts_after_contexts(monkeypatch: pytest.Monk
         launch.key for launch in launches if launch.key[0] in ("_ragged_attention_kernel", "_sum_parts_kernel")
     }
     assert len(attention) == 4
+    assert not {launch.key for launch in launches} - warm
+
+
+@pytest.mark.skipif(not HAS_TRITON or torch.cuda.is_available(), reason="needs Triton's interpreter")
+def test_nor_are_gated_products_of_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though no power of two fills the device."""
+    shape = ManyRowsShape(16, 16, 16, tiles_together=2, num_stages=3, num_warps=4)
+
+    def only_some(num_rows: int, *_: object) -> ManyRowsShape | None:
+        return shape if num_rows > 32 and num_rows.bit_count() == 3 else None
+
+    for module in (many_rows, warm_up):
+        monkeypatch.setattr(module, "many_rows_shape", only_some)
+    monkeypatch.setattr(warm_up, "GATED_ROWS", 33)
+    llm = small_llm(kernels="triton", page_size=2, num_pages=200, max_batched_tokens=63, seed=5)
+    with_stand_ins(llm)
+    with seen_launches(compute="choices") as launches:
+        llm.warm_up()
+        warm = {launch.key for launch in launches}
+        llm.generate(random_prompts([38, 37, 3, 44], 97), GREEDY)
+    assert [key for key in warm if key[0] == "_gate_many_rows_kernel"]
     assert not {launch.key for launch in launches} - warm
 
 

@@ -6,6 +6,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from torch import Tensor
+
 Key = tuple[str, tuple[Any, ...]]
 
 OUTPUTS = ("out", "normed", "total")
@@ -36,7 +38,7 @@ def seen_launches(*, compute: Literal["all", "choices", "nothing"] = "all") -> I
         if compute == "all" or not outputs:
             return run(self, *args, grid=grid, warmup=warmup, **kwargs)
         for output in outputs:
-            output.zero_()
+            (output if isinstance(output, Tensor) else output.base).zero_()  # a descriptor has it
         return None
 
     InterpretedFunction.run = seen

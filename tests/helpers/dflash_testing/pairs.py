@@ -14,7 +14,7 @@ from dflash_cli.checkpoints.opening import DraftCheckpoint, open_draft, open_tar
 from dflash_cli.checkpoints.references import Role, fetch_directory, tiny_directory
 from dflash_cli.generation.tokenizer import Tokenizer
 from dflash_kernels.block_attention import PLAIN, Softmax
-from dflash_kernels.suite import REFERENCE
+from dflash_kernels.suite import REFERENCE, Kernels
 from dflash_runtime.checkpoint.layout import DRAFT_TO_TARGET, owned_shapes
 from dflash_runtime.checkpoint.pair import DraftSource
 from dflash_runtime.config import DraftConfig, EngineConfig, RopeConfig, TargetConfig
@@ -120,7 +120,12 @@ def always_mask(draft: Draft) -> ScriptedDraft:
 
 
 def random_target(
-    dtype: torch.dtype = torch.float32, *, seed: int = 0, scale: float = 0.3, **changes: Any
+    dtype: torch.dtype = torch.float32,
+    *,
+    seed: int = 0,
+    scale: float = 0.3,
+    kernels: Kernels = REFERENCE,
+    **changes: Any,
 ) -> Qwen3Target:
     """A small target with random weights; a smaller `scale` gives flatter distributions."""
     values: dict[str, Any] = {
@@ -140,7 +145,7 @@ def random_target(
     values.setdefault("windows", (None,) * values["num_layers"])
     config = TargetConfig(**values)
     weights = random_weights(Qwen3Target.expected_shapes(config), dtype, seed, scale)
-    return Qwen3Target(config, stack_projections(weights.items()), placement(dtype))
+    return Qwen3Target(config, stack_projections(weights.items()), replace(placement(dtype), kernels=kernels))
 
 
 def random_draft_config(target: TargetConfig, **changes: Any) -> DraftConfig:
@@ -167,14 +172,17 @@ def random_draft_config(target: TargetConfig, **changes: Any) -> DraftConfig:
     return DraftConfig(**values)
 
 
-def random_draft(target: Target, dtype: torch.dtype = torch.float32, *, seed: int = 1, **changes: Any) -> DFlashDraft:
+def random_draft(
+    target: Target, dtype: torch.dtype = torch.float32, *, seed: int = 1, kernels: Kernels = REFERENCE, **changes: Any
+) -> DFlashDraft:
     """A small draft with random weights, bound to a target."""
     config = random_draft_config(target.config, **changes)
     weights = random_weights(owned_shapes(config), dtype, seed)
     if config.has_reduced_vocab:
         ids = torch.linspace(0, config.vocab_size - 1, config.draft_vocab_size).long()
         weights[DRAFT_TO_TARGET] = ids - torch.arange(config.draft_vocab_size)
-    return DFlashDraft(config, stack_projections(weights.items()), target, placement(dtype))
+    placed = replace(placement(dtype), kernels=kernels)
+    return DFlashDraft(config, stack_projections(weights.items()), target, placed)
 
 
 def random_llm(
