@@ -128,16 +128,18 @@ class ManyRowsShape:
 def many_rows_shape(num_rows: int, width: int, itemsize: int, device: torch.device) -> ManyRowsShape | None:
     """The cut of a gated product of many rows; None where two launches, a library's and one that gates, are faster.
 
-    They are where a part of the device would wait, in the last round of tiles or for rows that are not there.
+    They are where a part of the device would wait, in the last round of tiles or for rows that are not there; and, it
+    is supposed, where shared memory holds fewer tiles than that of an H200.
     """
     if num_rows < GATED_ROWS or not has_tile_loads(device) or (itemsize > 2 and not IS_INTERPRETED):
         return None
-    rows, columns, depth = 128, 128, 64
+    rows, columns, depth, num_stages = 128, 128, 64, 3
+    stage_bytes = (rows + 2 * columns) * depth * itemsize
+    if fitting_stages(num_stages, stage_bytes, rows * columns * itemsize, device) < num_stages:
+        return None
     num_places, num_row_tiles = num_multiprocessors(device), ceil_div(num_rows, rows)
     num_rounds = ceil_div(num_row_tiles * ceil_div(width, columns), num_places)
     if 100 * num_rows * width < 94 * rows * columns * num_places * num_rounds:
         return None
     num_groups = max(1, round(num_row_tiles / 16))
-    stage_bytes = (rows + 2 * columns) * depth * itemsize
-    num_stages = fitting_stages(3, stage_bytes, rows * columns * itemsize, device)
     return ManyRowsShape(rows, columns, depth, ceil_div(num_row_tiles, num_groups), num_stages, num_warps=8)

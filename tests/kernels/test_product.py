@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from dflash_kernels import launch_config
 from dflash_kernels import product as module
 from dflash_kernels.activation import silu_mul_ref
 from dflash_kernels.launch_config import has_tile_loads, num_multiprocessors
@@ -16,6 +17,7 @@ from dflash_kernels.product_config import (
     WIDE_PRODUCT_ROWS,
     ManyRowsShape,
     ProductShape,
+    many_rows_shape,
     product_shape,
 )
 from dflash_testing.tensors import DEVICE, assert_rows_close, normal
@@ -135,6 +137,15 @@ def test_many_rows_are_gated_by_a_launch_of_its_own_where_a_part_of_the_device_w
         in_one_launch += [name] * len(seen)
         seen.clear()
     assert in_one_launch == ["fills it"]
+
+
+@pytest.mark.skipif(not has_tile_loads(DEVICE), reason="no unit loads tiles here")
+@pytest.mark.parametrize(("num_bytes", "is_cut"), [(227 * 1024, True), (99 * 1024, False)])
+def test_so_they_are_where_shared_memory_holds_few_tiles(
+    num_bytes: int, is_cut: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch_config, "shared_memory", lambda device: num_bytes)
+    assert (many_rows_shape(GATED_ROWS, 128 * PLACES, 2, DEVICE) is not None) == is_cut
 
 
 def test_what_no_descriptor_can_be_made_of_is_loaded_by_pointers_or_a_librarys(

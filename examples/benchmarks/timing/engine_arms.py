@@ -12,6 +12,7 @@ from dflash_runtime.device.loading import LoadedPair
 from dflash_runtime.device.settings import rows_of_a_step
 from dflash_runtime.llm import LLM
 from dflash_runtime.scheduling.request import Request, SamplingParams
+from dflash_runtime.warm_up import step_modes
 from timing.accounting import StepAccount, profile_steps
 from timing.forced import force_acceptance
 from timing.pairs import BLOCK, RandomPair, Shape, random_prompt
@@ -134,6 +135,7 @@ def ready_engine(random: RandomPair, cell: Cell) -> LLM:
     )  # fmt: skip
     llm = LLM(pair)
     requests = make_requests(random.shape, [cell.context] * cell.batch, cell.num_new_tokens)
+    capture_widths(llm, requests)
     for request in requests:
         llm.engine.add(request)
     while not all(request.output_token_ids for request in requests):
@@ -143,6 +145,19 @@ def ready_engine(random: RandomPair, cell: Cell) -> LLM:
         llm.engine.step()
     _check(requests)
     return llm
+
+
+def capture_widths(llm: LLM, requests: Sequence[Request]) -> None:
+    """Capture the steps of all widths that these requests can have together, where that is not done already.
+
+    An engine's warm-up does so for every number of requests, so that the first trial of a width takes no longer.
+    """
+    graphs, params = llm.engine.runner.graphs, [requests[0].params]
+    if graphs is None:
+        return
+    for bucket, mode in graphs.missing(lambda bucket: step_modes(llm.engine, params, bucket)):
+        if bucket >= len(requests) and not mode.num_prompt_rows:
+            graphs.capture(bucket, mode)
 
 
 def make_requests(shape: Shape, lengths: Sequence[int], max_new_tokens: int, seed: int = 0) -> list[Request]:

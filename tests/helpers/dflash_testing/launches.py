@@ -38,7 +38,7 @@ def seen_launches(*, compute: Literal["all", "choices", "nothing"] = "all") -> I
         if compute == "all" or not outputs:
             return run(self, *args, grid=grid, warmup=warmup, **kwargs)
         for output in outputs:
-            (output if isinstance(output, Tensor) else output.base).zero_()  # a descriptor has it
+            (output if isinstance(output, Tensor) else output.base).zero_()  # or what a descriptor is of
         return None
 
     InterpretedFunction.run = seen
