@@ -12,6 +12,7 @@ import torch
 from dflash_cli.evaluation.tuning.candidates import candidates_for
 from dflash_cli.evaluation.tuning.step_costs import read_step_costs
 from dflash_kernels.suite import triton_kernels
+from dflash_runtime.scheduling.prefix_cache import PrefixCache
 from dflash_runtime.scheduling.width import AdaptiveWidth, StepTimes
 from dflash_testing.graphs import with_stand_ins
 from dflash_testing.pairs import random_draft, random_llm, random_target
@@ -24,6 +25,7 @@ import attention
 import experts
 import handoff
 import handoff_steps
+import host_time
 import hosted
 import load
 import products
@@ -81,6 +83,31 @@ def test_prompts_are_timed_alone_and_beside_others(tmp_path: Path, capsys: pytes
     ]
     assert all((row["plain_ms"] > 0) == (row["beside"] > 0) and row["way"] == "launched" for row in rows)
     assert len(capsys.readouterr().out.splitlines()) == 1 + len(rows)
+
+
+def test_steps_are_timed_on_the_host(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "host.jsonl"
+    given = ["--requests", "3", "--contexts", "20,50", "--waiting", "70", "--evicted", "64", "--steps", "12"]
+    assert host_time.main([*given, "--out", str(out)]) == 0
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(row["what"], row["tokens"]) for row in rows] == [
+        ("decoding", 20), ("waiting", 20), ("decoding", 50), ("waiting", 50), ("full pool", 64)
+    ]  # fmt: skip
+    assert all(row["ms"] > 0 for row in rows)
+    assert len(capsys.readouterr().out.splitlines()) == 1 + len(rows)
+
+
+def test_a_prompt_in_a_full_pool_takes_the_pages_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    evicted: list[int] = []
+    forget = PrefixCache._forget
+
+    def watched(cache: PrefixCache, page: int) -> None:
+        evicted.append(page)
+        forget(cache, page)
+
+    monkeypatch.setattr(PrefixCache, "_forget", watched)
+    assert host_time.evicting_ms(64) > 0
+    assert len(evicted) >= 64 // engine_arms.PAGE_SIZE
 
 
 def test_products_are_timed_in_their_chain(

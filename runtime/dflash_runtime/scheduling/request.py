@@ -194,7 +194,7 @@ class Request:
 
     @property
     def total_len(self) -> int:
-        return self.prompt_len + len(self.output_token_ids)
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
 
     @property
     def kv_len(self) -> int:

@@ -1,0 +1,158 @@
+"""What the host spends on a step: scheduling and commits, with long texts, with a prompt that waits, in a full pool.
+
+    python3 examples/benchmarks/host_time.py [--requests 32] [--contexts 1000,120000] [--out host.jsonl]
+
+The scheduler runs as in an engine with two steps in flight, and nothing runs on a device: results are made up, of each
+block as many tokens as a draw says. `decoding` are steps of requests after so many tokens of context; `waiting` the
+same while another prompt has no row; `full pool` all steps of one prompt whose every page has to be taken from another
+text. Rows are JSON lines; the table is printed last.
+"""
+
+import argparse
+import itertools
+import random
+import statistics
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from dflash_runtime.scheduling.batch import Batch, StepOutput
+from dflash_runtime.scheduling.limits import Limits
+from dflash_runtime.scheduling.pages import PagePool
+from dflash_runtime.scheduling.prefix_cache import PrefixCache
+from dflash_runtime.scheduling.request import Request, SamplingParams
+from dflash_runtime.scheduling.scheduler import Scheduler
+from timing.engine_arms import PAGE_SIZE
+from timing.pairs import BLOCK
+from timing.report import Recorder, say, table
+
+VOCAB = 151_936
+PROMPT_ROWS = 8192
+"""Rows of a step with prompts."""
+
+IN_FLIGHT = 2
+COLUMNS = ("what", "requests", "tokens", "ms", "95% ms")
+
+
+class Host:
+    """A scheduler whose steps take no time; `requests` rows, and pages for so many tokens."""
+
+    def __init__(self, num_requests: int, num_tokens: int, max_model_len: int) -> None:
+        pool = PagePool(-(-num_tokens // PAGE_SIZE) + 1, PAGE_SIZE)
+        limits = Limits(
+            num_draft_tokens=BLOCK - 1, max_model_len=max_model_len, max_num_requests=num_requests, vocab_size=VOCAB,
+            max_batched_tokens=PROMPT_ROWS,
+        )  # fmt: skip
+        self.scheduler = Scheduler(limits, pool, PrefixCache(pool))
+        self._random, self._count = random.Random(0), itertools.count()
+        self._in_flight: deque[Batch] = deque()
+
+    def add(self, num_tokens: int, num_answered: int) -> None:
+        """A prompt of random tokens."""
+        prompt = tuple(self._random.randrange(VOCAB) for _ in range(num_tokens))
+        params = SamplingParams(max_new_tokens=num_answered, ignore_eos=True)
+        self.scheduler.add(Request(index=next(self._count), prompt_token_ids=prompt, params=params))
+
+    def step(self) -> float:
+        """Queue a step and commit the oldest -> milliseconds of both."""
+        began = time.perf_counter()
+        batch = self.scheduler.schedule(is_drained=not self._in_flight)
+        spent = time.perf_counter() - began
+        if not batch.is_empty:
+            self._in_flight.append(batch)
+        if batch.is_empty or len(self._in_flight) > IN_FLIGHT:
+            oldest = self._in_flight.popleft()
+            results = self._results(oldest)
+            began = time.perf_counter()
+            for chunk in oldest.chunks:
+                self.scheduler.finish_chunk(chunk)
+            for request, output in results:
+                self.scheduler.commit(request, output)
+            spent += time.perf_counter() - began
+        return spent * 1000
+
+    def _results(self, batch: Batch) -> list[tuple[Request, StepOutput]]:
+        """What a device would have given: the first tokens of prompts, and of blocks as many as are accepted."""
+        results = []
+        for chunk in batch.chunks:
+            if chunk.is_last:
+                is_done = chunk.request.params.max_new_tokens == 1
+                results.append((chunk.request, StepOutput([0], is_done=is_done, generation=chunk.generation)))
+        for request in batch.decode:
+            count = self._random.randrange(BLOCK // 2)
+            tokens = [self._random.randrange(VOCAB) for _ in range(count + 1)]
+            output = StepOutput(tokens, [0] * (BLOCK - 1), num_accepted=count, generation=request.generation)
+            results.append((request, output))
+        return results
+
+
+def decoding_ms(num_requests: int, context: int, num_steps: int, waiting: int = 0) -> list[float]:
+    """Milliseconds of each step of so many requests, with a prompt of `waiting` tokens in the queue."""
+    room = (num_steps + 2 * IN_FLIGHT + -(-num_requests * context // PROMPT_ROWS)) * BLOCK + 4 * BLOCK
+    num_tokens = num_requests * (context + room + PAGE_SIZE) + waiting
+    host = Host(num_requests, num_tokens, max(context, waiting) + room + 4 * BLOCK)
+    for _ in range(num_requests):
+        host.add(context, room)
+    while not all(request.output_token_ids for request in host.scheduler.live):
+        host.step()
+    if waiting:
+        host.add(waiting, 1)
+        host.step()
+    return [host.step() for _ in range(num_steps)]
+
+
+def evicting_ms(num_tokens: int) -> float:
+    """Milliseconds of all steps of one prompt, in a pool that prompts before it have filled."""
+    host = Host(1, 4 * num_tokens, num_tokens + 4 * BLOCK)
+    spent = 0.0
+    for _ in range(6):
+        host.add(num_tokens, 1)
+        spent = 0.0
+        while host.scheduler.has_work:
+            spent += host.step()
+    return spent
+
+
+def measure(recorder: Recorder, given: argparse.Namespace) -> None:
+    """All rows."""
+    for context in given.contexts:
+        for what, waiting in (("decoding", 0), ("waiting", given.waiting)):
+            times = sorted(decoding_ms(given.requests, context, given.steps, waiting))
+            row = {"what": what, "requests": given.requests, "tokens": context, "ms": statistics.median(times),
+                   "p95_ms": times[len(times) * 95 // 100]}  # fmt: skip
+            recorder.add("host", row)
+            say(f"{what}, {given.requests} requests of {context} tokens: {row['ms']:.3f} ms")
+    row = {"what": "full pool", "requests": 1, "tokens": given.evicted, "ms": evicting_ms(given.evicted)}
+    recorder.add("host", row)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """What the script is told."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--requests", type=int, default=32)
+    parser.add_argument(
+        "--contexts", type=lambda text: [int(item) for item in text.split(",")], default=[1000, 120_000]
+    )
+    parser.add_argument("--waiting", type=int, default=140_000, help="tokens of the prompt that waits")
+    parser.add_argument("--evicted", type=int, default=32_768, help="tokens of the prompt in a full pool")
+    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--out", type=Path, help="write all rows here, as JSON lines")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, and print a table."""
+    given = make_parser().parse_args(arguments)
+    with Recorder(given.out, torch.device("cpu")) as recorder:
+        measure(recorder, given)
+        rows = [tuple(row.get(key) for key in ("what", "requests", "tokens", "ms", "p95_ms")) for row in recorder.rows]
+    print(table(COLUMNS, rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
