@@ -200,6 +200,12 @@ def _expectation(item: Parameter) -> str:
     return f": {item.help[0].lower()}{item.help[1:].rstrip('.')}" if item.help else ""
 
 
+def _is_typed(ctx: typer.Context, name: str, value: object) -> bool:
+    """Whether a parameter stands in the command line. Typer 0.26 says so of arguments that do not, without a value."""
+    source = ctx.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE" and value not in (None, (), [])
+
+
 def _callback(signature: Signature, kind: str) -> Any:
     """The function that Typer calls; its signature is what Typer sees of the command, `kind` that of its documents."""
     import inspect
@@ -210,8 +216,7 @@ def _callback(signature: Signature, kind: str) -> Any:
         # What stands before the command's name has been set by now; here it is only added to.
         quiet, verbose, debug = (values.pop(item.name) for item in COMMON)
         console.configure(quiet=quiet or None, verbosity=2 if debug else 1 if verbose else None, kind=kind)
-        typed = {name for name in values if (found := ctx.get_parameter_source(name)) and found.name == "COMMANDLINE"}
-        signature.call(values, typed)
+        signature.call(values, {name for name, value in values.items() if _is_typed(ctx, name, value)})
 
     context = inspect.Parameter("ctx", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
     parameters = [context, *(item.for_typer() for item in signature.parameters)]
