@@ -1,4 +1,4 @@
-"""What the benchmarks of speed make of numbers: loads, forced acceptance, floors, where time went, and its tables."""
+"""What the benchmarks of speed measure and make of it: loads, steps, forced acceptance, floors, and their tables."""
 
 import re
 import shlex
@@ -10,11 +10,16 @@ import torch
 
 from dflash_kernels.step_rows import Bounds, RowState
 from dflash_kernels.suite import REFERENCE, Kernels
+from dflash_runtime.scheduling.prefix_cache import PrefixCache
+from dflash_runtime.scheduling.width import AdaptiveWidth, StepTimes
+from dflash_testing.graphs import with_stand_ins
+from dflash_testing.pairs import random_draft, random_llm, random_target
 from dflash_testing.paths import ROOT
 
 # Last on the path, behind a package named kernels that transformers looks for: the folder has a kernels.py.
 sys.path.append(str(ROOT / "examples" / "benchmarks"))
 
+import host_time
 import load
 import step_time
 from timing import accounting, engine_arms, forced, report
@@ -146,3 +151,29 @@ def test_every_table_of_speed_says_how_it_was_measured() -> None:
         given = {"step_time": step_time, "load": load}[name].make_parser().parse_args(shlex.split(options))
         known = load.ARMS if name == "load" else step_time.KNOWN_ARMS
         assert {*given.arms.split(",")} <= {*known}
+
+
+def test_a_prompt_in_a_full_pool_takes_the_pages_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    evicted: list[int] = []
+    forget = PrefixCache._forget
+
+    def watched(cache: PrefixCache, page: int) -> None:
+        evicted.append(page)
+        forget(cache, page)
+
+    monkeypatch.setattr(PrefixCache, "_forget", watched)
+    assert host_time.evicting_ms(64) > 0
+    assert len(evicted) >= 64 // engine_arms.PAGE_SIZE
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for graphs")
+def test_every_width_is_captured_before_steps_are_timed() -> None:
+    """Those of the requests that there are; not the steps that prompts join."""
+    target = random_target(num_layers=2)
+    llm = random_llm(target, random_draft(target, block_size=4, num_layers=1), 3, max_num_requests=3)
+    graphs = with_stand_ins(llm)
+    times = {batch: {width: 1.0 + width for width in (1, 2, 3, 4)} for batch in (1, 2, 3)}
+    llm.engine.scheduler.width_policy = AdaptiveWidth(StepTimes(times), 3)
+    engine_arms.capture_widths(llm, engine_arms.make_requests(SHAPES["small"], [5, 5, 5], 8))
+    assert sorted((bucket, mode.verify_width) for bucket, mode in graphs.captured) == [(3, 1), (3, 2), (3, 3), (3, 4)]
+    assert not any(mode.num_prompt_rows for _, mode in graphs.captured)

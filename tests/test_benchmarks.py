@@ -12,10 +12,6 @@ import torch
 from dflash_cli.evaluation.tuning.candidates import candidates_for
 from dflash_cli.evaluation.tuning.step_costs import read_step_costs
 from dflash_kernels.suite import triton_kernels
-from dflash_runtime.scheduling.prefix_cache import PrefixCache
-from dflash_runtime.scheduling.width import AdaptiveWidth, StepTimes
-from dflash_testing.graphs import with_stand_ins
-from dflash_testing.pairs import random_draft, random_llm, random_target
 from dflash_testing.paths import ROOT
 
 # Last on the path, behind a package named kernels that transformers looks for: the folder has a kernels.py.
@@ -95,19 +91,6 @@ def test_steps_are_timed_on_the_host(tmp_path: Path, capsys: pytest.CaptureFixtu
     ]  # fmt: skip
     assert all(row["ms"] > 0 for row in rows)
     assert len(capsys.readouterr().out.splitlines()) == 1 + len(rows)
-
-
-def test_a_prompt_in_a_full_pool_takes_the_pages_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    evicted: list[int] = []
-    forget = PrefixCache._forget
-
-    def watched(cache: PrefixCache, page: int) -> None:
-        evicted.append(page)
-        forget(cache, page)
-
-    monkeypatch.setattr(PrefixCache, "_forget", watched)
-    assert host_time.evicting_ms(64) > 0
-    assert len(evicted) >= 64 // engine_arms.PAGE_SIZE
 
 
 def test_products_are_timed_in_their_chain(
@@ -213,19 +196,6 @@ def test_step_times_are_written_as_json_lines(
         ("plain", 3, 16),
     ]
     assert capsys.readouterr().out.splitlines()[-len(steps) - 1].split()[:3] == ["arm", "batch", "context"]
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for graphs")
-def test_every_width_is_captured_before_steps_are_timed() -> None:
-    """Those of the requests that there are; not the steps that prompts join."""
-    target = random_target(num_layers=2)
-    llm = random_llm(target, random_draft(target, block_size=4, num_layers=1), 3, max_num_requests=3)
-    graphs = with_stand_ins(llm)
-    times = {batch: {width: 1.0 + width for width in (1, 2, 3, 4)} for batch in (1, 2, 3)}
-    llm.engine.scheduler.width_policy = AdaptiveWidth(StepTimes(times), 3)
-    engine_arms.capture_widths(llm, engine_arms.make_requests(SHAPES["small"], [5, 5, 5], 8))
-    assert sorted((bucket, mode.verify_width) for bucket, mode in graphs.captured) == [(3, 1), (3, 2), (3, 3), (3, 4)]
-    assert not any(mode.num_prompt_rows for _, mode in graphs.captured)
 
 
 def test_an_arm_that_fails_leaves_the_others(

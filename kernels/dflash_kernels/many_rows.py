@@ -12,7 +12,6 @@ from torch import Tensor
 
 from dflash_kernels.activation import gate_tiles
 from dflash_kernels.launch_config import (
-    IS_INTERPRETED,
     TensorDescriptor,
     ceil_div,
     check_dtypes,
@@ -51,13 +50,8 @@ def _gate_many_rows_kernel(
 
 
 def cut_of_many_rows(hidden: Tensor, weight: Tensor) -> ManyRowsShape | None:
-    """How a gated product of [T, K] and [2 F, K] is cut; None where it takes two launches.
-
-    float32 has no tensor cores here; the interpreter takes it all the same, which is how this is tested.
-    """
+    """How a gated product of [T, K] and [2 F, K] is cut; None where it takes two launches."""
     itemsize, width = hidden.element_size(), len(weight) // 2
-    if hidden.dim() != 2 or not (itemsize == 2 or IS_INTERPRETED):
-        return None
     is_described = can_describe(hidden) and can_describe(weight) and width * itemsize % DESCRIPTOR_BYTES == 0
     return many_rows_shape(len(hidden), width, itemsize, hidden.device) if is_described else None
 

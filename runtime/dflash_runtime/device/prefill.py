@@ -25,7 +25,7 @@ from dflash_kernels.suite import Kernels
 from dflash_runtime.config import TargetConfig
 from dflash_runtime.device.decode_graphs import StepMode
 from dflash_runtime.device.kv import KVCache
-from dflash_runtime.device.state import DeviceState, Uploader
+from dflash_runtime.device.state import DeviceState, Uploader, row_of
 from dflash_runtime.models.target import Target
 from dflash_runtime.scheduling.batch import Chunk
 from dflash_runtime.scheduling.request import Request
@@ -200,9 +200,3 @@ def plan_chunks(
 def is_resumed(request: Request) -> bool:
     """Whether it has tokens already, and goes on from its last one."""
     return bool(request.output_token_ids)
-
-
-def row_of(request: Request) -> int:
-    """Its row of the device state."""
-    assert request.row is not None
-    return request.row

@@ -20,10 +20,9 @@ from dflash_runtime.device.prefill import (
     RaggedAttention,
     is_resumed,
     plan_chunks,
-    row_of,
     segments_of,
 )
-from dflash_runtime.device.state import DeviceState, Uploader
+from dflash_runtime.device.state import DeviceState, Uploader, row_of
 from dflash_runtime.models.target import Target
 from dflash_runtime.scheduling.batch import Chunk
 from dflash_runtime.scheduling.request import Request

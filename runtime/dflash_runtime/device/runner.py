@@ -31,10 +31,10 @@ from dflash_runtime.device.kv import KVCache, PagedAttention
 from dflash_runtime.device.kv_pages import PagePorter
 from dflash_runtime.device.loading import LoadedPair
 from dflash_runtime.device.piecewise_graphs import PiecewiseGraphs
-from dflash_runtime.device.prefill import Prefill, PromptRows, row_of
+from dflash_runtime.device.prefill import Prefill, PromptRows
 from dflash_runtime.device.prompt_room import PromptRoom
 from dflash_runtime.device.results import PendingForward
-from dflash_runtime.device.state import DeviceState, Uploader
+from dflash_runtime.device.state import DeviceState, Uploader, row_of
 from dflash_runtime.device.texts import Texts
 from dflash_runtime.kv_transfer.handoff import DRAFT_PAGES, TARGET_PAGES, Handoff
 from dflash_runtime.models.cache_state import TextState

@@ -94,7 +94,7 @@ class DeviceState:
         if not (requests or additions):
             return
         gains = _gains(additions)
-        given = {_row(request): request for request in requests}
+        given = {row_of(request): request for request in requests}
         changes, pages = list[int](), list[int]()
         for row in dict.fromkeys((*given, *gains)):
             column, gained = gains.get(row, (0, []))
@@ -126,7 +126,8 @@ def _fields(request: Request, full_width: int) -> list[int]:
     return [request.generation, width, params.top_k, request.seed, *floats, *stops, *padding]
 
 
-def _row(request: Request) -> int:
+def row_of(request: Request) -> int:
+    """Its row of the device state."""
     assert request.row is not None
     return request.row
 
