@@ -1,6 +1,6 @@
 """The errors a user can act on; anything else that escapes is a bug.
 
-* DFlashError                 message, optional hint; `exit_code` is what the command line exits with
+* DFlashError                 id, path, field, found, expected, message, hint; the command line exits with `exit_code`
   x UsageError            2   options that contradict each other
     - RequestError        2   a prompt or sampling parameters the engine cannot serve
   x CheckpointError       3   a checkpoint that breaks its own rules
@@ -18,19 +18,55 @@
   x CapacityError         6   out of device memory, pages or disk
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 
+class _Missing:
+    def __repr__(self) -> str:
+        return "missing"
+
+
+MISSING: Any = _Missing()
+"""As `found`: the field is absent."""
+
+
 class DFlashError(Exception):
-    """Root of every error that is reported as one line. `hint` names the next command to try."""
+    """Root of every error that a user can act on. The command line prints it as one line and exits with `exit_code`.
+
+    id        names the situation in kebab-case: `resume-without-rows`. By default it names the class: `usage-error`.
+    path      the file or folder at fault
+    field     the option, config key, tensor or row at fault
+    found     the value that was found, MISSING if the field is absent
+    expected  the value or form that was expected, in words
+    hint      the next command to try
+
+    Without a `message`, the sentence is written from `field`, `found` and `expected`.
+    """
 
     exit_code = 1
 
-    def __init__(self, message: str, *, hint: str | None = None) -> None:
-        super().__init__(message)
-        self.message = message
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        id: str = "",
+        path: object = None,
+        field: str | None = None,
+        found: Any = None,
+        expected: str | None = None,
+        hint: str | None = None,
+    ) -> None:
+        text = message or _sentence(field, found, expected)
+        super().__init__(text if path is None else f"{path}: {text}")
+        self.message: str = self.args[0]
+        self.id = id or _kebab_case(type(self).__name__)
+        self.path = path
+        self.field = field
+        self.found = found
+        self.expected = expected
         self.hint = hint
 
 
@@ -45,24 +81,25 @@ class RequestError(UsageError):
 
 
 class CheckpointError(DFlashError):
-    """A checkpoint that is present but malformed. `path` is the file or directory at fault."""
+    """A checkpoint that is present but malformed."""
 
     exit_code = 3
 
-    def __init__(self, message: str, *, path: object = None, hint: str | None = None) -> None:
-        super().__init__(f"{path}: {message}" if path is not None else message, hint=hint)
-        self.path = path
-
 
 class InvalidConfig(CheckpointError):
-    """One field of a config that is missing or holds something it must not."""
+    """One field of a config that is missing or holds a wrong value."""
 
-    def __init__(self, field: str, found: Any, expected: str, *, path: object = None, hint: str | None = None) -> None:
-        found_text = "missing" if found is MISSING else f"found {_shorten(found)}"
-        super().__init__(f"{field}: {found_text}, expected {expected}", path=path, hint=hint)
-        self.field = field
-        self.found = found
-        self.expected = expected
+    def __init__(
+        self,
+        field: str,
+        found: Any,
+        expected: str,
+        *,
+        id: str = "",
+        path: object = None,
+        hint: str | None = None,
+    ) -> None:
+        super().__init__(id=id, path=path, field=field, found=found, expected=expected, hint=hint)
 
 
 class TensorMismatch(CheckpointError):
@@ -144,33 +181,33 @@ class CapacityError(DFlashError):
     exit_code = 6
 
 
-class _Missing:
-    def __repr__(self) -> str:
-        return "missing"
-
-
-MISSING: Any = _Missing()
-
-
 @contextmanager
 def naming_file(path: object) -> Iterator[None]:
     """Add the file's path to errors raised by code that knows only its content."""
     try:
         yield
-    except InvalidConfig as error:
-        if error.path is not None:
-            raise
-        raise InvalidConfig(error.field, error.found, error.expected, path=path, hint=error.hint) from error
-    except UnsupportedError as error:
-        if error.message.startswith(f"{path}: "):
-            raise
-        raise type(error)(f"{path}: {error.message}", hint=error.hint) from error
+    except (InvalidConfig, UnsupportedError) as error:
+        if error.path is None and not error.message.startswith(f"{path}: "):
+            error.path, error.message = path, f"{path}: {error.message}"
+            error.args = (error.message,)
+        raise
 
 
 def _listed(items: Sequence[str], separator: str, limit: int = 100) -> str:
     """A list that stays readable where a file has thousands of the kind."""
     rest = len(items) - limit
     return separator.join(items[:limit]) + (f"{separator}and {rest} more" if rest > 0 else "")
+
+
+def _sentence(field: str | None, found: Any, expected: str | None) -> str:
+    """`--top-p: found 2.0, expected a number from 0 to 1`."""
+    found_text = "missing" if found is MISSING else f"found {_shorten(found)}"
+    return f"{field}: {found_text}, expected {expected}"
+
+
+def _kebab_case(name: str) -> str:
+    """`TensorMismatch` as `tensor-mismatch`."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "-", name).lower()
 
 
 def _shorten(value: Any, limit: int = 80) -> str:
