@@ -26,7 +26,7 @@ OTHER_MEANINGS = {
     "terminal/environment.py": "names of Python packages",
     "generation/loaded_pair.py": "names of Python packages",
     "main.py": "names of Python packages",
-    "options.py": "whose code runs a target",
+    "terminal/options.py": "whose code runs a target",
 }
 """Files and folders in which a word that is also an engine's name means something else."""
 
