@@ -3,12 +3,9 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from dflash_cli.diagnosis.search_budget import Observe, SearchBudget
 from dflash_runtime.config import EngineConfig
-
-if TYPE_CHECKING:
-    from dflash_cli.diagnosis.readings import Observe, SearchBudget
 
 MAX_NUM_REQUESTS = 32
 NUM_MADE_UP = 32
@@ -19,8 +16,8 @@ class RunSettings:
     """Settings of the run level. `prompts` returns token ids, or None to have prompts made up."""
 
     config: EngineConfig
-    budget: "SearchBudget"
-    observe: "Observe"
+    budget: SearchBudget
+    observe: Observe
     prompts: Callable[[], Sequence[Sequence[int]] | None] = lambda: None
 
 
@@ -31,7 +28,7 @@ def run_settings(
     num_prompts: int | None,
     max_new_tokens: int,
     device: str,
-    observe: "Observe",
+    observe: Observe,
     target_runtime: str = "auto",
     device_map: str | None = None,
 ) -> RunSettings:
@@ -40,8 +37,6 @@ def run_settings(
     `prompts` names a file, or are token ids. `num_prompts` counts the prompts to make up, or of a file those to draw
     from it: all where it is None.
     """
-    from dflash_cli.diagnosis.readings import SearchBudget
-
     return RunSettings(
         EngineConfig(
             device=device, target_runtime=target_runtime, device_map=device_map, max_num_requests=MAX_NUM_REQUESTS
