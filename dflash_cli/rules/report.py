@@ -1,4 +1,4 @@
-"""Everything a validation found, worst first."""
+"""The result of a validation."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +11,7 @@ from dflash_cli.rules.verdict import Verdict
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What was found, worst first. `num_rules` counts the rules that ran; `notes` say which checks could not run."""
+    """Findings, worst first. `num_rules` counts the rules that ran, and `notes` say which checks could not run."""
 
     path: Path
     dialect: str | None
@@ -27,7 +27,7 @@ class Report:
         return sum(finding.severity == severity for finding in self.findings)
 
     def fails(self, *, strict: bool = False) -> bool:
-        """Whether the draft does not pass; with `strict`, warnings count too."""
+        """Whether there is an error, or with `strict` a warning."""
         return bool(self.count("error") or (strict and self.count("warning")))
 
     def to_json(self) -> dict[str, Any]:
