@@ -164,7 +164,7 @@ def rows_are_in_their_places(subject: Subject) -> Iterator[Problem]:
 @check(
     "M11",
     level="weights",
-    effect="two rows of the head compete for one token, and another token has no row",
+    effect="two rows of the head compete for one token, and another token is never proposed",
     fix=FIX_REEXPORT_WEIGHTS,
     source="vLLM 0.33.0 qwen3_dflash.py scatters logits by the map",
     outcome="drops",
