@@ -73,13 +73,13 @@ def validate_draft(
     from dflash_cli.diagnosis.run_settings import run_settings
     from dflash_cli.engines.serving_engine import parse_engines
     from dflash_cli.rules.rule import ignored_ids
-    from dflash_cli.rules.validator import ValidationRequest
+    from dflash_cli.rules.validator import ValidationPlan
     from dflash_cli.rules.validator import validate_draft as validate
 
     pair = complete_pair(str(draft), None if target is None else str(target), find=fetch_directory)
     assert pair.draft_location is not None
     location = None if pair.target is None else pair.find_target(fetch_directory)
-    request = ValidationRequest(
+    request = ValidationPlan(
         draft=pair.draft_location,
         draft_reference=str(draft),
         target=location,
@@ -135,13 +135,13 @@ def convert_draft(
     from dflash_cli.conversion.destination import check_destination
     from dflash_cli.conversion.execute import convert_draft as convert
     from dflash_cli.conversion.plan import plan_conversion
-    from dflash_cli.conversion.request import ConversionRequest
+    from dflash_cli.conversion.request import ConversionSpec
 
     result = Path(destination)
     check_destination(result, force=force)
     if target is None and is_bundled(str(source)):
         target = TINY
-    request = ConversionRequest(
+    request = ConversionSpec(
         to=to,
         target=None if target is None else open_target(target),
         target_reference=None if target is None else str(target),

@@ -77,7 +77,7 @@ def evaluate(
         UsageError, RequestError: a pair or prompts that cannot be served; and whatever loading raises.
         HandoffMismatch: what the other process prefills does not fit, and `force_mismatch` is not given.
     """
-    from dflash_cli.acceptance.measure import EvaluationRequest, measure
+    from dflash_cli.acceptance.measure import EvaluationPlan, measure
     from dflash_cli.acceptance.prompt_choice import choose_prompts
     from dflash_cli.generation.answers import Tally
     from dflash_cli.generation.conditions import make_conditions, parse_context_lengths, parse_thinking
@@ -113,7 +113,7 @@ def evaluate(
     choice = choose_prompts(
         pair, given, chat=chat, count=num_prompts, sample=sample, seed=params.seed or 0, conditions=conditions
     )
-    request = EvaluationRequest(
+    request = EvaluationPlan(
         rows=choice.rows,
         params=params,
         source=choice.source,
@@ -205,11 +205,11 @@ def tune(
         UsageError, RequestError: what does not suit the pair, or prompts that cannot be served; and whatever loading
             raises.
     """
-    from dflash_cli.acceptance.measure import EvaluationRequest
+    from dflash_cli.acceptance.measure import EvaluationPlan
     from dflash_cli.acceptance.prompt_choice import choose_prompts
     from dflash_cli.generation.loaded_pair import open_session
     from dflash_cli.tuning.speed import smallest
-    from dflash_cli.tuning.tuner import TuningRequest
+    from dflash_cli.tuning.tuner import TuningPlan
     from dflash_cli.tuning.tuner import tune as run
     from dflash_cli.tuning.what_if import parse_what_ifs
 
@@ -224,7 +224,7 @@ def tune(
         template_options=_to_text(chat_template_kwargs),
     )
     choice = choose_prompts(session, given, chat=chat, count=num_prompts, seed=params.seed or 0)
-    evaluation = EvaluationRequest(
+    evaluation = EvaluationPlan(
         rows=choice.rows,
         params=params,
         source=choice.source,
@@ -233,7 +233,7 @@ def tune(
         num_resamples=num_resamples,
         resume=resume,
     )
-    request = TuningRequest(
+    request = TuningPlan(
         evaluation=evaluation,
         config=config,
         numbers=numbers,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dflash_cli.conversion.request import ConversionRequest, Verification
+from dflash_cli.conversion.request import ConversionSpec, Verification
 from dflash_cli.formats.dialect import get_writable, writable_formats
 from dflash_cli.terminal import console
 from dflash_cli.terminal.options import CausalityOption, ForceOption, JsonOption
@@ -132,7 +132,7 @@ def convert(
         console.warn(remain)
     if target is None and is_bundled(source):
         target = TINY
-    request = ConversionRequest(
+    request = ConversionSpec(
         to=to,
         target=None if target is None else open_target(fetch_directory(target, Role.TARGET)),
         target_reference=target,

@@ -72,7 +72,7 @@ def diagnose(
     from dflash_cli.diagnosis.reading_progress import ReadingProgress
     from dflash_cli.diagnosis.run_settings import run_settings
     from dflash_cli.generation.threads import use_threads
-    from dflash_cli.rules.validator import ValidationRequest
+    from dflash_cli.rules.validator import ValidationPlan
 
     pair = complete_pair(draft, target, find=fetch_directory)
     location, target_location = pair.draft_location, pair.find_target(fetch_directory)
@@ -94,7 +94,7 @@ def diagnose(
             device_map=device_map,
         )
         report = validate_running(
-            ValidationRequest(
+            ValidationPlan(
                 draft=location,
                 draft_reference=draft,
                 target=target_location,

@@ -26,7 +26,7 @@ from dflash_cli.terminal.parameters import ESSENTIALS
 from dflash_runtime.errors import UsageError
 
 if TYPE_CHECKING:
-    from dflash_cli.acceptance.dumps.dump_writer import DumpRequest, DumpSummary
+    from dflash_cli.acceptance.dumps.dump_writer import DumpPlan, DumpSummary
     from dflash_cli.generation.loaded_pair import PairSession
 
 TargetArg = Annotated[
@@ -114,7 +114,7 @@ def dump(
     if engine.num_speculative_tokens or sampling.verify_width is not None:
         raise UsageError("a dump is of the target alone; leave out --num-speculative-tokens and --verify-width")
     params, config = sampling.params(max_new_tokens), replace(engine.config(), num_draft_tokens=0)
-    from dflash_cli.acceptance.dumps.dump_writer import DumpRequest, check_folder
+    from dflash_cli.acceptance.dumps.dump_writer import DumpPlan, check_folder
     from dflash_cli.acceptance.prompt_choice import choose_prompts
     from dflash_cli.generation.announcements import announce_loading
     from dflash_cli.generation.loaded_pair import open_session
@@ -128,7 +128,7 @@ def dump(
     _check_taps(session, layers)
     session.check_params(params)
     choice = choose_prompts(session, given, chat=chat, count=num_prompts, seed=sampling.seed)
-    request = DumpRequest(
+    request = DumpPlan(
         rows=choice.rows,
         params=params,
         taps=layers,
@@ -172,7 +172,7 @@ def _check_taps(session: "PairSession", layers: tuple[int, ...]) -> None:
         raise UsageError(f"--taps {layers[-1]}: the target has layers 0..{num_layers - 1}")
 
 
-def _write(session: "PairSession", request: "DumpRequest") -> "DumpSummary":
+def _write(session: "PairSession", request: "DumpPlan") -> "DumpSummary":
     from dflash_cli.acceptance.dumps.dump_writer import write_dump
     from dflash_cli.generation.outputs import ProgressSink
 

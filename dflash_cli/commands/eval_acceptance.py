@@ -32,7 +32,7 @@ from dflash_runtime.errors import UsageError
 
 if TYPE_CHECKING:
     from dflash_cli.acceptance.acceptance_report import Evaluation
-    from dflash_cli.acceptance.measure import EvaluationRequest
+    from dflash_cli.acceptance.measure import EvaluationPlan
     from dflash_cli.generation.answers import Answering, Tally
     from dflash_cli.generation.loaded_pair import OpenedPair
 
@@ -194,7 +194,7 @@ def eval_acceptance(
     conditions = asked.conditions(chat_template_kwargs)
     given = read_prompts(prompts, asked.dataset, asked.dataset_format, count=num_prompts)
     announce_loading(draft, target, device=config.device)
-    from dflash_cli.acceptance.measure import EvaluationRequest
+    from dflash_cli.acceptance.measure import EvaluationPlan
     from dflash_cli.acceptance.prompt_choice import choose_prompts
     from dflash_cli.generation.loaded_pair import open_pair
     from dflash_cli.generation.outputs import show_steps
@@ -203,7 +203,7 @@ def eval_acceptance(
     choice = choose_prompts(
         pair, given, chat=chat, count=num_prompts, sample=asked.sample, seed=sampling.seed, conditions=conditions
     )
-    request = EvaluationRequest(
+    request = EvaluationPlan(
         rows=choice.rows,
         params=params,
         source=choice.source,
@@ -302,7 +302,7 @@ def _finish_failed(evaluation: "Evaluation", *, is_allowed: bool) -> None:
         raise typer.Exit(max(failure.exit_code for failure in failures))
 
 
-def _measure(answering: "Answering", request: "EvaluationRequest") -> "tuple[Evaluation, Tally]":
+def _measure(answering: "Answering", request: "EvaluationPlan") -> "tuple[Evaluation, Tally]":
     from dflash_cli.acceptance.acceptance_progress import AcceptanceProgress
     from dflash_cli.acceptance.measure import measure
     from dflash_cli.generation.answers import Tally
@@ -326,7 +326,7 @@ def _measure(answering: "Answering", request: "EvaluationRequest") -> "tuple[Eva
     return hold_against_one_engine(evaluation, answering, request, tally), tally
 
 
-def _how_to_go_on(request: "EvaluationRequest") -> str:
+def _how_to_go_on(request: "EvaluationPlan") -> str:
     if request.journal is None:
         return "nothing is kept; with --rows FILE answers are, and --resume goes on from them"
     return f"the answers are kept in {request.journal}; give the same command with --resume to go on"

@@ -26,7 +26,7 @@ from dflash_runtime.errors import UsageError
 
 if TYPE_CHECKING:
     from dflash_cli.generation.answers import Event
-    from dflash_cli.probing.server_probe import Probed, ProbeRequest
+    from dflash_cli.probing.server_probe import Probed, ProbePlan
 
 FAULT = 3
 SHOWN_FAILURES = 5
@@ -131,7 +131,7 @@ def probe(
     _finish(found, min_acceptance, use_lower_bound=gate == "lower", allow_failed=allow_failed)
 
 
-def _probe(request: "ProbeRequest") -> "Probed":
+def _probe(request: "ProbePlan") -> "Probed":
     from dflash_cli.acceptance.acceptance_progress import AcceptanceProgress
     from dflash_cli.probing.server_probe import probe as run_probe
 

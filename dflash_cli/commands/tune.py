@@ -32,7 +32,7 @@ from dflash_runtime.errors import UsageError
 if TYPE_CHECKING:
     from dflash_cli.acceptance.acceptance_progress import AcceptanceProgress
     from dflash_cli.generation.loaded_pair import PairSession
-    from dflash_cli.tuning.tuner import Tuning, TuningRequest
+    from dflash_cli.tuning.tuner import Tuning, TuningPlan
 
 NumbersOption = Annotated[
     str | None,
@@ -157,19 +157,19 @@ def tune(
 
     given, config = read_prompts(prompts, dataset, dataset_format, count=num_prompts), engine.config()
     announce_loading(draft, target, device=config.device)
-    from dflash_cli.acceptance.measure import EvaluationRequest
+    from dflash_cli.acceptance.measure import EvaluationPlan
     from dflash_cli.acceptance.prompt_choice import choose_prompts
     from dflash_cli.generation.loaded_pair import open_session
     from dflash_cli.tuning.speed import smallest
-    from dflash_cli.tuning.tuner import TuningRequest
+    from dflash_cli.tuning.tuner import TuningPlan
     from dflash_cli.tuning.what_if import parse_what_ifs
 
     session = open_session(
         draft, target, smallest(config), causality=causality, template_options=chat_template_kwargs, threads=threads
     )
     choice = choose_prompts(session, given, chat=chat, count=num_prompts, seed=sampling.seed)
-    request = TuningRequest(
-        evaluation=EvaluationRequest(
+    request = TuningPlan(
+        evaluation=EvaluationPlan(
             rows=choice.rows,
             params=sampling.params(max_new_tokens),
             source=choice.source,
@@ -231,7 +231,7 @@ class _Shown:
             yield meter.update
 
 
-def _measure(session: "PairSession", request: "TuningRequest") -> "Tuning":
+def _measure(session: "PairSession", request: "TuningPlan") -> "Tuning":
     from dflash_cli.tuning.tuner import tune
 
     if request.folder is not None:

@@ -16,7 +16,7 @@ from dflash_cli.checkpoints.references import Location, find_checkpoint, open_ch
 from dflash_cli.engines.serving_engine import ServingEngine, known_engines, parse_engines
 from dflash_cli.rules.report import Report
 from dflash_cli.rules.rule import LEVELS, Finding, Level, RuleLevel, ignored_ids
-from dflash_cli.rules.validator import ValidationRequest, validate_draft
+from dflash_cli.rules.validator import ValidationPlan, validate_draft
 from dflash_cli.terminal import console
 from dflash_cli.terminal.options import (
     DRAFT_HELP,
@@ -138,7 +138,7 @@ def validate(
         raise UsageError("--prompts needs --level run")
     pair, location, target_location = _find_pair(draft, target, level, needs_weights=fix_out is not None)
     _check_lock(lock, location, target_location)
-    request = ValidationRequest(
+    request = ValidationPlan(
         draft=location,
         draft_reference=draft,
         target=target_location,
@@ -240,7 +240,7 @@ def _print_transfer(report: "TransferReport") -> None:
 
 
 def _run(
-    request: ValidationRequest,
+    request: ValidationPlan,
     prompts: str | None,
     sizes: tuple[int | None, int],
     engine: tuple[str, str, str | None],

@@ -14,7 +14,7 @@ from dflash_cli.generation.prompt_sets import PromptSet, default_prompts
 from dflash_cli.generation.tokenizer import Tokenizer, find_tokenizer, template_arguments
 from dflash_cli.probing.http_client import HttpClient
 from dflash_cli.probing.inference_server import Asked, InferenceServer, ServerTokenizer, open_server
-from dflash_cli.probing.server_probe import ProbeRequest
+from dflash_cli.probing.server_probe import ProbePlan
 from dflash_cli.probing.server_run import ServerRequest
 from dflash_cli.probing.token_equality import NEAR_TIE_NATS
 from dflash_cli.terminal.parameters import ESSENTIALS, MEASURING, SAMPLING
@@ -188,7 +188,7 @@ class ProbePrompts:
 
 
 @contextmanager
-def open_probe(url: str, options: ProbeOptions, prompts: ProbePrompts) -> Iterator[ProbeRequest]:
+def open_probe(url: str, options: ProbeOptions, prompts: ProbePrompts) -> Iterator[ProbePlan]:
     """The request, with connections that are closed at the end.
 
     Raises:
@@ -226,7 +226,7 @@ def open_probe(url: str, options: ProbeOptions, prompts: ProbePrompts) -> Iterat
             resume=prompts.resume,
             force=prompts.force,
         )
-        yield ProbeRequest(
+        yield ProbePlan(
             server=server,
             asking=asking,
             source=choice.source,

@@ -32,7 +32,7 @@ Observe = Callable[[str], Callable[[Event], None]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProbeRequest:
+class ProbePlan:
     """What to ask a server, how many requests at a time, and what to hold it against.
 
     `result` is a file of a result of our own, `beside` another server that is asked the same. `known_faults` are what
@@ -80,7 +80,7 @@ class Probed:
         return self.runs if self.beside is None else (*self.runs, self.beside)
 
 
-def probe(request: ProbeRequest, observe: Observe | None = None) -> Probed:
+def probe(request: ProbePlan, observe: Observe | None = None) -> Probed:
     """Ask the server, and what it is to be held against. `observe` is given the name of each run.
 
     Raises:
@@ -135,7 +135,7 @@ def rows_path(path: Path | None, concurrency: int, *, is_beside: bool = False) -
     return None if path is None else path.with_name(f"{path.stem}.{middle}{path.suffix}")
 
 
-def _check_journals(request: ProbeRequest, facts: ServerFacts, others: ServerFacts | None) -> None:
+def _check_journals(request: ProbePlan, facts: ServerFacts, others: ServerFacts | None) -> None:
     """Refuse before the first run what would be refused when a later one begins."""
     asking, numbers = request.asking, _in_reach(request.concurrencies, facts)
     paths = [rows_path(asking.journal, number) for number in numbers]
@@ -180,7 +180,7 @@ def _try_out(server: InferenceServer, asking: ServerRequest) -> ServerFacts:
 
 
 def _run(
-    request: ProbeRequest,
+    request: ProbePlan,
     server: InferenceServer,
     facts: ServerFacts,
     name: str,
@@ -192,7 +192,7 @@ def _run(
     return run_server(server, facts, asking, name=name, concurrency=concurrency, observe=watching)
 
 
-def _check_prompts(own: MeasuredResult | None, request: ProbeRequest) -> None:
+def _check_prompts(own: MeasuredResult | None, request: ProbePlan) -> None:
     """Refuse a yardstick of other prompts before anything is asked."""
     if own is None or not own.conversations:
         return
@@ -231,7 +231,7 @@ def _pair(base: MeasuredResult, other: MeasuredResult, confidence: float) -> Com
 
 
 def _compare_tokens(
-    request: ProbeRequest, runs: Sequence[ServerRun], beside: ServerRun | None
+    request: ProbePlan, runs: Sequence[ServerRun], beside: ServerRun | None
 ) -> tuple[list[TokenEquality], list[TokenEquality]]:
     """Greedy answers of the first run against the later ones, and against the yardsticks."""
     if request.asking.asked.temperature > 0:
@@ -267,7 +267,7 @@ def _asking(server: InferenceServer) -> Callable[[Sequence[int]], Mapping[int, f
     return ask
 
 
-def _notes(request: ProbeRequest, facts: ServerFacts, runs: Sequence[ServerRun]) -> list[str]:
+def _notes(request: ProbePlan, facts: ServerFacts, runs: Sequence[ServerRun]) -> list[str]:
     """What should be known about the probe as a whole."""
     notes = []
     left_out = [str(number) for number in request.concurrencies if number not in {run.concurrency for run in runs}]

@@ -41,7 +41,7 @@ BATCHES = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DumpRequest:
+class DumpPlan:
     """What to dump and where: the layers `taps` for these rows, and `num_overhang` tokens past each answer.
 
     `source` says where the rows come from, for whoever replays on them.
@@ -91,7 +91,7 @@ def _is_dump(folder: Path) -> bool:
         return False
 
 
-def write_dump(session: PairSession, request: DumpRequest, sink: Callable[[Event], None]) -> DumpSummary:
+def write_dump(session: PairSession, request: DumpPlan, sink: Callable[[Event], None]) -> DumpSummary:
     """Dump what is not in the folder yet. `sink` hears of everything that is generated.
 
     Raises:
@@ -119,7 +119,7 @@ def write_dump(session: PairSession, request: DumpRequest, sink: Callable[[Event
     return DumpSummary(manifest=manifest, num_written=num_written, failures=tuple(failures))
 
 
-def _describe(session: PairSession, request: DumpRequest, params: SamplingParams) -> dict[str, Any]:
+def _describe(session: PairSession, request: DumpPlan, params: SamplingParams) -> dict[str, Any]:
     """The manifest before the first answer."""
     target = session.llm.pair.target
     settings = session.run_settings(params, chat=request.chat) | {"taps": list(request.taps)}
@@ -143,7 +143,7 @@ def _describe(session: PairSession, request: DumpRequest, params: SamplingParams
     return plain
 
 
-def _prepare(request: DumpRequest, manifest: Mapping[str, Any]) -> None:
+def _prepare(request: DumpPlan, manifest: Mapping[str, Any]) -> None:
     """Make the folder one of a dump with these settings, or find that it is."""
     folder = request.folder
     check_folder(folder, resume=request.resume, force=request.force)
@@ -165,7 +165,7 @@ def _prepare(request: DumpRequest, manifest: Mapping[str, Any]) -> None:
     _write_manifest(folder, manifest)
 
 
-def _known_files(request: DumpRequest, manifest: Mapping[str, Any]) -> dict[tuple[str, int, int], DumpedText]:
+def _known_files(request: DumpPlan, manifest: Mapping[str, Any]) -> dict[tuple[str, int, int], DumpedText]:
     """The answers that are there, by what was asked; one that cannot be read is asked again."""
     known = {}
     for file in sorted(request.folder.glob("*.safetensors")):
@@ -179,7 +179,7 @@ def _known_files(request: DumpRequest, manifest: Mapping[str, Any]) -> dict[tupl
 
 def _answer(
     session: PairSession,
-    request: DumpRequest,
+    request: DumpPlan,
     params: SamplingParams,
     rows: Sequence[PromptRow],
     sink: Callable[[Event], None],
@@ -217,7 +217,7 @@ def _overhangs(
     return [output.token_ids for output in outputs]
 
 
-def _write_answer(session: PairSession, request: DumpRequest, answer: Answer, overhang: tuple[int, ...]) -> None:
+def _write_answer(session: PairSession, request: DumpPlan, answer: Answer, overhang: tuple[int, ...]) -> None:
     import torch
     from safetensors.torch import save
 
@@ -240,7 +240,7 @@ def _write_answer(session: PairSession, request: DumpRequest, answer: Answer, ov
     write_whole(request.folder / _file_name(answer.row.index, answer.turn), data)
 
 
-def _requests(request: DumpRequest, manifest: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def _requests(request: DumpPlan, manifest: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     for text in _known_files(request, manifest).values():
         counts = {"prompt_len": text.prompt_len, "answer_len": text.answer_len, "num_tokens": len(text.token_ids)}
         yield {"file": text.file.name, "index": text.row.index, "turn": text.turn, **counts}

@@ -12,7 +12,7 @@ import pytest
 
 import dflash_cli
 from dflash_cli.acceptance.disaggregated import Disaggregation, SideBySide
-from dflash_cli.acceptance.measure import EvaluationRequest
+from dflash_cli.acceptance.measure import EvaluationPlan
 from dflash_cli.generation.answers import Answer
 from dflash_cli.generation.loaded_pair import PairSession
 from dflash_cli.handoff import disaggregation, handed_session, prefill_process
@@ -97,7 +97,7 @@ def test_two_engines_are_one(options: list[str], tmp_path: Path, monkeypatch: py
     """And the one engine that they are held against has nothing in its prefix cache of what was handed over."""
     ask = disaggregation._ask
 
-    def ask_alone(session: PairSession, request: EvaluationRequest) -> list[Answer]:
+    def ask_alone(session: PairSession, request: EvaluationPlan) -> list[Answer]:
         assert len(session.llm.engine.scheduler.cache) == 0
         return ask(session, request)
 

@@ -363,9 +363,9 @@ def convert(source: Path, destination: Path, to: str, *, target: Path | None = N
     from dflash_cli.checkpoints.opening import open_draft, open_target
     from dflash_cli.conversion.execute import convert_draft
     from dflash_cli.conversion.plan import plan_conversion
-    from dflash_cli.conversion.request import ConversionRequest
+    from dflash_cli.conversion.request import ConversionSpec
 
-    conversion = ConversionRequest(
+    conversion = ConversionSpec(
         to=to,
         target=None if target is None else open_target(target),
         target_reference=None if target is None else str(target),

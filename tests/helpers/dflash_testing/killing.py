@@ -19,7 +19,7 @@ from pathlib import Path
 from dflash_cli.checkpoints.opening import open_draft
 from dflash_cli.conversion.execute import convert_draft
 from dflash_cli.conversion.plan import plan_conversion
-from dflash_cli.conversion.request import ConversionRequest
+from dflash_cli.conversion.request import ConversionSpec
 from dflash_cli.conversion.staging import clear_remains
 from dflash_testing import checkpoints as support
 
@@ -28,7 +28,7 @@ LONGEST_S = 0.2
 
 def convert_for_ever(home: Path, kill: int) -> None:
     """Replace one destination in turn by two drafts, and write each into a new one as well."""
-    plans = [plan_conversion(open_draft(home / name), ConversionRequest(to="native")) for name in ("one", "two")]
+    plans = [plan_conversion(open_draft(home / name), ConversionSpec(to="native")) for name in ("one", "two")]
     for turn in count():
         convert_draft(plans[turn % 2], home / "out", force=True)
         convert_draft(plans[turn % 2], home / f"new-{kill}-{turn}")
