@@ -43,9 +43,7 @@ class Repaired:
         }
 
 
-def repair_draft(
-    request: ValidationPlan, before: Report, destination: Path, *, force: bool = False
-) -> Repaired | None:
+def repair_draft(request: ValidationPlan, before: Report, destination: Path, *, force: bool = False) -> Repaired | None:
     """Write the copy and validate it as the original was; None, with nothing written, where no finding asks for one.
 
     Raises:

@@ -77,9 +77,9 @@ def result_json(document: dict[str, Any]) -> None:
     result(json_document(document))
 
 
-def json_document(document: dict[str, Any], indent: int | None = None) -> str:
-    """The text of a document, with its schema version and its kind first."""
-    head = {"schema_version": SCHEMA_VERSION, "kind": _kind}
+def json_document(document: dict[str, Any], indent: int | None = None, *, kind: str | None = None) -> str:
+    """The text of a document, with its schema version and its kind first; by default the kind of the run."""
+    head = {"schema_version": SCHEMA_VERSION, "kind": kind or _kind}
     return json.dumps(head | document, ensure_ascii=False, allow_nan=False, indent=indent)
 
 

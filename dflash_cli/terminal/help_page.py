@@ -31,7 +31,13 @@ Rows = Sequence[tuple[str, str]]
 
 
 def draw_command(
-    command: str, text: str, parameters: Sequence[Parameter], examples: Sequence[str], docs: str | None, *, is_full: bool
+    command: str,
+    text: str,
+    parameters: Sequence[Parameter],
+    examples: Sequence[str],
+    docs: str | None,
+    *,
+    is_full: bool,
 ) -> str:
     """The help page of a command: its essential options, or all of them."""
     sections = {group: [_row(item) for item in members] for group, members in _by_group(parameters).items()}
@@ -42,12 +48,12 @@ def draw_command(
     else:
         sections[OUTPUT] = [*sections.get(OUTPUT, []), ("-h, --help", "Show the examples and the most used options.")]
     usage = " ".join([command, *usage_pieces(parameters)])
-    return draw(usage, text, examples, sections, more(docs, command))
+    return draw(usage, text, examples, sections, more(docs, command.rpartition(" ")[0]))
 
 
-def more(docs: str | None, command: str) -> str:
+def more(docs: str | None, program: str) -> str:
     """The last line of a page, which names the page of docs."""
-    return f"More: {command.split()[0]} docs {docs}" if docs else ""
+    return f"More: {program} docs {docs}".rstrip() if docs is not None else ""
 
 
 def draw(usage: str, text: str, examples: Sequence[str], sections: Mapping[str, Rows], last: str) -> str:

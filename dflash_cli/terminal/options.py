@@ -28,9 +28,6 @@ REFERENCE = "a directory, a hub repository org/repo[@revision], or a bundled one
 DRAFT_HELP = f"Draft: {REFERENCE}: tiny, tiny:reduced."
 TARGET_HELP = f"Target: {REFERENCE}: tiny."
 
-Prompts = str | Path | Sequence[str | Sequence[int]]
-"""A JSON Lines file, or texts and lists of token ids."""
-
 
 def parse_object(text: str) -> Mapping[str, Any]:
     """A JSON object.
@@ -103,7 +100,7 @@ class PromptOptions(Request):
     """The prompts that a pair or a server answers."""
 
     prompts: Annotated[
-        Prompts | None,
+        str | Path | Sequence[str | Sequence[int]] | None,
         Option(
             short="-p", metavar="FILE", group=ESSENTIALS, parse=str, is_setting=False,
             help="Prompts as JSON Lines; each row has prompt, messages, turns or prompt_token_ids. - reads stdin. "
@@ -114,8 +111,8 @@ class PromptOptions(Request):
         str | None,
         Option(
             metavar="NAME", group=ESSENTIALS, is_setting=False,
-            help="Prompts of a published dataset: gsm8k, math500, humaneval, mbpp, mt-bench or speed-bench. NAME may be "
-            "NAME/SUBSET=SOURCE:N with a folder, file or hub repository as SOURCE and N prompts.",
+            help="Prompts of a published dataset: gsm8k, math500, humaneval, mbpp, mt-bench or speed-bench. NAME may "
+            "be NAME/SUBSET=SOURCE:N with a folder, file or hub repository as SOURCE and N prompts.",
         ),
     ] = None  # fmt: skip
     dataset_format: Annotated[
@@ -149,9 +146,9 @@ class PromptOptions(Request):
         ),
     ] = None  # fmt: skip
     thinking: Annotated[
-        tuple[Literal["on", "off"], ...],
+        tuple[str, ...],
         Option(
-            group=PROMPTS,
+            group=PROMPTS, metavar="on,off",
             help="Set the chat template's enable_thinking; on,off measures both side by side. For a template with "
             'another name for it: --chat-template-kwargs {"NAME": "$thinking"}.',
         ),
@@ -189,7 +186,9 @@ class SamplingOptions(Request):
     ignore_eos: Annotated[bool, Option(group=SAMPLING, help="Continue after stop tokens.")] = False
     stop_token_ids: Annotated[
         tuple[int, ...],
-        Option(flag="--stop-token-id", min=0, metavar="ID,...", group=SAMPLING, help="More token ids that end an answer."),
+        Option(
+            flag="--stop-token-id", min=0, metavar="ID,...", group=SAMPLING, help="More token ids that end an answer."
+        ),
     ] = ()
 
     def sampling_params(self, max_new_tokens: int) -> SamplingParams:
@@ -219,16 +218,8 @@ class DraftingOptions(SamplingOptions):
         int | None,
         Option(
             short="-k", metavar="K", min=0, group=ESSENTIALS,
-            help="Draft K tokens per step; 0 runs the target alone. Default: the draft's block size minus one, which is "
-            "also the most.",
-        ),
-    ] = None  # fmt: skip
-    verify_width: Annotated[
-        int | None,
-        Option(
-            min=1, group=DRAFTING,
-            help="Verify the first N positions of a block, the last committed token included. The draft still fills the "
-            "block, unless N is 1. Default: all K + 1.",
+            help="Draft K tokens per step; 0 runs the target alone. Default: the draft's block size minus one, which "
+            "is also the most.",
         ),
     ] = None  # fmt: skip
     draft_sampling: Annotated[
@@ -239,6 +230,20 @@ class DraftingOptions(SamplingOptions):
             "distribution.",
         ),
     ] = "greedy"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockOptions(DraftingOptions):
+    """How tokens are chosen, drafted and verified, with one width for all steps."""
+
+    verify_width: Annotated[
+        int | None,
+        Option(
+            min=1, group=DRAFTING,
+            help="Verify the first N positions of a block, the last committed token included. The draft still fills "
+            "the block, unless N is 1. Default: all K + 1.",
+        ),
+    ] = None  # fmt: skip
 
     @property
     def verified_rows(self) -> int | None:
@@ -256,8 +261,8 @@ class DeviceOptions(Request):
         Literal["auto", "native", "transformers", "transformers-cache"],
         Option(
             group=ENGINE,
-            help="native: this tool's code. transformers: Hugging Face's, slower. transformers-cache: the same with its "
-            "own KV cache, one request at a time. auto: native where supported.",
+            help="native: this tool's code. transformers: Hugging Face's, slower. transformers-cache: the same with "
+            "its own KV cache, one request at a time. auto: native where supported.",
         ),
     ] = "auto"
     device_map: Annotated[
@@ -367,14 +372,18 @@ class EngineOptions(DeviceOptions):
 class ConcurrencyOptions(Request):
     """How many requests run at once."""
 
-    concurrency: Annotated[int, Option(min=1, group=ENGINE, is_setting=False, help="Run at most N requests at once.")] = 16
+    concurrency: Annotated[
+        int, Option(min=1, group=ENGINE, is_setting=False, help="Run at most N requests at once.")
+    ] = 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class IntervalOptions(Request):
     """The interval of a measured acceptance length."""
 
-    confidence: Annotated[float, Option(above=0, below=1, group=MEASURING, help="Confidence level of intervals.")] = 0.95
+    confidence: Annotated[float, Option(above=0, below=1, group=MEASURING, help="Confidence level of intervals.")] = (
+        0.95
+    )
     num_resamples: Annotated[
         int, Option(min=0, group=MEASURING, help="Bootstrap resamples of the interval; 0 leaves it out.")
     ] = 10_000
@@ -392,7 +401,7 @@ class GateOptions(Request):
         Literal["point", "lower"],
         Option(
             group=MEASURING, is_setting=False,
-            help="Compare --min-acceptance with the acceptance length (point) or the lower end of its interval (lower).",
+            help="Compare --min-acceptance with the acceptance length (point) or its interval's lower end (lower).",
         ),
     ] = "point"  # fmt: skip
     allow_failed: Annotated[

@@ -13,10 +13,22 @@ A field `num_prompts` is the flag `--num-prompts`. A tuple is given as `1,2,3`, 
 import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Generic, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints, overload
+from typing import (
+    Any,
+    Generic,
+    Literal,
+    ParamSpec,
+    TypeVar,
+    Union,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+    overload,
+)
 
 from dflash_runtime.errors import UsageError
 from dflash_runtime.json_values import is_int, is_number
@@ -184,13 +196,13 @@ class Parameter:
             return self._parse(value)
         if self.kind in (str, Path) and isinstance(value, str | Path):
             return self.kind(value)
-        is_right = {
+        checks: dict[Any, Callable[[], bool]] = {
             bool: lambda: isinstance(value, bool),
             int: lambda: is_int(value) and self._is_within(value),
             float: lambda: is_number(value) and self._is_within(value),
             object: lambda: True,
-        }.get(self.kind, lambda: False)
-        if not is_right():
+        }
+        if not (self.kind in checks and checks[self.kind]()):
             raise self._refusal(value)
         return value
 
@@ -275,12 +287,16 @@ def json_value(value: Any) -> Any:
     return value
 
 
-@cache
+_PARAMETERS: dict[type, tuple[Parameter, ...]] = {}
+
+
 def parameters_of(kind: type[Request]) -> tuple[Parameter, ...]:
     """The parameters of a request class: arguments first, then options in the order of the fields."""
-    hints = get_type_hints(kind, include_extras=True)
-    found = [_read_parameter(item.name, hints[item.name], item.default) for item in fields(kind)]  # type: ignore[arg-type]
-    return tuple(sorted(found, key=lambda item: not item.is_argument))
+    if kind not in _PARAMETERS:
+        hints = get_type_hints(kind, include_extras=True)
+        found = [_read_parameter(item.name, hints[item.name], item.default) for item in fields(cast(Any, kind))]
+        _PARAMETERS[kind] = tuple(sorted(found, key=lambda item: not item.is_argument))
+    return _PARAMETERS[kind]
 
 
 def _read_parameter(name: str, hint: Any, default: Any) -> Parameter:
@@ -321,9 +337,9 @@ class Verb(Generic[P, Q, T]):
     @overload
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T: ...
     def __call__(self, *args: Any, **kwargs: Any) -> T:
-        if len(args) == 1 and not kwargs and isinstance(self.kind, type) and isinstance(args[0], self.kind):
-            return self.run(args[0])
-        return self.run(self.kind(*args, **kwargs))
+        is_request = len(args) == 1 and not kwargs and isinstance(self.kind, type) and isinstance(args[0], self.kind)
+        request: Any = args[0] if is_request else self.kind(*args, **kwargs)
+        return self.run(request)
 
 
 def verb(kind: Callable[P, Q]) -> Callable[[Callable[[Q], T]], Verb[P, Q, T]]:
