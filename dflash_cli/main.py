@@ -318,9 +318,9 @@ def _foreseen(error: Exception) -> DFlashError | None:
     if isinstance(error, PermissionError):
         return UsageError(f"{error.filename or 'output'}: permission denied")
     if isinstance(error, MemoryError):
-        return CapacityError("out of memory", hint="lower --max-num-requests or --max-model-len")
+        return CapacityError("out of memory", hint="lower --concurrency or --max-model-len")
     if isinstance(error, RuntimeError) and type(error).__name__ == "OutOfMemoryError":
-        return CapacityError(str(error).splitlines()[0], hint="lower --max-num-requests or --max-model-len")
+        return CapacityError(str(error).splitlines()[0], hint="lower --concurrency or --max-model-len")
     return None
 
 

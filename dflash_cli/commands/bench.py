@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from dflash_cli.terminal import console
 from dflash_cli.terminal.options import BlockOptions, EngineOptions, PairOptions, PromptOptions
 from dflash_cli.terminal.requests import ESSENTIALS, MEASURING, Option, verb
+from dflash_cli.terminal.shown import Shown, Table
 from dflash_runtime.errors import UsageError
 
 if TYPE_CHECKING:
@@ -58,8 +59,8 @@ class BenchRequest(EngineOptions, BlockOptions, PromptOptions, PairOptions):
             raise UsageError(field="--concurrency", found=[], expected="one number of requests or more")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Bench:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Bench(Shown):
     """Speeds of a pair, one entry per number of requests at once."""
 
     session: "PairSession"
@@ -71,8 +72,11 @@ class Bench:
         """The document of `dflash bench --json`."""
         return _to_json(self.session, self.plan, self.speeds) | {"prompts": self.source.to_json()}
 
-    def __repr__(self) -> str:
-        return f"Bench({_headline(self.speeds)})"
+    def summary(self) -> list[str]:
+        return [_headline(self.speeds)]
+
+    def shown_tables(self) -> dict[str, Table]:
+        return {"": (SPEED_COLUMNS, [row[: len(SPEED_COLUMNS)] for speed in self.speeds for row in _rows(speed)])}
 
 
 @verb(BenchRequest)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from dflash_cli.terminal import console
 from dflash_cli.terminal.requests import ESSENTIALS, MEASURING, Argument, Option, Request, verb
+from dflash_cli.terminal.shown import Shown
 from dflash_runtime.errors import UsageError
 
 if TYPE_CHECKING:
@@ -59,8 +60,8 @@ class ComparisonRequest(Request):
             )  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True)
-class Comparisons:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Comparisons(Shown):
     """Each result compared with the first."""
 
     items: "tuple[Comparison, ...]"
@@ -72,10 +73,10 @@ class Comparisons:
 
         return to_json(self.items, self.tolerance)
 
-    def __repr__(self) -> str:
+    def summary(self) -> list[str]:
         from dflash_cli.comparing.comparison_report import headline
 
-        return "\n".join(headline(item, place) for place, item in enumerate(self.items, start=1))
+        return [headline(item, place) for place, item in enumerate(self.items, start=1)]
 
 
 @verb(ComparisonRequest)

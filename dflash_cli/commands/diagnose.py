@@ -10,6 +10,7 @@ from dflash_cli.diagnosis.diagnosis_options import DiagnosisOptions, run_validat
 from dflash_cli.terminal import console
 from dflash_cli.terminal.options import DraftOptions, TargetOptions
 from dflash_cli.terminal.requests import verb
+from dflash_cli.terminal.shown import Shown
 from dflash_runtime.errors import CheckpointError, UnknownFormat, UnsupportedError
 
 if TYPE_CHECKING:
@@ -30,8 +31,8 @@ class DiagnosisRequest(DiagnosisOptions, TargetOptions, DraftOptions):
     """
 
 
-@dataclass(frozen=True, kw_only=True)
-class Diagnosed:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Diagnosed(Shown):
     """The likeliest cause, and the report it was drawn from."""
 
     cause: "Diagnosis"
@@ -41,8 +42,8 @@ class Diagnosed:
         """The document of `dflash diagnose --json`."""
         return {**self.cause.to_json(), "report": self.report.to_json()}
 
-    def __repr__(self) -> str:
-        return self.cause.sentence
+    def summary(self) -> list[str]:
+        return [self.cause.sentence]
 
 
 @verb(DiagnosisRequest)

@@ -21,6 +21,7 @@ from dflash_cli.terminal.options import (
     PromptOptions,
 )
 from dflash_cli.terminal.requests import DRAFTING, ESSENTIALS, OUTPUT, Argument, Option, verb
+from dflash_cli.terminal.shown import Shown
 from dflash_runtime.errors import GateFailed, UsageError
 
 if TYPE_CHECKING:
@@ -116,8 +117,8 @@ class GenerationRequest(
         return self.verify_width if isinstance(self.verify_width, int) else None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Generation:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Generation(Shown):
     """The answers of a run. `lossless` is set by check_lossless."""
 
     session: "PairSession"
@@ -138,8 +139,8 @@ class Generation:
         document = self.tally.to_json(self.session, self.seconds, num_traced=num_traced, lossless=self.lossless)
         return document | {"handoffs": self.handoffs.to_json()}
 
-    def __repr__(self) -> str:
-        return f"Generation({self.tally.figures(self.seconds)})"
+    def summary(self) -> list[str]:
+        return [self.tally.figures(self.seconds)]
 
 
 def run(

@@ -52,7 +52,7 @@ def with_stored_type(config: DraftConfig, tensors: Iterable[WrittenTensor]) -> t
 
 
 def _verifier(config: DraftConfig, request: ConversionSpec) -> tuple[Verifier | None, list[str]]:
-    """--verifier, else the name the source carries, else the hub id, else a local directory's name with a warning."""
+    """--target-name, else the name in the source, else the hub id, else a local directory's name with a warning."""
     target = request.target
     architectures = tuple(named_architectures(target.checkpoint.config)) if target is not None else ()
     carried = config.verifier
@@ -76,7 +76,7 @@ def _target_name(reference: str, directory: str) -> tuple[str, list[str]]:
     if is_hub_id(reference):
         return reference.partition("@")[0], []
     return directory, [
-        f"the target is stored as {directory!r}, the name of its directory; vLLM needs --verifier ORG/REPO"
+        f"the target is stored as {directory!r}, the name of its directory; vLLM needs --target-name ORG/REPO"
     ]
 
 

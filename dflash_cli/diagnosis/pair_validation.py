@@ -15,7 +15,7 @@ from dflash_cli.rules.validator import ValidationPlan, apply_rules, find_up_to, 
 from dflash_runtime.errors import UsageError
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class RunReport(Report):
     """A report of the run level. `search` is None if errors kept the pair from running; `notes` then say which."""
 

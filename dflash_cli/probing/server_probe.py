@@ -22,6 +22,7 @@ from dflash_cli.probing.token_equality import (
     texts_of_answers,
     texts_of_file,
 )
+from dflash_cli.terminal.shown import Shown
 from dflash_runtime.errors import DFlashError, RequestError, UnsupportedError, UsageError
 
 TRIAL_LEN = 16
@@ -50,8 +51,8 @@ class ProbePlan:
     minimum: float | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Probed:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Probed(Shown):
     """What a probe found. `loads` hold the later runs against the first, `yardsticks` hold other results."""
 
     url: str
@@ -66,6 +67,12 @@ class Probed:
     equalities: tuple[TokenEquality, ...] = ()
     known_faults: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+
+    def summary(self) -> list[str]:
+        lengths = [
+            f"{run.name}: acceptance length {run.total.counts.acceptance_len or float('nan'):.3f}" for run in self.runs
+        ]
+        return [f"{self.url}: {self.facts.engine}", *lengths, *self.notes]
 
     @property
     def is_engaged(self) -> bool | None:

@@ -80,8 +80,10 @@ def usage_pieces(parameters: Iterable[Parameter]) -> list[str]:
 
 
 def _table(rows: Rows, width: int) -> list[str]:
-    """Rows of names and texts in two columns. A name that is too wide has a line of its own."""
+    """Rows of names and texts in two columns. A name that is too wide, or a narrow terminal, takes two lines a row."""
     column = max((len(name) for name, _ in rows if len(name) <= WIDEST_FLAGS), default=0) + 2 * len(INDENT)
+    if width < 2 * column:
+        column = 3 * len(INDENT)
     lines = []
     for name, text in rows:
         filled = _fill(text, width, " " * column)

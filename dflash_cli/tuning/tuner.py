@@ -17,6 +17,7 @@ from dflash_cli.comparing.measured_result import MeasuredResult, ResultFile
 from dflash_cli.comparing.result_comparison import Contrast, compare_results
 from dflash_cli.documents.atomic_file import atomic_text, json_line
 from dflash_cli.generation.loaded_pair import PairSession
+from dflash_cli.terminal.shown import Shown
 from dflash_cli.tuning.candidates import Candidate, candidates_for, default_numbers, measure_candidate
 from dflash_cli.tuning.speed import speed_request
 from dflash_cli.tuning.speedups import Choice, batch_schedule, choose, overall_best
@@ -78,8 +79,8 @@ class TuningPlan:
     folder: Path | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tuning:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Tuning(Shown):
     """What `dflash tune` found.
 
     `ways` has for each K below the trained one how far the narrowed block's acceptance is above the resized one's;
@@ -94,6 +95,15 @@ class Tuning:
     session: PairSession
     request: TuningPlan
     seconds: float
+
+    def summary(self) -> list[str]:
+        best = self.overall
+        found = (
+            "drafting pays at no batch size"
+            if best is None
+            else f"best over all batch sizes: K {best.num_draft_tokens}"
+        )
+        return [found, f"{len(self.evaluations)} candidates, batch sizes {', '.join(map(str, self.costs.batches))}"]
 
     @property
     def overall(self) -> Candidate | None:
@@ -164,7 +174,7 @@ def _numbers(request: TuningPlan, trained: int, given: StepCosts | None) -> Sequ
         raise UsageError(
             f"{request.step_times}: has steps of {numbers[-1]} speculative tokens, expected 1 to {trained}, those that "
             "the draft was trained for",
-            hint=f"choose among them: --num-speculative-tokens-list {fitting or trained}",
+            hint=f"choose among them: --num-speculative-tokens {fitting or trained}",
         )
     return numbers
 

@@ -36,7 +36,7 @@ def test_flags_of_style_go_only_where_every_reader_looks_at_them(
     source = support.write_checkpoint(tmp_path / "source", config, support.body_arrays())
     for item in writable_formats():
         out = tmp_path / item.name
-        outcome = support.invoke("convert", source, out, "--to", item.name, "--verifier", "acme/target")
+        outcome = support.invoke("convert", source, out, "--to", item.name, "--target-name", "acme/target")
         assert outcome.code == (0 if item.name in keeping else 5), outcome.err
         if item.name not in keeping:
             assert f"{key} {json.dumps(value)}: readers of" in outcome.err

@@ -211,7 +211,7 @@ def test_direction(origin: str, name: str, tmp_path: Path) -> None:
     shape = support.REDUCED if "reduced" in origin else support.SMALL
     extra = support.reduced_arrays(shape, support.target_arrays(shape)) if "reduced" in origin else {}
     source = support.write_checkpoint(tmp_path / "source", config, {**support.body_arrays(shape), **extra})
-    outcome = support.invoke("convert", source, tmp_path / "out", "--to", name, "--verifier", "acme/target")
+    outcome = support.invoke("convert", source, tmp_path / "out", "--to", name, "--target-name", "acme/target")
     message = REFUSED.get((origin, name))
     if message is not None:
         assert outcome.code == 5

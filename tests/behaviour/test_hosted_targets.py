@@ -174,7 +174,7 @@ class TestLabels:
 
     @pytest.mark.slow
     def test_bench(self, pair: tuple[object, ...]) -> None:
-        document, _ = run("bench", pair, "-n", 8, "--batches", 1, "--rounds", 1)
+        document, _ = run("bench", pair, "-n", 8, "--concurrency", 1, "--rounds", 1)
         assert document["measured"]["target_runtime"] == "transformers"
 
     def test_native_alone_does_not_run_it(self, pair: tuple[object, ...]) -> None:

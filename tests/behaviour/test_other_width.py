@@ -64,7 +64,7 @@ def test_a_width_that_is_not_the_targets_is_a_misfit(target: Path, tmp_path: Pat
 @pytest.mark.parametrize("to", ["vllm", "speculators"])
 def test_its_weights_go_where_they_are_read(to: str, target: Path, tmp_path: Path) -> None:
     draft, out = make(tmp_path / "draft"), tmp_path / "out"
-    names = ("--target", target, "--verifier", "a/b", "--verify", "logits")
+    names = ("--target", target, "--target-name", "a/b", "--verify", "logits")
     outcome = support.invoke("convert", draft, out, "--to", to, *names)
     assert outcome.code == 0, outcome.err
     assert open_draft(out).config.target_hidden_size == TARGET_WIDTH

@@ -61,7 +61,7 @@ def check_conversion(pair: PublishedPair, draft: Path, target: Path) -> None:
     """To the other dialect of the two, or refused by name. A reduced head has no place in the native one."""
     to = "speculators" if pair.dialect == "native" else "vllm"
     outcome = support.invoke(
-        "convert", draft, draft.parent / "out", "--to", to, "--target", target, "--verifier", pair.of, "--dry-run"
+        "convert", draft, draft.parent / "out", "--to", to, "--target", target, "--target-name", pair.of, "--dry-run"
     )
     assert (outcome.code == 0) == (not pair.not_converted), outcome.err
     assert pair.not_converted in outcome.err

@@ -131,7 +131,7 @@ def test_a_tap_past_the_last_layer_is_an_error(name: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize("name", of_each_kind())
 def test_a_draft_is_converted_for_it(name: str, tmp_path: Path) -> None:
     draft, target = make_pair(tmp_path, name)
-    request = ("convert", draft, tmp_path / "out", "--to", "speculators", "--target", target, "--verifier", "a/b")
+    request = ("convert", draft, tmp_path / "out", "--to", "speculators", "--target", target, "--target-name", "a/b")
     assert support.invoke(*request).code == 0
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert written["speculators_config"]["verifier"]["architectures"] == config_of(name)["architectures"]

@@ -83,7 +83,7 @@ def test_serve_command_serves_it(name: str, draft: Path, tmp_path: Path) -> None
 @pytest.mark.parametrize("name", TARGETS)
 def test_convert_takes_it(name: str, draft: Path, tmp_path: Path) -> None:
     target, out = make(tmp_path / "target", name), tmp_path / "out"
-    outcome = support.invoke("convert", draft, out, "--to", "speculators", "--target", target, "--verifier", "a/b")
+    outcome = support.invoke("convert", draft, out, "--to", "speculators", "--target", target, "--target-name", "a/b")
     assert outcome.code == 0, outcome.err
     stated = json.loads((out / "config.json").read_text())["speculators_config"]["verifier"]["architectures"]
     assert stated == TARGETS[name]["architectures"]

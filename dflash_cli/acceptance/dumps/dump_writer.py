@@ -27,6 +27,7 @@ from dflash_cli.documents.atomic_file import atomic_text, write_whole
 from dflash_cli.generation.answers import Answer, Event, answer_rows, own_seed
 from dflash_cli.generation.loaded_pair import PairSession
 from dflash_cli.generation.prompts import PromptRow
+from dflash_cli.terminal.shown import Shown
 from dflash_runtime.checkpoint.strict_json import read_json
 from dflash_runtime.errors import CheckpointError, UsageError
 from dflash_runtime.scheduling.request import SamplingParams
@@ -58,13 +59,18 @@ class DumpPlan:
     force: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DumpSummary:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class DumpSummary(Shown):
     """What became of a dump."""
 
     manifest: Mapping[str, Any]
     num_written: int
     failures: tuple[Failure, ...]
+
+    def summary(self) -> list[str]:
+        return [
+            f"{self.num_written} answers written, {len(self.manifest['requests'])} in all, {len(self.failures)} failed"
+        ]
 
 
 def check_folder(folder: Path, *, resume: bool, force: bool) -> None:
@@ -78,7 +84,7 @@ def check_folder(folder: Path, *, resume: bool, force: bool) -> None:
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
     if not _is_dump(folder):
-        raise UsageError(f"{folder}: exists already, and is no dump", hint="name a new folder with --out")
+        raise UsageError(f"{folder}: exists already, and is no dump", hint="name a new folder with --output")
     if not (resume or force):
         raise UsageError(f"{folder}: exists already", hint="pass --resume to go on from it, or --force to replace it")
 
@@ -154,7 +160,7 @@ def _prepare(request: DumpPlan, manifest: Mapping[str, Any]) -> None:
             if was != is_now:
                 raise UsageError(
                     f"{folder}: made with {key} {was!r}, but this run has {is_now!r}",
-                    hint="give the same target and options again, or name another folder with --out",
+                    hint="give the same target and options again, or name another folder with --output",
                 )
     folder.mkdir(exist_ok=True)
     for remains in folder.glob(".*.tmp-*"):

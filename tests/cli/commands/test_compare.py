@@ -239,7 +239,7 @@ def test_bad_input_is_one_line(files: Path, arguments: tuple[str, ...], code: in
 def test_a_measured_result_and_its_rows_say_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     done = support.run_main(
-        "eval-acceptance", "tiny", "--num-prompts", "12", "-n", "16", "--rows", "rows.jsonl", "--json"
+        "eval-acceptance", "tiny", "--num-prompts", "12", "-n", "16", "--output", "rows.jsonl", "--json"
     )  # fmt: skip
     (tmp_path / "result.json").write_text(done.out)
     counted = json.loads(done.out)["conversations"]

@@ -18,8 +18,8 @@ from dflash_testing import checkpoints as support
 
 TARGET, DRAFT = fetch_directory(TINY, Role.TARGET), fetch_directory(TINY, Role.DRAFT)
 SMALL = ["--num-prompts", "8", "-n", "16"]
-DUMP = ["dump", "tiny", "--taps-from", "tiny", *SMALL, "--out"]
-REPLAY = ["eval-acceptance", "tiny", "--mode", "replay", "--bootstrap", "0"]
+DUMP = ["dump", "tiny", "--taps-from", "tiny", *SMALL, "--output"]
+REPLAY = ["eval-acceptance", "tiny", "--mode", "replay", "--num-resamples", "0"]
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +54,8 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 def test_a_replay_has_the_figures_of_a_run(dump: Path, tmp_path: Path) -> None:
     live_rows, rows = tmp_path / "live.jsonl", tmp_path / "replay.jsonl"
-    live = support.run_main("eval-acceptance", "tiny", *SMALL, "--bootstrap", "0", "--json", "--rows", live_rows)
-    run, found = json.loads(live.out), replay("--dump", dump, "--head-from", "tiny", "--json", "--rows", rows)
+    live = support.run_main("eval-acceptance", "tiny", *SMALL, "--num-resamples", "0", "--json", "--output", live_rows)
+    run, found = json.loads(live.out), replay("--dump", dump, "--head-from", "tiny", "--json", "--output", rows)
     assert run["num_drafts"] > 20
     same = ("num_drafts", "per_pos_accepted", "histogram", "definitions", "categories", "num_tokens", "acceptance_len")
     assert {name: found[name] for name in same} == {name: run[name] for name in same}
@@ -123,7 +123,7 @@ def test_what_was_made_otherwise_is_not_gone_on_from(copied: Path) -> None:
     before = files_of(copied)
     error = refuse(2, *DUMP, copied, "--resume", "-n", "17")
     assert error.startswith(f"error: {copied}: made with max_new_tokens 16, but this run has 17\nhint: ")
-    error = refuse(2, "dump", "tiny", "--taps", "1,2", *SMALL, "--out", copied, "--resume")
+    error = refuse(2, "dump", "tiny", "--taps", "1,2", *SMALL, "--output", copied, "--resume")
     assert "made with taps [0, 2, 3, 4], but this run has [1, 2]" in error
     assert "exists already\nhint: pass --resume to go on from it, or --force" in refuse(2, *DUMP, copied)
     assert files_of(copied) == before
@@ -186,7 +186,7 @@ def test_a_prompt_that_cannot_be_served_is_named_and_the_others_are_dumped(tmp_p
     prompts = tmp_path / "prompts.jsonl"
     long = json.dumps({"prompt_token_ids": [5] * 3000})
     prompts.write_text(f'{{"prompt": "def f():"}}\n{long}\n')
-    error = refuse(2, "dump", "tiny", "--taps", "1", "-p", prompts, "-n", "4", "--out", tmp_path / "dump")
+    error = refuse(2, "dump", "tiny", "--taps", "1", "-p", prompts, "-n", "4", "--output", tmp_path / "dump")
     assert f"{prompts}:2: " in error
     manifest = json.loads((tmp_path / "dump" / "manifest.json").read_text())
     assert (manifest["is_complete"], len(manifest["requests"])) == (False, 1)
@@ -196,10 +196,10 @@ def test_turns_are_answers_of_their_own(tmp_path: Path) -> None:
     prompts, folder = tmp_path / "prompts.jsonl", tmp_path / "dump"
     prompts.write_text('{"turns": ["def f():", "def g():"], "category": "a"}\n{"prompt": "import os"}\n')
     options = ["-p", prompts, "-n", "12"]
-    assert support.run_main("dump", "tiny", "--taps-from", "tiny", *options, "--out", folder).code == 0
+    assert support.run_main("dump", "tiny", "--taps-from", "tiny", *options, "--output", folder).code == 0
     assert list(files_of(folder)) == ["00000-0.safetensors", "00000-1.safetensors", "00001-0.safetensors"]
     found = replay("--dump", folder, "--head-from", "tiny", "--json")
-    run = json.loads(support.run_main("eval-acceptance", "tiny", *options, "--bootstrap", "0", "--json").out)
+    run = json.loads(support.run_main("eval-acceptance", "tiny", *options, "--num-resamples", "0", "--json").out)
     assert (found["num_requests"], found["num_conversations"]) == (3, 2)
     assert found["histogram"] == run["histogram"]
 
@@ -207,11 +207,11 @@ def test_turns_are_answers_of_their_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["dump", "tiny", "--out", "x"], "no layers to tap\nhint: name a draft with --taps-from DRAFT"),
-        (["dump", "tiny", "--taps", "1,x", "--out", "x"], "--taps '1,x': expected layers counted from 0"),
-        (["dump", "tiny", "--taps", "6", "--out", "x"], "--taps 6: the target has layers 0..5"),
-        (["dump", "tiny", "--taps", "1", "-k", "3", "--out", "x"], "a dump is of the target alone"),
-        (["dump", "tiny", "--taps", "1"], "no folder to write to\nhint: name one with --out DIR"),
+        (["dump", "tiny", "--output", "x"], "no layers to tap\nhint: name a draft with --taps-from DRAFT"),
+        (["dump", "tiny", "--taps", "1,x", "--output", "x"], "--taps '1,x': expected layers counted from 0"),
+        (["dump", "tiny", "--taps", "6", "--output", "x"], "--taps 6: the target has layers 0..5"),
+        (["dump", "tiny", "--taps", "1", "-k", "3", "--output", "x"], "a dump is of the target alone"),
+        (["dump", "tiny", "--taps", "1"], "no folder to write to\nhint: name one with --output DIR"),
         ([*REPLAY], "--mode replay: no dump to replay"),
         (["eval-acceptance", "--head-from", "tiny"], "--head-from goes with --mode replay"),
         ([*REPLAY, "--dump", "x", "-p", "y"], "--prompts does not go with --mode replay, whose text is the dump's"),
@@ -274,7 +274,9 @@ def test_manifests_that_are_none_are_named(changes: dict[str, Any], code: int, m
 
 def test_a_dump_of_other_taps_is_refused_with_both_named(tmp_path: Path) -> None:
     folder = tmp_path / "dump"
-    assert support.run_main("dump", "tiny", "--taps", "0,2", "--num-prompts", "1", "-n", "4", "--out", folder).code == 0
+    assert (
+        support.run_main("dump", "tiny", "--taps", "0,2", "--num-prompts", "1", "-n", "4", "--output", folder).code == 0
+    )
     error = refuse(3, *REPLAY, "--dump", folder, "--head-from", "tiny")
     assert f"{DRAFT}: taps layers 0, 2, 3, 4, but {folder} holds layers 0, 2\n" in error
 

@@ -24,7 +24,7 @@ from dflash_runtime.errors import DFlashError, GateFailed, HandoffMismatch, Peer
 from dflash_runtime.scheduling.request import SamplingParams
 from dflash_testing import checkpoints as support
 
-FEW = ["eval-acceptance", "tiny", "--disaggregated", "--num-prompts", "12", "-n", "12", "--bootstrap", "0"]
+FEW = ["eval-acceptance", "tiny", "--disaggregated", "--num-prompts", "12", "-n", "12", "--num-resamples", "0"]
 TURNS = [{"turns": [f"def {name}(", "And a test.", "Shorter."]} for name in ("add", "sort", "read")]
 
 
@@ -88,7 +88,7 @@ def evaluate(*arguments: object, code: int = 0) -> tuple[dict[str, Any], str]:
         ["--connector", "gloo"],
         pytest.param(["--connector", "file", "--temperature", "0.8"], marks=pytest.mark.slow),
         pytest.param(["--draft-sampling", "probabilistic", "--temperature", "0.8"], marks=pytest.mark.slow),
-        pytest.param(["--scheduling", "sync", "--no-prefix-cache", "--max-num-requests", "3"], marks=pytest.mark.slow),
+        pytest.param(["--scheduling", "sync", "--no-prefix-cache", "--concurrency", "3"], marks=pytest.mark.slow),
         pytest.param(["--exact-match", "none", "--context-lengths", "128,256"], marks=pytest.mark.slow),
     ],
     ids=" ".join,
@@ -103,7 +103,7 @@ def test_two_engines_are_one(options: list[str], tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(disaggregation, "_ask", ask_alone)
     rows = tmp_path / "rows.jsonl"
-    document, said = evaluate(*FEW, "--num-prompts", "6", *options, "--rows", rows)
+    document, said = evaluate(*FEW, "--num-prompts", "6", *options, "--output", rows)
     found, plain = document["disaggregation"], [item for item in FEW if item != "--disaggregated"]
     connector = [item for item in options if item in ("--connector", "gloo", "file")]
     one, _ = evaluate(*plain, "--num-prompts", "6", *(item for item in options if item not in connector))
@@ -184,9 +184,9 @@ def test_turns_of_a_lost_process_are_prefilled_here(lost_before: list[int], tmp_
     """At once, not when their time is up; the text stays right, one warning says so, and the report counts them."""
     prompts, rows = tmp_path / "turns.jsonl", tmp_path / "rows.jsonl"
     prompts.write_text("".join(json.dumps(row) + "\n" for row in TURNS))
-    asked = ["eval-acceptance", "tiny", "--disaggregated", "-p", prompts, "-n", "4", "--bootstrap", "0"]
+    asked = ["eval-acceptance", "tiny", "--disaggregated", "-p", prompts, "-n", "4", "--num-resamples", "0"]
     lost_before.append(2)
-    document, said = evaluate(*asked, "--rows", rows)
+    document, said = evaluate(*asked, "--output", rows)
     found = document["disaggregation"]
     assert (found["holds"], found["num_handed"], found["num_prefilled_here"]) == (True, 3, 6)
     assert document["seconds"] < 30
@@ -195,7 +195,7 @@ def test_turns_of_a_lost_process_are_prefilled_here(lost_before: list[int], tmp_
     lines = [json.loads(line) for line in rows.read_text().splitlines()[1:]]
     assert sum("num_loaded" in line for line in lines) == 3
     rows.write_text("".join(rows.read_text().splitlines(keepends=True)[:-1]))
-    resumed, _ = evaluate(*asked, "--rows", rows, "--resume")
+    resumed, _ = evaluate(*asked, "--output", rows, "--resume")
     assert resumed["disaggregation"]["num_turns"] == 5  # three first turns, and two more of the one asked again
 
 

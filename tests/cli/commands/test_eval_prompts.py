@@ -35,7 +35,7 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(*arguments: object) -> support.Outcome:
-    return support.run_main("eval-acceptance", "tiny", *arguments, "--bootstrap", "200")
+    return support.run_main("eval-acceptance", "tiny", *arguments, "--num-resamples", "200")
 
 
 def document(*arguments: object) -> dict[str, Any]:
@@ -87,7 +87,7 @@ def test_the_bundled_target_keeps_its_own_prompts(tmp_path: Path) -> None:
 
 def test_thinking_on_and_off_are_two_conditions_of_the_same_prompts(other: Path, prompts: Path, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
-    asked = ["--target", other, "--prompts", prompts, "--chat", "-n", "8", "--thinking", "on,off", "--rows", rows]
+    asked = ["--target", other, "--prompts", prompts, "--chat", "-n", "8", "--thinking", "on,off", "--output", rows]
     found = document(*asked)
     on, off = found["conditions"]
     assert (on["name"], off["name"], on["num_conversations"], off["num_pairs"]) == (
@@ -169,7 +169,7 @@ def test_a_context_that_the_pair_does_not_read_is_counted_and_reported(tmp_path:
     found = json.loads(done.out)
     assert [item["num_failed"] for item in found["conditions"]] == [0, 2]
     assert {item["condition"] for item in found["failed"]} == {"4k"}
-    assert run(*asked, "--allow-failures").code == run(*asked, "--allow-failed").code == 0
+    assert run(*asked, "--allow-failed").code == run(*asked, "--allow-failed").code == 0
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def gsm8k(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     answers = folder.parent / "answers.jsonl"
     asked = ["--dataset", f"gsm8k={folder}", "--dataset-format", "vllm", "--raw", "-n", "24"]
-    assert run(*asked, "--rows", answers).code == 0
+    assert run(*asked, "--output", answers).code == 0
     texts = [json.loads(line)["text"] for line in sorted(answers.read_text().splitlines()[1:])]
     for row, text in zip(rows[:4], texts, strict=False):
         row["answer"] = f"steps\n#### {final_number(text) or 0}"
@@ -216,7 +216,7 @@ def gsm8k(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_final_number_is_scored_with_the_draft_and_without(gsm8k: Path, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
-    asked = ["--dataset", f"gsm8k={gsm8k}:8", "--dataset-format", "vllm", "--raw", "-n", "24", "--rows", rows]
+    asked = ["--dataset", f"gsm8k={gsm8k}:8", "--dataset-format", "vllm", "--raw", "-n", "24", "--output", rows]
     done = run(*asked, "--exact-match", "both", "--json")
     found = json.loads(done.out)
     assert f"steps, acceptance length {found['acceptance_len']:.2f}, " in done.err

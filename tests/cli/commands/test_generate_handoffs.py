@@ -163,7 +163,7 @@ def test_a_full_disk_ends_the_run_in_one_line(prompts: Path, tmp_path: Path, mon
         save_file(*arguments)
 
     monkeypatch.setattr("dflash_runtime.kv_transfer.file_connector.save_file", fill_up)
-    error = refuse(6, "-p", prompts, "--handoff-out", tmp_path / "ho", "--max-num-requests", "1")
+    error = refuse(6, "-p", prompts, "--handoff-out", tmp_path / "ho", "--concurrency", "1")
     assert "ho/00002: hand-off not written: No space left on device" in error
     assert sorted(item.name for item in (tmp_path / "ho").iterdir()) == ["00000", "00001"]
 

@@ -8,18 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from dflash_cli.terminal.lazy_group import load_command
 
 from dflash_cli.commands.schema import kinds, read_schema
 from dflash_cli.main import COMMANDS
-from dflash_cli.terminal.lazy_group import load_command
 from dflash_testing import checkpoints as support
 from dflash_testing.documents import check_document
 
 FEW = ["--num-prompts", "2", "-n", "8"]
 DOCUMENTS: dict[str, list[str]] = {
     "eval-acceptance": ["eval-acceptance", "tiny", "--num-prompts", "12", "-n", "8"],
-    "bench": ["bench", "tiny", "--batches", "1", "-n", "16", "--rounds", "1"],
-    "tune": ["tune", "tiny", *FEW, "--num-speculative-tokens-list", "7", "--step-times", "times.json"],
+    "bench": ["bench", "tiny", "--concurrency", "1", "-n", "16", "--rounds", "1"],
+    "tune": ["tune", "tiny", *FEW, "--num-speculative-tokens", "7", "--step-times", "times.json"],
     "generate": ["generate", "def f", "-n", "8", "--check-lossless", "--trace"],
     "generate plainly": ["generate", "def f", "-n", "4", "-k", "0"],
     "inspect": ["inspect", "tiny", "--tensors"],
@@ -51,7 +51,7 @@ def test_what_is_written_is_as_its_schema_says(tmp_path: Path, monkeypatch: pyte
     monkeypatch.chdir(tmp_path)
     support.run_main("lock", "tiny")
     support.run_main("convert", "tiny", "out", "--to", "speculators", "--verify", "logits", "--target", "tiny")
-    support.run_main("eval-acceptance", "tiny", *FEW, "--rows", "rows.jsonl")
+    support.run_main("eval-acceptance", "tiny", *FEW, "--output", "rows.jsonl")
     texts = {
         "lock": Path("dflash.lock").read_text(),
         "conversion": Path("out", "conversion.json").read_text(),

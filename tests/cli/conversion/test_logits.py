@@ -45,9 +45,7 @@ def test_speculators_gives_the_same_logits(name: str, tmp_path: Path) -> None:
     """Golden values: speculators 0.9.0 on what `convert --to speculators` wrote, taps as it numbers them."""
     source, target_path = support.make_logit_case(tmp_path, name)
     target = open_target(target_path)
-    request = ConversionSpec(
-        to="speculators", target=target, target_reference=str(target_path), verifier="acme/target"
-    )
+    request = ConversionSpec(to="speculators", target=target, target_reference=str(target_path), verifier="acme/target")
     convert_draft(plan_conversion(open_draft(source), request), tmp_path / "converted")
     expected = torch.tensor(RECORDED["logits"][name])
     model = open_runtime_target(target_path)

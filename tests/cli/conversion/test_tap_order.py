@@ -31,7 +31,7 @@ def source(tmp_path: Path, taps: tuple[int, ...], dtype: torch.dtype = torch.flo
 
 
 def arguments(path: Path, out: Path, to: str, *more: str) -> list[str]:
-    return ["convert", str(path), str(out), "--to", to, "--verifier", "acme/target", *more]
+    return ["convert", str(path), str(out), "--to", to, "--target-name", "acme/target", *more]
 
 
 @pytest.mark.parametrize("to", ["speculators", "vllm", "sglang"])

@@ -93,7 +93,7 @@ def commands(draft: Path, target: Path, out: Path, index: int) -> list[tuple[obj
         ("inspect", draft, "--tensors"),
         ("inspect", draft, "--json"),
         ("convert", draft, out, "--to", "native", "--target", target, "--dry-run"),
-        ("convert", draft, out, "--to", "speculators", "--verifier", "a/b"),
+        ("convert", draft, out, "--to", "speculators", "--target-name", "a/b"),
         ("launch", draft, "--target", target, "--engine", "vllm"),
         ("validate", draft, "--target", target, "--fix-out", out),
         ("inspect", draft, target.parent / "bases" / "native"),

@@ -72,7 +72,7 @@ def test_what_cannot_be_opened_is_said_and_the_rest_is_judged() -> None:
 
 def test_a_draft_that_stands_for_its_target_is_a_draft() -> None:
     """vLLM serves a draft of the speculators dialect by its own name, with the target that it names."""
-    support.run_main("convert", "tiny", "dflash-spec", "--to", "speculators", "--verifier", "my-org/target", "-q")
+    support.run_main("convert", "tiny", "dflash-spec", "--to", "speculators", "--target-name", "my-org/target", "-q")
     alone = {"model": "dflash-spec", "speculative_config": None}
     document = json.loads(support.run_main(*write(alone, alone), "--json").out)
     served = document["servers"]["prefill"]
