@@ -6,7 +6,7 @@ from typing import Any
 
 from dflash_cli.checkpoints.byte_comparison import same_bytes
 from dflash_cli.checkpoints.description import Description
-from dflash_cli.terminal.shown import Shown
+from dflash_cli.terminal.shown import Shown, Table
 from dflash_runtime.checkpoint.files import TensorInfo
 from dflash_runtime.config import DraftConfig, TargetFacts
 
@@ -35,7 +35,7 @@ class Difference(Shown):
             f"{len(self.fields) + len(self.carried)} fields and {num_other} tensors differ; {self.num_equal} are equal"
         ]
 
-    def shown_tables(self) -> dict[str, tuple[tuple[str, ...], list[tuple[str, ...]]]]:
+    def shown_tables(self) -> dict[str, Table]:
         rows = [(name, str(one), str(other)) for name, (one, other) in (self.fields | self.carried).items()]
         return {"": (("field", "first", "second"), rows)} if rows else {}
 

@@ -7,7 +7,7 @@ from typing import Any
 from dflash_cli.rules.rule import Finding, Level, Severity
 from dflash_cli.rules.subject import NamedEngine
 from dflash_cli.rules.verdict import Verdict
-from dflash_cli.terminal.shown import Shown
+from dflash_cli.terminal.shown import Shown, Table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -27,7 +27,7 @@ class Report(Shown):
     def summary(self) -> list[str]:
         return [f"{self.count('error')} errors, {self.count('warning')} warnings, {self.num_rules} rules checked"]
 
-    def shown_tables(self) -> dict[str, tuple[tuple[str, ...], list[tuple[str, ...]]]]:
+    def shown_tables(self) -> dict[str, Table]:
         rows = [(item.id, item.severity, item.location, item.message) for item in self.findings]
         return {"": (("rule", "severity", "place", "finding"), rows)} if rows else {}
 

@@ -14,7 +14,7 @@ from dflash_cli.handoff.two_servers.server_readers import ENGINE_SERVERS
 from dflash_cli.handoff.two_servers.transfer import Transfer
 from dflash_cli.rules.rule import SEVERITIES, Finding, Severity, rules_of
 from dflash_cli.rules.subject import Subject, open_subject
-from dflash_cli.terminal.shown import Shown
+from dflash_cli.terminal.shown import Shown, Table
 from dflash_runtime.config import TargetFacts
 from dflash_runtime.errors import DFlashError, UsageError
 
@@ -56,7 +56,7 @@ class TransferReport(Shown):
     def summary(self) -> list[str]:
         return [f"{self.count('error')} errors, {self.count('warning')} warnings, {self.num_rules} rules checked"]
 
-    def shown_tables(self) -> dict[str, tuple[tuple[str, ...], list[tuple[str, ...]]]]:
+    def shown_tables(self) -> dict[str, Table]:
         rows = [(item.id, item.severity, item.location, item.message) for item in self.findings]
         return {"": (("rule", "severity", "place", "finding"), rows)} if rows else {}
 
