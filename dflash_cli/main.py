@@ -330,9 +330,13 @@ def _usage_error(error: Any) -> UsageError:
     if hasattr(error, "possibilities"):
         close = difflib.get_close_matches(error.option_name, error.possibilities or (), n=1)
         guess = f"; did you mean {close[0]}?" if close else ""
-        return UsageError(f"unknown option {error.option_name}{guess}", hint=hint)
+        return UsageError(
+            f"unknown option {error.option_name}{guess}", id="unknown-option", field=error.option_name, hint=hint
+        )
     if hasattr(error, "option_name"):
-        return UsageError(f"{error.option_name}: expected a value", hint=hint)
+        return UsageError(
+            f"{error.option_name}: expected a value", id="missing-value", field=error.option_name, hint=hint
+        )
     text = " ".join(error.format_message().split()).rstrip(".")
     surplus = re.fullmatch(r"Got unexpected extra arguments?(?:\(s\))? \((.*)\)", text)
     return UsageError(f"unexpected argument: {surplus[1]}" if surplus else text[:1].lower() + text[1:], hint=hint)

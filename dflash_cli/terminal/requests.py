@@ -150,7 +150,9 @@ class Parameter:
         """
         texts = typed if isinstance(typed, list | tuple) else [typed]
         if self.is_list and not self.is_argument:
-            texts = [part.strip() for text in texts for part in text.split(",") if part.strip()]
+            texts = [part.strip() for text in texts for part in text.split(",")]
+            if not all(texts):
+                raise UsageError(field=self.title, found=",".join(texts), expected=f"{self._expected}, between commas")
         values = [self._read_one(text) for text in texts]
         return tuple(values) if self.is_list else values[0]
 
@@ -239,10 +241,10 @@ class Parameter:
             return " or ".join(filter(None, (", ".join(self.choices[:-1]), self.choices[-1])))
         noun = {int: "a whole number", float: "a number", bool: "true or false", Path: "a path"}.get(self.kind, "text")
         limits = {
-            "from {:g} on": self.option.min,
-            "up to {:g}": self.option.max,
-            "above {:g}": self.option.above,
-            "below {:g}": self.option.below,
+            "from {} on": self.option.min,
+            "up to {}": self.option.max,
+            "above {}": self.option.above,
+            "below {}": self.option.below,
         }
         stated = [text.format(limit) for text, limit in limits.items() if limit is not None]
         return " ".join([noun, " and ".join(stated)]) if stated else noun

@@ -15,6 +15,7 @@ from dflash_cli.tuning.speed import BatchSpeed, Speed, SpeedRequest, check_speed
 from dflash_cli.tuning.step_parts import StepParts
 from dflash_runtime.errors import GateFailed, RequestError, UsageError
 from dflash_testing.pairs import bundled_draft_model, bundled_llm, bundled_prompts
+from dflash_testing.refusals import refuses
 
 SMALL = ["--concurrency", "2,1", "-n", "16", "--rounds", "2", "--device", "cpu"]
 
@@ -146,7 +147,7 @@ def test_the_gate_names_the_batch_that_gains_least() -> None:
 
 
 def test_what_cannot_be_measured_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="expected numbers of requests"):
+    with refuses(UsageError, field="--concurrency", found="x"):
         run("tiny", "--concurrency", "1,x")
     with pytest.raises(UsageError, match="nothing to compare"):
         run("tiny", "-k", "0")

@@ -21,8 +21,8 @@ from dflash_cli.handoff.prefill_side import PrefillProcess
 from dflash_cli.terminal import console
 from dflash_runtime.config import EngineConfig
 from dflash_runtime.errors import DFlashError, GateFailed, HandoffMismatch, PeerUnreachable, UsageError
-from dflash_runtime.scheduling.request import SamplingParams
 from dflash_testing import checkpoints as support
+from dflash_testing.refusals import refuses
 
 FEW = ["eval-acceptance", "tiny", "--disaggregated", "--num-prompts", "12", "-n", "12", "--num-resamples", "0"]
 TURNS = [{"turns": [f"def {name}(", "And a test.", "Shorter."]} for name in ("add", "sort", "read")]
@@ -139,9 +139,8 @@ def test_a_prefill_side_without_the_draft_is_refused_and_by_force_is_found_out()
 @pytest.mark.usefixtures("in_thread")
 def test_a_program_gets_the_same_document() -> None:
     document, _ = evaluate(*FEW, "--num-prompts", "4", "--connector", "gloo")
-    params = SamplingParams(max_new_tokens=12, seed=0)
     found = dflash_cli.evaluate(
-        "tiny", num_prompts=4, params=params, num_resamples=0, disaggregated=True, connector="gloo"
+        draft="tiny", num_prompts=4, max_new_tokens=12, num_resamples=0, disaggregated=True, connector="gloo"
     )
     assert found.disaggregation is not None
     found.disaggregation.check()
@@ -157,11 +156,11 @@ def test_a_program_gets_the_same_document() -> None:
 @pytest.mark.usefixtures("in_thread")
 def test_a_program_is_refused_what_does_not_fit() -> None:
     with pytest.raises(HandoffMismatch, match="draft: here dflash, there none"):
-        dflash_cli.evaluate("tiny", num_prompts=2, disaggregated=True, prefill_draft="none")
-    with pytest.raises(UsageError, match="--connector goes with --disaggregated"):
-        dflash_cli.evaluate("tiny", connector="gloo")
-    with pytest.raises(UsageError, match="--workers does not go with --disaggregated"):
-        dflash_cli.evaluate("tiny", disaggregated=True, workers=2)
+        dflash_cli.evaluate(draft="tiny", num_prompts=2, disaggregated=True, prefill_draft="none")
+    with refuses(UsageError, field="--connector"):
+        dflash_cli.evaluate(draft="tiny", connector="gloo")
+    with refuses(UsageError, field="--workers"):
+        dflash_cli.evaluate(draft="tiny", disaggregated=True, workers="2")
 
 
 @pytest.fixture
@@ -207,20 +206,19 @@ def test_what_the_prefill_process_is_refused_ends_the_run_in_one_line() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "error_id", "field"),
     [
-        (["--connector", "gloo"], "--connector goes with --disaggregated"),
-        (["--prefill-draft", "none"], "--prefill-draft goes with --disaggregated"),
-        (["--force-mismatch"], "--force-mismatch goes with --disaggregated"),
-        (["--disaggregated", "--workers", "2"], "--workers does not go with --disaggregated"),
-        (["--disaggregated", "--mode", "replay", "--dump", "x"], "--disaggregated does not go with --mode replay"),
-        (["--disaggregated", "--connector", "smoke"], "--connector smoke: expected file, gloo, nccl or nixl"),
+        (["--connector", "gloo"], "option-needs-another", "--connector"),
+        (["--prefill-draft", "none"], "option-needs-another", "--prefill-draft"),
+        (["--force-mismatch"], "option-needs-another", "--force-mismatch"),
+        (["--disaggregated", "--workers", "2"], "options-exclude-each-other", "--workers"),
+        (["--disaggregated", "--mode", "replay", "--dump", "x"], "options-exclude-each-other", "--disaggregated"),
+        (["--disaggregated", "--connector", "smoke"], "usage-error", "--connector"),
     ],
 )
-def test_options_that_contradict_each_other_are_refused(arguments: list[str], message: str) -> None:
+def test_options_that_contradict_each_other_are_refused(arguments: list[str], error_id: str, field: str) -> None:
     done = support.run_main("eval-acceptance", *arguments)
-    assert (done.code, done.out) == (2, "")
-    assert done.err.startswith(f"error: {message}")
+    assert (done.code, done.out, done.error_id, done.field) == (2, "", error_id, field)
 
 
 @pytest.mark.parametrize(

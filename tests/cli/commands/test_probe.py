@@ -15,7 +15,6 @@ import pytest
 import dflash_cli
 from dflash_cli.generation.tokenizer import Tokenizer
 from dflash_cli.probing import http_client, served_answers
-from dflash_cli.probing.probe_options import ProbeOptions
 from dflash_testing import checkpoints as support
 from dflash_testing.fake_engines import FakeEngine, make_text, prompt_rows, texts_of_rows
 from dflash_testing.inference_servers import serving
@@ -117,7 +116,7 @@ def test_a_prompt_that_is_not_answered_is_named_and_left_out(engine: FakeEngine,
     engine.faults = {3: "400"}
     done = support.invoke("probe", engine.url, "-p", prompts, *FEW)
     assert done.code == 2
-    assert "1 prompt not answered" in done.err
+    assert "1 prompt failed" in done.err
     assert f"prompts.jsonl:3: {engine.url}/v1/completions: answered 400: the prompt is longer" in done.err
     engine.faults = {engine.num_answers + 3: "400"}
     assert support.invoke("probe", engine.url, "-p", prompts, *FEW, "--allow-failed").code == 0
@@ -341,12 +340,12 @@ def test_known_faults_of_the_engine_are_said(prompts: Path) -> None:
 
 
 def test_a_program_asks_as_the_command_does(engine: FakeEngine, prompts: Path, tmp_path: Path) -> None:
-    found = dflash_cli.probe_server(
-        engine.url,
-        ProbeOptions(concurrency="2,4"),
+    found = dflash_cli.probe(
+        url=engine.url,
+        concurrency=(2, 4),
         prompts=[row["prompt_token_ids"] for row in map(json.loads, prompts.read_text().splitlines())],
         max_new_tokens=40,
-        journal=tmp_path / "rows.jsonl",
+        output=tmp_path / "rows.jsonl",
     )
     assert [run.concurrency for run in found.runs] == [2, 4]
     by_command = probe(engine, "-p", prompts, *FEW)["runs"][0]
@@ -383,7 +382,10 @@ def test_keys_engines_and_prompts_are_refused_by_what_was_typed(
     monkeypatch.delenv("NO_SUCH_KEY", raising=False)
     own = own_result(engine, prompts)
     for more, message in (
-        (["--beside", engine.url, "--beside-api-key-env", "NO_SUCH_KEY"], "error: --beside-api-key-env NO_SUCH_KEY: "),
+        (
+            ["--beside", engine.url, "--beside-api-key-env", "NO_SUCH_KEY"],
+            "error: --beside-api-key-env: found 'NO_SUCH_KEY'",
+        ),
         (["--engine", "vlm"], "error: --engine vlm: no such engine"),
         (["--result", own], "same --prompts or --dataset as for that result; without them the same --target decides"),
     ):

@@ -61,11 +61,6 @@ class TestLine:
             ["#", "vllm"], ["vllm", "serve"], ["#", "sglang"], ["python3", "-m"]
         ]  # fmt: skip
 
-    def test_the_old_name_is_an_alias_that_help_does_not_show(self, pair: tuple[Path, Path]) -> None:
-        outcome = support.invoke("launch", "--draft", pair[0], "--target", pair[1], "--engine", "vllm")
-        assert outcome.out.strip() == line(pair, "vllm")
-        assert "launch" not in support.invoke("--help").out
-
     def test_fewer_tokens(self, pair: tuple[Path, Path]) -> None:
         assert '"num_speculative_tokens": 2' in line(pair, "vllm", "-k", "2")
 
