@@ -88,7 +88,7 @@ class WrittenCard:
         }
 
     def __repr__(self) -> str:
-        return self.text
+        return f"WrittenCard({self.path or 'not written'}, {len(self.text.splitlines())} lines)"
 
     def _repr_markdown_(self) -> str:
         return self.made.block

@@ -12,6 +12,7 @@ from dflash_cli.generation.answers import plural
 from dflash_cli.rules.rule import RuleLevel, ignored_ids
 from dflash_cli.terminal import console
 from dflash_cli.terminal.requests import ESSENTIALS, Argument, Option, Request, verb
+from dflash_runtime.errors import UsageError
 
 if TYPE_CHECKING:
     from dflash_cli.handoff.two_servers.transfer_report import TransferReport
@@ -49,9 +50,11 @@ def validate_handoff(request: HandoffValidationRequest) -> "TransferReport":
     """
     from dflash_cli.handoff.two_servers.transfer_report import validate_transfer
 
-    (engine,) = parse_engines(request.engine)
+    engines = parse_engines(request.engine)
+    if len(engines) != 1:
+        raise UsageError(field="--engine", found=request.engine, expected="one engine: vllm or sglang")
     ignored = ignored_ids(request.ignore, HANDOFF_LEVELS)
-    return validate_transfer(request.prefill, request.decode, engine, ignored=ignored)
+    return validate_transfer(request.prefill, request.decode, engines[0], ignored=ignored)
 
 
 def command(request: HandoffValidationRequest) -> None:

@@ -152,7 +152,9 @@ class Parameter:
         if self.is_list and not self.is_argument:
             texts = [part.strip() for text in texts for part in text.split(",")]
             if not all(texts):
-                raise UsageError(field=self.title, found=",".join(texts), expected=f"{self._expected}, between commas")
+                raise UsageError(
+                    field=self.title, found=",".join(texts), expected=f"values between commas: {self._expected}"
+                )
         values = [self._read_one(text) for text in texts]
         return tuple(values) if self.is_list else values[0]
 

@@ -84,7 +84,7 @@ def test_it_is_replayed_without_any_of_its_target(target: Path, tmp_path: Path) 
     draft, prompts, folder = make(tmp_path / "draft"), tmp_path / "prompts.jsonl", tmp_path / "dump"
     prompts.write_text("".join(f'{{"prompt_token_ids": [4, 5, {token}]}}\n' for token in range(6, 9)))
     options = ("-p", prompts, "-n", 24, "--ignore-eos")
-    dumped = support.invoke("dump", target, "--taps-from", draft, *options, "--out", folder)
+    dumped = support.invoke("dump", target, "--taps-from", draft, *options, "--output", folder)
     assert dumped.code == 0, dumped.err
     replayed = support.invoke("eval-acceptance", draft, "--mode", "replay", "--dump", folder, "--json")
     run = support.invoke("eval-acceptance", draft, "-t", target, *options, "--json")

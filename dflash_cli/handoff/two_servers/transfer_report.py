@@ -69,7 +69,6 @@ class TransferReport(Shown):
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "kind": "kv-transfer",
             "engine": str(self.transfer.named),
             "servers": {server.role: server.to_json() for server in self.transfer.servers},
             "num_rules": self.num_rules,
@@ -92,7 +91,9 @@ def validate_transfer(
     """
     if engine.name not in ENGINE_SERVERS:
         expected = " or ".join(ENGINE_SERVERS)
-        raise UsageError(f"--kv-transfer: {engine} is not known to have such servers, expected {expected}")
+        raise UsageError(
+            field="--engine", found=str(engine), expected=f"an engine with rules on two servers: {expected}"
+        )
     known = ENGINE_SERVERS[engine.name]
     opened = _Opened(takes_drafts=known.takes_drafts)
     first, second = (

@@ -45,9 +45,11 @@ def document(*arguments: object) -> dict[str, Any]:
 
 
 def test_another_target_is_measured_on_the_mix_and_says_so(other: Path, tmp_path: Path) -> None:
-    report = tmp_path / "report.md"
-    asked = ["--target", other, "--num-prompts", "3", "--sample", "head", "-n", "4", "--report", report]
+    result, report = tmp_path / "result.json", tmp_path / "report.md"
+    asked = ["--target", other, "--num-prompts", "3", "--sample", "head", "-n", "4"]
     found = document(*asked)
+    result.write_text(json.dumps(found))
+    assert support.run_main("report", result, "-o", report).code == 0
     assert report.read_text().splitlines()[2].endswith(", on mix-64**")
     assert "\nthe first 3 of 64 prompts\n" in report.read_text()
     assert "- prompts.version: `1`" in report.read_text()
@@ -165,7 +167,7 @@ def test_a_context_that_the_pair_does_not_read_is_counted_and_reported(tmp_path:
     asked = ["--prompts", prompts, "-n", "4", "--context-lengths", "256,4k", "--json"]
     done = run(*asked)
     assert done.code == 2
-    assert "error: 2 of 4 prompts not measured, and not in the result:" in done.err
+    assert "error: 2 of 4 prompts failed and are not in the result:" in done.err
     found = json.loads(done.out)
     assert [item["num_failed"] for item in found["conditions"]] == [0, 2]
     assert {item["condition"] for item in found["failed"]} == {"4k"}
@@ -252,7 +254,7 @@ def test_other_commands_take_a_dataset_too(gsm8k: Path, tmp_path: Path) -> None:
     generated = support.run_main("generate", *asked, "--json")
     assert generated.code == 0
     assert len(json.loads(generated.out)["rows"]) == 2
-    dumped = support.run_main("dump", "tiny", "--taps", "1", *asked, "--out", tmp_path / "dump")
+    dumped = support.run_main("dump", "tiny", "--taps", "1", *asked, "--output", tmp_path / "dump")
     assert dumped.code == 0, dumped.err
     assert "2 answers written" in dumped.err
     refused = support.run_main("generate", "x", *asked)

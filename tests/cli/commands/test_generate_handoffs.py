@@ -64,7 +64,7 @@ def refuse(code: int, *arguments: object) -> str:
 
 def test_two_runs_over_a_folder_are_one(prompts: Path, handed_off: Path) -> None:
     """Rows, traces, numbers, ids and text; each row says how much of it was handed off."""
-    one, two = rows_of("-p", prompts, *SAMPLED, "--trace"), rows_of("--handoff-in", handed_off, "--trace")
+    one, two = rows_of("-p", prompts, *SAMPLED, "--trace", "9"), rows_of("--handoff-in", handed_off, "--trace", "9")
     assert [row.pop("num_loaded", 0) for row in two] == list(LENGTHS)
     assert two == one
 

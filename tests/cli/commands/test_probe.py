@@ -384,7 +384,7 @@ def test_keys_engines_and_prompts_are_refused_by_what_was_typed(
     for more, message in (
         (
             ["--beside", engine.url, "--beside-api-key-env", "NO_SUCH_KEY"],
-            "error: --beside-api-key-env: found 'NO_SUCH_KEY'",
+            "--beside-api-key-env: found 'NO_SUCH_KEY'",
         ),
         (["--engine", "vlm"], "error: --engine vlm: no such engine"),
         (["--result", own], "same --prompts or --dataset as for that result; without them the same --target decides"),

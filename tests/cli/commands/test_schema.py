@@ -19,7 +19,7 @@ DOCUMENTS: dict[str, list[str]] = {
     "eval-acceptance": ["eval-acceptance", "tiny", "--num-prompts", "12", "-n", "8"],
     "bench": ["bench", "tiny", "--concurrency", "1", "-n", "16", "--rounds", "1"],
     "tune": ["tune", "tiny", *FEW, "--num-speculative-tokens", "7", "--step-times", "times.json"],
-    "generate": ["generate", "def f", "-n", "8", "--check-lossless", "--trace"],
+    "generate": ["generate", "def f", "-n", "8", "--check-lossless", "--trace", "1"],
     "generate plainly": ["generate", "def f", "-n", "4", "-k", "0"],
     "inspect": ["inspect", "tiny", "--tensors"],
     "inspect two": ["inspect", "tiny", "tiny:reduced"],
@@ -31,7 +31,7 @@ DOCUMENTS: dict[str, list[str]] = {
     "explain all": ["explain"],
     "env": ["env"],
     "lock": ["lock", "tiny"],
-    "dump": ["dump", "tiny", "--taps", "0,2", "--out", "out", *FEW],
+    "dump": ["dump", "tiny", "--taps", "0,2", "--output", "out", *FEW],
 }
 
 
@@ -85,4 +85,4 @@ def test_a_schema_is_printed_whole_and_all_are_listed() -> None:
     assert {"summary", "interval", "measured", "identity"} <= set(printed["$defs"])
     wrong = support.run_main("schema", "evaluation")
     assert wrong.code == 2
-    assert "error: no kind 'evaluation', expected one of answers, bench" in wrong.err
+    assert "error: KIND: found 'evaluation', expected one of answers, bench" in wrong.err

@@ -141,8 +141,7 @@ class TestRefusal:
 
     def test_no_engine(self) -> None:
         outcome = support.invoke("serve-command", "tiny", "--engine", ",")
-        assert outcome.code == 2
-        assert "vllm@0.24..0.33" in outcome.err
+        assert (outcome.code, outcome.field) == (2, "--engine")
 
     def test_one_of_two_engines(self, tmp_path: Path) -> None:
         """The other's command is printed all the same; the exit code and the last line are the refusal's."""

@@ -151,7 +151,7 @@ def test_an_interrupted_run_says_how_to_go_on(tmp_path: Path, monkeypatch: pytes
     assert outcome.code == 130
     assert "error: interrupted\nhint: answers are kept in " in outcome.err
     assert "the same command with --resume" in outcome.err
-    assert "hint: with --output FOLDER answers are kept" in tune(tmp_path).err
+    assert "hint: --output DIR keeps answers" in tune(tmp_path).err
 
 
 def test_step_times_are_kept_and_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
