@@ -1,4 +1,4 @@
-"""Shared prefixes: what is found, what is kept, what is forgotten; host side and in the engine."""
+"""The prefix cache: hits, shared pages and eviction, on the host and in the engine."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ PAGE = 4
 
 
 def holding(pool: PagePool, cache: PrefixCache, tokens: list[int]) -> Request:
-    """A request that has run `tokens` and published what it may."""
+    """A request that has run `tokens` and published its full pages."""
     item = Request(index=0, prompt_token_ids=tuple(tokens), params=SamplingParams())
     cache.match(item)
     item.pages += pool.allocate(pool.pages_for(len(tokens)) - len(item.pages)) or []
@@ -29,7 +29,7 @@ def found(cache: PrefixCache, tokens: list[int]) -> tuple[Request, int]:
 
 @pytest.mark.parametrize("length", range(1, 14))
 def test_hits_reach_to_the_last_token_but_one(length: int) -> None:
-    """vllm#54163 and five more: a prompt of n tokens finds floor((n - 1) / page) pages, with no block dropped."""
+    """A prompt of n tokens finds floor((n - 1) / page) pages, with no block dropped (vllm#54163 and five more)."""
     pool = PagePool(20, PAGE)
     cache = PrefixCache(pool)
     holding(pool, cache, list(range(20)))
@@ -66,7 +66,7 @@ def test_a_published_page_is_never_replaced_by_an_equal_one() -> None:
     assert not any(pool.is_published(page) for page in second.pages)
 
 
-def test_references_hold_pages_and_the_end_of_a_text_is_forgotten_first() -> None:
+def test_references_hold_pages_and_the_end_of_a_text_is_evicted_first() -> None:
     pool = PagePool(1 + 4, PAGE)
     cache = PrefixCache(pool)
     item = holding(pool, cache, list(range(12)))
@@ -97,7 +97,7 @@ def test_without_a_cache_nothing_is_found() -> None:
     ],
 )
 def test_a_hit_accepts_what_a_full_prefill_accepts(name: str, scheduling: str) -> None:
-    """vllm#47930, llama.cpp#27342: context KV of restored pages is there, so drafts are the same drafts."""
+    """Cached pages include the draft's context KV, so a hit drafts the same tokens (vllm#47930, llama.cpp#27342)."""
     draft = bundled_draft_model(name, torch.float64)
     prompts = [prompt for prompt in bundled_prompts() if len(prompt) > 34][:4]
     params = SamplingParams(max_new_tokens=20)
@@ -111,7 +111,7 @@ def test_a_hit_accepts_what_a_full_prefill_accepts(name: str, scheduling: str) -
 
 
 def test_concurrent_requests_with_shared_prefixes_accept_as_one_by_one() -> None:
-    """vllm#42971: 64 requests that share one, two or three pages, or one token more or less."""
+    """64 requests share prefixes of one, two or three pages, or one token more or less (vllm#42971)."""
     prompt = max(bundled_prompts(), key=len)
     tails = [prompt_[:9] for prompt_ in bundled_prompts()]
     prompts = [
@@ -129,7 +129,7 @@ def test_concurrent_requests_with_shared_prefixes_accept_as_one_by_one() -> None
 
 
 def sharing(num_shared: int, num_prompts: int = 8) -> list[tuple[int, ...]]:
-    """Prompts with a common beginning."""
+    """Prompts with a common prefix of `num_shared` tokens."""
     text = tuple(token for prompt in bundled_prompts() for token in prompt)
     assert len(text) >= num_shared
     return [
@@ -138,8 +138,8 @@ def sharing(num_shared: int, num_prompts: int = 8) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("scheduling", ["sync", "async"])
-def test_a_long_prefix_of_prompts_that_come_together_is_run_once(scheduling: str) -> None:
-    """What one of them has begun the others wait for, though it takes two steps; then they find all of it."""
+def test_a_long_prefix_of_prompts_that_arrive_together_runs_once(scheduling: str) -> None:
+    """The other prompts wait while the first prefills the prefix, which takes two steps. Then they find all of it."""
     prompts, params = sharing(400), SamplingParams(max_new_tokens=6)
     draft = bundled_draft_model(dtype=torch.float64)
     alone = bundled_llm(draft, 7, dtype=torch.float64, prefix_cache=False).generate(prompts, params)
@@ -157,8 +157,8 @@ def test_a_short_prefix_is_not_waited_for() -> None:
     assert len(llm.engine.scheduler.schedule(is_drained=True).admitted) == 8
 
 
-def test_prompts_pass_those_that_wait_and_wait_for_nobody_that_is_gone() -> None:
-    """The first prompt of another text is begun at once; when the one that was waited for ends, the next begins."""
+def test_prompts_pass_waiting_prompts_and_nobody_waits_for_an_aborted_request() -> None:
+    """A prompt with another prefix starts at once. If the request that others wait for is aborted, the next starts."""
     llm = bundled_llm(None, 0, max_num_requests=8, max_batched_tokens=256)
     scheduler, first = llm.engine.scheduler, sharing(400, 3)
     requests = [
@@ -175,7 +175,7 @@ def test_prompts_pass_those_that_wait_and_wait_for_nobody_that_is_gone() -> None
 
 
 def test_published_pages_never_change() -> None:
-    """Checksum at publication equals checksum ever after, target and draft tensors."""
+    """The checksum of a page at publication equals every later checksum, in target and draft tensors."""
     llm = bundled_llm(bundled_draft_model(), 7, max_num_requests=4, num_pages=30, scheduling="async")
     seen: dict[int, tuple[bytes, float]] = {}
     prompts = [prompt[: 20 + index] for index, prompt in enumerate(bundled_prompts()[:6])] * 3
