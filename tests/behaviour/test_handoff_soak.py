@@ -11,7 +11,7 @@ import pytest
 from dflash_runtime.llm import LLM
 from dflash_runtime.scheduling.request import RequestOutput
 from dflash_testing.handoff_peer import make_llm, make_requests, open_side, run_side, start_peer
-from dflash_testing.transfers import free_place
+from dflash_testing.transfers import free_location
 
 
 @contextmanager
@@ -39,7 +39,7 @@ def traces(outputs: list[RequestOutput]) -> list[Any]:
 @pytest.mark.parametrize("kind", ["gloo", "folder"])
 def test_nothing_is_lost_and_nothing_is_done_twice(num_prompts: int, kind: str, tmp_path: Any) -> None:
     """Hand-offs are late, overtake one another, come twice or not at all; every prompt has its one answer."""
-    place = str(tmp_path / "handoffs") if kind == "folder" else free_place("gloo")
+    place = str(tmp_path / "handoffs") if kind == "folder" else free_location("gloo")
     llm = make_llm()
     with running_peer(place, "prefill", num_prompts, 7, faults=True):
         connector = open_side(place, "decode", 8, faults=True)
@@ -56,7 +56,7 @@ def test_nothing_is_lost_and_nothing_is_done_twice(num_prompts: int, kind: str, 
 def test_the_other_goes_on_when_the_sender_is_killed(seed: int, kind: str, tmp_path: Any) -> None:
     """At any moment: what has not come by then is run here."""
     num_prompts, generator = 40, random.Random(seed)
-    place = str(tmp_path / "handoffs") if kind == "folder" else free_place("gloo")
+    place = str(tmp_path / "handoffs") if kind == "folder" else free_location("gloo")
     llm = make_llm()
     with running_peer(place, "prefill", num_prompts, seed, faults=False) as sender:
         connector = open_side(place, "decode", seed, faults=False)
@@ -71,7 +71,7 @@ def test_the_other_goes_on_when_the_sender_is_killed(seed: int, kind: str, tmp_p
 def test_the_sender_ends_when_the_other_is_killed(seed: int) -> None:
     """Requests that nobody takes any more end with an error that says so, and their pages are free."""
     num_prompts, generator = 40, random.Random(seed)
-    place = free_place("gloo")
+    place = free_location("gloo")
     llm = make_llm()
     with running_peer(place, "decode", num_prompts, seed, faults=False) as receiver:
         connector = open_side(place, "prefill", seed, faults=False)

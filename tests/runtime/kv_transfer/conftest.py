@@ -1,4 +1,4 @@
-"""Other processes at the end of a connection, and that none leaves anything behind."""
+"""Fixtures for tests with peers: start other processes, and check that no thread or process hangs."""
 
 from collections.abc import Iterator
 
@@ -17,7 +17,7 @@ def peers() -> Iterator[Peers]:
 
 @pytest.fixture
 def nothing_is_left() -> Iterator[None]:
-    """No test takes longer than it should, and none leaves a thread behind."""
+    """Fail a test that takes more than 120 s or leaves a connector thread behind."""
     with deadline(120):
         yield
         assert not transfer_threads()

@@ -25,7 +25,7 @@ Draw = Callable[[random.Random], int]
 
 
 def step_ms(batch: int, width: int) -> float:
-    """Milliseconds of a step: reading weights or multiplying, whichever takes longer. Drafts always run whole blocks."""
+    """Milliseconds of a step: reading weights or multiplying, whichever is longer. Drafts always run whole blocks."""
     verify = longer(5.0 + 0.027 * (batch - 1), 0.0262 * batch * width)
     if width == 1:
         return verify + 0.05
