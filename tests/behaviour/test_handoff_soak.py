@@ -1,4 +1,4 @@
-"""Two processes, of which one runs prompts and the other goes on, over a connector on which nothing can be relied."""
+"""Two processes over a faulty connector: one prefills prompts and the other decodes them."""
 
 import random
 import time
@@ -37,12 +37,12 @@ def traces(outputs: list[RequestOutput]) -> list[Any]:
 
 @pytest.mark.parametrize("num_prompts", [60, pytest.param(1000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["gloo", "folder"])
-def test_nothing_is_lost_and_nothing_is_done_twice(num_prompts: int, kind: str, tmp_path: Any) -> None:
-    """Hand-offs are late, overtake one another, come twice or not at all; every prompt has its one answer."""
-    place = str(tmp_path / "handoffs") if kind == "folder" else free_location("gloo")
+def test_every_prompt_is_answered_once(num_prompts: int, kind: str, tmp_path: Any) -> None:
+    """Hand-offs are late, overtake one another, arrive twice or not at all."""
+    location = str(tmp_path / "handoffs") if kind == "folder" else free_location("gloo")
     llm = make_llm()
-    with running_peer(place, "prefill", num_prompts, 7, faults=True):
-        connector = open_side(place, "decode", 8, faults=True)
+    with running_peer(location, "prefill", num_prompts, 7, faults=True):
+        connector = open_side(location, "decode", 8, faults=True)
         found = run_side(llm, connector, "decode", num_prompts, 7)
         connector.close()
     assert traces(found) == traces(make_llm().generate(*make_requests(num_prompts, 7)))
@@ -53,13 +53,13 @@ def test_nothing_is_lost_and_nothing_is_done_twice(num_prompts: int, kind: str, 
 
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 12))])
 @pytest.mark.parametrize("kind", ["gloo", "folder"])
-def test_the_other_goes_on_when_the_sender_is_killed(seed: int, kind: str, tmp_path: Any) -> None:
-    """At any moment: what has not come by then is run here."""
+def test_the_decode_side_continues_when_the_prefill_side_is_killed(seed: int, kind: str, tmp_path: Any) -> None:
+    """The prefill side is killed at a random step. The decode side prefills the missing prompts itself."""
     num_prompts, generator = 40, random.Random(seed)
-    place = str(tmp_path / "handoffs") if kind == "folder" else free_location("gloo")
+    location = str(tmp_path / "handoffs") if kind == "folder" else free_location("gloo")
     llm = make_llm()
-    with running_peer(place, "prefill", num_prompts, seed, faults=False) as sender:
-        connector = open_side(place, "decode", seed, faults=False)
+    with running_peer(location, "prefill", num_prompts, seed, faults=False) as sender:
+        connector = open_side(location, "decode", seed, faults=False)
         kill_in(llm, sender, generator.randint(1, 60))
         found = run_side(llm, connector, "decode", num_prompts, seed)
         connector.close()
@@ -68,13 +68,13 @@ def test_the_other_goes_on_when_the_sender_is_killed(seed: int, kind: str, tmp_p
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 8))])
-def test_the_sender_ends_when_the_other_is_killed(seed: int) -> None:
-    """Requests that nobody takes any more end with an error that says so, and their pages are free."""
+def test_the_prefill_side_ends_when_the_decode_side_is_killed(seed: int) -> None:
+    """Requests that nobody takes end with an error, and their pages are free."""
     num_prompts, generator = 40, random.Random(seed)
-    place = free_location("gloo")
+    location = free_location("gloo")
     llm = make_llm()
-    with running_peer(place, "decode", num_prompts, seed, faults=False) as receiver:
-        connector = open_side(place, "prefill", seed, faults=False)
+    with running_peer(location, "decode", num_prompts, seed, faults=False) as receiver:
+        connector = open_side(location, "prefill", seed, faults=False)
         kill_in(llm, receiver, generator.randint(1, 30))
         found = run_side(llm, connector, "prefill", num_prompts, seed)
         connector.close()
@@ -85,7 +85,7 @@ def test_the_sender_ends_when_the_other_is_killed(seed: int) -> None:
 
 
 def kill_in(llm: LLM, process: Any, num_steps: int) -> None:
-    """Kill a process before one of the steps to come, and wait until it is gone."""
+    """Kill a process before step `num_steps` from now, and wait until it has ended."""
     step, left = llm.engine.step, [num_steps]
 
     def watched() -> Any:

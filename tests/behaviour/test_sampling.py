@@ -1,4 +1,4 @@
-"""Sampled output: the same text with and without speculation, and the right distribution."""
+"""Sampled texts are the same with and without speculation, and have the right distribution."""
 
 import math
 
@@ -31,7 +31,7 @@ SAMPLINGS = [
     ids=str,
 )
 def test_speculation_does_not_change_sampled_text(sampling: dict[str, float]) -> None:
-    """Every draw is keyed by seed and position, so the tokens do not depend on how many a step verifies."""
+    """Random numbers depend on seed and position, so the tokens do not depend on how many rows a step verifies."""
     prompts = [prompt[:24] for prompt in bundled_prompts()[:4]]
     params = [SamplingParams(max_new_tokens=14, seed=seed, **sampling) for seed in range(4)]  # type: ignore[arg-type]
     plain = bundled_llm(None, 0, dtype=torch.float64).generate(prompts, params)
@@ -51,9 +51,9 @@ def test_seeds_give_different_texts() -> None:
 
 
 def test_joint_distribution_of_the_first_two_tokens() -> None:
-    """2,000 speculative samples against enumeration, on a vocabulary of 8, with a draft that is a model.
+    """2,000 speculative samples have the enumerated distribution, on a vocabulary of 8, with a model as draft.
 
-    Chi-square stays below its 0.999 quantile. `test_distribution.py` has the statistic's power, and 200,000 samples.
+    Chi-square stays below its 0.999 quantile. `test_distribution.py` tests the statistic's power, and 200,000 samples.
     """
     target = random_target(torch.float64, vocab_size=8, num_layers=3)
     draft = random_draft(target, torch.float64, block_size=4, target_layer_ids=(0, 1))
@@ -82,7 +82,7 @@ def next_token_law(target: Target, tokens: list[int], temperature: float) -> tor
 
 
 def chi_square(observed: torch.Tensor, expected: torch.Tensor) -> float:
-    """Pearson's statistic over cells expected at least five times, the rest pooled into one."""
+    """Pearson's statistic over cells with at least five expected counts, with all other cells pooled into one."""
     common = expected >= 5
     statistic = ((observed - expected)[common] ** 2 / expected[common]).sum().item()
     rest = expected[~common].sum().item()
@@ -90,6 +90,6 @@ def chi_square(observed: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def chi_square_quantile(degrees: int, normal_quantile: float) -> float:
-    """Wilson and Hilferty's approximation."""
+    """A quantile of the chi-square distribution, by Wilson and Hilferty's approximation."""
     term = 2 / (9 * degrees)
     return degrees * (1 - term + normal_quantile * math.sqrt(term)) ** 3
