@@ -4,7 +4,6 @@ The first three tokens are counted jointly. The first comes from the prefill and
 numbers shared between draft, acceptance, residual and bonus would show as dependence (vllm#54282).
 """
 
-import math
 from functools import cache
 from typing import Any
 
@@ -15,6 +14,7 @@ from dflash_kernels.sampling import filtered_probs_ref
 from dflash_runtime.models.layers import Attend
 from dflash_runtime.models.qwen3 import Qwen3Target
 from dflash_runtime.scheduling.request import SamplingParams
+from dflash_testing.chi_square import chi_square, chi_square_quantile
 from dflash_testing.pairs import ScriptedDraft, random_draft, random_llm, random_target, target_logits
 
 V, PROMPT = 6, [1, 2, 3]
@@ -100,7 +100,7 @@ def check(draft_sampling: str, name: str, num_samples: int) -> str:
         ("token two", counts.sum((0, 2)), expected.sum((0, 2))),
     ):
         statistic, degrees = chi_square(seen, wanted)
-        limit = quantile(degrees, 3.29)  # exceeded once in 2,000
+        limit = chi_square_quantile(degrees, 3.29)  # exceeded once in 2,000
         lines.append(
             f"{draft_sampling}, {name}, {label}: chi-square {statistic:.1f}, {degrees} degrees, 0.9995 at {limit:.1f}"
         )
@@ -129,20 +129,4 @@ def test_a_biased_sampler_would_be_caught(num_samples: int, factor: float) -> No
     moved = expected.clone()
     moved[expected.argmax()] *= factor
     statistic, degrees = chi_square(moved * (num_samples / moved.sum()), expected)
-    assert statistic > quantile(degrees, 3.29)
-
-
-def chi_square(observed: torch.Tensor, expected: torch.Tensor) -> tuple[float, int]:
-    """Pearson's statistic and its degrees of freedom. Cells with fewer than five expected counts are pooled."""
-    common = expected >= 5
-    terms = ((observed - expected)[common] ** 2 / expected[common]).sum().item()
-    rest = expected[~common].sum().item()
-    if rest > 0:
-        terms += (observed[~common].sum().item() - rest) ** 2 / rest
-    return terms, int(common.sum()) - (rest == 0)
-
-
-def quantile(degrees: int, normal: float) -> float:
-    """A quantile of the chi-square distribution, by Wilson and Hilferty's approximation."""
-    term = 2 / (9 * degrees)
-    return degrees * (1 - term + normal * math.sqrt(term)) ** 3
+    assert statistic > chi_square_quantile(degrees, 3.29)

@@ -10,16 +10,14 @@ import torch
 from dflash_runtime.device import kv_pages
 from dflash_runtime.kv_transfer.file_connector import FileConnector
 from dflash_runtime.llm import LLM
-from dflash_runtime.scheduling.request import Request, RequestOutput, SamplingParams
+from dflash_runtime.scheduling.request import Request, SamplingParams
 from dflash_runtime.transfers import HandoffPlan
 from dflash_testing.gpu import detecting_syncs, gpu_llm
-from dflash_testing.handoffs import go_on, hand_off, keys_of
+from dflash_testing.handoffs import LENGTHS, PROMPTS, go_on, hand_off, keys_of, traces
 from dflash_testing.pairs import bundled_draft_model, bundled_llm, bundled_prompts
 
 pytestmark = pytest.mark.gpu
 
-LENGTHS = (1, 15, 16, 17, 31, 32, 33, 48, 63)
-PROMPTS = [prompt[:length] for prompt, length in zip(bundled_prompts(), LENGTHS, strict=False)]
 PARAMS = SamplingParams(max_new_tokens=32)
 
 
@@ -29,10 +27,6 @@ def on_gpu(**engine: Any) -> LLM:
 
 def on_cpu() -> LLM:
     return bundled_llm(bundled_draft_model(), 7)
-
-
-def traces(outputs: list[RequestOutput]) -> list[Any]:
-    return [(output.token_ids, output.finish_reason, output.drafts) for output in outputs]
 
 
 @pytest.mark.parametrize(("sender", "receiver"), [("gpu", "gpu"), ("cpu", "gpu"), ("gpu", "cpu")])

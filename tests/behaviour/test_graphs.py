@@ -9,9 +9,10 @@ import torch
 from dflash_runtime.device.decode_graphs import bucket_of
 from dflash_runtime.device.step_times import find_step_times
 from dflash_runtime.llm import LLM
-from dflash_runtime.scheduling.request import RequestOutput, SamplingParams
+from dflash_runtime.scheduling.request import SamplingParams
 from dflash_runtime.scheduling.width import AdaptiveWidth
 from dflash_testing.gpu import gpu_llm
+from dflash_testing.handoffs import traces
 from dflash_testing.pairs import bundled_prompts
 from dflash_testing.widths import RandomWidths
 
@@ -25,10 +26,6 @@ def test_a_bucket_is_at_most_a_quarter_larger(max_requests: int) -> None:
         assert count <= bucket <= max_requests
         assert bucket <= 1.25 * count
     assert len({bucket_of(count, 256) for count in range(1, 257)}) <= 30
-
-
-def traces(outputs: list[RequestOutput]) -> list[Any]:
-    return [(output.token_ids, output.drafts, output.finish_reason) for output in outputs]
 
 
 def fixed(llm: LLM, **sampling: Any) -> list[Any]:

@@ -12,7 +12,8 @@ from dflash_runtime.device import kv_pages
 from dflash_runtime.errors import UsageError
 from dflash_runtime.llm import LLM
 from dflash_runtime.scheduling.prefix_cache import page_digests
-from dflash_runtime.scheduling.request import Request, RequestOutput, SamplingParams
+from dflash_runtime.scheduling.request import Request, SamplingParams
+from dflash_testing.handoffs import traces
 from dflash_testing.pairs import bundled_draft_model, bundled_llm, bundled_prompts
 
 PROMPTS = [prompt[:length] for prompt, length in zip(bundled_prompts(), (15, 16, 17, 33, 48, 63), strict=False)]
@@ -29,10 +30,6 @@ def second_page(folder: Path, prompt: Sequence[int]) -> Path:
     request = Request(index=0, prompt_token_ids=tuple(prompt), params=PARAMS)
     digest = page_digests(request, 2, 16, bytes.fromhex(pair.name))[1].hex()
     return pair / digest[:2] / f"{digest}.safetensors"
-
-
-def traces(outputs: list[RequestOutput]) -> list[Any]:
-    return [(output.token_ids, output.finish_reason, output.drafts) for output in outputs]
 
 
 @pytest.mark.parametrize("engine", [{"scheduling": "sync"}, {"scheduling": "async", "max_batched_tokens": 20}], ids=str)

@@ -1,12 +1,11 @@
 """Sampled texts are the same with and without speculation, and have the right distribution."""
 
-import math
-
 import pytest
 import torch
 
 from dflash_runtime.models.target import Target
 from dflash_runtime.scheduling.request import SamplingParams
+from dflash_testing.chi_square import chi_square, chi_square_quantile
 from dflash_testing.pairs import (
     bundled_draft_model,
     bundled_llm,
@@ -73,23 +72,10 @@ def test_joint_distribution_of_the_first_two_tokens() -> None:
         for after in range(8):
             expected[after] += first[token] * second[after] * next_token_law(target, [*prompt, token, after], 1.5)
     expected *= num_samples
-    assert chi_square(observed, expected) < chi_square_quantile(int(expected.ge(5).sum()), 3.09)
+    statistic, degrees = chi_square(observed, expected)
+    assert statistic < chi_square_quantile(degrees, 3.09)
 
 
 def next_token_law(target: Target, tokens: list[int], temperature: float) -> torch.Tensor:
     """[V] probabilities of the token after `tokens`."""
     return (target_logits(target, tokens)[-1] / temperature).softmax(-1)
-
-
-def chi_square(observed: torch.Tensor, expected: torch.Tensor) -> float:
-    """Pearson's statistic over cells with at least five expected counts, with all other cells pooled into one."""
-    common = expected >= 5
-    statistic = ((observed - expected)[common] ** 2 / expected[common]).sum().item()
-    rest = expected[~common].sum().item()
-    return float(statistic + ((observed[~common].sum().item() - rest) ** 2 / rest if rest > 0 else 0))
-
-
-def chi_square_quantile(degrees: int, normal_quantile: float) -> float:
-    """A quantile of the chi-square distribution, by Wilson and Hilferty's approximation."""
-    term = 2 / (9 * degrees)
-    return degrees * (1 - term + normal_quantile * math.sqrt(term)) ** 3
