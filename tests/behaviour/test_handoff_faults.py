@@ -16,7 +16,7 @@ from dflash_runtime.kv_transfer.fingerprint import Fingerprint
 from dflash_runtime.kv_transfer.handoff import DRAFT_PAGES, TARGET_PAGES, Handoff, find_problems
 from dflash_runtime.llm import LLM
 from dflash_runtime.metrics import count_acceptance
-from dflash_runtime.scheduling.request import FinishReason, RequestOutput, SamplingParams
+from dflash_runtime.scheduling.request import FinishReason, RequestOutput
 from dflash_runtime.transfers import HandoffPlan
 from dflash_testing.handoffs import (
     NUM_DRAFTS,
@@ -25,9 +25,11 @@ from dflash_testing.handoffs import (
     MemoryConnector,
     go_on,
     hand_off,
+    handed_off,
     keys_of,
     make_llm,
     traces,
+    whole_run,
 )
 from dflash_testing.pairs import bundled_prompts
 
@@ -41,8 +43,8 @@ def first_rate(outputs: list[RequestOutput]) -> float:
 @pytest.mark.parametrize("scheduling", ["sync", "async"])
 def test_a_prompt_without_a_hand_off_is_prefilled_here(scheduling: str, caplog: pytest.LogCaptureFixture) -> None:
     """Three prompts have no hand-off. After the time limit they run here, with one warning and a total."""
-    wanted = make_llm().generate(PROMPTS, PARAMS)
-    connector = hand_off(make_llm(), PROMPTS, PARAMS)
+    wanted = whole_run(PROMPTS)
+    connector = handed_off(PROMPTS)
     for key in ("00001", "00004", "00008"):
         del connector.saved[key]
     llm = make_llm(scheduling=scheduling)
@@ -57,8 +59,8 @@ def test_a_prompt_without_a_hand_off_is_prefilled_here(scheduling: str, caplog: 
 
 
 def test_prompts_are_prefilled_here_if_the_connector_fails() -> None:
-    wanted = make_llm().generate(PROMPTS[:3], PARAMS)
-    connector = hand_off(make_llm(), PROMPTS[:3], PARAMS)
+    wanted = whole_run(PROMPTS[:3])
+    connector = handed_off(PROMPTS[:3])
     llm = make_llm()
     connector.failure = OSError("the line is cut")
     found = go_on(llm, PROMPTS[:3], PARAMS, connector)
@@ -102,7 +104,7 @@ FAULTS: dict[str, tuple[Callable[[Handoff], Handoff], str, tuple[str, ...]]] = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_hand_off_that_does_not_fit_is_refused(fault: str) -> None:
     change, problem, values = FAULTS[fault]
-    connector = hand_off(make_llm(), PROMPTS[7:8], PARAMS)
+    connector = handed_off(PROMPTS[7:8])
     connector.change = change
     llm = make_llm()
     output = go_on(llm, PROMPTS[7:8], PARAMS, connector)[0]
@@ -120,21 +122,19 @@ def test_a_hand_off_that_does_not_fit_is_refused(fault: str) -> None:
 def test_a_forced_hand_off_keeps_the_text_and_lowers_acceptance(fault: str) -> None:
     """Other requests do not find its pages in the prefix cache."""
     change = FAULTS[fault][0]
-    prompts = [prompt[:48] for prompt in bundled_prompts()[:10]]
-    params = SamplingParams(max_new_tokens=16)
-    wanted = make_llm().generate(prompts, params)
-    connector = hand_off(make_llm(), prompts, params)
+    prompts = tuple(prompt[:48] for prompt in bundled_prompts()[:10])
+    wanted, connector = whole_run(prompts), handed_off(prompts)
     connector.change = change
     llm = make_llm()
-    found = go_on(llm, prompts, params, connector, force=True)
+    found = go_on(llm, prompts, PARAMS, connector, force=True)
     assert [output.token_ids for output in found] == [output.token_ids for output in wanted]
     assert first_rate(found) < first_rate(wanted) - (0.02 if fault == "early" else 0.15)
     assert len(llm.engine.scheduler.cache) == 0
-    assert traces(llm.generate(prompts, params)) == traces(wanted)
+    assert traces(llm.generate(prompts, PARAMS)) == traces(wanted)
 
 
 def test_a_hand_off_of_another_prompt_is_refused() -> None:
-    connector = hand_off(make_llm(), PROMPTS[3:4], PARAMS)
+    connector = handed_off(PROMPTS[3:4])
     output = go_on(make_llm(), PROMPTS[4:5], PARAMS, connector)[0]
     assert (output.exit_code, output.error_id) == (3, "handoff-of-another-prompt")
     assert "00000" in str(output.error)
@@ -145,7 +145,7 @@ def test_a_hand_off_of_another_prompt_is_refused() -> None:
 )
 def test_a_failed_step_leaves_nothing_behind_on_either_side(num_steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step fails on each side while hand-offs are sent and loaded."""
-    wanted = make_llm().generate(PROMPTS[:6], PARAMS)
+    wanted = whole_run(PROMPTS[:6])
     sender = make_llm(scheduling="async", max_num_requests=2)
     fail_once(sender, num_steps, monkeypatch)
     connector = hand_off(sender, PROMPTS[:6], PARAMS)

@@ -21,9 +21,11 @@ from dflash_testing.handoffs import (
     MemoryConnector,
     go_on,
     hand_off,
+    handed_off,
     keys_of,
     make_llm,
     traces,
+    whole_run,
 )
 from dflash_testing.pairs import bundled_prompts
 
@@ -46,7 +48,7 @@ CASES = [
 
 @pytest.mark.parametrize(("draft", "engine", "params"), CASES)
 def test_traces_equal_those_of_one_engine(draft: str, engine: dict[str, Any], params: SamplingParams) -> None:
-    wanted = make_llm(draft, **engine).generate(PROMPTS, params)
+    wanted = whole_run(PROMPTS, params, draft, **engine)
     connector = hand_off(make_llm(draft, **engine), PROMPTS, params)
     found = go_on(make_llm(draft, **engine), PROMPTS, params, connector)
     assert traces(found) == traces(wanted)
@@ -73,7 +75,7 @@ def test_prefix_hits_on_either_side_change_nothing(where: str) -> None:
     """Prompts share a prefix. One side or both have some of its pages in the cache, and others are added."""
     beginning = max(bundled_prompts(), key=len)[:40]
     prompts = [beginning[:length] + PROMPTS[index][:5] for index, length in enumerate((40, 32, 33, 20, 40))]
-    wanted = make_llm().generate(prompts, PARAMS)
+    wanted = whole_run(tuple(prompts))
     sender, receiver = make_llm(), make_llm()
     if where in ("sender", "both"):
         sender.generate([beginning], PARAMS)
@@ -104,8 +106,8 @@ def begin_loading(llm: LLM, connector: MemoryConnector, num_requests: int = 1, *
 @pytest.mark.parametrize("engine", [{"scheduling": "sync"}, {"scheduling": "async"}], ids=str)
 def test_hand_offs_may_arrive_late_and_in_any_order(engine: dict[str, Any]) -> None:
     """Requests with a hand-off decode while the engine waits for other hand-offs."""
-    wanted = make_llm(**engine).generate(PROMPTS, PARAMS)
-    connector = hand_off(make_llm(), PROMPTS, PARAMS)
+    wanted = whole_run(PROMPTS, **engine)
+    connector = handed_off(PROMPTS)
     connector.holds_back = True
     llm = make_llm(**engine)
     requests = begin_loading(llm, connector, len(PROMPTS))
@@ -123,7 +125,7 @@ def test_hand_offs_may_arrive_late_and_in_any_order(engine: dict[str, Any]) -> N
 
 def test_a_loading_request_publishes_no_page_and_reserves_no_lookahead() -> None:
     """Until its hand-off arrives a request has only the pages for its rows, and none of them is in the cache."""
-    connector = hand_off(make_llm(), PROMPTS[:4], PARAMS)
+    connector = handed_off(PROMPTS[:4])
     connector.holds_back = True
     llm = make_llm()
     scheduler = llm.engine.scheduler
@@ -175,12 +177,12 @@ def test_admission_keeps_pages_free_for_the_lookahead_of_a_loading_request() -> 
 def test_later_prompts_find_the_pages_of_a_hand_off() -> None:
     """The pages are published after the first step of the loaded request, with the digests of this pair."""
     prompts = [PROMPTS[-1], PROMPTS[-1]]
-    connector = hand_off(make_llm(), prompts[:1], PARAMS)
+    connector = handed_off(PROMPTS[-1:])
     llm = make_llm()
     go_on(llm, prompts[:1], PARAMS, connector)
     again = llm.generate(prompts[:1], PARAMS)
     assert again[0].num_cached == 48
-    assert traces(again) == traces(make_llm().generate(prompts[:1], PARAMS))
+    assert traces(again) == traces(whole_run(PROMPTS[-1:]))
 
 
 def test_rows_after_the_committed_rows_are_sent_as_zeros() -> None:
@@ -211,8 +213,8 @@ def test_a_request_that_ends_with_its_first_token_ends_on_the_other_side(reason:
 
 def test_a_short_pool_preempts_loading_and_loaded_requests() -> None:
     """Nine pages for four requests at a time: texts and traces stay the same."""
-    wanted = make_llm(num_pages=200).generate(PROMPTS[3:8], PARAMS)
-    connector = hand_off(make_llm(), PROMPTS[3:8], PARAMS)
+    wanted = whole_run(PROMPTS[3:8])
+    connector = handed_off(PROMPTS[3:8])
     llm = make_llm(num_pages=10, scheduling="async")
     assert traces(go_on(llm, PROMPTS[3:8], PARAMS, connector)) == traces(wanted)
 
@@ -229,8 +231,8 @@ def slow_copies(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("num_pages", [60, 10])
 def test_pages_that_move_piece_by_piece_all_arrive(num_pages: int) -> None:
     """Other requests decode meanwhile. With few pages some requests are preempted halfway and start again."""
-    wanted = make_llm().generate(PROMPTS, PARAMS)
-    connector = hand_off(make_llm(), PROMPTS, PARAMS)
+    wanted = whole_run(PROMPTS)
+    connector = handed_off(PROMPTS)
     llm = make_llm(num_pages=num_pages, scheduling="async", max_num_requests=6)
     found = go_on(llm, PROMPTS, PARAMS, connector)
     assert traces(found) == traces(wanted)
@@ -264,7 +266,7 @@ def test_pages_are_held_until_the_other_side_has_them() -> None:
 
 
 def test_closing_a_stream_early_releases_everything() -> None:
-    connector = hand_off(make_llm(), PROMPTS, PARAMS)
+    connector = handed_off(PROMPTS)
     connector.holds_back = True
     llm = make_llm(scheduling="async")
     stream = llm.stream(PROMPTS, PARAMS, handoffs=HandoffPlan(connector=connector, keys=keys_of(PROMPTS), timeout=0.3))
@@ -272,7 +274,7 @@ def test_closing_a_stream_early_releases_everything() -> None:
     stream.close()
     llm.engine.scheduler.check_integrity()
     assert not llm.engine.scheduler.has_work
-    assert traces(llm.generate(PROMPTS[:2], PARAMS)) == traces(make_llm().generate(PROMPTS[:2], PARAMS))
+    assert traces(llm.generate(PROMPTS[:2], PARAMS)) == traces(whole_run(PROMPTS[:2]))
 
 
 def test_the_number_of_keys_must_be_the_number_of_prompts() -> None:

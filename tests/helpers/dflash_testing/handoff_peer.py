@@ -1,14 +1,11 @@
 """One side of a disaggregated deployment in its own process: an engine with a small random pair.
 
 The prefill side hands prompts off, and the decode side continues them. Both sides make the same pair and the same
-prompts from a seed.
-
-python -m dflash_testing.handoff_peer LOCATION ROLE NUM_PROMPTS SEED FAULTS
+prompts from a seed. `Peers(__name__)` starts peers with the arguments of `run_peer`.
 """
 
-import os
 import random
-import subprocess
+import socket
 import sys
 
 from dflash_runtime.kv_transfer.connector import Connector
@@ -18,6 +15,7 @@ from dflash_runtime.scheduling.request import RequestOutput, SamplingParams
 from dflash_runtime.transfers import HandoffPlan
 from dflash_testing.faulty_connector import FaultyConnector
 from dflash_testing.pairs import random_draft, random_llm, random_target
+from dflash_testing.transfers import fork_peers
 
 LOAD_SECONDS = 1.0
 """How long the decode side waits for a hand-off before it prefills the prompt itself."""
@@ -58,30 +56,20 @@ def run_side(llm: LLM, connector: Connector, role: str, num_prompts: int, seed: 
     return llm.generate(prompts, params, handoffs=plan)
 
 
-def start_peer(location: str, role: str, num_prompts: int, seed: int, *, faults: bool) -> "subprocess.Popen[str]":
-    """Start the other side in a process and wait until its engine is ready. Then it opens its side of `location`."""
-    arguments = [location, role, str(num_prompts), str(seed), str(int(faults))]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", __name__, *arguments]
-    process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
-    return process
-
-
 def open_side(location: str, role: str, seed: int, *, faults: bool) -> Connector:
     connector = open_connector(location, role, 60.0)  # type: ignore[arg-type]
     return FaultyConnector(connector, seed) if faults else connector
 
 
-def main(location: str, role: str, num_prompts: int, seed: int, faults: int) -> None:
+def run_peer(connection: socket.socket, location: str, role: str, num_prompts: int, seed: int, faults: bool) -> None:
+    """Say `true` when the engine is ready, run all prompts of one side, and stay until `connection` is closed."""
     llm = make_llm()
-    print("ready", flush=True)
-    connector = open_side(location, role, seed, faults=bool(faults))
+    connection.sendall(b"true\n")
+    connector = open_side(location, role, seed, faults=faults)
     run_side(llm, connector, role, num_prompts, seed)
-    sys.stdin.read()  # keeps the connector open until the parent closes stdin
+    connection.recv(1)
     connector.close()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], *map(int, sys.argv[3:]))
+    fork_peers(int(sys.argv[1]), run_peer)

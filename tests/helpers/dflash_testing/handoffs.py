@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from dflash_runtime.errors import PeerUnreachable
@@ -18,7 +19,7 @@ NUM_DRAFTS = 7
 LENGTHS = (1, 15, 16, 17, 31, 32, 33, 48, 63)
 """Prompt lengths around the bounds of pages of 16 tokens, with one to four pages."""
 
-PROMPTS = [prompt[:length] for prompt, length in zip(bundled_prompts(), LENGTHS, strict=False)]
+PROMPTS = tuple(prompt[:length] for prompt, length in zip(bundled_prompts(), LENGTHS, strict=False))
 PARAMS = SamplingParams(max_new_tokens=16)
 DRAFTS: dict[str, tuple[str, dict[str, Any]]] = {
     "full": ("tiny", {}),
@@ -32,6 +33,14 @@ def make_llm(draft: str = "full", **engine: Any) -> LLM:
     """The bundled pair with one of DRAFTS, in a small engine."""
     name, changes = DRAFTS[draft]
     return bundled_llm(bundled_draft_model(name, **changes), NUM_DRAFTS, **{"max_num_requests": 4} | engine)
+
+
+@cache
+def whole_run(
+    prompts: tuple[tuple[int, ...], ...], params: SamplingParams = PARAMS, draft: str = "full", **engine: Any
+) -> list[RequestOutput]:
+    """The outputs of one engine that runs these prompts from start to end. Computed once per process."""
+    return make_llm(draft, **engine).generate(prompts, params)
 
 
 def traces(outputs: list[RequestOutput]) -> list[Any]:
@@ -121,6 +130,16 @@ def hand_off(
     assert all(len(output.token_ids) == 1 for output in outputs)
     llm.engine.scheduler.check_integrity()
     return connector
+
+
+def handed_off(prompts: tuple[tuple[int, ...], ...], params: SamplingParams = PARAMS) -> MemoryConnector:
+    """A connector with the hand-offs of these prompts. They are computed once per process."""
+    return MemoryConnector(saved=dict(_saved_hand_offs(prompts, params)))
+
+
+@cache
+def _saved_hand_offs(prompts: tuple[tuple[int, ...], ...], params: SamplingParams) -> dict[str, Handoff]:
+    return hand_off(make_llm(), prompts, params).saved
 
 
 def go_on(

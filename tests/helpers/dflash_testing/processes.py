@@ -11,5 +11,5 @@ def are_gone(processes: Iterable[int], limit_s: float = 60.0) -> bool:
     while any(Path("/proc", str(process)).exists() for process in processes):
         if time.monotonic() > until:
             return False
-        time.sleep(0.1)
+        time.sleep(0.01)
     return True

@@ -1,6 +1,6 @@
 """Hand-offs for tests, both sides of a connector in one process, and peers: processes that are one side.
 
-`python -m dflash_testing.transfers` forks peers. It has imported all modules and starts no threads, so this is quick.
+`python -m dflash_testing.transfers` forks peers. It imports all modules once and starts no threads, so forks are quick.
 """
 
 import json
@@ -10,9 +10,9 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from dflash_runtime.kv_transfer.connector_locations import open_connector
 from dflash_runtime.kv_transfer.fingerprint import Fingerprint
 from dflash_runtime.kv_transfer.handoff import Handoff
 from dflash_runtime.scheduling.request import SamplingParams
+from dflash_testing.processes import are_gone
 
 LIMIT_S = 20.0
 """Time limit for every wait of the tests. Fast operations take milliseconds."""
@@ -100,6 +101,10 @@ class Peer:
     def ask(self, *command: Any) -> Any:
         """Send a command and wait for the answer."""
         self.tell(*command)
+        return self.hear()
+
+    def hear(self) -> Any:
+        """Wait for an answer."""
         return json.loads(self._lines.readline())
 
     def tell(self, *command: Any) -> None:
@@ -107,7 +112,10 @@ class Peer:
         self._connection.sendall(f"{json.dumps(command)}\n".encode())
 
     def kill(self) -> None:
-        os.kill(self.pid, signal.SIGKILL)
+        """Kill the process, if it still runs, and wait until it has ended."""
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+        assert are_gone([self.pid])
 
     def close(self) -> None:
         """Close the connection. The process ends when it can receive no more commands."""
@@ -116,20 +124,21 @@ class Peer:
 
 
 class Peers:
-    """Starts peers, in a few milliseconds each."""
+    """Starts peers, in a few milliseconds each, by forking a process that runs `module`."""
 
-    def __init__(self) -> None:
+    def __init__(self, module: str = __name__) -> None:
         self._server = socket.create_server(("127.0.0.1", 0))
         self._server.settimeout(60)
         port = str(self._server.getsockname()[1])
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", __name__, port]
+        command = [sys.executable, "-m", module, port]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
         self._started: list[Peer] = []
 
-    def start(self, location: str, role: str) -> Peer:
+    def start(self, *arguments: Any) -> Peer:
+        """Start a peer. The arguments are JSON: location and role, unless `module` takes others."""
         assert self._process.stdin is not None
-        self._process.stdin.write(f"{json.dumps([location, role])}\n".encode())
+        self._process.stdin.write(f"{json.dumps(arguments)}\n".encode())
         self._process.stdin.flush()
         connection, _ = self._server.accept()
         self._started.append(Peer(connection))
@@ -169,7 +178,6 @@ def _obey(connection: socket.socket, location: str, role: Any) -> None:
     def answer(value: Any) -> None:
         connection.sendall(f"{json.dumps(value)}\n".encode())
 
-    answer(os.getpid())
     connector = open_connector(location, role, LIMIT_S)
     futures: dict[str, Future[Any]] = {}
     for line in connection.makefile("r"):
@@ -187,15 +195,21 @@ def _obey(connection: socket.socket, location: str, role: Any) -> None:
                 answer(transfer_threads())
 
 
-def main(port: int) -> None:
+def fork_peers(port: int, run: Callable[..., None]) -> None:
+    """Fork a peer for each line on stdin, which has its arguments. Peers connect to `port` and send their process id.
+
+    `run(connection, *arguments)` is the work of a peer.
+    """
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system reaps the peers
     CONNECTORS.discover("dflash_runtime.kv_transfer")  # once here instead of in every peer
     for line in sys.stdin:
         if not os.fork():
-            _obey(socket.create_connection(("127.0.0.1", port)), *json.loads(line))
+            connection = socket.create_connection(("127.0.0.1", port))
+            connection.sendall(f"{os.getpid()}\n".encode())
+            run(connection, *json.loads(line))
             return  # the peer ends like a program that never closed its connector
     os._exit(0)  # skips torch's slow cleanup, since nothing needs cleaning up
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    fork_peers(int(sys.argv[1]), _obey)

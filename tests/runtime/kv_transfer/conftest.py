@@ -8,7 +8,7 @@ from dflash_testing.deadline import deadline
 from dflash_testing.transfers import Peers, transfer_threads
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def peers() -> Iterator[Peers]:
     starter = Peers()
     yield starter

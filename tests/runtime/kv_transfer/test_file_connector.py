@@ -23,7 +23,6 @@ from dflash_runtime.kv_transfer.file_connector import (
     write_handoff,
 )
 from dflash_testing.deadline import deadline
-from dflash_testing.processes import are_gone
 from dflash_testing.refusals import refuses
 from dflash_testing.transfers import LIMIT_S, Peers, are_same, error_of, make_handoff, outcome, transfer_threads
 
@@ -277,8 +276,10 @@ class TestFullDisk:
 
 
 @pytest.mark.parametrize("num_kills", [6, pytest.param(40, marks=pytest.mark.slow)])
-def test_a_process_killed_while_writing_leaves_only_complete_hand_offs(tmp_path: Path, num_kills: int) -> None:
-    generator, peers, num_left = random.Random(5), Peers(), 0
+def test_a_process_killed_while_writing_leaves_only_complete_hand_offs(
+    peers: Peers, tmp_path: Path, num_kills: int
+) -> None:
+    generator, num_left = random.Random(5), 0
     for kill in range(num_kills):
         writer = peers.start(str(tmp_path), "prefill")
         for number in range(30):
@@ -286,14 +287,12 @@ def test_a_process_killed_while_writing_leaves_only_complete_hand_offs(tmp_path:
             writer.tell("save", "same", number, 100_000)
         time.sleep(generator.uniform(0, 0.2))
         writer.kill()
-        assert are_gone([writer.pid])
         keys = [item.name for item in tmp_path.iterdir() if not item.name.startswith(".")]
         assert all(are_same(found, make_handoff(found.key, found.seed, 100_000)) for found in
                    (read_handoff(tmp_path / key) for key in keys))  # fmt: skip
         num_left += len(keys)
         for key in keys:
             shutil.rmtree(tmp_path / key)
-    peers.close()
     assert num_left, "nothing was written before any kill"
 
 
