@@ -62,9 +62,7 @@ def test_every_prompt_is_answered_once(peers: Peers, num_prompts: int, kind: str
 
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 12))])
 @pytest.mark.parametrize("kind", ["gloo", "folder"])
-def test_the_decode_side_continues_when_the_prefill_side_is_killed(
-    peers: Peers, seed: int, kind: str, tmp_path: Any
-) -> None:
+def test_decoding_continues_when_the_prefill_side_is_killed(peers: Peers, seed: int, kind: str, tmp_path: Any) -> None:
     """The prefill side is killed at a random step. The decode side prefills the missing prompts itself."""
     num_prompts, generator = 40, random.Random(seed)
     location = str(tmp_path / "handoffs") if kind == "folder" else free_location("gloo")
@@ -79,7 +77,7 @@ def test_the_decode_side_continues_when_the_prefill_side_is_killed(
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 8))])
-def test_the_prefill_side_ends_when_the_decode_side_is_killed(peers: Peers, seed: int) -> None:
+def test_prefilling_ends_when_the_decode_side_is_killed(peers: Peers, seed: int) -> None:
     """Requests that nobody takes end with an error, and their pages are free."""
     num_prompts, generator = 40, random.Random(seed)
     location = free_location("gloo")

@@ -31,6 +31,8 @@ LENGTHS = (1, 15, 16, 17, 31, 33, 40)
 SHORT, LONG = 12, 26
 """New tokens per request: across one page bound, and across two."""
 
+NEW_TOKENS = [SHORT, pytest.param(LONG, marks=pytest.mark.slow)]
+
 
 def pairwise() -> list[dict[str, Any]]:
     """A greedy selection of combinations in which every pair of values of two modes occurs."""
@@ -126,9 +128,12 @@ def test_all_drafts_give_the_text_of_plain_decoding() -> None:
         assert texts == [output.token_ids for output in plain]
 
 
-def test_sampled_text_does_not_depend_on_the_mode() -> None:
+@pytest.mark.parametrize("max_new_tokens", NEW_TOKENS)
+def test_sampled_text_does_not_depend_on_the_mode(max_new_tokens: int) -> None:
     draft = bundled_draft_model(dtype=torch.float64)
-    params = [SamplingParams(max_new_tokens=20, temperature=1.0, top_p=0.95, seed=seed) for seed in range(7)]
+    params = [
+        SamplingParams(max_new_tokens=max_new_tokens, temperature=1.0, top_p=0.95, seed=seed) for seed in range(7)
+    ]
     wanted = bundled_llm(draft, 7, dtype=torch.float64).generate(prompts(), params)
     modes: list[dict[str, Any]] = [
         {"scheduling": "async", "max_num_requests": 5},
@@ -140,10 +145,11 @@ def test_sampled_text_does_not_depend_on_the_mode() -> None:
         assert [output.drafts for output in outputs] == [output.drafts for output in wanted]
 
 
+@pytest.mark.parametrize("max_new_tokens", NEW_TOKENS)
 @pytest.mark.parametrize("draft_sampling", ["greedy", "probabilistic"])
-def test_a_text_does_not_depend_on_its_batch_mates(draft_sampling: str) -> None:
+def test_a_text_does_not_depend_on_its_batch_mates(draft_sampling: str, max_new_tokens: int) -> None:
     draft = bundled_draft_model(dtype=torch.float64)
-    params = [SamplingParams(max_new_tokens=20, temperature=0.8, seed=seed) for seed in range(7)]
+    params = [SamplingParams(max_new_tokens=max_new_tokens, temperature=0.8, seed=seed) for seed in range(7)]
     alone = bundled_llm(draft, 7, dtype=torch.float64, draft_sampling=draft_sampling).generate(prompts(), params)
     llm = bundled_llm(
         draft, 7, dtype=torch.float64, draft_sampling=draft_sampling, max_num_requests=4, scheduling="async"

@@ -88,6 +88,12 @@ def check_every_step(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return checked
 
 
+@cache
+def plain_text(prompt: tuple[int, ...], max_new_tokens: int) -> tuple[int, ...]:
+    """The output tokens of plain decoding."""
+    return bundled_llm(None, 0).generate([prompt], SamplingParams(max_new_tokens=max_new_tokens))[0].token_ids
+
+
 @pytest.mark.parametrize("num_draft_tokens", [1, 3, 7])
 @pytest.mark.parametrize("stub", ["random", "alternating"])
 def test_text_does_not_depend_on_the_draft(stub: str, num_draft_tokens: int) -> None:
@@ -95,7 +101,7 @@ def test_text_does_not_depend_on_the_draft(stub: str, num_draft_tokens: int) -> 
     draft = bundled_draft_model()
     prompt = bundled_prompts()[2][:17]
     params = SamplingParams(max_new_tokens=40)
-    plain = bundled_llm(None, 0).generate([prompt], params)[0].token_ids
+    plain = plain_text(prompt, 40)
     sequence = prompt + plain + (0,) * 8
 
     def script(position: int) -> int:

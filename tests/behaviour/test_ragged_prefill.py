@@ -1,6 +1,7 @@
 """All prompts of a step run in one forward, with the outputs of separate runs, and without delaying other results."""
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import pytest
@@ -65,6 +66,12 @@ def traces(requests: Sequence[Request]) -> list[Any]:
 
 
 def one_by_one(prompts: Sequence[Sequence[int]], **params: Any) -> list[Any]:
+    """The traces of these prompts on an engine that runs one request at a time. Computed once per process."""
+    return _one_by_one(tuple(tuple(prompt) for prompt in prompts), **params)
+
+
+@cache
+def _one_by_one(prompts: tuple[tuple[int, ...], ...], **params: Any) -> list[Any]:
     llm, _ = make_llm(max_num_requests=1)
     requests = add(llm, prompts, **params)
     finish(llm)

@@ -14,7 +14,16 @@ from dflash_runtime.metrics import count_acceptance, count_widths
 from dflash_runtime.models.layers import Attend
 from dflash_runtime.scheduling.request import Request, RequestOutput, SamplingParams
 from dflash_runtime.scheduling.width import AdaptiveWidth, FixedWidth, StepTimes, widths_for
-from dflash_testing.pairs import always_wrong, bundled_draft_model, bundled_llm, bundled_prompts
+from dflash_testing.pairs import (
+    always_wrong,
+    bundled_draft_model,
+    bundled_llm,
+    bundled_prompts,
+    random_draft,
+    random_llm,
+    random_prompts,
+    random_target,
+)
 from dflash_testing.widths import ListedWidths, RandomWidths
 
 SAMPLED = {"temperature": 1.0, "seed": 3}
@@ -133,7 +142,7 @@ def test_widths_change_what_is_verified_and_not_what_is_drafted() -> None:
     output = llm.generate([prompt], params)[0]
     whole = prompt + output.token_ids
     for step in output.drafts[::3]:
-        fresh = exact_llm().generate([whole[: 20 + step.start - 1]], SamplingParams(max_new_tokens=10))[0].drafts[0]
+        fresh = exact_llm().generate([whole[: 20 + step.start - 1]], SamplingParams(max_new_tokens=2))[0].drafts[0]
         assert step.draft_ids == fresh.draft_ids[: step.verify_width - 1]
         assert step.num_accepted == min(fresh.num_accepted, step.verify_width - 1)
 
@@ -198,10 +207,12 @@ def test_rows_without_cost_are_all_verified_and_slow_rows_are_not(row_ms: float)
 
 
 def test_a_draft_that_is_always_wrong_is_rarely_tried() -> None:
-    prompt = bundled_prompts()[0][:20]
+    target = random_target(num_layers=2, max_position_embeddings=400)
+    prompt = tuple(random_prompts([20], target.config.vocab_size)[0])
     params = SamplingParams(max_new_tokens=300)
-    plain = bundled_llm(None, 0).generate([prompt], params)[0]
-    llm = bundled_llm(always_wrong(bundled_draft_model(), prompt + plain.token_ids), 7, scheduling="async")
+    plain = random_llm(target, None, 0).generate([prompt], params)[0]
+    draft = random_draft(target, target_layer_ids=(0, 1), num_layers=1)
+    llm = random_llm(target, always_wrong(draft, prompt + plain.token_ids), 7, scheduling="async")
     llm.engine.scheduler.width_policy = AdaptiveWidth(made_up(0.1), 7)
     output = llm.generate([prompt], params)[0]
     assert output.token_ids == plain.token_ids
