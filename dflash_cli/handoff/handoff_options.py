@@ -112,13 +112,13 @@ def open_handing(options: HandoffOptions, given: "PromptSet | None", *, force: b
     """
     from dflash_cli.handoff.handing import Handing
     from dflash_cli.handoff.handoff_folder import check_folder, read_waiting
-    from dflash_runtime.kv_transfer.places import check_place
+    from dflash_runtime.kv_transfer.connector_locations import names_folder
 
     place = options.handoff_out or options.handoff_in
     is_sending = options.handoff_out is not None
     if place is not None:
         _refuse_turns(given.rows if given is not None else ())
-    is_folder = place is not None and check_place(place)
+    is_folder = place is not None and names_folder(place)
     if is_folder and is_sending:
         check_folder(str(place), force=force)
     waiting = read_waiting(str(place)) if options.brings_prompts else ()

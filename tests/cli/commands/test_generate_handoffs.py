@@ -196,7 +196,7 @@ TURNS = '{"turns": ["a", "b"]}\n'
         (["--handoff-in", "absent"], 4, "absent: no such directory"),
         (["--handoff-in", "."], 2, ".: no hand-offs in it"),
         (["--handoff-in", "HO", "--handoff-timeout", "0"], 2, "--handoff-timeout: found 0.0"),
-        (["x", "--handoff-in", "smoke://a:1"], 2, "'smoke://a:1' is no place for hand-offs"),
+        (["x", "--handoff-in", "smoke://a:1"], 2, "location of hand-offs: found 'smoke://a:1'"),
         (["x", "--handoff-out", "gloo://127.0.0.1"], 2, "expected HOST:PORT"),
         (["x", "--handoff-out", "no/such/dir"], 2, "no/such: no such directory"),
         (["x", "--handoff-out", "out", "-o", "-"], 2, "--output does not go with --handoff-out"),
