@@ -1,4 +1,4 @@
-"""Which tensors a draft has, and their shapes, from its config alone. Needs no torch for drafts of the DFlash family."""
+"""Which tensors a draft has, and their shapes, from its config alone. Needs no torch for DFlash drafts."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -14,7 +14,7 @@ DRAFT_TO_TARGET = "d2t"
 TARGET_TO_DRAFT = "t2d"
 
 SINKS = "attention_sink_bias"
-"""Tensor of attention sinks in a layer's self_attn. Sources: vLLM 0.33.0 qwen3_dflash.py, SGLang 0.5.23 models/dflash.py."""
+"""Attention sinks: a tensor of self_attn. Sources: vLLM 0.33.0 qwen3_dflash.py, SGLang 0.5.23 models/dflash.py."""
 
 NOT_OWNED = re.compile(r"^(t2d|d2t|embed_tokens\.weight|lm_head\.weight|verifier_.*|.*rotary_emb\.inv_freq)$")
 """Tensors in a draft's file that the draft does not own: copies of the target's weights, and training leftovers."""
@@ -23,7 +23,7 @@ TARGET_LEFTOVERS = re.compile(r"^(lm_head\.weight|.*rotary_emb\.inv_freq)$")
 """Tensors in a target's file that readers may skip: a head tied to the embedding, and buffers."""
 
 PREFIXES = ("model.", "dflash_module.", "draft_model.")
-"""Prefixes that wrappers add to every name. Sources: NVIDIA/Model-Optimizer hf_spec_export.py, SGLang models/dflash.py."""
+"""Prefixes that wrappers add to names. Sources: NVIDIA/Model-Optimizer hf_spec_export.py, SGLang models/dflash.py."""
 
 ALIASES = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
 """Other names of two tensors. Sources: SGLang 0.5.23 models/dflash.py, vLLM 0.33.0 models/qwen3_dflash.py."""
@@ -38,8 +38,10 @@ PACKED = re.compile(
     r"(.*[._])?(weight_packed|weight_zero_point|weight_shape|qweight|qzeros|scales|g_idx|weight_scale(_2|_inv)?"
     r"|input_scale|(weight|input)_global_scale|[qkv]_scale|absmax|quant_map|quant_state.*|SCB)$"
 )
-"""Names of tensors that only quantised checkpoints have: exports of compressed-tensors, NVIDIA/Model-Optimizer, AutoGPTQ,
-AWQ and bitsandbytes."""
+"""Names of tensors that only quantised checkpoints have.
+
+Sources: exports of compressed-tensors, NVIDIA/Model-Optimizer, AutoGPTQ, AWQ and bitsandbytes.
+"""
 
 PACKED_DTYPES = frozenset({"U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F4", "I32"})
 """Element types that a matrix has only in a quantised checkpoint."""
@@ -65,7 +67,7 @@ class TensorSelection:
 
 
 LAYOUTS: Registry[Callable[[DraftConfig], dict[str, Shape]]] = Registry("draft family")
-"""Draft family -> the function that lists its tensors. A family other than DFlash registers it in its file in `drafts/`."""
+"""Draft family -> the function that lists its tensors, which every family but DFlash registers in `drafts/`."""
 
 
 def owned_shapes(config: DraftConfig) -> dict[str, Shape]:
@@ -95,8 +97,8 @@ def body_shapes(config: DraftConfig) -> dict[str, Shape]:
 def dflash_shapes(config: DraftConfig) -> dict[str, Shape]:
     """Return every tensor of a DFlash draft: 3 tensors, and 11 per layer, or 15 per layer with attention biases.
 
-    Attention sinks add one tensor per layer. A draft whose width differs from its target's has its own embedding and
-    head. A reduced output vocabulary has a head and an id map.
+    Attention sinks add one tensor per layer. A draft of another width than its target has its own embedding and head.
+    A reduced output vocabulary has a head and an id map.
     """
     hidden = config.hidden_size
     shapes: dict[str, Shape] = {

@@ -66,7 +66,7 @@ def draft_families() -> Registry[DraftFamily]:
 
 
 def load_draft(source: DraftLike, target: TargetEnds, placement: Placement) -> Draft:
-    """Load the tensors that a draft owns and build it. Errors are those of `owned_tensors`."""
+    """Load the tensors that a draft owns and build it. Raises the errors of `owned_tensors`."""
     return build_draft(source.config, load_draft_weights(source, placement), target, placement)
 
 
@@ -92,7 +92,7 @@ def owned_tensors(source: DraftLike) -> tuple[str, ...]:
 
 
 def load_draft_weights(source: DraftLike, placement: Placement) -> Weights:
-    """Load the tensors that a draft owns onto a device. Errors are those of `owned_tensors`."""
+    """Load the tensors that a draft owns onto a device. Raises the errors of `owned_tensors`."""
     return load_weights(source.checkpoint, owned_tensors(source), placement)
 
 
