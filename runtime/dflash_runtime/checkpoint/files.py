@@ -7,6 +7,7 @@ Layout of a safetensors file: u64 header length, JSON header, data. Source: hugg
 """
 
 import math
+import re
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -220,7 +221,7 @@ def _tensor_info(name: str, entry: Any, file: Path, base: int) -> TensorInfo:
     shape: Any = entry.get("shape")
     offsets: Any = entry.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
-        raise _bad_entry("dtype", name, dtype, "an element type of safetensors", file)
+        raise _bad_entry("unknown dtype", name, dtype, "an element type of safetensors", file)
     if not _is_count_list(shape):
         raise _bad_entry("shape", name, shape, "a list of sizes", file)
     if not _is_count_list(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
@@ -232,10 +233,10 @@ def _tensor_info(name: str, entry: Any, file: Path, base: int) -> TensorInfo:
 
 
 def _bad_entry(part: str, name: str, found: Any, expected: str, file: Path) -> CheckpointError:
-    """Return the error about one part of a tensor's header entry; its id is `tensor-dtype` for the part `dtype`."""
+    """Return the error about one part of a tensor's header entry. Its id is `tensor-shape` for the part `shape`."""
     return CheckpointError(
         f"tensor {name!r}: found {part} {found!r}, expected {expected}",
-        id=f"tensor-{part.replace('_', '-')}",
+        id=f"tensor-{re.sub('[_ ]', '-', part)}",
         path=file,
         field=name,
         found=found,

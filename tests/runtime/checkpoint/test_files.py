@@ -80,7 +80,7 @@ class TestHeader:
             ({"a": entry(0, 4), "b": entry(2, 6)}, b"123456", "tensor-overlap", "b", 2),
             ({"a": entry(0, 2), "b": entry(4, 6)}, b"123456", "tensor-hole", "b", 4),
             ({"a": entry(2, 4)}, b"1234", "tensor-hole", "a", 2),
-            ({"a": entry(0, 4, dtype="F12")}, b"1234", "tensor-dtype", "a", "F12"),
+            ({"a": entry(0, 4, dtype="F12")}, b"1234", "tensor-unknown-dtype", "a", "F12"),
             ({"a": entry(0, 4, dtype="F32") | {"shape": [2]}}, b"1234", "tensor-bytes", "a", 4),
             ({"a": entry(0, 4) | {"shape": [-4]}}, b"1234", "tensor-shape", "a", [-4]),
             ({"a": entry(0, 4) | {"shape": [True]}}, b"1234", "tensor-shape", "a", [True]),
