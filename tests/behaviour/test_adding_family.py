@@ -16,12 +16,15 @@ import pytest
 import dflash_cli.formats
 import dflash_runtime.drafts
 import dflash_runtime.models
+from dflash_cli.checkpoints.opening import open_target
 from dflash_cli.formats.dialect import FORMATS, all_formats
 from dflash_runtime.checkpoint.layout import LAYOUTS
 from dflash_runtime.drafts.draft import DRAFTS, draft_families
-from dflash_runtime.models.target import TARGETS, target_families
+from dflash_runtime.errors import UnsupportedError
+from dflash_runtime.models.target import TARGETS, find_target_runtime, target_families
 from dflash_runtime.registry import Registry
 from dflash_testing import checkpoints as support
+from dflash_testing.refusals import refuses
 
 Add = Callable[[ModuleType, str], None]
 
@@ -54,6 +57,17 @@ class ToyTarget:
     def expected_shapes(config):
         return {"table": (config.vocab_size, config.hidden_size)}
 '''
+
+READS_ITS_CONFIG = (
+    TARGET
+    + """
+    @staticmethod
+    def read_config(config, path):
+        from dflash_runtime.checkpoint.hf_config import read_target_config
+
+        return read_target_config({key: value for key, value in config.items() if key != "num_local_experts"}, path)
+"""
+)
 
 DRAFT = '''
 """A draft that counts on from the anchor in steps of the one number in its file."""
@@ -148,10 +162,10 @@ def add(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Add]:
         find.cache_clear()
 
 
-def make_target(path: Path) -> Path:
+def make_target(path: Path, **changes: Any) -> Path:
     table = np.random.default_rng(0).standard_normal((support.SMALL.vocab, support.SMALL.hidden)).astype(np.float32)
     table /= np.linalg.norm(table, axis=1, keepdims=True)
-    return support.write_checkpoint(path, support.target_config(model_type="toy"), {"table": table})
+    return support.write_checkpoint(path, support.target_config(model_type="toy", **changes), {"table": table})
 
 
 def make_draft(path: Path, step: int) -> Path:
@@ -207,6 +221,19 @@ def test_a_target_family_is_one_file(tmp_path: Path, add: Add) -> None:
     assert "toy" in refused.err
     add(dflash_runtime.models, TARGET)
     assert generate(tmp_path, "--target", target, "-k", 0)["token_ids"] == COUNTED
+
+
+@pytest.mark.parametrize("source", [TARGET, READS_ITS_CONFIG], ids=["common keys", "own keys"])
+def test_a_target_family_may_read_its_own_keys(tmp_path: Path, add: Add, source: str) -> None:
+    """Without `read_config`, a key that states experts is refused."""
+    add(dflash_runtime.models, source)
+    target = make_target(tmp_path / "target", num_local_experts=4)
+    if source == TARGET:
+        with refuses(UnsupportedError, "target-not-run", found="toy") as refused:
+            find_target_runtime(open_target(target), "native")
+        assert "num_local_experts" in refused.value.message
+    else:
+        assert generate(tmp_path, "--target", target, "-k", 0)["token_ids"] == COUNTED
 
 
 def test_every_command_takes_a_target_of_the_new_family(tmp_path: Path, add: Add) -> None:

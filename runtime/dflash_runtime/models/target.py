@@ -74,7 +74,11 @@ class Target(TargetEnds, Protocol):
 
 
 class TargetFamily(Protocol):
-    """A class of targets: lists the tensors of a target, and builds a target from them."""
+    """A class of targets: lists the tensors of a target, and builds a target from them.
+
+    A family may have `read_config(config, path)`, which returns the `TargetConfig` of a config.json with keys that
+    `hf_config.read_target_config` refuses as parts of another decoder.
+    """
 
     def expected_shapes(self, config: TargetConfig) -> Shapes:
         """Return every tensor that a target must have, with its shape."""
@@ -138,8 +142,12 @@ def _native_config(source: TargetSource) -> TargetConfig:
         not_known = f"; not known to it: {', '.join(source.facts.not_known)}" if source.facts.not_known else ""
         reason = f"it runs {', '.join(sorted(known))}{not_known}"
         raise not_run(kind, reason, id="target-without-native-family", path=source.checkpoint.config_path)
-    config = source.config
-    refuse_packed(source.checkpoint.path, find_quantization(source.checkpoint))
+    read_config = getattr(known[kind], "read_config", None)
+    checkpoint = source.checkpoint
+    config: TargetConfig = (
+        source.config if read_config is None else read_config(checkpoint.config, checkpoint.config_path)
+    )
+    refuse_packed(checkpoint.path, find_quantization(checkpoint))
     return config
 
 
@@ -158,9 +166,8 @@ def load_target(source: TargetSource, placement: Placement, runtime: str = "nati
         config = read_own_cache_config(source)
     if found != "native":
         return load_own_cache(source, config, placement)
-    expected = target_shapes(source)
-    family = target_families()[source.config.model_type]
-    return family(source.config, load_weights(source.checkpoint, expected, placement), placement)
+    weights = load_weights(source.checkpoint, target_shapes(source), placement)
+    return target_families()[config.model_type](config, weights, placement)
 
 
 def target_bytes(source: TargetSource, dtype: torch.dtype, runtime: TargetRuntime) -> int:
