@@ -40,6 +40,16 @@ def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
     return torch.randn(*shape, generator=generator).to(dtype).to(DEVICE)
 
 
+def small_integers(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    """Return random numbers out of -1, 0 and 1: dot products are exact whatever the order of summation.
+
+    Random reals have no such guarantee. A matrix product of the CPU may sum two equal rows in different orders,
+    by their position in the matrix, and round them differently.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-1, 2, shape, generator=generator).to(DEVICE, dtype)
+
+
 def whole(*values: int) -> Tensor:
     return torch.tensor(values, dtype=torch.int64, device=DEVICE)
 
