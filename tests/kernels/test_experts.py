@@ -142,6 +142,7 @@ def test_each_expert_computes_its_rows(size: tuple[int, ...], seed: int) -> None
     assert_rows_close(found.sum(0), wanted.sum(0).double(), DTYPE)
 
 
+@pytest.mark.reference
 def test_both_kinds_of_program_were_tried() -> None:
     kinds = {experts_shape(rows, chosen, count, 2, DEVICE).is_by_route for rows, count, chosen, *_ in SIZES}
     assert kinds == {True, False}

@@ -15,6 +15,8 @@ from dflash_kernels.slot_mapping import PAD, slot_mapping_ref
 from dflash_kernels.uniform import uniform_ref
 from dflash_testing.tensors import SOFTMAXES, between_layers, random_softmax
 
+pytestmark = pytest.mark.reference
+
 PAGE = 4
 
 
