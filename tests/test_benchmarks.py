@@ -14,7 +14,6 @@ from dflash_cli.tuning.step_costs import read_step_costs
 from dflash_kernels.suite import triton_kernels
 from dflash_testing.paths import ROOT
 
-# Last on the path, behind a package named kernels that transformers looks for: the folder has a kernels.py.
 sys.path.append(str(ROOT / "examples" / "benchmarks"))
 
 import attention

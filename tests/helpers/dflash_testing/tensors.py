@@ -62,9 +62,11 @@ SOFTMAXES = ["sinks", "cap", "wide cap", "both"]
 """Ways in which attention can differ from plain attention; see `random_softmax`."""
 
 
-def random_softmax(kind: str, num_heads: int, dtype: torch.dtype = torch.float32) -> Softmax:
-    """Sinks that weigh from as much as a key to more than all of them; caps that bend all scores, or hardly any."""
-    sinks = (normal(num_heads, seed=9) + 2 * torch.arange(num_heads, device=DEVICE)).to(dtype)
+def random_softmax(
+    kind: str, num_heads: int, dtype: torch.dtype = torch.float32, device: torch.device = DEVICE
+) -> Softmax:
+    """Return sinks that weigh as much as one key or more than all keys, or a cap that bends all scores or few."""
+    sinks = (normal(num_heads, seed=9).to(device) + 2 * torch.arange(num_heads, device=device)).to(dtype)
     cap = {"cap": 0.7, "wide cap": 50.0, "both": 1.5}.get(kind)
     return Softmax(cap, sinks if kind in ("sinks", "both") else None)
 
