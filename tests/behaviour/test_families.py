@@ -15,7 +15,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from dflash_cli.checkpoints.opening import open_target
 from dflash_kernels.block_attention import PLAIN, Softmax
-from dflash_kernels.launch_config import HAS_TRITON
 from dflash_kernels.suite import REFERENCE, Kernels, triton_kernels
 from dflash_runtime.checkpoint.layout import owned_shapes
 from dflash_runtime.drafts.dflash import DFlashDraft
@@ -268,7 +267,7 @@ def test_a_draft_that_is_right_is_accepted_whole(family: Family) -> None:
     assert set(found.acceptance_lengths[:-1]) == {NUM_DRAFTS + 1}
 
 
-@pytest.mark.skipif(not HAS_TRITON or torch.cuda.is_available(), reason="needs Triton's interpreter")
+@pytest.mark.interpreter
 @pytest.mark.parametrize("name", ["qwen2 with windows", pytest.param("llama with biases", marks=pytest.mark.slow)])
 def test_the_triton_kernels_serve_it(name: str, tmp_path: Path) -> None:
     """Families without head norms and with biases run in the interpreter."""

@@ -6,11 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from dflash_cli.checkpoints.opening import open_draft, open_target
 from dflash_cli.checkpoints.references import tiny_directory
-from dflash_kernels.launch_config import HAS_TRITON
 from dflash_runtime.config import EngineConfig
 from dflash_runtime.drafts.draft import load_draft
 from dflash_runtime.llm import LLM
@@ -96,7 +94,7 @@ def test_prompts_of_every_length(models: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not HAS_TRITON or torch.cuda.is_available(), reason="needs Triton's interpreter")
+@pytest.mark.interpreter
 def test_the_triton_kernels_serve_it(models: Any) -> None:
     model, target = models
     given = prompts((3, 20), target.config.vocab_size)

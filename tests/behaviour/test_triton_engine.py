@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 
-from dflash_kernels.launch_config import HAS_TRITON
 from dflash_kernels.suite import REFERENCE, triton_kernels
 from dflash_runtime.checkpoint.layout import DRAFT_TO_TARGET, owned_shapes
 from dflash_runtime.config import DraftConfig, EngineConfig
@@ -20,7 +19,7 @@ from dflash_runtime.scheduling.request import RequestOutput, SamplingParams
 from dflash_testing.pairs import bundled_prompts, random_draft_config, random_target, random_weights
 from dflash_testing.widths import ListedWidths
 
-pytestmark = pytest.mark.skipif(not HAS_TRITON or torch.cuda.is_available(), reason="needs Triton's interpreter")
+pytestmark = pytest.mark.interpreter
 
 CPU = torch.device("cpu")
 Case = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]

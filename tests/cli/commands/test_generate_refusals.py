@@ -54,6 +54,7 @@ def test_bad_input_ends_in_one_line_and_its_exit_code(arguments: list[str], code
     assert done.out == ""
 
 
+@pytest.mark.triton
 def test_kernels_that_cannot_run_are_refused() -> None:
     """In a process of its own, since the interpreter is switched on in this one."""
     env = {"TRITON_INTERPRET": "0"}

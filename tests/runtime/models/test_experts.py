@@ -13,7 +13,6 @@ from torch._subclasses.fake_tensor import (
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
-from dflash_kernels.launch_config import IS_INTERPRETED
 from dflash_kernels.suite import REFERENCE, KernelChoice, pick_kernels, triton_kernels
 from dflash_runtime.config import ExpertsConfig
 from dflash_runtime.models import layers
@@ -84,7 +83,7 @@ def test_both_ways_compute_what_transformers_computes(count: int, num_chosen: in
             assert_rows_close(found, wanted.double(), torch.float32)
 
 
-@pytest.mark.skipif(not IS_INTERPRETED, reason="our kernels take float32 only in Triton's interpreter")
+@pytest.mark.interpreter
 @pytest.mark.parametrize("count", [1, 7])
 def test_our_kernels_compute_what_transformers_computes(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The result has one part per chosen expert, which the next norm sums."""
