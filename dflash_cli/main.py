@@ -57,7 +57,7 @@ COMMANDS = {
             "dflash eval-acceptance org/draft -p prompts.jsonl --workers 8",
             "dflash eval-acceptance org/draft --disaggregated",
         ),
-        docs="docs/vocabulary.md",
+        docs="docs/explanation/definitions.md",
         draft="draft",
     ),
     "compare": Entry(
@@ -68,7 +68,7 @@ COMMANDS = {
             "dflash compare old.json new.json",
             "dflash compare old.json new.json --tolerance 0.1 --gate no-regression",
         ),
-        docs="docs/comparing.md",
+        docs="docs/how-to/comparing.md",
     ),
     "report": Entry(
         function="dflash_cli.commands.report:report",
@@ -78,7 +78,7 @@ COMMANDS = {
             "dflash report result.json -o report.html",
             "dflash report old.json new.json -o report.csv",
         ),
-        docs="docs/publishing.md",
+        docs="docs/how-to/publishing.md",
     ),
     "dump": Entry(
         function="dflash_cli.commands.dump:dump",
@@ -88,7 +88,7 @@ COMMANDS = {
             "dflash dump org/model --taps-from org/draft -p prompts.jsonl --out dump",
             "dflash dump org/model --taps 1,9,17,25,33 -p prompts.jsonl --out dump",
         ),
-        docs="docs/replay.md",
+        docs="docs/how-to/replay.md",
     ),
     "probe": Entry(
         function="dflash_cli.commands.probe:probe",
@@ -99,7 +99,7 @@ COMMANDS = {
             "dflash probe http://localhost:8000 -p prompts.jsonl --result own.jsonl",
             "dflash probe http://localhost:30000 --beside http://localhost:8000",
         ),
-        docs="docs/probe.md",
+        docs="docs/how-to/probe.md",
     ),
     "bench": Entry(
         function="dflash_cli.commands.bench:bench",
@@ -120,7 +120,7 @@ COMMANDS = {
             "dflash tune org/draft -p prompts.jsonl --chat --step-times vllm.json",
             "dflash tune org/draft -p prompts.jsonl --what-if draft=fp8,kv=fp8,target=int4",
         ),
-        docs="docs/tuning.md",
+        docs="docs/how-to/tuning.md",
         draft="draft",
     ),
     "diagnose": Entry(
@@ -128,7 +128,7 @@ COMMANDS = {
         section=CHECK,
         summary="Find out why few of a draft's tokens are accepted.",
         examples=("dflash diagnose org/draft --target org/model",),
-        docs="docs/checks.md",
+        docs="docs/reference/checks.md",
         draft="draft",
     ),
     "validate": Entry(
@@ -140,7 +140,7 @@ COMMANDS = {
             "dflash validate org/draft --target org/model --level run",
             "dflash validate --kv-transfer prefill.json decode.json --engine vllm",
         ),
-        docs="docs/checks.md",
+        docs="docs/reference/checks.md",
         draft="draft",
     ),
     "inspect": Entry(
@@ -148,7 +148,7 @@ COMMANDS = {
         section=CHECK,
         summary="Describe a draft or a target, or compare two.",
         examples=("dflash inspect org/draft", "dflash inspect ./checkpoint-1000 ./checkpoint-2000"),
-        docs="docs/formats.md",
+        docs="docs/explanation/formats.md",
         draft="reference",
     ),
     "explain": Entry(
@@ -156,7 +156,7 @@ COMMANDS = {
         section=CHECK,
         summary="Explain a rule that validate checks.",
         examples=("dflash explain C20",),
-        docs="docs/checks.md",
+        docs="docs/reference/checks.md",
     ),
     "convert": Entry(
         function="dflash_cli.commands.convert:convert",
@@ -166,7 +166,7 @@ COMMANDS = {
             "dflash convert tiny ./draft-speculators --to speculators --verifier org/model",
             "dflash convert org/draft ./draft-vllm --to vllm --target org/model --dry-run",
         ),
-        docs="docs/formats.md",
+        docs="docs/explanation/formats.md",
         draft="source",
     ),
     "serve-command": SERVE_COMMAND,
@@ -185,7 +185,7 @@ COMMANDS = {
         section=DEPLOY,
         summary="Write the part of a model card that says what a draft gives.",
         examples=("dflash card result.json", "dflash card result.json --insert README.md"),
-        docs="docs/publishing.md",
+        docs="docs/how-to/publishing.md",
     ),
     "export": Entry(
         function="dflash_cli.commands.export:export",
@@ -195,7 +195,7 @@ COMMANDS = {
             "dflash export result.json --to speculation-profile -o profile.json",
             "dflash export result.json --to vllm-rates",
         ),
-        docs="docs/publishing.md",
+        docs="docs/how-to/publishing.md",
     ),
     "launch": replace(SERVE_COMMAND, is_hidden=True),
     "schema": Entry(

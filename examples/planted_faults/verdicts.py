@@ -98,7 +98,7 @@ WORDS = ("right", "wrong", "no cause", "other", "silent")
 HEAD = """# Planted faults, case by case
 
 What `dflash validate` reports about drafts with one planted fault each, and about sound drafts. Written by
-`python examples/plant_faults.py` from the two bundled drafts, with {prompts} prompts of {tokens} tokens at the run level.
+`python examples/plant_faults.py` from the two bundled drafts. The run level uses {prompts} prompts of {tokens} tokens.
 [How many faults are found](../explanation/faults.md) explains the columns.
 
 Cases: {done} of {all}.

@@ -1,4 +1,4 @@
-"""docs/architecture.md, "Adding": a target family and a draft family are one file each, used through the command line.
+"""CONTRIBUTING.md, "Adding": a target family and a draft family are one file each, used through the command line.
 
 Each toy is written into a folder that stands in for the package's own, and is gone afterwards.
 """

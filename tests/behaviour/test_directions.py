@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 from dflash_cli.checkpoints.opening import open_draft
 from dflash_cli.conversion.verify import differing_fields
 from dflash_cli.formats.dialect import Format, all_formats, get_format
+from dflash_cli.terminal import documentation
 from dflash_runtime.checkpoint.layout import owned_shapes
 from dflash_runtime.config import DraftConfig
 from dflash_runtime.errors import LossyConversion, UnsupportedError
 from dflash_testing import checkpoints as support
 from dflash_testing import dialects
-from dflash_testing.paths import ROOT
 
 SCALES = {"input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": None}
 WRITABLE = [item.name for item in all_formats() if item.writable]
@@ -193,7 +193,7 @@ MAKERS: dict[str, Callable[[], dict[str, Any]]] = {
     "speculators, reduced head": lambda: support.speculators_config(support.REDUCED, num_target_layers=4),
     "JetSpec": lambda: support.native_config(is_causal=True),
 }
-"""The rows of the table in docs/formats.md."""
+"""The rows of the table in docs/explanation/formats.md."""
 
 REFUSED = {
     ("speculators, reduced head", "native"): "lm_head.weight can be dropped only if it equals",
@@ -225,8 +225,8 @@ def test_direction(origin: str, name: str, tmp_path: Path) -> None:
 
 
 def test_the_documents_table_is_this_one() -> None:
-    """docs/formats.md has a row for each source, a column for each result, and says which are refused."""
-    text = (ROOT / "docs" / "formats.md").read_text(encoding="utf-8")
+    """The page on dialects has a row per source and a column per result, and marks the refused ones."""
+    text = documentation.text("formats")
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:2] == "| "]
     header = next(row for row in rows if row[0] == "from \\ to")
     columns = [re.sub(r"[^a-z]", "", cell) for cell in header[1:]]

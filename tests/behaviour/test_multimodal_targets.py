@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dflash_cli.checkpoints.opening import open_target
+from dflash_cli.terminal import documentation
 from dflash_runtime.config import EngineConfig, RopeConfig
 from dflash_runtime.device.loading import load_pair
 from dflash_runtime.drafts.draft import Draft
@@ -30,7 +31,6 @@ from dflash_testing.hosted_models import (
 )
 from dflash_testing.multimodal_models import WITH_OWN_CACHE, WRAPPERS, make_wrapper
 from dflash_testing.pairs import placement, random_draft, random_llm, random_prompts
-from dflash_testing.paths import ROOT
 
 KINDS = [kind if index < 2 else pytest.param(kind, marks=pytest.mark.slow) for index, kind in enumerate(WRAPPERS)]
 PARAMS = SamplingParams(max_new_tokens=12, ignore_eos=True)
@@ -122,5 +122,5 @@ def test_a_missing_tensor_of_the_text_part_is_named(tmp_path: Path) -> None:
 
 
 def test_the_document_names_every_wrapper_that_was_tried() -> None:
-    text = (ROOT / "docs" / "hosted-targets.md").read_text()
+    text = documentation.text("hosted-targets")
     assert not [kind for kind in WRAPPERS if f"`{kind}`" not in text]

@@ -1,7 +1,7 @@
 """Every draft that is published, by its config: read, validated, converted and run, or refused in the stated words.
 
-The table of docs/drafts.md is made of the same entries. Running is tested with a dense Qwen3 target that has the
-facts a draft depends on; what the real target's layers are is the target's matter.
+The table of docs/reference/drafts.md has the same entries. Drafts run with a dense Qwen3 target that has the facts a
+draft depends on. The layers of the real target do not matter here.
 """
 
 import json
@@ -14,9 +14,9 @@ from dflash_cli.checkpoints.opening import open_draft, open_target
 from dflash_cli.formats.dialect import detect
 from dflash_cli.formats.relatives import Relative
 from dflash_cli.generation.loaded_pair import tell_notes
+from dflash_cli.terminal import documentation
 from dflash_runtime.checkpoint.files import Checkpoint
 from dflash_testing import checkpoints as support
-from dflash_testing.paths import ROOT
 from dflash_testing.published_drafts import PUBLISHED, RUNS, PublishedDraft, table
 
 SERVED = [item for item in PUBLISHED if item.outcome == RUNS]
@@ -86,4 +86,4 @@ def test_an_embedding_scale_that_is_left_open_is_said(
 
 
 def test_the_table_says_what_is_tested() -> None:
-    assert table() in (ROOT / "docs" / "drafts.md").read_text(encoding="utf-8")
+    assert table() in documentation.text("drafts")

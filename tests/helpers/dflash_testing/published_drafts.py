@@ -16,7 +16,7 @@ RUNS = "runs"
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedDraft:
-    """One row of docs/drafts.md. `outcome` is RUNS, or words of the refusal."""
+    """One row of docs/reference/drafts.md. `outcome` is RUNS, or words of the refusal."""
 
     name: str
     beyond: str
@@ -213,7 +213,7 @@ PUBLISHED = (
 
 
 def table() -> str:
-    """The table of docs/drafts.md."""
+    """The table of docs/reference/drafts.md."""
     rows = ["| draft | beyond a Qwen3 draft of a Qwen3 target | here |", "|---|---|---|"]
     for item in PUBLISHED:
         what = RUNS if item.outcome == RUNS else f"refused: {item.outcome}"

@@ -13,6 +13,7 @@ from safetensors.numpy import load_file, save_file
 from torch import Tensor, nn
 
 from dflash_cli.checkpoints.opening import open_target
+from dflash_cli.terminal import documentation
 from dflash_runtime.config import EngineConfig
 from dflash_runtime.device.loading import load_pair
 from dflash_runtime.errors import CheckpointError, TensorMismatch, UnsupportedError, UsageError
@@ -31,7 +32,6 @@ from dflash_testing.hosted_models import (
     skip_unknown,
 )
 from dflash_testing.pairs import placement, random_target
-from dflash_testing.paths import ROOT
 
 KINDS = [kind if kind in DEFAULT else pytest.param(kind, marks=pytest.mark.slow) for kind in SERVED]
 
@@ -285,7 +285,7 @@ class TestChoice:
 
 
 def test_the_document_names_every_family_that_was_tried() -> None:
-    text = (ROOT / "docs" / "hosted-targets.md").read_text()
+    text = documentation.text("hosted-targets")
     assert not [kind for kind in (*SERVED, *NOT_OVER_PAGES, *REFUSED) if f"`{kind}`" not in text]
 
 

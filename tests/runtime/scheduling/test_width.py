@@ -1,6 +1,6 @@
 """The adaptive width, simulated: what it earns where acceptance is known, and what it does with what it hears.
 
-Step times are those of a model of one H200 with the Qwen3-8B shape (docs/performance.md): plain 5.05, 5.24 and 5.89 ms
+Step times follow one H200 at the Qwen3-8B shape (docs/measurements/decode-steps.md): plain 5.05, 5.24 and 5.89 ms
 at batch 1, 8 and 32, a whole block 5.93, 6.56 and 16.4 ms.
 """
 
