@@ -206,7 +206,7 @@ def test_the_index_leads_to_every_page() -> None:
 
 
 def test_paths_of_pages_in_the_code_exist() -> None:
-    """Docstrings, messages and help name pages by their path. Paths in other projects' `docs` folders are not checked."""
+    """Docstrings, messages and help name pages by their path. Other projects' paths are not checked."""
     own = {*documentation.topics(), *documentation.SECTIONS}
     for folder in ("dflash_cli", "runtime", "kernels", "examples", "scripts", "tests"):
         for file in (ROOT / folder).rglob("*.py"):
