@@ -1,4 +1,4 @@
-"""What was said of each planted fault, judged against its right causes, and the page that shows it."""
+"""Judge the findings of each planted fault against its right causes, and print the page of all cases."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,12 +7,12 @@ from planted_faults.cases import SOUND
 
 LOSS_THAT_COUNTS = 0.10
 NO_READING = "R06"
-"""The rule that says: too little is accepted, and no reading explains it."""
+"""The rule for low acceptance that no reading explains."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was said of one case. `level` is the first that spoke of it."""
+    """The judgement of one case. `level` is the first level with a finding."""
 
     word: str
     level: str
@@ -21,7 +21,10 @@ class Verdict:
 
 
 def judge(row: dict[str, Any], sound_len: float) -> Verdict:
-    """right, wrong, no cause, other or silent, as docs/faults.md explains; finding or silent for a sound variant."""
+    """The verdict of a case: right, wrong, no cause, other or silent; for a sound variant finding or silent.
+
+    docs/explanation/faults.md explains the words.
+    """
     length = row["acceptance_len"]
     loss = 1 - (length - 1) / (sound_len - 1) if length is not None else None
     seen: dict[str, tuple[str, str]] = {}
@@ -44,7 +47,7 @@ def judge(row: dict[str, Any], sound_len: float) -> Verdict:
 
 
 def render(rows: list[dict[str, Any]], *, all_cases: int, num_prompts: int, num_tokens: int) -> str:
-    """docs/faults.md."""
+    """The text of docs/measurements/planted-faults.md."""
     sound = {row["pair"]: row["acceptance_len"] for row in rows if row["name"] == SOUND}
     rows = [row for row in rows if row["pair"] in sound]
     judged = [(row, judge(row, sound[row["pair"]])) for row in rows]
