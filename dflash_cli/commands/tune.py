@@ -58,8 +58,8 @@ StepTimesOption = Annotated[
     typer.Option(
         "--step-times",
         metavar="FILE",
-        help="Milliseconds of steps by K and batch size, as measured elsewhere; docs/tuning.md has the form. Default: "
-        "measure them here.",
+        help="Milliseconds of steps by K and batch size, as measured elsewhere; docs/how-to/tuning.md has the form. "
+        "Default: measure them here.",
         rich_help_panel=ESSENTIALS,
     ),
 ]

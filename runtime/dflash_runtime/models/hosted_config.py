@@ -47,7 +47,7 @@ NUM_STREAMS = ("hc_mult", "hc_count", "altup_num_inputs")
 POSITIONS_UNSTATED = 2**17
 """Positions of a target whose config knows no end of a text."""
 
-A_FAMILY = "a native family (a file in dflash_runtime/models, see docs/architecture.md)"
+A_FAMILY = "a native family (a file in dflash_runtime/models, see docs/explanation/architecture.md)"
 """What would run a target that nothing here runs."""
 
 STATEFUL = ("linear_attention", "conv", "mamba", "hybrid", "hybrid_sliding")

@@ -10,9 +10,9 @@ class StepLoad:
     """The most requests that run at a time, and the most rows of a step.
 
     Where captured steps have room for prompts, `keeps_to_ridge`: prompts that are few beside the requests that decode
-    run few rows a step, so that nobody waits long for a token. That takes a little less time in all, too (docs/
-    performance.md). When prompts are many they run as many rows as may be: each of them is a request that does not
-    decode.
+    run few rows a step, so that nobody waits long for a token. That takes a little less time in all, too
+    (docs/measurements/mixed-load.md). When prompts are many they run as many rows as may be: each of them is a request
+    that does not decode.
     """
 
     def __init__(self, limits: Limits) -> None:
