@@ -49,7 +49,7 @@ COMMANDS = {
             "dflash eval-acceptance org/draft -p prompts.jsonl --workers 8",
             "dflash eval-acceptance org/draft --disaggregated",
         ),
-        docs="vocabulary",
+        docs="definitions",
     ),
     "compare": Entry(
         function="dflash_cli.commands.compare:command",
@@ -134,7 +134,7 @@ COMMANDS = {
         section=CHECK,
         summary="Check two servers that hand KV over: does the draft's context arrive?",
         examples=("dflash validate-handoff prefill.json decode.json --engine vllm",),
-        docs="handoff",
+        docs="hand-offs",
     ),
     "inspect": Entry(
         function="dflash_cli.commands.inspect:command",

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from dflash_cli.terminal import documentation
 from dflash_testing.paths import ROOT
 
 FORBIDDEN = {
@@ -159,8 +160,8 @@ def test_commands_of_the_checkpoint_wing_load_no_module_of_the_measuring_wing(
 
 
 def test_the_drawing_in_the_documents_is_true() -> None:
-    """docs/architecture.md has what `python scripts/imports.py` prints."""
-    assert DRAWING["draw"]() in (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    """The page on architecture has the output of `python scripts/imports.py`."""
+    assert DRAWING["draw"]() in documentation.text("architecture")
 
 
 @pytest.mark.parametrize("folder", FORBIDDEN)

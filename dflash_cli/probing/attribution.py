@@ -1,6 +1,6 @@
 """Whose a low acceptance on a server is: the checkpoint's, the engine's, or that of the settings it was started with.
 
-The rules, in order; the first that holds decides, and docs/probe.md has them for people:
+The rules, in order; the first that holds decides, and docs/how-to/probe.md has them for people:
 
 1. not one token was drafted                                           engine
 2. the server's length is lower than the yardstick's, which drafted

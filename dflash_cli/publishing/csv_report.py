@@ -1,4 +1,4 @@
-"""Results as one tidy table: a row says one value of one result. docs/publishing.md names the columns."""
+"""Results as one tidy table: a row says one value of one result. docs/how-to/publishing.md names the columns."""
 
 import csv
 import io

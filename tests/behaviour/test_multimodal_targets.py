@@ -30,7 +30,6 @@ from dflash_testing.hosted_models import (
 )
 from dflash_testing.multimodal_models import WITH_OWN_CACHE, WRAPPERS, make_wrapper
 from dflash_testing.pairs import placement, random_draft, random_llm, random_prompts
-from dflash_testing.paths import ROOT
 
 KINDS = [kind if index < 2 else pytest.param(kind, marks=pytest.mark.slow) for index, kind in enumerate(WRAPPERS)]
 PARAMS = SamplingParams(max_new_tokens=12, ignore_eos=True)

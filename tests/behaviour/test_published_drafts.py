@@ -1,6 +1,6 @@
 """Every published draft, by its config: it is read, validated, converted and run, or refused by name.
 
-The table of docs/drafts.md has the same entries. The test runs drafts with a dense Qwen3 target that has the facts that
+The table of docs/reference/drafts.md has the same entries. The test runs drafts with a dense Qwen3 target that has the facts that
 a draft depends on; the layers of the real target do not matter to the draft.
 """
 
@@ -16,7 +16,6 @@ from dflash_cli.formats.relatives import Relative
 from dflash_cli.generation.loaded_pair import tell_notes
 from dflash_runtime.checkpoint.files import Checkpoint
 from dflash_testing import checkpoints as support
-from dflash_testing.paths import ROOT
 from dflash_testing.published_drafts import PUBLISHED, RUNS, PublishedDraft, table
 
 SERVED = [item for item in PUBLISHED if item.outcome == RUNS]

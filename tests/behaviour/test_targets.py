@@ -16,6 +16,7 @@ import pytest
 
 from dflash_cli.checkpoints.opening import open_target, read_target
 from dflash_cli.checkpoints.target_words import layers_in_words, ropes_in_words
+from dflash_cli.terminal import documentation
 from dflash_runtime.checkpoint.hf_config import read_target_facts
 from dflash_runtime.checkpoint.layer_kinds import STATE_KINDS
 from dflash_runtime.config import TargetConfig, TargetFacts
@@ -271,13 +272,13 @@ def test_two_targets_differ_in_one_line_on_their_layers(tmp_path: Path) -> None:
 
 
 def test_the_page_equals_the_output_of_the_script() -> None:
-    """`python scripts/target_table.py` prints docs/targets.md, which names a test for every target."""
+    """`python scripts/target_table.py` prints docs/reference/targets.md, which names a test for every target."""
     script = runpy.run_path(str(ROOT / "scripts" / "target_table.py"))
     assert set(script["TRIED"]) == set(get_args(TargetRuntime))
     assert {pair.target for pair in read_table()} <= set(NAMES)
     if pytest.importorskip("transformers").__version__ == "5.23.0":
         page = script["render"]()
-        assert page == (ROOT / "docs" / "targets.md").read_text()
+        assert page == documentation.text("targets")
         assert "| none |\n" not in page, "a config that no test runs a model of"
 
 

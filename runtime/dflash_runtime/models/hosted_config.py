@@ -49,7 +49,7 @@ NUM_STREAMS = ("hc_mult", "hc_count", "altup_num_inputs")
 POSITIONS_UNSTATED = 2**17
 """Positions of a target if its config states no limit."""
 
-A_FAMILY = "a native family (a file in dflash_runtime/models, see docs/architecture.md)"
+A_FAMILY = "a native family (a file in dflash_runtime/models, see docs/explanation/architecture.md)"
 """The addition that would run an unsupported target."""
 
 STATEFUL = ("linear_attention", "conv", "mamba", "hybrid", "hybrid_sliding")

@@ -9,6 +9,7 @@ import pytest
 
 from dflash_cli.checkpoints.references import TINY
 from dflash_cli.generation.loaded_pair import open_session
+from dflash_cli.terminal import documentation
 from dflash_cli.tuning.candidates import Candidate, candidates_for
 from dflash_cli.tuning.speed import smallest, speed_request
 from dflash_cli.tuning.step_costs import (
@@ -95,11 +96,11 @@ def test_every_candidate_is_timed_as_often_as_asked() -> None:
 
 
 def test_the_times_that_come_with_the_examples_are_whole() -> None:
-    """Measured on one H200 for a draft with blocks of 16; docs/tuning.md has what they say."""
+    """Measured on one H200 for a draft with blocks of 16; docs/how-to/tuning.md shows them."""
     costs = read_step_costs(ROOT / "examples" / "step_times" / "qwen3-8b-h200.json", 15)
     check_complete(costs, (1, 3, 7, 15), (1, 8, 32))
     assert set(costs.drafting) == set(candidates_for((1, 3, 7), 15))
-    rows = [line.split() for line in (ROOT / "docs" / "tuning.md").read_text().splitlines()]
+    rows = [line.split() for line in documentation.text("tuning").splitlines()]
     assert ["plain", *means(costs.plain)] in rows
     assert ["7", "whole", *means(costs.drafting[Candidate(7, "resized")])] in rows
 

@@ -16,7 +16,7 @@ RUNS = "runs"
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedDraft:
-    """One row of docs/drafts.md.
+    """One row of docs/reference/drafts.md.
 
     outcome   RUNS, or the reason of the refusal in the table
     rule      id of the rule that refuses the draft
@@ -225,7 +225,7 @@ PUBLISHED = (
 
 
 def table() -> str:
-    """Return the table of docs/drafts.md."""
+    """Return the table of docs/reference/drafts.md."""
     rows = ["| draft | beyond a Qwen3 draft of a Qwen3 target | here |", "|---|---|---|"]
     for item in PUBLISHED:
         what = RUNS if item.outcome == RUNS else f"refused: {item.outcome}"

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from dflash_cli.checkpoints.opening import open_target
+from dflash_cli.terminal import documentation
 from dflash_runtime.config import EngineConfig, OwnCache
 from dflash_runtime.device.loading import load_pair
 from dflash_runtime.errors import TensorMismatch, UnsupportedError
@@ -17,7 +18,6 @@ from dflash_runtime.models.target import find_target_runtime, load_target
 from dflash_testing import checkpoints as support
 from dflash_testing.hosted_models import BODY, OWN_CACHE, OWN_CACHE_DEFAULT, host_own_cache, make_model
 from dflash_testing.pairs import placement
-from dflash_testing.paths import ROOT
 from dflash_testing.refusals import refuses
 
 KINDS = [kind if kind in OWN_CACHE_DEFAULT else pytest.param(kind, marks=pytest.mark.slow) for kind in OWN_CACHE]
@@ -233,5 +233,5 @@ def test_a_target_without_heads_or_positions(tmp_path: Path) -> None:
 
 
 def test_the_document_names_every_family_that_was_tried() -> None:
-    text = (ROOT / "docs" / "hosted-targets.md").read_text()
+    text = documentation.text("hosted-targets")
     assert not [kind for kind in OWN_CACHE if f"`{kind}`" not in text]
