@@ -219,7 +219,7 @@ def measure(given: argparse.Namespace, folder: Path, out: Path) -> int:
             target=str(pair.target),
             prompts=prompts,
             max_new_tokens=given.max_new_tokens,
-            journal=out / "served.jsonl",
+            output=out / "served.jsonl",
         )
 
     try:

@@ -11,7 +11,8 @@ class StepLoad:
 
     `keeps_to_ridge` is set when captured steps have room for prompts. Then few prompts run few rows per step, so that
     decoding requests get their tokens sooner. This also takes slightly less time in total
-    (docs/measurements/mixed-load.md). Many prompts run as many rows as the step allows, because each waiting prompt is a request that does not decode.
+    (docs/measurements/mixed-load.md). Many prompts run as many rows as the step allows, because each waiting prompt is
+    a request that does not decode.
     """
 
     def __init__(self, limits: Limits) -> None:
