@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from dflash_cli.diagnosis.diagnosis_options import DiagnosisOptions, run_validation
+from dflash_cli.diagnosis.diagnosis_options import DiagnosisOptions
 from dflash_cli.terminal import console
 from dflash_cli.terminal.options import DraftOptions, TargetOptions
 from dflash_cli.terminal.requests import verb
@@ -58,6 +58,7 @@ def diagnose(request: DiagnosisRequest) -> Diagnosed:
     from dflash_cli.checkpoints.pair_references import complete_pair
     from dflash_cli.checkpoints.references import fetch_directory
     from dflash_cli.diagnosis.likeliest_cause import diagnose_report
+    from dflash_cli.diagnosis.pair_validation import run_validation
     from dflash_cli.rules.validator import ValidationPlan
 
     pair = complete_pair(request.draft, request.target, find=fetch_directory)

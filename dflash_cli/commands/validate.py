@@ -143,7 +143,7 @@ def _run(request: ValidationRequest, plan: ValidationPlan) -> Report:
         raise UsageError(
             "--level run needs a target", id="run-without-target", field="--target", hint="add --target TARGET"
         )
-    from dflash_cli.diagnosis.diagnosis_options import run_validation
+    from dflash_cli.diagnosis.pair_validation import run_validation
 
     return run_validation(request, plan)
 

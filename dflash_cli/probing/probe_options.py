@@ -166,7 +166,7 @@ def open_probe(url: str, options: ProbeOptions) -> Iterator[ProbePlan]:
             concurrencies=options.concurrency,
             result=options.result,
             beside=beside,
-            known_faults=known_faults(options, server),
+            known_faults=known_faults(options.draft, options.target, server),
             minimum=options.min_acceptance,
             near_tie_nats=options.near_tie,
         )

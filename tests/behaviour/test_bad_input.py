@@ -271,7 +271,7 @@ def test_a_missing_folder_of_an_output_has_one_code(option: str, tmp_path: Path)
         ),
         (["validate", "tiny", "--engine", "trtllm"], "error: --engine: unknown engine 'trtllm' (known: "),
         (["validate", "tiny", "--engine", "vlm"], "error: --engine: unknown engine 'vlm'; did you mean 'vllm'?"),
-        (["generate", "x", "-n", "0"], "error: -n 0: expected 1 or more"),
+        (["generate", "x", "-n", "0"], "error: --max-new-tokens: found 0, "),
     ],
     ids=["no --to", "--to", "trtllm", "engine", "-n 0"],
 )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dflash_cli import validate_draft
+from dflash_cli import validate
 from dflash_cli.checkpoints.description import describe
 from dflash_runtime.errors import UnsupportedError
 from dflash_testing import checkpoints as support
@@ -39,7 +39,7 @@ def test_a_pair(pair: PublishedPair, tmp_path: Path) -> None:
 
 def check_findings(pair: PublishedPair, draft: Path, target: Path) -> None:
     """Require exactly the errors and warnings of the row."""
-    report = validate_draft(draft, target, engines=ENGINES, num_speculative_tokens=pair.asked)
+    report = validate(draft=str(draft), target=str(target), engine=tuple(ENGINES), num_speculative_tokens=pair.asked)
     found = {kind: {item.id for item in report.findings if item.severity == kind} for kind in ("error", "warning")}
     assert found["error"] == pair.errors.keys(), report.findings
     assert found["warning"] - {"P17"} == set(pair.warnings), report.findings
