@@ -253,6 +253,17 @@ class TestMessages:
         wire.run()
         assert (oldest.done(), newest.done()) == (False, True)
 
+    def test_an_offer_with_the_header_of_another_key_is_refused(self) -> None:
+        wire = Wire()
+        loading = wire.decode.load("a")
+        header = header_with_checksums(make_handoff("b"))
+        wire.decode.read({"kind": "offer", "key": "a", "number": 0, "header": header, "directions": {}})
+        wire.decode_jobs.pop(0)()
+        error = error_of(loading, 0)
+        assert (type(error), error.path) == (InvalidHandoff, "hand-off a")
+        assert (error.field, error.found, error.expected) == ("key", "b", "'a'")
+        assert [message["kind"] for message in wire.to_prefill] == ["want", "drop"]
+
     @pytest.mark.parametrize("field", ["kind", "version", "key", "tensors"])
     def test_a_header_without_a_field_is_refused_before_tensors_travel(self, field: str) -> None:
         wire = Wire()
