@@ -101,12 +101,17 @@ def test_products_are_timed_in_their_chain(
     assert products.main([*SMALL, "--rows", "2", "--out", str(out)]) == 0
     (row,) = map(json.loads, out.read_text().splitlines())
     assert set(row["us"]) == {"library"}
-    if not torch.cuda.is_available():
-        monkeypatch.setattr(products, "pick_kernels", lambda *_: triton_kernels())
-        monkeypatch.setattr(products, "NUM_LAYERS", 1)
-        monkeypatch.setattr(products, "NUM_TURNS", 1)
-        assert products.main([*SMALL, "--rows", "3"]) == 0
-        assert len(capsys.readouterr().out.splitlines()[-1].split()) == 7
+
+
+@pytest.mark.interpreter
+def test_products_of_the_triton_kernels_are_timed_one_by_one_and_together(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(products, "pick_kernels", lambda *_: triton_kernels())
+    monkeypatch.setattr(products, "NUM_LAYERS", 1)
+    monkeypatch.setattr(products, "NUM_TURNS", 1)
+    assert products.main([*SMALL, "--rows", "3"]) == 0
+    assert len(capsys.readouterr().out.splitlines()[-1].split()) == 7
 
 
 def test_attention_is_timed_and_compared(

@@ -15,6 +15,7 @@ from dflash_cli.acceptance.intervals.resampling import MIN_UNITS
 from dflash_cli.acceptance.intervals.statistics import DEFINITIONS, MIN_FOR_POSITIONS, Interval, Summary
 from dflash_cli.acceptance.rejected_tokens import RejectedToken
 from dflash_cli.generation.answers import plural
+from dflash_cli.terminal.shown import Shown
 
 Table = tuple[Sequence[str], Sequence[Sequence[str]]]
 TABLE_NOTE = "conditional: of the steps that accepted the position before; light: the interval"
@@ -83,8 +84,8 @@ class PromptSource:
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluation:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Evaluation(Shown):
     """What `dflash eval-acceptance` found.
 
     `settings` decide the result, `measured` says what it was measured with, `failures` what is not in it. Of a replay,
@@ -123,6 +124,12 @@ class Evaluation:
         first = self.conditions[0].condition.name if self.conditions else None
         conversations = [item for item in self.conversations if item.condition == first]
         return find_shapes(self.base.counts, conversations, self.settings)
+
+    def summary(self) -> list[str]:
+        return [headline(self), legend(self)]
+
+    def shown_tables(self) -> Mapping[str, tuple[Sequence[str], Sequence[Sequence[str]]]]:
+        return tables(self, is_full=False)
 
     @property
     def verdict(self) -> list[str]:

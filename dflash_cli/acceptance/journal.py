@@ -143,7 +143,7 @@ class Journal:
             if was != is_now:
                 raise UsageError(
                     f"{path}: made with {key} {was!r}, but this run has {is_now!r}",
-                    hint=HINTS.get(key, "give the same options again, or name another file with --rows"),
+                    hint=HINTS.get(key, "give the same options again, or name another file with --output"),
                 )
         by_index = {row.index: row for row in self._rows}
         for number, record in stored.records.items():
@@ -153,13 +153,13 @@ class Journal:
             try:
                 self._answers[row.index, record["turn"]] = _from_json(record, row)
             except (KeyError, TypeError, ValueError) as error:
-                raise UsageError(f"{path}:{number}: is no answer of --rows: {error!r}") from error
+                raise UsageError(f"{path}:{number}: is no answer of --output: {error!r}") from error
         self.drop_unfinished()
 
 
 HINTS = dict.fromkeys(
     ("draft_digest", "target_digest", "draft_modified_ns", "target_modified_ns"),
-    "the checkpoint is another one than it was: name another file with --rows",
+    "the checkpoint is another one than it was: name another file with --output",
 )
 
 
@@ -175,18 +175,18 @@ def _read(path: Path) -> _Stored:
     if not whole:
         # Nothing, or the beginning of the first line: the run was stopped before it had asked anything.
         if data and not data.startswith(b'{"settings"'[: len(data)]):
-            raise UsageError(f"{path}: not a file of --rows, which starts with its settings")
+            raise UsageError(f"{path}: not a file of --output, which starts with its settings")
         return _Stored({}, {}, 0)
     records = {number: _parse(line) for number, line in enumerate(whole.split(b"\n")[:-1], start=1)}
     first = records.pop(1)
     settings = first.get("settings") if first is not None else None
     if not isinstance(settings, dict):
-        raise UsageError(f"{path}: not a file of --rows, which starts with its settings")
+        raise UsageError(f"{path}: not a file of --output, which starts with its settings")
     found = {}
     for number, record in records.items():
         if record is None:
             raise UsageError(
-                f"{path}:{number}: is no answer of --rows", hint="take the line out, to have it asked again"
+                f"{path}:{number}: is no answer of --output", hint="take the line out, to have it asked again"
             )
         found[number] = record
     return _Stored(settings, found, len(whole))

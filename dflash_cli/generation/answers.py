@@ -152,7 +152,7 @@ class Tally:
         return ", ".join(parts)
 
     def to_json(
-        self, session: "PairSession", seconds: float, *, with_trace: bool = False, lossless: "Lossless | None" = None
+        self, session: "PairSession", seconds: float, *, num_traced: int = 0, lossless: "Lossless | None" = None
     ) -> dict[str, Any]:
         """The document of `dflash generate --json`."""
         answers = sorted(self.answers, key=lambda item: (item.row.index, item.turn))
@@ -166,7 +166,10 @@ class Tally:
             "verify_width_histogram": count_widths(self.outputs),
             "lossless": lossless.to_json() if lossless is not None else None,
             "measured": session.describe(),
-            "rows": [answer.to_json(self.num_speculative_tokens, with_trace=with_trace) for answer in answers],
+            "rows": [
+                answer.to_json(self.num_speculative_tokens, with_trace=answer.row.prompt_index < num_traced)
+                for answer in answers
+            ],
         }
 
 

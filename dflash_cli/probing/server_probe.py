@@ -22,6 +22,7 @@ from dflash_cli.probing.token_equality import (
     texts_of_answers,
     texts_of_file,
 )
+from dflash_cli.terminal.shown import Shown
 from dflash_runtime.errors import DFlashError, RequestError, UnsupportedError, UsageError
 
 TRIAL_LEN = 16
@@ -32,7 +33,7 @@ Observe = Callable[[str], Callable[[Event], None]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProbeRequest:
+class ProbePlan:
     """What to ask a server, how many requests at a time, and what to hold it against.
 
     `result` is a file of a result of our own, `beside` another server that is asked the same. `known_faults` are what
@@ -50,8 +51,8 @@ class ProbeRequest:
     minimum: float | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Probed:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Probed(Shown):
     """What a probe found. `loads` hold the later runs against the first, `yardsticks` hold other results."""
 
     url: str
@@ -67,6 +68,12 @@ class Probed:
     known_faults: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
+    def summary(self) -> list[str]:
+        lengths = [
+            f"{run.name}: acceptance length {run.total.counts.acceptance_len or float('nan'):.3f}" for run in self.runs
+        ]
+        return [f"{self.url}: {self.facts.engine}", *lengths, *self.notes]
+
     @property
     def is_engaged(self) -> bool | None:
         """Whether a token was drafted; None where that is not known."""
@@ -80,7 +87,7 @@ class Probed:
         return self.runs if self.beside is None else (*self.runs, self.beside)
 
 
-def probe(request: ProbeRequest, observe: Observe | None = None) -> Probed:
+def probe(request: ProbePlan, observe: Observe | None = None) -> Probed:
     """Ask the server, and what it is to be held against. `observe` is given the name of each run.
 
     Raises:
@@ -135,7 +142,7 @@ def rows_path(path: Path | None, concurrency: int, *, is_beside: bool = False) -
     return None if path is None else path.with_name(f"{path.stem}.{middle}{path.suffix}")
 
 
-def _check_journals(request: ProbeRequest, facts: ServerFacts, others: ServerFacts | None) -> None:
+def _check_journals(request: ProbePlan, facts: ServerFacts, others: ServerFacts | None) -> None:
     """Refuse before the first run what would be refused when a later one begins."""
     asking, numbers = request.asking, _in_reach(request.concurrencies, facts)
     paths = [rows_path(asking.journal, number) for number in numbers]
@@ -180,7 +187,7 @@ def _try_out(server: InferenceServer, asking: ServerRequest) -> ServerFacts:
 
 
 def _run(
-    request: ProbeRequest,
+    request: ProbePlan,
     server: InferenceServer,
     facts: ServerFacts,
     name: str,
@@ -192,7 +199,7 @@ def _run(
     return run_server(server, facts, asking, name=name, concurrency=concurrency, observe=watching)
 
 
-def _check_prompts(own: MeasuredResult | None, request: ProbeRequest) -> None:
+def _check_prompts(own: MeasuredResult | None, request: ProbePlan) -> None:
     """Refuse a yardstick of other prompts before anything is asked."""
     if own is None or not own.conversations:
         return
@@ -231,7 +238,7 @@ def _pair(base: MeasuredResult, other: MeasuredResult, confidence: float) -> Com
 
 
 def _compare_tokens(
-    request: ProbeRequest, runs: Sequence[ServerRun], beside: ServerRun | None
+    request: ProbePlan, runs: Sequence[ServerRun], beside: ServerRun | None
 ) -> tuple[list[TokenEquality], list[TokenEquality]]:
     """Greedy answers of the first run against the later ones, and against the yardsticks."""
     if request.asking.asked.temperature > 0:
@@ -267,7 +274,7 @@ def _asking(server: InferenceServer) -> Callable[[Sequence[int]], Mapping[int, f
     return ask
 
 
-def _notes(request: ProbeRequest, facts: ServerFacts, runs: Sequence[ServerRun]) -> list[str]:
+def _notes(request: ProbePlan, facts: ServerFacts, runs: Sequence[ServerRun]) -> list[str]:
     """What should be known about the probe as a whole."""
     notes = []
     left_out = [str(number) for number in request.concurrencies if number not in {run.concurrency for run in runs}]

@@ -103,7 +103,7 @@ def texts_of_answers(answers: Sequence[Answer]) -> dict[Turn, TokenText]:
 
 
 def texts_of_file(path: Path) -> dict[Turn, TokenText]:
-    """The answers in a file of `--rows`; none where it is another file, which has no tokens."""
+    """The answers in a file of `--output`; none where it is another file, which has no tokens."""
     rows = ResultFile(path).rows
     if not rows or not isinstance(rows[0].get("settings"), dict):
         return {}

@@ -1,8 +1,6 @@
 """Rows of other software: transformers, a reference loop on its modules, and vLLM."""
 
-import sys
 from functools import partial
-from pathlib import Path
 
 from timing.plan import OtherSpeed, Plan, add_other, add_prefill
 from timing.report import Row, say

@@ -84,7 +84,7 @@ def test_a_first_line_that_was_cut_off_is_written_again(length: int, tmp_path: P
 def test_a_file_of_something_else_is_refused_and_left(content: str, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(content)
-    with pytest.raises(UsageError, match="not a file of --rows"):
+    with pytest.raises(UsageError, match="not a file of --output"):
         Journal(path, SETTINGS, ROWS, resume=True)
     assert path.read_text() == content
 

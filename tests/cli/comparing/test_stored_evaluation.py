@@ -17,7 +17,7 @@ from dflash_cli.acceptance.intervals.statistics import Interval, summarise
 from dflash_cli.comparing.stored_evaluation import read_evaluations, refuse_capped
 from dflash_cli.generation.conditions import Condition
 from dflash_cli.publishing.csv_report import to_csv
-from dflash_cli.publishing.exports.export_format import ExportRequest, Thinking
+from dflash_cli.publishing.exports.export_format import ExportPlan, Thinking
 from dflash_cli.publishing.exports.golden_al import GoldenLength
 from dflash_runtime.errors import CheckpointNotFound, UsageError
 from dflash_testing.evaluations import drawn_evaluation, request_output, write_evaluation
@@ -40,7 +40,7 @@ def test_a_golden_length_is_of_the_condition_that_thinks_as_is_asked(tmp_path: P
     (stored,) = read_evaluations([write_evaluation(tmp_path / "asked.json", evaluation)])
     modes: tuple[Thinking, ...] = ("on", "off")
     for thinking, item in zip(modes, evaluation.conditions, strict=True):
-        exported = GoldenLength().export(ExportRequest(stored=stored, thinking=thinking, model="m"))
+        exported = GoldenLength().export(ExportPlan(stored=stored, thinking=thinking, model="m"))
         (length,) = yaml.safe_load(exported.text)["m"][f"thinking_{thinking}"].values()
         assert length == round(item.summary.counts.acceptance_len or 0, 2)
 

@@ -1,6 +1,6 @@
 """Check every kernel in bf16 against float64, and time it, at the shapes of Qwen3-8B with a draft of 5 layers.
 
-    python3 examples/benchmarks/kernels.py [--only attention] [--sweep]
+    python3 examples/benchmarks/kernel_times.py [--only attention] [--sweep]
 
 Needs a CUDA device. `attention.py` measures attention of plain blocks. Times are medians of CUDA graph replays over
 rotating inputs, so that caches stay cold. The floor is the number of bytes that must move over the measured rate of a
