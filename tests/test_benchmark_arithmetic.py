@@ -17,7 +17,6 @@ from dflash_testing.graphs import with_stand_ins
 from dflash_testing.pairs import random_draft, random_llm, random_target
 from dflash_testing.paths import ROOT
 
-# Last on the path: this folder has a kernels.py, and transformers looks for a package of that name.
 sys.path.append(str(ROOT / "examples" / "benchmarks"))
 
 import host_time

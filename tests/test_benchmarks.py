@@ -14,7 +14,6 @@ from dflash_cli.tuning.step_costs import read_step_costs
 from dflash_kernels.suite import triton_kernels
 from dflash_testing.paths import ROOT
 
-# Last on the path: this folder has a kernels.py, and transformers looks for a package of that name.
 sys.path.append(str(ROOT / "examples" / "benchmarks"))
 
 import attention

@@ -35,11 +35,8 @@ import dflash_cli
 from dflash_cli.checkpoints.references import tiny_directory
 from dflash_cli.generation.prompts import PromptRow
 from dflash_cli.probing import probe_report
-from dflash_cli.probing.probe_options import ProbeOptions
 from dflash_cli.probing.server_probe import Probed
-from dflash_runtime.config import EngineConfig
 from dflash_runtime.errors import DFlashError
-from dflash_runtime.scheduling.request import SamplingParams
 from timing.report import say, table
 
 SERVER = Path(__file__).parent / "timing" / "vllm_server.py"
@@ -170,12 +167,14 @@ def last_words(log: Path) -> str:
 def own_rows(given: argparse.Namespace, pair: Pair, prompts: list[list[int]], path: Path) -> Any:
     """Measure our engine on the same prompts in the server's dtype."""
     return dflash_cli.evaluate(
-        pair.draft,
-        pair.target,
+        draft=str(pair.draft),
+        target=str(pair.target),
         prompts=prompts,
-        params=SamplingParams(max_new_tokens=given.max_new_tokens),
-        config=EngineConfig(device=given.device, dtype=given.dtype, num_draft_tokens=given.num_speculative_tokens),
-        journal=path,
+        max_new_tokens=given.max_new_tokens,
+        device=given.device,
+        dtype=given.dtype,
+        num_speculative_tokens=given.num_speculative_tokens,
+        output=path,
     )
 
 
@@ -213,12 +212,14 @@ def measure(given: argparse.Namespace, folder: Path, out: Path) -> int:
     log, own_path = out / "server.log", out / "own.jsonl"
 
     def ask() -> Probed:
-        return dflash_cli.probe_server(
-            url,
-            ProbeOptions(result=own_path, draft=str(pair.draft), target=str(pair.target)),
+        return dflash_cli.probe(
+            url=url,
+            result=own_path,
+            draft=str(pair.draft),
+            target=str(pair.target),
             prompts=prompts,
             max_new_tokens=given.max_new_tokens,
-            journal=out / "served.jsonl",
+            output=out / "served.jsonl",
         )
 
     try:

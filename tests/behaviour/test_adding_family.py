@@ -1,4 +1,4 @@
-"""docs/explanation/architecture.md, "Adding": a target family and a draft family are one file each, and every command takes them.
+"""CONTRIBUTING.md, "Adding": a target family and a draft family are one file each, and every command takes them.
 
 Each test writes its toy into a folder that it adds to the package, and removes it afterwards.
 """

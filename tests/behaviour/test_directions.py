@@ -24,6 +24,7 @@ from dflash_runtime.config import DraftConfig
 from dflash_runtime.errors import LossyConversion, UnsupportedError
 from dflash_testing import checkpoints as support
 from dflash_testing import dialects
+from dflash_testing.paths import ROOT
 
 SCALES = {"input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": None}
 WRITABLE = [item.name for item in all_formats() if item.writable]
@@ -227,7 +228,7 @@ def test_direction(origin: str, name: str, tmp_path: Path) -> None:
 
 def test_the_table_in_the_documents_has_the_same_refusals() -> None:
     """docs/explanation/formats.md has a row for each source and a column for each result, and marks refusals."""
-    text = (ROOT / "docs" / "formats.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "explanation" / "formats.md").read_text(encoding="utf-8")
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:2] == "| "]
     header = next(row for row in rows if row[0] == "from \\ to")
     columns = [re.sub(r"[^a-z]", "", cell) for cell in header[1:]]

@@ -30,6 +30,7 @@ from dflash_testing.hosted_models import (
 )
 from dflash_testing.multimodal_models import WITH_OWN_CACHE, WRAPPERS, make_wrapper
 from dflash_testing.pairs import placement, random_draft, random_llm, random_prompts
+from dflash_testing.paths import ROOT
 
 KINDS = [kind if index < 2 else pytest.param(kind, marks=pytest.mark.slow) for index, kind in enumerate(WRAPPERS)]
 PARAMS = SamplingParams(max_new_tokens=12, ignore_eos=True)
@@ -122,5 +123,5 @@ def test_a_missing_tensor_of_the_text_part_is_named(tmp_path: Path) -> None:
 
 
 def test_the_document_names_every_tested_wrapper() -> None:
-    text = (ROOT / "docs" / "hosted-targets.md").read_text()
+    text = (ROOT / "docs" / "reference" / "hosted-targets.md").read_text()
     assert not [kind for kind in WRAPPERS if f"`{kind}`" not in text]

@@ -1,7 +1,7 @@
 """Every published draft, by its config: it is read, validated, converted and run, or refused by name.
 
-The table of docs/reference/drafts.md has the same entries. The test runs drafts with a dense Qwen3 target that has the facts that
-a draft depends on; the layers of the real target do not matter to the draft.
+The table of docs/reference/drafts.md has the same entries. The test runs drafts with a dense Qwen3 target that has the
+facts that a draft depends on; the layers of the real target do not matter to the draft.
 """
 
 import json
@@ -16,6 +16,7 @@ from dflash_cli.formats.relatives import Relative
 from dflash_cli.generation.loaded_pair import tell_notes
 from dflash_runtime.checkpoint.files import Checkpoint
 from dflash_testing import checkpoints as support
+from dflash_testing.paths import ROOT
 from dflash_testing.published_drafts import PUBLISHED, RUNS, PublishedDraft, table
 
 SERVED = [item for item in PUBLISHED if item.outcome == RUNS]
@@ -88,4 +89,4 @@ def test_a_missing_embedding_scale_is_noted(
 
 
 def test_the_table_in_the_documents_has_the_tested_drafts() -> None:
-    assert table() in (ROOT / "docs" / "drafts.md").read_text(encoding="utf-8")
+    assert table() in (ROOT / "docs" / "reference" / "drafts.md").read_text(encoding="utf-8")

@@ -40,7 +40,7 @@ def test_importing_it_imports_nothing_else() -> None:
 
 
 def test_validating_takes_what_the_command_takes() -> None:
-    found = dflash_cli.validate(draft="tiny", engine=["vllm"], num_speculative_tokens=9).findings  # type: ignore[arg-type]
+    found = dflash_cli.validate(draft="tiny", engine=["vllm"], num_speculative_tokens=9).findings  # type: ignore[call-overload]
     assert "S02" in {item.id for item in found}
     ignoring = dflash_cli.validate(draft="tiny", engine=("vllm",), num_speculative_tokens=9, ignore=("s02",))
     assert "S02" not in {item.id for item in ignoring.findings}

@@ -11,8 +11,6 @@ TRANSFORMERS_BATCHES, TRANSFORMERS_TOKENS = (1, 8), 24
 
 def measure_transformers(plan: Plan) -> None:
     """Measure `generate` and the reference loop on one transformers model."""
-    # transformers looks for a package named kernels and must not find the kernels.py of the parent folder.
-    sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != Path(__file__).resolve().parents[1]]
     from timing.transformers_arms import ReferenceLoop, build_target, generate_ms
 
     model = build_target(plan.shape, plan.device)

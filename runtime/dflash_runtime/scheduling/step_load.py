@@ -10,8 +10,9 @@ class StepLoad:
     """The most requests that run at a time, and the most rows of a step.
 
     `keeps_to_ridge` is set when captured steps have room for prompts. Then few prompts run few rows per step, so that
-    decoding requests get their tokens sooner. This also takes slightly less time in total (docs/reference/performance.md). Many
-    prompts run as many rows as the step allows, because each waiting prompt is a request that does not decode.
+    decoding requests get their tokens sooner. This also takes slightly less time in total
+    (docs/measurements/mixed-load.md). Many prompts run as many rows as the step allows, because each waiting prompt is
+    a request that does not decode.
     """
 
     def __init__(self, limits: Limits) -> None:

@@ -164,7 +164,7 @@ def test_a_verb_takes_its_request_or_the_fields() -> None:
     assert play(Toy(draft="d", size=2)) == play(draft="d", size=2) == "d 2"
     assert play.__doc__ == "Play."
     with pytest.raises(TypeError):
-        play(drat="d")  # type: ignore[call-arg]
+        play(drat="d")  # type: ignore[call-overload]
 
 
 def run_with_typer(*typed: str) -> dict[str, Any]:

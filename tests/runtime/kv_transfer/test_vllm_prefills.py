@@ -202,7 +202,7 @@ def test_a_prompt_that_vllm_ran_in_several_steps_is_refused(tmp_path: Path) -> N
     save_as_vllm(layers(), PROMPT, tmp_path, num_scheduled=10)
     with refuses(HandoffMismatch, "too-few-rows", found=16, expected="32 rows") as caught:
         load(tmp_path)
-    assert "--max-batched-tokens" in (caught.value.hint or "")
+    assert "--max-num-batched-tokens" in (caught.value.hint or "")
 
 
 def test_latent_attention_is_refused(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """The adaptive width, simulated: its speed at known acceptance rates, and how it uses observations.
 
-Step times come from a model of one H200 with the Qwen3-8B shape (docs/reference/performance.md). At batch 1, 8 and 32 a plain
-step takes 5.05, 5.24 and 5.89 ms, and a step with a whole block 5.93, 6.56 and 16.4 ms.
+Step times come from a model of one H200 with the Qwen3-8B shape (docs/measurements/decode-steps.md). At batch 1, 8
+and 32 a plain step takes 5.05, 5.24 and 5.89 ms, and a step with a whole block 5.93, 6.56 and 16.4 ms.
 """
 
 import random
