@@ -37,8 +37,8 @@ command. Every error has an `id` and the fields `path`, `field`, `found`, `expec
 {codes}
 ## Errors in Python
 
-Every error derives from `DFlashError`. Its default `id` is the name of its class in kebab-case, such as `{example}`. A
-more specific `id` names the situation.
+Every error derives from `DFlashError`. Its default `id` is the name of its class in kebab-case, such as
+`tensor-mismatch`. A more specific `id` names the situation.
 
 | class | exit code | meaning |
 |---|---|---|
@@ -57,7 +57,7 @@ def render() -> str:
     """The whole page."""
     codes = "".join(f"| {code} | {meaning} |\n" for code, meaning in MEANINGS.items())
     rows = "".join(f"| `{kind.__name__}` | {kind.exit_code} | {_summary(kind)} |\n" for kind in errors())
-    return HEAD.format(codes=codes, errors=rows, example="tensor-mismatch")
+    return HEAD.format(codes=codes, errors=rows)
 
 
 def _summary(kind: type[DFlashError]) -> str:
