@@ -1,6 +1,6 @@
 """`dflash bench`: how much faster a pair decodes with its draft than without, at several batch sizes."""
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -25,8 +25,9 @@ from dflash_runtime.errors import UsageError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from dflash_cli.acceptance.prompt_choice import PromptChoice
     from dflash_cli.generation.loaded_pair import PairSession
-    from dflash_cli.tuning.speed import BatchSpeed, Speed, SpeedRequest
+    from dflash_cli.tuning.speed import BatchSpeed, BenchDocument, Speed, SpeedRequest
 
 SPEED_COLUMNS = ("batch", "plain tokens/s", "drafting tokens/s", "speedup", "tokens a step")
 STEP_COLUMNS = ("batch", "plain ms", "drafting ms", "draft", "verify", "rest")
@@ -104,7 +105,7 @@ def bench(
     )
     speeds = _measure(session, request)
     if as_json:
-        console.result_json(_to_json(session, request, speeds) | {"prompts": choice.source.to_json()})
+        console.result_json(_document(session, request, choice, speeds))
     else:
         _print(speeds)
     if min_speedup is not None:
@@ -130,17 +131,22 @@ def _measure(session: "PairSession", request: "SpeedRequest") -> "list[BatchSpee
     return speeds
 
 
-def _to_json(session: "PairSession", request: "SpeedRequest", speeds: "Sequence[BatchSpeed]") -> dict[str, Any]:
-    return {
-        "draft": session.references["draft"],
-        "target": session.references["target"],
-        "num_speculative_tokens": session.llm.num_draft_tokens,
-        "max_new_tokens": request.max_new_tokens,
-        "num_rounds": request.num_rounds,
-        "num_prompts": len(request.prompts),
-        "batches": [speed.to_json() for speed in speeds],
-        "measured": session.describe(),
-    }
+def _document(
+    session: "PairSession", request: "SpeedRequest", choice: "PromptChoice", speeds: "Sequence[BatchSpeed]"
+) -> "BenchDocument":
+    from dflash_cli.tuning.speed import BenchDocument
+
+    return BenchDocument(
+        draft=session.references["draft"],
+        target=session.references["target"],
+        num_speculative_tokens=session.llm.num_draft_tokens,
+        max_new_tokens=request.max_new_tokens,
+        num_rounds=request.num_rounds,
+        num_prompts=len(request.prompts),
+        prompts=choice.source,
+        batches=tuple(speeds),
+        measured=session.describe(),
+    )
 
 
 def _print(speeds: "Sequence[BatchSpeed]") -> None:

@@ -69,7 +69,7 @@ def compare(
         raise UsageError(f"--confidence {confidence:g}, expected a number between 0.5 and 1")
     if tolerance is not None and tolerance <= 0:
         raise UsageError(f"--tolerance {tolerance:g}, expected a number above 0")
-    from dflash_cli.comparing.comparison_report import to_json, warning
+    from dflash_cli.comparing.comparison_report import compare_document, warning
     from dflash_cli.comparing.measured_result import read_result
     from dflash_cli.comparing.result_comparison import check_no_regression, compare_results
 
@@ -79,7 +79,7 @@ def compare(
     for text in filter(None, map(warning, comparisons)):
         console.warn(text)
     if as_json:
-        console.result_json(to_json(comparisons, tolerance))
+        console.result_json(compare_document(comparisons, tolerance))
     else:
         _print(comparisons, tolerance)
     if gate is not None:

@@ -142,7 +142,7 @@ def dump(
     session.warm_up(params, len(choice.rows))
     summary = _write(session, request)
     if as_json:
-        console.result_json({**summary.manifest, "failed": [item.to_json() for item in summary.failures]})
+        console.result_json(replace(summary.manifest, failed=summary.failed))
     else:
         console.result(str(out))
     _finish(summary)
@@ -194,10 +194,10 @@ def _finish(summary: "DumpSummary") -> None:
     Raises:
         typer.Exit: with the code of the gravest failure.
     """
-    requests = summary.manifest["requests"]
-    num_tokens = sum(item["num_tokens"] for item in requests)
+    requests = summary.manifest.requests or ()
+    num_tokens = sum(item.num_tokens for item in requests)
     console.status(f"{summary.num_written} answers written, {len(requests)} in all, {num_tokens} tokens")
-    for failure in summary.failures:
+    for failure in summary.failed:
         console.error(failure.error)
-    if summary.failures:
-        raise typer.Exit(max(failure.exit_code for failure in summary.failures))
+    if summary.failed:
+        raise typer.Exit(max(failure.exit_code for failure in summary.failed))

@@ -215,17 +215,16 @@ def eval_acceptance(
         journal=rows_file,
         resume=resume,
         force=force,
+        lock_sha256=_check_lock(lock, pair),
     )
-    locked = _check_lock(lock, pair)
     with apart.open(pair, config, workers=workers, threads=threads) as answering:
         evaluation, tally = _measure(answering, request)
         max_model_len = answering.max_model_len
-    evaluation = dataclasses.replace(evaluation, measured={**evaluation.measured, "lock_sha256": locked})
     _show(evaluation, report, show_all=show_all, as_json=as_json)
     show_steps(tally.answers, pair.tokenizer, trace)
     note_cut_answers(tally.outputs, params, max_model_len)
     suggest_diagnosis(evaluation.base.counts, pair.references)
-    if evaluation.failures:
+    if evaluation.failed:
         _finish_failed(evaluation, is_allowed=allow_failed)
     _check_minimum(evaluation, min_acceptance, gate)
 
@@ -242,7 +241,7 @@ def _show(evaluation: "Evaluation", report: Path | None, *, show_all: bool, as_j
     if report is not None:
         _write_report(evaluation, report)
     if as_json:
-        console.result_json(evaluation.to_json())
+        console.result_json(evaluation)
     else:
         _print(evaluation, show_all=show_all)
 
@@ -291,9 +290,9 @@ def _finish_failed(evaluation: "Evaluation", *, is_allowed: bool) -> None:
     Raises:
         typer.Exit: with the code of the gravest failure.
     """
-    failures = evaluation.failures
+    failures = evaluation.failed
     say = console.warn if is_allowed else console.error
-    say(f"{len(failures)} of {evaluation.num_prompts} prompts not measured, and not in the result:")
+    say(f"{evaluation.num_failed} of {evaluation.num_prompts} prompts not measured, and not in the result:")
     for failure in failures[:SHOWN_FAILURES]:
         console.error_text(f"    {failure.error}")
     if len(failures) > SHOWN_FAILURES:

@@ -146,8 +146,12 @@ def generate(
     tally, seconds, interrupted = _answer(session, choice, params, handing, output, trace=trace, as_json=as_json)
     lossless = session.llm.check_lossless(tally.outputs) if check_lossless and not interrupted else None
     if as_json:
-        document = tally.to_json(session, seconds, with_trace=trace, lossless=lossless)
-        console.result_json(document | {"handoffs": handing.to_json()})
+        from dflash_cli.generation.generate_document import generate_document
+
+        document = generate_document(
+            tally, session, seconds, with_trace=trace, lossless=lossless, handoffs=handing.facts
+        )
+        console.result_json(document)
     elif handing.is_sending:
         console.result(f"{handing.place}")
     console.status(tally.figures(seconds))

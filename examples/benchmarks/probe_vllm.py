@@ -38,6 +38,7 @@ from dflash_cli.probing import probe_report
 from dflash_cli.probing.probe_options import ProbeOptions
 from dflash_cli.probing.server_probe import Probed
 from dflash_runtime.config import EngineConfig
+from dflash_runtime.documents import to_json
 from dflash_runtime.errors import DFlashError
 from dflash_runtime.scheduling.request import SamplingParams
 from timing.report import say, table
@@ -234,7 +235,7 @@ def measure(given: argparse.Namespace, folder: Path, out: Path) -> int:
     except (DFlashError, RuntimeError) as error:
         say(f"failed: {error}")
         return 1
-    (out / "probe.json").write_text(json.dumps(probe_report.to_json(found), indent=1) + "\n")
+    (out / "probe.json").write_text(json.dumps(to_json(found), indent=1) + "\n")
     show(own, found)
     return 0
 

@@ -6,11 +6,14 @@ Each field is a key of the object, and its type says which values the key takes.
     Limits(...)   range of a number
     INLINE        the keys of this part belong to the enclosing object
     OPTIONAL      the key is left out while the field has its default value
-    HIDDEN        the field is not a key; a reader gives it its default value
+    NOT_REQUIRED  the key is always written, but a reader accepts a document without it
+    HIDDEN        the field is not a key
+
+A reader gives the default value to a hidden field, and to a field whose key is missing.
 
 `computed_key` turns a property into a key: it is written and described like a field, and checked but ignored on
 reading. A class with a `KIND` begins with the keys `schema_version` and `kind`. A trailing underscore of a field's
-name (`from_`) is not part of the key. On reading, a key whose field has a default value may be missing.
+name (`from_`) is not part of the key.
 """
 
 import math
@@ -24,14 +27,14 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Protocol, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from dflash_runtime.errors import MISSING, DFlashError, InvalidConfig
+from dflash_runtime.errors import MISSING, DFlashError, InvalidConfig, UnsupportedError
 from dflash_runtime.json_values import is_int, is_number
 
 Read = TypeVar("Read")
 Function = TypeVar("Function", bound=Callable[..., object])
 Defs = dict[str, Any]
 
-INLINE, OPTIONAL, HIDDEN = object(), object(), object()
+INLINE, OPTIONAL, NOT_REQUIRED, HIDDEN = object(), object(), object(), object()
 SCHEMA_DIALECT = "https://json-schema.org/draft/2020-12/schema"
 PLAIN = frozenset({NoneType, bool, int, float, str})
 
@@ -102,8 +105,10 @@ def from_json(
     Raises:
         error: a key is missing, unknown or holds a wrong value. Its id is `missing-key`, `unknown-key` or
             `wrong-value`; `path`, `field` (such as `runs[2].seconds`), `found` and `expected` say where and why.
+        UnsupportedError: the document has a later schema version.
     """
     hint_of_kind: Any = kind
+    _refuse_later_version(hint_of_kind, value, path)
     try:
         read: Read = _read(_json_type(hint_of_kind), value, "")
         return read
@@ -111,6 +116,21 @@ def from_json(
         message = "" if wrong.expected is not None else wrong.message
         facts: dict[str, Any] = {"field": wrong.field, "found": wrong.found, "expected": wrong.expected or message}
         raise error(**facts, id=wrong.id, path=path, hint=hint) from None
+
+
+def _refuse_later_version(kind: Any, value: object, path: object) -> None:
+    """Raise UnsupportedError for a document of this kind with a later schema version."""
+    if hasattr(kind, "KIND") and isinstance(value, Mapping) and value.get("kind") == kind.KIND:
+        known, found = _schema_version(kind), value.get("schema_version")
+        if is_int(found) and found > known:
+            hint = "a later release wrote it: upgrade dflash-cli"
+            facts: dict[str, Any] = {"field": "schema_version", "found": found, "expected": f"at most {known}"}
+            raise UnsupportedError(**facts, id="later-version", path=path, hint=hint)
+
+
+def _schema_version(kind: Any) -> int:
+    version: int = getattr(kind, "SCHEMA_VERSION", 1)
+    return version
 
 
 def schema_of(title: str, *kinds: type) -> dict[str, Any]:
@@ -326,11 +346,7 @@ class _Key:
     is_computed: bool = False
     is_inline: bool = False
     is_optional: bool = False
-
-    @property
-    def is_required(self) -> bool:
-        """Whether a reader requires the key."""
-        return not self.is_computed and self.default is MISSING
+    is_required: bool = True  # by readers
 
     def read(self, value: Mapping[str, Any], where: str) -> Any:
         """The value of this key in an object at `where`."""
@@ -405,7 +421,7 @@ def _keys(kind: type) -> tuple[_Key, ...]:
 
 def _head_keys(kind: Any) -> Iterator[_Key]:
     if hasattr(kind, "KIND"):
-        for name, value in (("schema_version", getattr(kind, "SCHEMA_VERSION", 1)), ("kind", kind.KIND)):
+        for name, value in (("schema_version", _schema_version(kind)), ("kind", kind.KIND)):
             yield _Key(name, name, _Choice((value,)), constant=value)
 
 
@@ -426,6 +442,7 @@ def _field_keys(kind: Any) -> Iterator[_Key]:
             default=default,
             is_inline=INLINE in marks,
             is_optional=OPTIONAL in marks,
+            is_required=OPTIONAL not in marks and NOT_REQUIRED not in marks,
         )
 
 
@@ -437,7 +454,9 @@ def _computed_keys(kind: type) -> Iterator[_Key]:
             hint = get_type_hints(getter, include_extras=True)["return"]
             marks = getattr(hint, "__metadata__", ())
             description = _description(marks) or _first_line(item.__doc__)
-            yield _Key(name, name, _json_type(hint), description, None, is_computed=True, is_optional=OPTIONAL in marks)
+            is_optional = OPTIONAL in marks
+            kind_of_key = {"is_computed": True, "is_optional": is_optional, "is_required": False}
+            yield _Key(name, name, _json_type(hint), description, None, **kind_of_key)
 
 
 def _description(marks: Sequence[Any]) -> str:

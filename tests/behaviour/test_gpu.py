@@ -27,7 +27,7 @@ def acceptance(outputs: list[RequestOutput]) -> float:
 def largest_regret(outputs: list[RequestOutput]) -> float:
     """How far, in nats, the worst generated token falls short of the target's best, in float32 with the references."""
     judge = bundled_llm(None, 0)
-    return judge.check_lossless(outputs).largest_regret
+    return judge.check_lossless(outputs).largest_regret_nats
 
 
 @pytest.mark.parametrize("name", ["tiny", "tiny:reduced"])

@@ -60,4 +60,4 @@ def test_a_graph_that_is_filled_up_is_right(pair: tuple[Path, Path]) -> None:
     llm = start(pair, graphs=True, max_num_requests=8)
     outputs = llm.generate(prompts, PARAMS)
     judge = start(pair, graphs=False, max_num_requests=8)
-    assert judge.check_lossless(outputs).largest_regret <= REGRET
+    assert judge.check_lossless(outputs).largest_regret_nats <= REGRET

@@ -25,6 +25,7 @@ from dflash_cli.handoff.disaggregation_options import DisaggregationOptions
 from dflash_cli.terminal.options import EngineOptions, SamplingOptions
 from dflash_cli.terminal.parameters import Typed
 from dflash_runtime.config import EngineConfig
+from dflash_runtime.documents import to_json
 from dflash_runtime.errors import UnsupportedError, UsageError
 from dflash_runtime.scheduling.request import SamplingParams
 from dflash_testing import checkpoints as support
@@ -62,7 +63,7 @@ def test_importing_it_imports_nothing_else() -> None:
     assert not {"torch", "typer", "rich", "transformers", "numpy", "dflash_runtime"} & set(done.stdout.split())
 
 
-RENDERED = "(what a function returns is not printed or written: each result has to_json)"
+RENDERED = "(what a function returns is not printed or written: each result is a document: dflash_cli.to_json)"
 CALLERS = "(the caller's: torch.set_num_threads)"
 OPENED = "(of open_draft, open_target)"
 LOCKED = "(dflash_cli.checkpoints.lock: read_lock, then check)"
@@ -242,7 +243,7 @@ def test_a_pair_is_measured_on_texts_ids_or_a_file(tmp_path: Path) -> None:
     by_value = dflash_cli.evaluate(
         "tiny", "tiny", prompts=["def f(", [5, 6, 7]], params=params, num_resamples=0, journal=journal
     )
-    assert by_value.total.interval is None
+    assert by_value.total.acceptance_len_interval is None
     assert len(journal.read_text().splitlines()) >= 2
     assert by_file.total.counts == by_value.total.counts
     assert by_file.total.num_requests == 2
@@ -251,6 +252,6 @@ def test_a_pair_is_measured_on_texts_ids_or_a_file(tmp_path: Path) -> None:
 def test_acceptance_is_measured_on_whole_blocks_whatever_the_config_says(caplog: pytest.LogCaptureFixture) -> None:
     config = EngineConfig(device="cpu", adaptive_width=True)
     found = dflash_cli.evaluate("tiny", prompts=["def f("], params=SamplingParams(max_new_tokens=8), config=config)
-    assert found.measured["adaptive_width"] is False
+    assert to_json(found.measured)["adaptive_width"] is False
     assert not found.total.counts.is_capped
     assert "adaptive width" not in caplog.text  # it was not even tried

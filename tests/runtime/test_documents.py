@@ -11,8 +11,18 @@ from typing import Annotated, Any, ClassVar, Literal
 import pytest
 from jsonschema import Draft202012Validator
 
-from dflash_runtime.documents import HIDDEN, INLINE, OPTIONAL, Limits, computed_key, from_json, schema_of, to_json
-from dflash_runtime.errors import MISSING, CheckpointError, InvalidConfig, UsageError
+from dflash_runtime.documents import (
+    HIDDEN,
+    INLINE,
+    NOT_REQUIRED,
+    OPTIONAL,
+    Limits,
+    computed_key,
+    from_json,
+    schema_of,
+    to_json,
+)
+from dflash_runtime.errors import MISSING, CheckpointError, InvalidConfig, UnsupportedError, UsageError
 from dflash_testing.refusals import refuses
 
 
@@ -68,7 +78,7 @@ class Result:
     spans: tuple[Span | None, ...] = ()
     tokens: tuple[int | None, int | None] = (None, None)
     by_batch: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    settings: Annotated[Mapping[str, Any], NOT_REQUIRED] = field(default_factory=dict)
     source: Span | Other | None = None
     id: Annotated[str | int | None, OPTIONAL] = None
     exit_code: Annotated[int, HIDDEN] = 0
@@ -125,9 +135,12 @@ def test_a_document_is_read_as_it_was_written_without_hidden_fields() -> None:
     assert read == replace(RESULT, exit_code=0)
 
 
-def test_a_key_with_a_default_may_be_missing() -> None:
-    read = from_json(Result, {"schema_version": 1, "kind": "result", "num_steps": 0, "num_tokens": 0, "name": "x"})
-    assert read == Result(total=Counts(0, 0), name="x")
+def test_a_key_may_be_missing_only_if_it_is_marked() -> None:
+    document = {name: value for name, value in DOCUMENT.items() if name not in ("settings", "mean")}
+    assert from_json(Result, document) == replace(RESULT, settings={}, exit_code=0)
+    for name in document:
+        with refuses(InvalidConfig, "missing-key", field=name, found=MISSING):
+            from_json(Result, {key: value for key, value in document.items() if key != name})
 
 
 def changed(*path: str | int, to: object) -> dict[str, Any]:
@@ -169,7 +182,7 @@ WRONG: dict[str, tuple[Any, str, str, Any]] = {
     "part of one class": (changed("source", to={"path": "a"}), "missing-key", "source.num_texts", MISSING),
     "another kind": (changed("kind", to="lock"), "wrong-value", "kind", "lock"),
     "no kind": (changed("kind", to=MISSING), "missing-key", "kind", MISSING),
-    "another version": (changed("schema_version", to=2), "wrong-value", "schema_version", 2),
+    "another version": (changed("schema_version", to=0), "wrong-value", "schema_version", 0),
     "true for a version": (changed("schema_version", to=True), "wrong-value", "schema_version", True),
     "not an object": ([1], "wrong-value", "document", [1]),
 }
@@ -189,6 +202,11 @@ def test_a_reader_names_the_field_and_the_value_that_it_refuses(name: str) -> No
     assert caught.value.found is found or caught.value.found == found
     assert type(caught.value.found) is type(found)
     assert caught.value.expected
+
+
+def test_a_later_version_is_refused_as_unsupported() -> None:
+    with refuses(UnsupportedError, "later-version", field="schema_version", found=2, path="a.json"):
+        from_json(Result, changed("schema_version", to=2), path="a.json", error=UsageError)
 
 
 def test_nan_is_refused() -> None:
