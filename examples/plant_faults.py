@@ -30,7 +30,7 @@ from dflash_cli.diagnosis.pair_validation import validate_running
 from dflash_cli.diagnosis.readings import SearchBudget
 from dflash_cli.diagnosis.run_settings import RunSettings
 from dflash_cli.rules.report import Report
-from dflash_cli.rules.validator import ValidationRequest, validate_draft
+from dflash_cli.rules.validator import ValidationPlan, validate_draft
 from dflash_runtime.config import EngineConfig
 
 NUM_PROMPTS, NUM_TOKENS = 12, 48
@@ -78,7 +78,7 @@ def examine(key: str, device: str) -> dict[str, Any]:
 
 
 def validate_at(draft: Path, level: Any, device: str, *, has_target: bool = True) -> Report:
-    request = ValidationRequest(
+    request = ValidationPlan(
         draft=draft,
         target=fetch_directory(TINY, Role.TARGET) if has_target else None,
         target_reference=TINY if has_target else None,

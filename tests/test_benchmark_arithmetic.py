@@ -16,7 +16,6 @@ from dflash_testing.graphs import with_stand_ins
 from dflash_testing.pairs import random_draft, random_llm, random_target
 from dflash_testing.paths import ROOT
 
-# Last on the path, behind a package named kernels that transformers looks for: the folder has a kernels.py.
 sys.path.append(str(ROOT / "examples" / "benchmarks"))
 
 import host_time

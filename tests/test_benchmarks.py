@@ -14,7 +14,6 @@ from dflash_cli.tuning.step_costs import read_step_costs
 from dflash_kernels.suite import triton_kernels
 from dflash_testing.paths import ROOT
 
-# Last on the path, behind a package named kernels that transformers looks for: the folder has a kernels.py.
 sys.path.append(str(ROOT / "examples" / "benchmarks"))
 
 import attention
@@ -93,20 +92,22 @@ def test_steps_are_timed_on_the_host(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert len(capsys.readouterr().out.splitlines()) == 1 + len(rows)
 
 
-def test_products_are_timed_in_their_chain(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """With the references nothing is ours; with kernels of ours each product that they take is there, and all."""
+def test_products_of_the_references_are_timed_as_the_librarys(tmp_path: Path) -> None:
     out = tmp_path / "products.jsonl"
     assert products.main([*SMALL, "--rows", "2", "--out", str(out)]) == 0
     (row,) = map(json.loads, out.read_text().splitlines())
     assert set(row["us"]) == {"library"}
-    if not torch.cuda.is_available():
-        monkeypatch.setattr(products, "pick_kernels", lambda *_: triton_kernels())
-        monkeypatch.setattr(products, "NUM_LAYERS", 1)
-        monkeypatch.setattr(products, "NUM_TURNS", 1)
-        assert products.main([*SMALL, "--rows", "3"]) == 0
-        assert len(capsys.readouterr().out.splitlines()[-1].split()) == 7
+
+
+@pytest.mark.interpreter
+def test_products_of_the_triton_kernels_are_timed_one_by_one_and_together(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(products, "pick_kernels", lambda *_: triton_kernels())
+    monkeypatch.setattr(products, "NUM_LAYERS", 1)
+    monkeypatch.setattr(products, "NUM_TURNS", 1)
+    assert products.main([*SMALL, "--rows", "3"]) == 0
+    assert len(capsys.readouterr().out.splitlines()[-1].split()) == 7
 
 
 def test_attention_is_timed_and_compared(

@@ -16,6 +16,7 @@ from dflash_cli.acceptance.intervals.statistics import DEFINITIONS, MIN_FOR_POSI
 from dflash_cli.acceptance.rejected_tokens import RejectedToken
 from dflash_cli.generation.prompt_source import Failure, PromptSource
 from dflash_cli.generation.run_facts import EvaluationRun, ReplayRun
+from dflash_cli.terminal.shown import Shown
 from dflash_runtime.documents import INLINE, NOT_REQUIRED, computed_key, to_json
 
 Table = tuple[Sequence[str], Sequence[Sequence[str]]]
@@ -27,8 +28,8 @@ SHOWN_TOKENS, SHOWN_REPLACEMENTS = 10, 2
 """Of the tokens that were rejected most often, and of what the target chose instead; JSON has more."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluation:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Evaluation(Shown):
     """Result of `dflash eval-acceptance`.
 
     Under several conditions the total pools all of them.
@@ -44,19 +45,13 @@ class Evaluation:
     conversations: Annotated[tuple[ConversationCounts, ...], NOT_REQUIRED] = ()
     failed: Annotated[tuple[Failure, ...], "prompts that were not measured and are not in the result"] = ()
     anchors: Annotated[Anchors | None, "of a replay"] = None
-    conditions: Annotated[
-        tuple[ConditionResult, ...], NOT_REQUIRED, "empty if every prompt was answered in one way"
-    ] = ()
-    exact_match: Annotated[
-        tuple[ExactMatch, ...], NOT_REQUIRED, "of answers to prompts that have a reference number"
-    ] = ()
-    rejected_tokens: Annotated[
-        tuple[RejectedToken, ...], NOT_REQUIRED, "the drafted tokens that were rejected most often"
-    ] = ()
+    conditions: Annotated[tuple[ConditionResult, ...], NOT_REQUIRED, "empty without conditions"] = ()
+    exact_match: Annotated[tuple[ExactMatch, ...], NOT_REQUIRED, "of answers with a reference number"] = ()
+    rejected_tokens: Annotated[tuple[RejectedToken, ...], NOT_REQUIRED, "rejected most often"] = ()
     disaggregation: Annotated[
         Disaggregation | None,
         NOT_REQUIRED,
-        "of --disaggregated: prefill and decode in two engines, compared with one engine",
+        "of --disaggregated: prefill and decode in two engines, and in one",
     ] = None
     seconds: float
 
@@ -87,6 +82,12 @@ class Evaluation:
         first = self.conditions[0].condition.name if self.conditions else None
         conversations = [item for item in self.conversations if item.condition == first]
         return find_shapes(self.base.counts, conversations, self.settings)
+
+    def summary(self) -> list[str]:
+        return [headline(self), legend(self)]
+
+    def shown_tables(self) -> Mapping[str, tuple[Sequence[str], Sequence[Sequence[str]]]]:
+        return tables(self, is_full=False)
 
     @property
     def verdict(self) -> list[str]:

@@ -150,7 +150,7 @@ class Disaggregation:
         if self.fault is not None:
             raise GateFailed(
                 f"the hand-off does not hold: {self.fault}",
-                hint=None if self.problems else "both sides need the same pair and settings; --rows keeps every step",
+                hint=None if self.problems else "both sides need the same pair and settings; --output keeps every step",
             )
 
     @property

@@ -24,7 +24,7 @@ from dflash_runtime.scheduling.request import RequestOutput
 
 @dataclass(frozen=True, slots=True)
 class JournalHead:
-    """The first line of a file of `eval-acceptance --rows`; every further line is an answer."""
+    """The first line of a file of `eval-acceptance --output`; every further line is an answer."""
 
     KIND: ClassVar[str] = "answers"
 
@@ -33,7 +33,7 @@ class JournalHead:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JournalRow(AnswerRow):
-    """One answer, as `dflash eval-acceptance --rows` writes it."""
+    """One answer, as `dflash eval-acceptance --output` writes it."""
 
     turn: int
     digest: Annotated[str, "of the prompt"]
@@ -183,7 +183,7 @@ class Journal:
             if was != is_now:
                 raise UsageError(
                     f"{path}: made with {key} {was!r}, but this run has {is_now!r}",
-                    hint=HINTS.get(key, "give the same options again, or name another file with --rows"),
+                    hint=HINTS.get(key, "give the same options again, or name another file with --output"),
                 )
         by_index = {row.index: row for row in self._rows}
         for number, record in stored.records.items():
@@ -196,11 +196,11 @@ class Journal:
 
 
 HEAD_START = json_line(JournalHead({}))[: -len("{}}\n")].encode()
-HEAD_HINT = "a file of --rows starts with its settings"
+HEAD_HINT = "a file of --output starts with its settings"
 TAKE_OUT = "take the line out, and the prompt is asked again"
 HINTS = dict.fromkeys(
     ("draft_digest", "target_digest", "draft_modified_ns", "target_modified_ns"),
-    "the checkpoint is another one than it was: name another file with --rows",
+    "the checkpoint is another one than it was: name another file with --output",
 )
 
 

@@ -27,7 +27,7 @@ from dflash_runtime.scheduling.request import SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluationRequest:
+class EvaluationPlan:
     """Prompts, how to answer them, and the interval to compute.
 
     A row says under which of the `conditions`, if any, it is answered; with `scores`, final numbers are compared with
@@ -52,7 +52,7 @@ class EvaluationRequest:
 
 def measure(
     session: Answering,
-    request: EvaluationRequest,
+    request: EvaluationPlan,
     *,
     tally: Tally | None = None,
     progress: AcceptanceProgress | None = None,
@@ -161,7 +161,7 @@ def check_summary(total: Summary, minimum: float, condition: str = "", *, use_lo
         raise GateFailed(f"{name} {value:.3f}, expected at least {minimum:g}")
 
 
-def _pool(answers: Sequence[Answer], session: Answering, request: EvaluationRequest) -> Summary:
+def _pool(answers: Sequence[Answer], session: Answering, request: EvaluationPlan) -> Summary:
     return summarise(
         [answer.output for answer in answers],
         session.num_draft_tokens,

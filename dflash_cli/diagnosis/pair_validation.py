@@ -11,11 +11,11 @@ from dflash_cli.diagnosis.run_settings import RunSettings
 from dflash_cli.rules.report import Report
 from dflash_cli.rules.rule import Finding, rules_of
 from dflash_cli.rules.subject import Subject
-from dflash_cli.rules.validator import ValidationRequest, apply_rules, find_up_to, open_requested, report_of
+from dflash_cli.rules.validator import ValidationPlan, apply_rules, find_up_to, open_requested, report_of
 from dflash_runtime.errors import UsageError
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class RunReport(Report):
     """A report of the run level. `search` is None if errors kept the pair from running; `notes` then say which."""
 
@@ -26,7 +26,7 @@ class RunReport(Report):
         return {**super(RunReport, self).to_json(), "search": found}
 
 
-def validate_running(request: ValidationRequest, settings: RunSettings) -> RunReport:
+def validate_running(request: ValidationPlan, settings: RunSettings) -> RunReport:
     """Run every rule on headers and weights, then the pair, then the rules on how it accepts.
 
     Raises:

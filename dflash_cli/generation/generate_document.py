@@ -50,11 +50,11 @@ def generate_document(
     session: PairSession,
     seconds: float,
     *,
-    with_trace: bool = False,
+    num_traced: int = 0,
     lossless: Lossless | None = None,
     handoffs: HandoffFacts | None = None,
 ) -> GenerateDocument:
-    """The document of a run, with its answers in the order of the prompts."""
+    """The document of a run, with its answers in the order of the prompts; the first `num_traced` have their steps."""
     answers = sorted(tally.answers, key=lambda item: (item.row.index, item.turn))
     return GenerateDocument(
         draft=session.references["draft"],
@@ -67,5 +67,8 @@ def generate_document(
         lossless=lossless,
         handoffs=handoffs,
         measured=session.describe(),
-        rows=tuple(AnswerRow.of(item, tally.num_speculative_tokens, with_trace=with_trace) for item in answers),
+        rows=tuple(
+            AnswerRow.of(item, tally.num_speculative_tokens, with_trace=item.row.prompt_index < num_traced)
+            for item in answers
+        ),
     )

@@ -18,9 +18,9 @@ from dflash_cli.terminal import console
 from dflash_runtime.config import EngineConfig
 from dflash_runtime.errors import DFlashError, HandoffMismatch, PeerUnreachable, UsageError
 from dflash_runtime.kv_transfer.connector import Connector
+from dflash_runtime.kv_transfer.connector_locations import FOLDER, open_connector
 from dflash_runtime.kv_transfer.file_connector import FileConnector
 from dflash_runtime.kv_transfer.fingerprint import Fingerprint
-from dflash_runtime.kv_transfer.places import FOLDER, open_connector
 from dflash_runtime.llm import LLM, Delta
 from dflash_runtime.scheduling.request import SamplingParams
 from dflash_runtime.transfers import HandoffPlan, TransferCounts

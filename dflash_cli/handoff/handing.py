@@ -21,8 +21,8 @@ from dflash_runtime.errors import (
 )
 from dflash_runtime.json_values import is_int
 from dflash_runtime.kv_transfer.connector import Connector
+from dflash_runtime.kv_transfer.connector_locations import open_connector
 from dflash_runtime.kv_transfer.handoff import Handoff, check_handoff
-from dflash_runtime.kv_transfer.places import open_connector
 from dflash_runtime.kv_transfer.vllm_prefills import find_vllm_prefills
 from dflash_runtime.llm import LLM, Delta
 from dflash_runtime.scheduling.request import RequestOutput, SamplingParams

@@ -92,7 +92,7 @@ def attribute(evidence: Evidence) -> Attribution:
     if evidence.yardsticks:
         names = " and ".join(item.other.name for item in evidence.yardsticks)
         return Attribution(owner="none", rule=8, evidence=f"it is not below {names}", hint="nothing is to be done")
-    hint = "measure the pair here with eval-acceptance --rows OWN.jsonl and give that as --result, or name --beside"
+    hint = "measure the pair here with eval-acceptance --output OWN.jsonl and give that as --result, or name --beside"
     return Attribution(owner="undecided", rule=9, evidence="there is nothing to compare with", hint=hint)
 
 

@@ -17,13 +17,13 @@ def known_faults(options: "ProbeOptions", server: "InferenceServer") -> list[str
     # Every module of this folder is imported to find the engines, also for a page of help.
     from dflash_cli.checkpoints.pair_references import complete_pair
     from dflash_cli.checkpoints.references import fetch_directory
-    from dflash_cli.rules.validator import ValidationRequest, validate_draft
+    from dflash_cli.rules.validator import ValidationPlan, validate_draft
 
     facts = server.describe()
     pair = complete_pair(options.draft, options.target, find=fetch_directory)
     assert pair.draft_location is not None
     report = validate_draft(
-        ValidationRequest(
+        ValidationPlan(
             draft=pair.draft_location,
             draft_reference=options.draft,
             target=None if pair.target is None else pair.find_target(fetch_directory),

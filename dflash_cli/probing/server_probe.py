@@ -24,6 +24,7 @@ from dflash_cli.probing.token_equality import (
     texts_of_answers,
     texts_of_file,
 )
+from dflash_cli.terminal.shown import Shown
 from dflash_runtime.documents import HIDDEN, computed_key
 from dflash_runtime.errors import DFlashError, RequestError, UnsupportedError, UsageError
 
@@ -35,7 +36,7 @@ Observe = Callable[[str], Callable[[Event], None]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProbeRequest:
+class ProbePlan:
     """What to ask a server, how many requests at a time, and what to hold it against.
 
     `result` is a file of a result of our own, `beside` another server that is asked the same. `known_faults` are what
@@ -61,8 +62,8 @@ class OtherServer:
     run: ServerRun
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Probed:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Probed(Shown):
     """Result of `dflash probe`."""
 
     KIND: ClassVar[str] = "probe"
@@ -79,6 +80,12 @@ class Probed:
     definition: Annotated[str, HIDDEN]
     loads: Annotated[tuple[Comparison, ...], HIDDEN] = ()
     yardsticks: Annotated[tuple[Comparison, ...], HIDDEN] = ()
+
+    def summary(self) -> list[str]:
+        lengths = [
+            f"{run.name}: acceptance length {run.total.counts.acceptance_len or float('nan'):.3f}" for run in self.runs
+        ]
+        return [f"{self.url}: {self.server.engine}", *lengths, *self.notes]
 
     @property
     @computed_key
@@ -105,7 +112,7 @@ class Probed:
         return self.runs if self.beside is None else (*self.runs, self.beside.run)
 
 
-def probe(request: ProbeRequest, observe: Observe | None = None) -> Probed:
+def probe(request: ProbePlan, observe: Observe | None = None) -> Probed:
     """Ask the server, and what it is to be held against. `observe` is given the name of each run.
 
     Raises:
@@ -160,7 +167,7 @@ def rows_path(path: Path | None, concurrency: int, *, is_beside: bool = False) -
     return None if path is None else path.with_name(f"{path.stem}.{middle}{path.suffix}")
 
 
-def _check_journals(request: ProbeRequest, facts: ServerFacts, others: ServerFacts | None) -> None:
+def _check_journals(request: ProbePlan, facts: ServerFacts, others: ServerFacts | None) -> None:
     """Refuse before the first run what would be refused when a later one begins."""
     asking, numbers = request.asking, _in_reach(request.concurrencies, facts)
     paths = [rows_path(asking.journal, number) for number in numbers]
@@ -205,7 +212,7 @@ def _try_out(server: InferenceServer, asking: ServerRequest) -> ServerFacts:
 
 
 def _run(
-    request: ProbeRequest,
+    request: ProbePlan,
     server: InferenceServer,
     facts: ServerFacts,
     name: str,
@@ -217,7 +224,7 @@ def _run(
     return run_server(server, facts, asking, name=name, concurrency=concurrency, observe=watching)
 
 
-def _check_prompts(own: MeasuredResult | None, request: ProbeRequest) -> None:
+def _check_prompts(own: MeasuredResult | None, request: ProbePlan) -> None:
     """Refuse a yardstick of other prompts before anything is asked."""
     if own is None or not own.conversations:
         return
@@ -256,7 +263,7 @@ def _pair(base: MeasuredResult, other: MeasuredResult, confidence: float) -> Com
 
 
 def _compare_tokens(
-    request: ProbeRequest, runs: Sequence[ServerRun], beside: ServerRun | None
+    request: ProbePlan, runs: Sequence[ServerRun], beside: ServerRun | None
 ) -> tuple[list[TokenEquality], list[TokenEquality]]:
     """Greedy answers of the first run against the later ones, and against the yardsticks."""
     if request.asking.asked.temperature > 0:
@@ -292,7 +299,7 @@ def _asking(server: InferenceServer) -> Callable[[Sequence[int]], Mapping[int, f
     return ask
 
 
-def _notes(request: ProbeRequest, facts: ServerFacts, runs: Sequence[ServerRun]) -> list[str]:
+def _notes(request: ProbePlan, facts: ServerFacts, runs: Sequence[ServerRun]) -> list[str]:
     """What should be known about the probe as a whole."""
     notes = []
     left_out = [str(number) for number in request.concurrencies if number not in {run.concurrency for run in runs}]

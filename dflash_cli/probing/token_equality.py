@@ -92,7 +92,7 @@ def texts_of_answers(answers: Sequence[Answer]) -> dict[Turn, TokenText]:
 
 
 def texts_of_file(path: Path) -> dict[Turn, TokenText]:
-    """The answers in a file of `--rows`; none where it is another file, which has no tokens."""
+    """The answers in a file of `--output`; empty for another file."""
     file = ResultFile(path)
     if not file.rows or not isinstance(file.rows[0].get("settings"), dict):
         return {}

@@ -20,17 +20,21 @@ ASCII_MARKS = str.maketrans({"█": "#", "░": "-", "…": "~"})
 """What tables draw with, for a terminal that has ASCII only."""
 
 _is_quiet = False
+_is_json = False
 _kind: str | None = None
 _verbosity = -1  # not set yet
 
 
-def configure(*, quiet: bool | None = None, verbosity: int | None = None, kind: str | None = None) -> None:
+def configure(
+    *, quiet: bool | None = None, verbosity: int | None = None, kind: str | None = None, json: bool | None = None
+) -> None:
     """Set how much is printed; None leaves a setting as it is.
 
     `quiet` lets only results, warnings and errors through. A `verbosity` of 1 logs what our packages do, 2 everything.
-    `kind` is what the JSON documents of this run are, the name of the command that writes them.
+    `kind` is the kind of this run's JSON documents: the name of the command. `json` asks for them instead of text.
     """
-    global _is_quiet, _verbosity, _kind
+    global _is_quiet, _verbosity, _kind, _is_json
+    _is_json = _is_json if json is None else json
     _kind = _kind if kind is None else kind
     _is_quiet = _is_quiet if quiet is None else quiet
     if verbosity is not None and verbosity != _verbosity:
@@ -41,6 +45,11 @@ def configure(*, quiet: bool | None = None, verbosity: int | None = None, kind: 
 def is_quiet() -> bool:
     """Whether only results, warnings and errors are said."""
     return _is_quiet
+
+
+def is_json() -> bool:
+    """Whether results are printed as JSON documents."""
+    return _is_json
 
 
 def result(text: str, *, end: str = "\n") -> None:

@@ -15,7 +15,7 @@ import torch
 
 from dflash_cli.acceptance.acceptance_progress import AcceptanceProgress
 from dflash_cli.acceptance.acceptance_report import Evaluation
-from dflash_cli.acceptance.measure import EvaluationRequest, measure
+from dflash_cli.acceptance.measure import EvaluationPlan, measure
 from dflash_cli.generation.loaded_pair import PairSession
 from dflash_runtime.config import EngineConfig
 from dflash_runtime.device.loading import LoadedPair
@@ -81,7 +81,7 @@ def resize(pair: LoadedPair, candidate: Candidate, config: EngineConfig) -> Load
 def measure_candidate(
     session: PairSession,
     candidate: Candidate,
-    request: EvaluationRequest,
+    request: EvaluationPlan,
     config: EngineConfig,
     *,
     pair: LoadedPair | None = None,

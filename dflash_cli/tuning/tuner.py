@@ -11,11 +11,12 @@ from dflash_cli.acceptance.acceptance_progress import AcceptanceProgress
 from dflash_cli.acceptance.acceptance_report import Evaluation
 from dflash_cli.acceptance.intervals.acceptance_difference import holm
 from dflash_cli.acceptance.journal import check_journal
-from dflash_cli.acceptance.measure import EvaluationRequest
+from dflash_cli.acceptance.measure import EvaluationPlan
 from dflash_cli.comparing.measured_result import MeasuredResult
 from dflash_cli.comparing.result_comparison import Contrast, compare_results
 from dflash_cli.documents.atomic_file import atomic_text, json_line
 from dflash_cli.generation.loaded_pair import PairSession
+from dflash_cli.terminal.shown import Shown
 from dflash_cli.tuning.candidates import Candidate, candidates_for, default_numbers, measure_candidate
 from dflash_cli.tuning.speed import speed_request
 from dflash_cli.tuning.speedups import Choice, batch_schedule, choose, overall_best
@@ -62,14 +63,14 @@ class _Silence:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TuningRequest:
+class TuningPlan:
     """What is tried on which prompts; None leaves the numbers of drafted tokens, or batch sizes, to the pair or a file.
 
     `config` is how the engine runs while acceptance is measured. With a `folder` every answer, and the step times, are
     kept in it, and `resume` and `force` of `evaluation` are about its files.
     """
 
-    evaluation: EvaluationRequest
+    evaluation: EvaluationPlan
     config: EngineConfig
     numbers: Sequence[int] | None = None
     batches: Sequence[int] | None = None
@@ -79,8 +80,8 @@ class TuningRequest:
     folder: Path | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tuning:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Tuning(Shown):
     """What `dflash tune` found.
 
     `ways` has for each K below the trained one how far the narrowed block's acceptance is above the resized one's;
@@ -93,8 +94,17 @@ class Tuning:
     ways: Mapping[int, Contrast]
     what_ifs: Mapping[str, Contrast]
     session: PairSession
-    request: TuningRequest
+    request: TuningPlan
     seconds: float
+
+    def summary(self) -> list[str]:
+        best = self.overall
+        found = (
+            "drafting pays at no batch size"
+            if best is None
+            else f"best over all batch sizes: K {best.num_speculative_tokens}"
+        )
+        return [found, f"{len(self.evaluations)} candidates, batch sizes {', '.join(map(str, self.costs.batches))}"]
 
     @property
     def overall(self) -> Candidate | None:
@@ -112,7 +122,7 @@ class Tuning:
         return next(item for candidate, item in self.evaluations.items() if candidate.way == "whole")
 
 
-def tune(session: PairSession, request: TuningRequest, progress: TuningProgress | None = None) -> Tuning:
+def tune(session: PairSession, request: TuningPlan, progress: TuningProgress | None = None) -> Tuning:
     """Measure every candidate on all prompts, and choose.
 
     `session` is loaded as `speed.smallest` says, since each candidate has a KV cache of its own.
@@ -147,14 +157,14 @@ def tune(session: PairSession, request: TuningRequest, progress: TuningProgress 
     )
 
 
-def _at_batches(given: StepCosts, request: TuningRequest) -> StepCosts:
+def _at_batches(given: StepCosts, request: TuningPlan) -> StepCosts:
     """The times of a file at the batch sizes that are asked for, by default all of them."""
     batches = request.batches or given.batches
     check_complete(given, request.numbers or (), batches)
     return replace(given, plain={batch: given.plain[batch] for batch in batches})
 
 
-def _numbers(request: TuningRequest, trained: int, given: StepCosts | None) -> Sequence[int]:
+def _numbers(request: TuningPlan, trained: int, given: StepCosts | None) -> Sequence[int]:
     if request.numbers is not None:
         return request.numbers
     if given is None:
@@ -165,12 +175,12 @@ def _numbers(request: TuningRequest, trained: int, given: StepCosts | None) -> S
         raise UsageError(
             f"{request.step_times}: has steps of {numbers[-1]} speculative tokens, expected 1 to {trained}, those that "
             "the draft was trained for",
-            hint=f"choose among them: --num-speculative-tokens-list {fitting or trained}",
+            hint=f"choose among them: --num-speculative-tokens {fitting or trained}",
         )
     return numbers
 
 
-def _check_journals(request: TuningRequest, measured: Sequence[Candidate | WhatIf]) -> None:
+def _check_journals(request: TuningPlan, measured: Sequence[Candidate | WhatIf]) -> None:
     """Refuse before anything is measured what would be refused when its turn has come."""
     for item in measured:
         path = _journal_of(item, request)
@@ -178,7 +188,7 @@ def _check_journals(request: TuningRequest, measured: Sequence[Candidate | WhatI
             check_journal(path, resume=request.evaluation.resume, force=request.evaluation.force)
 
 
-def _journal_of(item: Candidate | WhatIf, request: TuningRequest) -> Path | None:
+def _journal_of(item: Candidate | WhatIf, request: TuningPlan) -> Path | None:
     return None if request.folder is None else request.folder / f"{_name_of(item)}.jsonl"
 
 
@@ -189,7 +199,7 @@ def _name_of(item: Candidate | WhatIf) -> str:
 def _measure(
     session: PairSession,
     candidate: Candidate,
-    request: TuningRequest,
+    request: TuningPlan,
     progress: TuningProgress,
     what_if: WhatIf | None = None,
 ) -> Evaluation:
@@ -202,7 +212,7 @@ def _measure(
 
 
 def _find_step_costs(
-    session: PairSession, candidates: Sequence[Candidate], request: TuningRequest, progress: TuningProgress
+    session: PairSession, candidates: Sequence[Candidate], request: TuningPlan, progress: TuningProgress
 ) -> StepCosts:
     """Those that an interrupted run has kept, where they are of the same; else measured now, and kept."""
     asked, batches = request.evaluation, list(request.batches or DEFAULT_BATCHES)

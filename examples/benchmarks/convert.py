@@ -34,9 +34,9 @@ from pathlib import Path
 from dflash_cli.checkpoints.opening import open_draft
 from dflash_cli.conversion.execute import convert_draft
 from dflash_cli.conversion.plan import plan_conversion
-from dflash_cli.conversion.request import ConversionRequest
+from dflash_cli.conversion.request import ConversionSpec
 source, out, to, verification = sys.argv[1:]
-plan = plan_conversion(open_draft(Path(source)), ConversionRequest(to=to, verifier="acme/target"))
+plan = plan_conversion(open_draft(Path(source)), ConversionSpec(to=to, verifier="acme/target"))
 manifest = convert_draft(plan, Path(out), verification=verification)
 peak = int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1])
 print(json.dumps({**manifest["timings"], "peak_megabytes": peak / 1024}))

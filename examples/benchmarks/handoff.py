@@ -24,9 +24,9 @@ from typing import Any
 import torch
 
 from dflash_runtime.kv_transfer.connector import Connector, TransferRole
+from dflash_runtime.kv_transfer.connector_locations import open_connector
 from dflash_runtime.kv_transfer.fingerprint import Fingerprint
 from dflash_runtime.kv_transfer.handoff import Handoff
-from dflash_runtime.kv_transfer.places import open_connector
 from dflash_runtime.scheduling.request import SamplingParams
 
 LIMIT_S = 120.0

@@ -2,7 +2,7 @@
 
 A machine without Triton imports the kernel modules all the same, for their references; launching is what fails. Launch
 parameters are plain tables instead of `@triton.autotune`, which needs a driver, differs from run to run and measures
-inside captured graphs. The numbers were chosen by `examples/benchmarks/kernels.py`.
+inside captured graphs. The numbers were chosen by `examples/benchmarks/kernel_times.py`.
 """
 
 import importlib

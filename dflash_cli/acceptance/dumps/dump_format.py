@@ -119,7 +119,7 @@ def open_dump(path: Path, layer_ids: Sequence[int] | None = None) -> Dump:
         CheckpointError, UsageError: see `DumpFormat.open`; a dump without a text.
     """
     if not path.exists():
-        raise CheckpointNotFound(f"{path}: no such dump", hint="dflash dump TARGET --out DIR writes one")
+        raise CheckpointNotFound(f"{path}: no such dump", hint="dflash dump TARGET --output DIR writes one")
     formats = dump_formats()
     for name in formats:
         format = formats[name]()

@@ -26,6 +26,7 @@ from dflash_cli.generation.answers import Answer, Event, answer_rows, own_seed
 from dflash_cli.generation.loaded_pair import PairSession
 from dflash_cli.generation.prompt_source import Failure, PromptSource
 from dflash_cli.generation.prompts import PromptRow
+from dflash_cli.terminal.shown import Shown
 from dflash_runtime.checkpoint.strict_json import read_json
 from dflash_runtime.documents import to_json
 from dflash_runtime.errors import CheckpointError, UsageError
@@ -38,7 +39,7 @@ BATCHES = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DumpRequest:
+class DumpPlan:
     """What to dump and where: the layers `taps` for these rows, and `num_overhang` tokens past each answer.
 
     `source` says where the rows come from, for whoever replays on them.
@@ -55,13 +56,21 @@ class DumpRequest:
     force: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DumpSummary:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class DumpSummary(Shown):
     """What became of a dump."""
 
     manifest: DumpManifest
     num_written: int
     failed: tuple[Failure, ...]
+
+    def summary(self) -> list[str]:
+        num_requests = len(self.manifest.requests or ())
+        return [f"{self.num_written} answers written, {num_requests} in all, {len(self.failed)} failed"]
+
+    @property
+    def document(self) -> DumpManifest:
+        return replace(self.manifest, failed=self.failed)
 
 
 def check_folder(folder: Path, *, resume: bool, force: bool) -> None:
@@ -75,7 +84,7 @@ def check_folder(folder: Path, *, resume: bool, force: bool) -> None:
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
     if not _is_dump(folder):
-        raise UsageError(f"{folder}: exists already, and is no dump", hint="name a new folder with --out")
+        raise UsageError(f"{folder}: exists already, and is no dump", hint="name a new folder with --output")
     if not (resume or force):
         raise UsageError(f"{folder}: exists already", hint="pass --resume to go on from it, or --force to replace it")
 
@@ -88,7 +97,7 @@ def _is_dump(folder: Path) -> bool:
         return False
 
 
-def write_dump(session: PairSession, request: DumpRequest, sink: Callable[[Event], None]) -> DumpSummary:
+def write_dump(session: PairSession, request: DumpPlan, sink: Callable[[Event], None]) -> DumpSummary:
     """Dump what is not in the folder yet. `sink` hears of everything that is generated.
 
     Raises:
@@ -116,7 +125,7 @@ def write_dump(session: PairSession, request: DumpRequest, sink: Callable[[Event
     return DumpSummary(manifest=manifest, num_written=num_written, failed=tuple(failures))
 
 
-def _describe(session: PairSession, request: DumpRequest, params: SamplingParams) -> DumpManifest:
+def _describe(session: PairSession, request: DumpPlan, params: SamplingParams) -> DumpManifest:
     """The manifest before the first answer."""
     target = session.llm.pair.target
     settings, digests = session.run_settings(params, chat=request.chat), text_digests(session.target.checkpoint)
@@ -136,7 +145,7 @@ def _describe(session: PairSession, request: DumpRequest, params: SamplingParams
     )
 
 
-def _prepare(request: DumpRequest, manifest: DumpManifest) -> None:
+def _prepare(request: DumpPlan, manifest: DumpManifest) -> None:
     """Make the folder one of a dump with these settings, or find that it is."""
     folder = request.folder
     check_folder(folder, resume=request.resume, force=request.force)
@@ -147,7 +156,7 @@ def _prepare(request: DumpRequest, manifest: DumpManifest) -> None:
             if was != is_now:
                 raise UsageError(
                     f"{folder}: made with {key} {was!r}, but this run has {is_now!r}",
-                    hint="give the same target and options again, or name another folder with --out",
+                    hint="give the same target and options again, or name another folder with --output",
                 )
     folder.mkdir(exist_ok=True)
     for remains in folder.glob(".*.tmp-*"):
@@ -158,7 +167,7 @@ def _prepare(request: DumpRequest, manifest: DumpManifest) -> None:
     _write_manifest(folder, manifest)
 
 
-def _known_files(request: DumpRequest, manifest: DumpManifest) -> dict[tuple[str, int, int], DumpedText]:
+def _known_files(request: DumpPlan, manifest: DumpManifest) -> dict[tuple[str, int, int], DumpedText]:
     """The answers that are there, by what was asked; one that cannot be read is asked again."""
     known = {}
     for file in sorted(request.folder.glob("*.safetensors")):
@@ -172,7 +181,7 @@ def _known_files(request: DumpRequest, manifest: DumpManifest) -> dict[tuple[str
 
 def _answer(
     session: PairSession,
-    request: DumpRequest,
+    request: DumpPlan,
     params: SamplingParams,
     rows: Sequence[PromptRow],
     sink: Callable[[Event], None],
@@ -210,7 +219,7 @@ def _overhangs(
     return [output.token_ids for output in outputs]
 
 
-def _write_answer(session: PairSession, request: DumpRequest, answer: Answer, overhang: tuple[int, ...]) -> None:
+def _write_answer(session: PairSession, request: DumpPlan, answer: Answer, overhang: tuple[int, ...]) -> None:
     import torch
     from safetensors.torch import save
 
@@ -233,7 +242,7 @@ def _write_answer(session: PairSession, request: DumpRequest, answer: Answer, ov
     write_whole(request.folder / _file_name(answer.row.index, answer.turn), data)
 
 
-def _requests(request: DumpRequest, manifest: DumpManifest) -> Iterator[DumpedRequest]:
+def _requests(request: DumpPlan, manifest: DumpManifest) -> Iterator[DumpedRequest]:
     for text in _known_files(request, manifest).values():
         yield DumpedRequest(
             file=text.file.name,

@@ -1,4 +1,4 @@
-"""The file of `dflash eval-acceptance --rows`: settings, then a line for each answer."""
+"""The file of `dflash eval-acceptance --output`: settings, then a line for each answer."""
 
 from collections.abc import Sequence
 from typing import ClassVar
@@ -13,9 +13,9 @@ from dflash_runtime.metrics import AcceptanceCounts
 
 @RESULT_FORMATS.register("rows")
 class JournalRows(ResultFormat):
-    """What `dflash eval-acceptance --rows` writes. A later line about a turn overrules an earlier one."""
+    """What `dflash eval-acceptance --output` writes. A later line about a turn overrules an earlier one."""
 
-    title: ClassVar[str] = "dflash eval-acceptance --rows"
+    title: ClassVar[str] = "dflash eval-acceptance --output"
 
     def recognises(self, file: ResultFile) -> bool:
         return bool(file.rows) and isinstance(file.rows[0].get("settings"), dict)

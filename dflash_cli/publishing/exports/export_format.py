@@ -15,7 +15,7 @@ Thinking = Literal["on", "off"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExportRequest:
+class ExportPlan:
     """A result to be exported, and what it does not say: how the model is called, and whether it was thinking.
 
     `existing` is the text of the file that the export is written into, where it is there. With `force` what it says of
@@ -50,7 +50,7 @@ class ExportFormat(ABC):
     title: ClassVar[str]
     merges: ClassVar[bool] = False
 
-    def export(self, request: ExportRequest) -> Exported:
+    def export(self, request: ExportPlan) -> Exported:
         """The result in this form.
 
         Raises:
@@ -61,7 +61,7 @@ class ExportFormat(ABC):
         return exported if foreign is None else Exported(exported.text, (foreign, *exported.warnings))
 
     @abstractmethod
-    def _export(self, request: ExportRequest) -> Exported: ...
+    def _export(self, request: ExportPlan) -> Exported: ...
 
 
 EXPORTS: Registry[type[ExportFormat]] = Registry("export format")

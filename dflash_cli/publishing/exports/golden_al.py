@@ -15,7 +15,7 @@ from dflash_cli.publishing.exports.export_format import (
     EXPORTS,
     Exported,
     ExportFormat,
-    ExportRequest,
+    ExportPlan,
     Thinking,
     name_of,
     template_options,
@@ -35,7 +35,7 @@ class GoldenLength(ExportFormat):
     title: ClassVar[str] = "golden acceptance lengths of InferenceX"
     merges: ClassVar[bool] = True
 
-    def _export(self, request: ExportRequest) -> Exported:
+    def _export(self, request: ExportPlan) -> Exported:
         evaluation = request.evaluation
         summary = _chosen(request)
         length = summary.counts.acceptance_len
@@ -48,14 +48,14 @@ class GoldenLength(ExportFormat):
         return Exported(head + yaml.safe_dump(content, sort_keys=False, allow_unicode=True), _warnings(evaluation))
 
 
-def _chosen(request: ExportRequest) -> Summary:
+def _chosen(request: ExportPlan) -> Summary:
     """Of several conditions the one that thinks as is asked for; else the category that a golden length is of."""
     evaluation = request.evaluation
     switched = {item.condition.thinking: item.summary for item in evaluation.conditions}
     return switched.get(_thinking(request)) or evaluation.categories.get(CATEGORY, evaluation.total)
 
 
-def _existing(request: ExportRequest) -> tuple[str, dict[str, Any]]:
+def _existing(request: ExportPlan) -> tuple[str, dict[str, Any]]:
     """The comments at the head of the file, which are kept as they are, and what it holds.
 
     Raises:
@@ -78,7 +78,7 @@ def _existing(request: ExportRequest) -> tuple[str, dict[str, Any]]:
     return "".join(lines[:num_comments]), content
 
 
-def _add(request: ExportRequest, content: dict[str, Any], length: float) -> None:
+def _add(request: ExportPlan, content: dict[str, Any], length: float) -> None:
     """Enter a length under its model, mode and K.
 
     Raises:
@@ -101,11 +101,11 @@ def _add(request: ExportRequest, content: dict[str, Any], length: float) -> None
     content[model][mode] = dict(sorted(curve.items()))
 
 
-def _model(request: ExportRequest) -> str:
+def _model(request: ExportPlan) -> str:
     return request.model or str(name_of(request.evaluation, "target")).rpartition("/")[2].lower()
 
 
-def _thinking(request: ExportRequest) -> Thinking:
+def _thinking(request: ExportPlan) -> Thinking:
     """Whether the model was thinking: as asked, or as its template was told.
 
     Raises:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from dflash_cli.acceptance.acceptance_report import Evaluation
 from dflash_cli.generation.run_facts import EvaluationRun
-from dflash_cli.publishing.exports.export_format import EXPORTS, Exported, ExportFormat, ExportRequest
+from dflash_cli.publishing.exports.export_format import EXPORTS, Exported, ExportFormat, ExportPlan
 from dflash_runtime.documents import to_json
 
 DRAFT = "draft: after NVIDIA/Model-Optimizer#2313, #2247, #2315 and #2316, which are open; fields may change"
@@ -23,7 +23,7 @@ class SpeculationProfile(ExportFormat):
 
     title: ClassVar[str] = "speculation_profile.json of Model-Optimizer"
 
-    def _export(self, request: ExportRequest) -> Exported:
+    def _export(self, request: ExportPlan) -> Exported:
         return Exported(json.dumps(profile(request.evaluation), indent=2, ensure_ascii=False) + "\n")
 
 

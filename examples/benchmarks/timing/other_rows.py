@@ -1,8 +1,6 @@
 """The rows of others: transformers, a reference loop on its modules, and vLLM."""
 
-import sys
 from functools import partial
-from pathlib import Path
 
 from timing.plan import OtherSpeed, Plan, add_other, add_prefill
 from timing.report import Row, say
@@ -13,8 +11,6 @@ TRANSFORMERS_BATCHES, TRANSFORMERS_TOKENS = (1, 8), 24
 
 def measure_transformers(plan: Plan) -> None:
     """`generate`, and the reference loop, on one model of transformers."""
-    # transformers looks for a package named kernels: the kernels.py of this folder's parent is not what it means.
-    sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != Path(__file__).resolve().parents[1]]
     from timing.transformers_arms import ReferenceLoop, build_target, generate_ms
 
     model = build_target(plan.shape, plan.device)

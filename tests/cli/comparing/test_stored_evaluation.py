@@ -19,7 +19,7 @@ from dflash_cli.acceptance.intervals.statistics import Anchors, Interval, summar
 from dflash_cli.comparing.stored_evaluation import read_evaluations, refuse_capped
 from dflash_cli.generation.conditions import Condition
 from dflash_cli.publishing.csv_report import to_csv
-from dflash_cli.publishing.exports.export_format import ExportRequest, Thinking
+from dflash_cli.publishing.exports.export_format import ExportPlan, Thinking
 from dflash_cli.publishing.exports.golden_al import GoldenLength
 from dflash_runtime.documents import to_json
 from dflash_runtime.errors import CheckpointNotFound, UnsupportedError, UsageError
@@ -44,7 +44,7 @@ def test_a_golden_length_is_of_the_condition_that_thinks_as_is_asked(tmp_path: P
     (stored,) = read_evaluations([write_evaluation(tmp_path / "asked.json", evaluation)])
     modes: tuple[Thinking, ...] = ("on", "off")
     for thinking, item in zip(modes, evaluation.conditions, strict=True):
-        exported = GoldenLength().export(ExportRequest(stored=stored, thinking=thinking, model="m"))
+        exported = GoldenLength().export(ExportPlan(stored=stored, thinking=thinking, model="m"))
         (length,) = yaml.safe_load(exported.text)["m"][f"thinking_{thinking}"].values()
         assert length == round(item.summary.counts.acceptance_len or 0, 2)
 
@@ -117,6 +117,7 @@ def test_another_file_is_refused(name: str, tmp_path: Path) -> None:
     assert "\n" not in caught.value.message
 
 
+CONVERSATION = to_json(ConversationCounts(digest="a", name="b", num_tokens=1, num_steps=1))
 CHANGED: dict[str, tuple[dict[str, Any], str, str]] = {
     "a text for a number": ({"num_drafts": "7"}, "wrong-value", "num_drafts"),
     "true for a number": ({"num_tokens": True}, "wrong-value", "num_tokens"),
@@ -126,7 +127,7 @@ CHANGED: dict[str, tuple[dict[str, Any], str, str]] = {
     "half an interval": ({"acceptance_len_interval": {"low": 1.0}}, "missing-key", "acceptance_len_interval.high"),
     "a category without steps": ({"categories": {"a": {}}}, "missing-key", "categories.a.num_drafts"),
     "steps below 0": (
-        {"conversations": [to_json(ConversationCounts(digest="a", name="b", num_tokens=1, num_steps=1)) | {"num_steps": -1}]},
+        {"conversations": [CONVERSATION | {"num_steps": -1}]},
         "wrong-value",
         "conversations[0].num_steps",
     ),

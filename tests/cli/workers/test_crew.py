@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dflash_cli.acceptance.acceptance_report import Evaluation
-from dflash_cli.acceptance.measure import EvaluationRequest, measure
+from dflash_cli.acceptance.measure import EvaluationPlan, measure
 from dflash_cli.checkpoints.references import tiny_directory
 from dflash_cli.generation.answers import Event, fail_row
 from dflash_cli.generation.loaded_pair import PairSession, open_session
@@ -56,9 +56,9 @@ def rows() -> list[PromptRow]:
     return [*gather_rows([], str(tiny_directory() / "prompts.jsonl"))[:11], TURNS]
 
 
-def request(params: SamplingParams = GREEDY, **given: Any) -> EvaluationRequest:
+def request(params: SamplingParams = GREEDY, **given: Any) -> EvaluationPlan:
     source = PromptSource(name="given", num_available=12)
-    return EvaluationRequest(rows=rows(), params=params, source=source, num_resamples=50, **given)
+    return EvaluationPlan(rows=rows(), params=params, source=source, num_resamples=50, **given)
 
 
 def crew_of(session: PairSession, cluster: OwnCluster, size: int = 2) -> Crew:

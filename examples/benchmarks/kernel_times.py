@@ -1,6 +1,6 @@
 """Check every kernel in bf16 against float64, and time it, at the shapes of Qwen3-8B with a draft of 5 layers.
 
-    python3 examples/benchmarks/kernels.py [--only attention] [--sweep]
+    python3 examples/benchmarks/kernel_times.py [--only attention] [--sweep]
 
 Attention of plain blocks is in `attention.py`. Needs a CUDA device. Times are medians of CUDA graph replays over
 rotating inputs, so that caches stay cold; the floor is the bytes that must move divided by what a copy reaches on the
