@@ -118,11 +118,13 @@ def open_replay(
 def run_replay(request: "ReplayRequest") -> "Evaluation":
     """Judge the draft, saying what is being done and how quickly it was."""
     from dflash_cli.acceptance.replay import replay as judge
+    from dflash_cli.generation.run_facts import ReplayRun
 
     console.status(f"replaying {request.dump.path} for draft {request.draft_reference} ...")
     with console.working("replaying"):
         evaluation = judge(request)
-    num_steps, num_blocks = evaluation.total.counts.num_drafts, evaluation.measured["num_blocks"]
+    assert isinstance(evaluation.measured, ReplayRun)
+    num_steps, num_blocks = evaluation.total.counts.num_drafts, evaluation.measured.num_blocks
     if evaluation.seconds > 0 and num_blocks:
         console.status(
             f"{num_blocks} blocks drafted along {len(request.dump.texts)} answers, {num_steps} of them steps of a run, "

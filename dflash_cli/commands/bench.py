@@ -1,7 +1,7 @@
 """`dflash bench`: how much faster a pair decodes with its draft than without, at several batch sizes."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from dflash_cli.terminal import console
 from dflash_cli.terminal.options import BlockOptions, EngineOptions, PairOptions, PromptOptions
@@ -12,9 +12,9 @@ from dflash_runtime.errors import UsageError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dflash_cli.acceptance.acceptance_report import PromptSource
     from dflash_cli.generation.loaded_pair import PairSession
-    from dflash_cli.tuning.speed import BatchSpeed, Speed, SpeedRequest
+    from dflash_cli.generation.prompt_source import PromptSource
+    from dflash_cli.tuning.speed import BatchSpeed, BenchDocument, Speed, SpeedRequest
 
 SPEED_COLUMNS = ("batch", "plain tokens/s", "drafting tokens/s", "speedup", "tokens a step")
 STEP_COLUMNS = ("batch", "plain ms", "drafting ms", "draft", "verify", "rest")
@@ -68,9 +68,21 @@ class Bench(Shown):
     source: "PromptSource"
     speeds: "Sequence[BatchSpeed]"
 
-    def to_json(self) -> dict[str, Any]:
-        """The document of `dflash bench --json`."""
-        return _to_json(self.session, self.plan, self.speeds) | {"prompts": self.source.to_json()}
+    @property
+    def document(self) -> "BenchDocument":
+        from dflash_cli.tuning.speed import BenchDocument
+
+        return BenchDocument(
+            draft=self.session.references["draft"],
+            target=self.session.references["target"],
+            num_speculative_tokens=self.session.llm.num_draft_tokens,
+            max_new_tokens=self.plan.max_new_tokens,
+            num_rounds=self.plan.num_rounds,
+            num_prompts=len(self.plan.prompts),
+            prompts=self.source,
+            batches=tuple(self.speeds),
+            measured=self.session.describe(),
+        )
 
     def summary(self) -> list[str]:
         return [_headline(self.speeds)]
@@ -117,7 +129,7 @@ def command(request: BenchRequest) -> None:
     """Measure and print."""
     found = bench(request)
     if console.is_json():
-        console.result_json(found.to_json())
+        console.result_json(found.document)
     else:
         _print(found.speeds)
     if request.min_speedup is not None:
@@ -139,19 +151,6 @@ def _measure(session: "PairSession", request: "SpeedRequest") -> "list[BatchSpee
 
 def _headline(speeds: "Sequence[BatchSpeed]") -> str:
     return "speedup by drafting: " + ", ".join(f"{speed.speedup:.2f} at batch {speed.batch}" for speed in speeds)
-
-
-def _to_json(session: "PairSession", request: "SpeedRequest", speeds: "Sequence[BatchSpeed]") -> dict[str, Any]:
-    return {
-        "draft": session.references["draft"],
-        "target": session.references["target"],
-        "num_speculative_tokens": session.llm.num_draft_tokens,
-        "max_new_tokens": request.max_new_tokens,
-        "num_rounds": request.num_rounds,
-        "num_prompts": len(request.prompts),
-        "batches": [speed.to_json() for speed in speeds],
-        "measured": session.describe(),
-    }
 
 
 def _print(speeds: "Sequence[BatchSpeed]") -> None:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from dflash_cli.terminal import console
 from dflash_cli.terminal.requests import ESSENTIALS, MEASURING, Argument, Option, Request, verb
@@ -10,6 +10,7 @@ from dflash_cli.terminal.shown import Shown
 from dflash_runtime.errors import UsageError
 
 if TYPE_CHECKING:
+    from dflash_cli.comparing.comparison_report import CompareDocument
     from dflash_cli.comparing.result_comparison import Comparison
 
 
@@ -67,11 +68,11 @@ class Comparisons(Shown):
     items: "tuple[Comparison, ...]"
     tolerance: float | None
 
-    def to_json(self) -> dict[str, Any]:
-        """The document of `dflash compare --json`."""
-        from dflash_cli.comparing.comparison_report import to_json
+    @property
+    def document(self) -> "CompareDocument":
+        from dflash_cli.comparing.comparison_report import compare_document
 
-        return to_json(self.items, self.tolerance)
+        return compare_document(self.items, self.tolerance)
 
     def summary(self) -> list[str]:
         from dflash_cli.comparing.comparison_report import headline
@@ -107,7 +108,7 @@ def command(request: ComparisonRequest) -> None:
     for text in filter(None, map(warning, found.items)):
         console.warn(text)
     if console.is_json():
-        console.result_json(found.to_json())
+        console.result_json(found.document)
     else:
         _print(found.items, found.tolerance)
     if request.gate is not None:

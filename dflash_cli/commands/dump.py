@@ -80,7 +80,7 @@ class DumpRequest(ConcurrencyOptions, EngineOptions, SamplingOptions, PromptOpti
 def dump(request: DumpRequest) -> "DumpSummary":
     """Run the target and write its dump.
 
-    `DumpSummary.failures` lists the prompts that failed.
+    `DumpSummary.failed` lists the prompts that failed.
 
     Raises:
         UsageError: the folder exists, or layers that the target lacks; and errors of loading.
@@ -128,7 +128,7 @@ def command(request: DumpRequest) -> None:
     """Write the dump and print its folder."""
     summary = dump(request)
     if console.is_json():
-        console.result_json({**summary.manifest, "failed": [item.to_json() for item in summary.failures]})
+        console.result_json(summary.document)
     else:
         console.result(str(request.output))
     _finish(summary)
@@ -173,10 +173,10 @@ def _finish(summary: "DumpSummary") -> None:
     Raises:
         typer.Exit: with the code of the gravest failure.
     """
-    requests = summary.manifest["requests"]
-    num_tokens = sum(item["num_tokens"] for item in requests)
+    requests = summary.manifest.requests or ()
+    num_tokens = sum(item.num_tokens for item in requests)
     console.status(f"{summary.num_written} answers written, {len(requests)} in all, {num_tokens} tokens")
-    for failure in summary.failures:
+    for failure in summary.failed:
         console.error(failure.error)
-    if summary.failures:
-        raise typer.Exit(max(failure.exit_code for failure in summary.failures))
+    if summary.failed:
+        raise typer.Exit(max(failure.exit_code for failure in summary.failed))

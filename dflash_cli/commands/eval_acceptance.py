@@ -24,6 +24,7 @@ from dflash_cli.terminal.options import (
     refuse_beside,
 )
 from dflash_cli.terminal.requests import ENGINE, OUTPUT, Option, verb
+from dflash_runtime.documents import to_json
 from dflash_runtime.errors import UsageError
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ def evaluate(request: EvaluationRequest) -> "Evaluation":
     """Measure how many tokens a pair commits per verify step.
 
     `Evaluation.total.counts.acceptance_len` is the acceptance length, `Evaluation.total.interval` its interval.
-    `Evaluation.failures` lists the prompts that failed, which the result leaves out. Blocks are verified whole.
+    `Evaluation.failed` lists the prompts that failed, which the result leaves out. Blocks are verified whole.
 
     Raises:
         UsageError, RequestError: a pair or prompts that cannot be served; and errors of loading.
@@ -146,7 +147,7 @@ def command(request: EvaluationRequest) -> None:
     show_steps(tally.answers, pair.tokenizer, request.trace)
     note_cut_answers(tally.outputs, request.sampling_params(request.max_new_tokens), max_model_len)
     suggest_diagnosis(evaluation.base.counts, pair.references)
-    if evaluation.failures:
+    if evaluation.failed:
         _finish_failed(evaluation, is_allowed=request.allow_failed)
     _check_minimum(evaluation, request)
 
@@ -208,22 +209,18 @@ def _run(request: EvaluationRequest) -> "tuple[Evaluation, Tally, OpenedPair, in
         journal=request.output,
         resume=request.resume,
         force=request.force,
+        lock_sha256=_check_lock(request.lock, pair),
     )
-    locked = _check_lock(request.lock, pair)
     with request.open_answering(pair, config, workers=request.workers, threads=request.threads) as answering:
         evaluation, tally = _measure(answering, plan)
         max_model_len = answering.max_model_len
-    evaluation = dataclasses.replace(
-        evaluation,
-        settings={**request.settings(), **evaluation.settings},
-        measured={**evaluation.measured, "lock_sha256": locked},
-    )
+    evaluation = dataclasses.replace(evaluation, settings=to_json({**request.settings(), **evaluation.settings}))
     return evaluation, tally, pair, max_model_len
 
 
 def _show(evaluation: "Evaluation", *, show_all: bool) -> None:
     if console.is_json():
-        console.result_json(evaluation.to_json())
+        console.result_json(evaluation)
     else:
         _print(evaluation, show_all=show_all)
 
@@ -263,7 +260,7 @@ def _finish_failed(evaluation: "Evaluation", *, is_allowed: bool) -> None:
     Raises:
         typer.Exit: with the code of the gravest failure.
     """
-    failures = evaluation.failures
+    failures = evaluation.failed
     say = console.warn if is_allowed else console.error
     say(f"{len(failures)} of {evaluation.num_prompts} prompts failed and are not in the result:")
     for failure in failures[:SHOWN_FAILURES]:

@@ -4,7 +4,7 @@ import time
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, cast
+from typing import TYPE_CHECKING, Annotated, Literal, NoReturn, cast
 
 import typer
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from dflash_cli.acceptance.prompt_choice import PromptChoice
     from dflash_cli.generation.answers import Event, Tally
+    from dflash_cli.generation.generate_document import GenerateDocument
     from dflash_cli.generation.loaded_pair import PairSession
     from dflash_cli.generation.outputs import Sink
     from dflash_cli.generation.prompts import PromptRow
@@ -128,16 +129,21 @@ class Generation(Shown):
     handoffs: "Handing"
     num_answers: int
     is_interrupted: bool = False
+    num_traced: int = 0
 
     @property
     def texts(self) -> "list[str | None]":
         """The text of each answer, in the order of the prompts; None without a tokenizer."""
         return [item.text for item in sorted(self.tally.answers, key=lambda item: (item.row.index, item.turn))]
 
-    def to_json(self, num_traced: int = 0) -> dict[str, Any]:
-        """The document of `dflash generate --json`."""
-        document = self.tally.to_json(self.session, self.seconds, num_traced=num_traced, lossless=self.lossless)
-        return document | {"handoffs": self.handoffs.to_json()}
+    @property
+    def document(self) -> "GenerateDocument":
+        from dflash_cli.generation.generate_document import generate_document
+
+        return generate_document(
+            self.tally, self.session, self.seconds, num_traced=self.num_traced, lossless=self.lossless,
+            handoffs=self.handoffs.facts,
+        )  # fmt: skip
 
     def summary(self) -> list[str]:
         return [self.tally.figures(self.seconds)]
@@ -191,6 +197,7 @@ def run(
         handoffs=handing,
         num_answers=sum(row.num_turns for row in choice.rows),
         is_interrupted=is_interrupted,
+        num_traced=request.trace,
     )
 
 
@@ -215,7 +222,7 @@ def command(request: GenerationRequest) -> None:
     _note_odd_prompts(request.prompt, has_draft=request.draft is not None)
     found = run(request, lambda session, rows, stack: _open_sinks(request, session, rows, stack))
     if console.is_json():
-        console.result_json(found.to_json(request.trace))
+        console.result_json(found.document)
     elif found.handoffs.is_sending:
         console.result(f"{found.handoffs.place}")
     console.status(found.tally.figures(found.seconds))

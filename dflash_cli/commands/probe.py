@@ -83,7 +83,7 @@ def _show(found: "Probed") -> None:
     for text in (*found.notes, *(f"{run.name}: {note}" for run in found.runs for note in run.notes)):
         console.note(text)
     if console.is_json():
-        console.result_json(probe_report.to_json(found))
+        console.result_json(found)
         return
     console.result("\n".join([*probe_report.headline(found), *probe_report.legend(found)]))
     for title, (columns, rows) in probe_report.all_tables(found).items():
@@ -103,11 +103,10 @@ def _finish(found: "Probed", minimum: float | None, *, use_lower_bound: bool, al
         typer.Exit: prompts failed, or a cause was found.
         GateFailed: the acceptance length is too low.
     """
-    from dflash_cli.acceptance.measure import check_gate
+    from dflash_cli.acceptance.measure import check_summary
     from dflash_cli.generation.answers import plural
-    from dflash_cli.probing.probe_report import as_evaluation
 
-    failures = [failure for run in found.all_runs for failure in run.failures]
+    failures = [failure for run in found.all_runs for failure in run.failed]
     if failures:
         say = console.warn if allow_failed else console.error
         say(f"{plural(len(failures), 'prompt')} failed and are not in the result:")
@@ -116,6 +115,6 @@ def _finish(found: "Probed", minimum: float | None, *, use_lower_bound: bool, al
         if not allow_failed:
             raise typer.Exit(max(failure.exit_code for failure in failures))
     if minimum is not None:
-        check_gate(as_evaluation(found.runs[0], found), minimum, use_lower_bound=use_lower_bound)
+        check_summary(found.runs[0].total, minimum, use_lower_bound=use_lower_bound)
     if found.attribution.is_fault:
         raise typer.Exit(FAULT)

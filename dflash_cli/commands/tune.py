@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from dflash_cli.terminal import console
 from dflash_cli.terminal.interruption import Interrupted
@@ -22,6 +22,7 @@ from dflash_runtime.errors import UsageError
 if TYPE_CHECKING:
     from dflash_cli.acceptance.acceptance_progress import AcceptanceProgress
     from dflash_cli.generation.loaded_pair import PairSession
+    from dflash_cli.tuning.tuned_engines import EngineSettings
     from dflash_cli.tuning.tuner import Tuning, TuningPlan
 
 
@@ -158,9 +159,9 @@ def command(request: TuningRequest) -> None:
     tuning = tune(request)
     settings = _engine_settings(tuning, request.engine)
     if console.is_json():
-        from dflash_cli.tuning.tuning_report import to_json
+        from dflash_cli.tuning.tuning_report import tune_document
 
-        console.result_json({**to_json(tuning), "engines": settings})
+        console.result_json(tune_document(tuning, settings))
     else:
         _print(tuning, settings)
 
@@ -207,7 +208,7 @@ def _measure(session: "PairSession", request: "TuningPlan") -> "Tuning":
         raise Interrupted(hint=kept if is_kept else "--output DIR keeps answers") from error
 
 
-def _engine_settings(tuning: "Tuning", engines: tuple[str, ...]) -> list[dict[str, Any]]:
+def _engine_settings(tuning: "Tuning", engines: tuple[str, ...]) -> "list[EngineSettings]":
     """What each engine is told, or why it is told nothing; none where drafting pays nowhere."""
     from dflash_cli.tuning.tuned_engines import tuned_engines
 
@@ -218,12 +219,12 @@ def _engine_settings(tuning: "Tuning", engines: tuple[str, ...]) -> list[dict[st
         ",".join(engines),
         references["draft"] or "",
         references["target"] or "",
-        tuning.overall.num_draft_tokens,
+        tuning.overall.num_speculative_tokens,
         tuple(tuning.schedule),
     )
 
 
-def _print(tuning: "Tuning", settings: list[dict[str, Any]]) -> None:
+def _print(tuning: "Tuning", settings: "list[EngineSettings]") -> None:
     from dflash_cli.tuning.tuning_report import advice, settings_line, tables
 
     for line in advice(tuning.choices):
@@ -234,5 +235,5 @@ def _print(tuning: "Tuning", settings: list[dict[str, Any]]) -> None:
     if settings:
         console.result(f"\n{settings_line(tuning)}")
     for item in settings:
-        console.result(f"# {item['engine']}")
-        console.result(item["text"] or f"# {item['refusal']}")
+        console.result(f"# {item.engine}")
+        console.result(item.text or f"# {item.refusal}")

@@ -4,8 +4,9 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
-from typing import Any
+from typing import Annotated, Any
 
+from dflash_runtime.documents import HIDDEN, computed_key
 from dflash_runtime.errors import UsageError
 
 THINKING_KEY = "enable_thinking"
@@ -25,11 +26,12 @@ class Condition:
     """
 
     thinking: str | None = None
-    context_len: int | None = None
-    is_plain: bool = False
-    template_options: Mapping[str, Any] = field(default_factory=dict)
+    context_len: Annotated[int | None, "tokens that the prompts were filled up to"] = None
+    is_plain: Annotated[bool, HIDDEN] = False
+    template_options: Annotated[Mapping[str, Any], HIDDEN] = field(default_factory=dict)
 
     @property
+    @computed_key
     def name(self) -> str:
         """`thinking on, 4k`; empty for the one way in which a run without conditions answers."""
         parts = [

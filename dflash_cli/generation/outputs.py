@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from dflash_cli.documents.atomic_file import atomic_text, json_line
-from dflash_cli.generation.answers import Answer, Event, split_step
+from dflash_cli.generation.answers import Answer, AnswerRow, Event, split_step
 from dflash_cli.generation.prompts import PromptRow
 from dflash_cli.generation.tokenizer import REPLACEMENT, StreamDecoder, Tokenizer
 from dflash_cli.terminal import console
@@ -130,7 +130,8 @@ class RowSink:
     def _write_all(self, answers: Iterable[Answer]) -> None:
         for answer in answers:
             with_trace = answer.row.prompt_index < self._num_traced
-            self._write(json_line(answer.to_json(self._num_speculative_tokens, with_trace=with_trace)))
+            row = AnswerRow.of(answer, self._num_speculative_tokens, with_trace=with_trace)
+            self._write(json_line(row))
 
 
 class InOrder:

@@ -5,13 +5,13 @@ The bundled pair is a base model for Python, so its own set is pieces of Python,
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 from dflash_cli.checkpoints.references import is_bundled, tiny_directory
+from dflash_cli.generation.prompt_source import DatasetSource
 from dflash_cli.generation.prompts import PromptRow, gather_rows, make_row
 from dflash_cli.generation.tokenizer import Tokenizer
 from dflash_runtime.errors import UsageError
@@ -38,7 +38,7 @@ class PromptSet:
     sha256: str | None = None
     version: str | None = None
     for_chat: bool = False
-    dataset: Mapping[str, Any] | None = None
+    dataset: DatasetSource | None = None
     count: int | None = None
 
     def settle_chat(self, tokenizer: Tokenizer | None, *, chat: bool | None) -> bool:
@@ -141,11 +141,11 @@ def _read_dataset(text: str, format_name: str | None, count: int | None) -> Prom
         sha256=found.sha256,
         for_chat=True,
         count=spec.count,
-        dataset={
-            "source": dataset.repo if found.commit is not None and spec.place is None else spec.place,
-            "commit": found.commit,
-            "files": list(found.names),
-            "subset": subset,
-            "format": chosen,
-        },
+        dataset=DatasetSource(
+            source=spec.place or dataset.repo,
+            commit=found.commit,
+            files=tuple(found.names),
+            subset=subset,
+            format=chosen,
+        ),
     )

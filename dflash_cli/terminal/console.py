@@ -69,18 +69,17 @@ def result_bytes(content: bytes) -> None:
         stream.flush()
 
 
-def result_json(document: dict[str, Any]) -> None:
-    """Write the one JSON document of a `--json` run, with its schema version and its kind first.
-
-    The kind is the command's name unless the document has one of its own.
-    """
+def result_json(document: Any) -> None:
+    """Write the one JSON document of a `--json` run: an object of a class with a KIND."""
     result(json_document(document))
 
 
-def json_document(document: dict[str, Any], indent: int | None = None, *, kind: str | None = None) -> str:
-    """The text of a document, with its schema version and its kind first; by default the kind of the run."""
-    head = {"schema_version": SCHEMA_VERSION, "kind": kind or _kind}
-    return json.dumps(head | document, ensure_ascii=False, allow_nan=False, indent=indent)
+def json_document(document: Any, indent: int | None = None) -> str:
+    """The text of a document."""
+    from dflash_runtime.documents import to_json
+
+    head = {"schema_version": SCHEMA_VERSION, "kind": _kind} if isinstance(document, dict) else {}
+    return json.dumps(head | to_json(document), ensure_ascii=False, allow_nan=False, indent=indent)
 
 
 def note(text: str) -> None:

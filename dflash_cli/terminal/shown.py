@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from html import escape
+from typing import Any
 
 MAX_ROWS = 12
 """The rows of a table that `repr` shows."""
@@ -10,7 +11,22 @@ Table = tuple[Sequence[str], Sequence[Sequence[str]]]
 
 
 class Shown:
-    """Base of results. A subclass gives `summary` and, if it has tables, `shown_tables`."""
+    """Base of results. A subclass gives `summary` and, if it has tables, `shown_tables`.
+
+    A subclass that is not a document itself gives `document`.
+    """
+
+    @property
+    def document(self) -> Any:
+        """The document that --json prints: an object of a class with a KIND."""
+        return self
+
+    def to_json(self) -> dict[str, Any]:
+        """The JSON document of the result."""
+        from dflash_runtime.documents import to_json
+
+        found: dict[str, Any] = to_json(self.document)
+        return found
 
     def summary(self) -> Sequence[str]:
         """A few lines about the result, the most important first."""

@@ -1,6 +1,5 @@
 """Measure every candidate, what its steps take, and what other number formats would change. Knows no terminal."""
 
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -13,7 +12,7 @@ from dflash_cli.acceptance.acceptance_report import Evaluation
 from dflash_cli.acceptance.intervals.acceptance_difference import holm
 from dflash_cli.acceptance.journal import check_journal
 from dflash_cli.acceptance.measure import EvaluationPlan
-from dflash_cli.comparing.measured_result import MeasuredResult, ResultFile
+from dflash_cli.comparing.measured_result import MeasuredResult
 from dflash_cli.comparing.result_comparison import Contrast, compare_results
 from dflash_cli.documents.atomic_file import atomic_text, json_line
 from dflash_cli.generation.loaded_pair import PairSession
@@ -28,9 +27,11 @@ from dflash_cli.tuning.step_costs import (
     measure_step_costs,
     num_timed_rounds,
     read_step_costs,
+    read_step_times,
 )
 from dflash_cli.tuning.what_if import WhatIf, changes_nothing, rounded
 from dflash_runtime.config import EngineConfig
+from dflash_runtime.documents import to_json
 from dflash_runtime.errors import UsageError
 
 DEFAULT_BATCHES = (1, 8, 32)
@@ -101,7 +102,7 @@ class Tuning(Shown):
         found = (
             "drafting pays at no batch size"
             if best is None
-            else f"best over all batch sizes: K {best.num_draft_tokens}"
+            else f"best over all batch sizes: K {best.num_speculative_tokens}"
         )
         return [found, f"{len(self.evaluations)} candidates, batch sizes {', '.join(map(str, self.costs.batches))}"]
 
@@ -168,7 +169,7 @@ def _numbers(request: TuningPlan, trained: int, given: StepCosts | None) -> Sequ
         return request.numbers
     if given is None:
         return default_numbers(trained)
-    numbers = sorted({item.num_draft_tokens for item in given.drafting})
+    numbers = sorted({item.num_speculative_tokens for item in given.drafting})
     if numbers[-1] > trained:
         fitting = ",".join(str(number) for number in numbers if number <= trained)
         raise UsageError(
@@ -227,26 +228,20 @@ def _find_step_costs(
     settings = session.run_settings(asked.params, chat=asked.chat) | {
         "candidates": [item.name for item in candidates], "batches": batches, "num_rounds": request.num_rounds,
     }  # fmt: skip
-    settings = json.loads(json.dumps(settings))
-    if path is not None and asked.resume and _settings_of(path) == settings:
+    settings = to_json(settings)
+    if path is not None and path.exists() and asked.resume and read_step_times(path).settings == settings:
         return read_step_costs(path, session.llm.num_draft_tokens)
     with progress.rounds(num_timed_rounds(candidates, timed)) as observe:
         costs = measure_step_costs(session.llm.pair, candidates, timed, request.config, observe)
     if path is not None:
         with atomic_text(path) as stream:
-            stream.write(json_line({**costs.to_json(), "settings": settings}))
+            stream.write(json_line(replace(costs.times, settings=settings)))
     return costs
-
-
-def _settings_of(path: Path) -> object:
-    """Under which settings the times of a file were measured; None where there is no such file."""
-    document = ResultFile(path).document if path.exists() else None
-    return document.get("settings") if isinstance(document, dict) else None
 
 
 def _compare_ways(evaluations: Mapping[Candidate, Evaluation], confidence: float) -> dict[int, Contrast]:
     """For each K below the trained one: by how much the narrowed block's acceptance is above the resized one's."""
-    numbers = [item.num_draft_tokens for item in evaluations if item.way == "resized"]
+    numbers = [item.num_speculative_tokens for item in evaluations if item.way == "resized"]
     found = {}
     for number in numbers:
         sides = [_result(way, evaluations[Candidate(number, way)]) for way in WAYS]

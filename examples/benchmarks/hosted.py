@@ -142,7 +142,7 @@ def judge(pair: LoadedPair, shape: Shape) -> tuple[int, int]:
     prompt = torch.randint(1, shape.vocab - 1, (100,), generator=torch.Generator().manual_seed(1)).tolist()
     llm = LLM(pair)
     verdict = llm.check_lossless(llm.generate([prompt], SamplingParams(max_new_tokens=64, ignore_eos=True)))
-    return verdict.num_wrong, verdict.num_ties
+    return verdict.num_wrong, verdict.num_near_ties
 
 
 def main() -> int:

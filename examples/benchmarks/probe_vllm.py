@@ -36,6 +36,7 @@ from dflash_cli.checkpoints.references import tiny_directory
 from dflash_cli.generation.prompts import PromptRow
 from dflash_cli.probing import probe_report
 from dflash_cli.probing.server_probe import Probed
+from dflash_runtime.documents import to_json
 from dflash_runtime.errors import DFlashError
 from timing.report import say, table
 
@@ -235,7 +236,7 @@ def measure(given: argparse.Namespace, folder: Path, out: Path) -> int:
     except (DFlashError, RuntimeError) as error:
         say(f"failed: {error}")
         return 1
-    (out / "probe.json").write_text(json.dumps(probe_report.to_json(found), indent=1) + "\n")
+    (out / "probe.json").write_text(json.dumps(to_json(found), indent=1) + "\n")
     show(own, found)
     return 0
 

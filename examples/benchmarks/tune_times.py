@@ -7,13 +7,13 @@ Random weights accept almost nothing: a step commits about one token.
 """
 
 import argparse
-import json
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from dflash_cli.documents.atomic_file import json_line
 from dflash_cli.generation.loaded_pair import device_name
 from dflash_cli.tuning.candidates import candidates_for, default_numbers
 from dflash_cli.tuning.speed import SpeedRequest
@@ -38,7 +38,7 @@ def main() -> int:
         pair, candidates, request, config, lambda done: print(f"{done} of {total} rounds", end="\r", file=sys.stderr)
     )
     source = f"{options.shape} shape, {options.context} tokens of context, {device_name(device)}"
-    options.out.write_text(json.dumps(replace(costs, source=source).to_json()) + "\n")
+    options.out.write_text(json_line(replace(costs.times, source=source)))
     print(f"{options.out}: milliseconds per step of {source}")
     return 0
 

@@ -100,7 +100,7 @@ def test_a_pair_is_measured_on_texts_ids_or_a_file(tmp_path: Path) -> None:
     by_value = dflash_cli.evaluate(
         draft="tiny", target="tiny", prompts=["def f(", [5, 6, 7]], max_new_tokens=16, num_resamples=0, output=output
     )
-    assert by_value.total.interval is None
+    assert by_value.total.acceptance_len_interval is None
     assert len(output.read_text().splitlines()) >= 2
     assert by_file.total.counts == by_value.total.counts
     assert by_file.total.num_requests == 2
@@ -111,7 +111,7 @@ def test_settings_state_every_option_that_decides_the_result() -> None:
     found = dflash_cli.evaluate(request)
     assert request.settings().keys() <= found.settings.keys()
     assert (found.settings["top_k"], found.settings["max_new_tokens"]) == (3, 8)
-    assert found.measured["adaptive_width"] is False
+    assert found.to_json()["measured"]["adaptive_width"] is False
 
 
 def test_text_is_generated() -> None:

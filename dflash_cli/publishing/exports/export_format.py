@@ -57,7 +57,7 @@ class ExportFormat(ABC):
             UsageError: steps did not verify all that was drafted, or the result does not say what the form needs.
         """
         refuse_capped(request.stored)
-        exported, foreign = self._export(request), request.evaluation.source.warning
+        exported, foreign = self._export(request), request.evaluation.prompts.warning
         return exported if foreign is None else Exported(exported.text, (foreign, *exported.warnings))
 
     @abstractmethod
@@ -79,8 +79,8 @@ def find_export(name: str) -> ExportFormat:
 
 def name_of(evaluation: Evaluation, role: str) -> str | None:
     """What a draft or target is called, without a path of the machine it was measured on."""
-    identity = evaluation.measured.get(role) or {}
-    name = identity.get("name") or evaluation.settings.get(role)
+    identity = {"draft": evaluation.measured.draft, "target": evaluation.measured.target}[role]
+    name = identity.name if identity is not None else evaluation.settings.get(role)
     return None if name is None else str(name)
 
 

@@ -121,12 +121,12 @@ def _thinking(request: ExportPlan) -> Thinking:
 
 
 def _conditions(evaluation: Evaluation, summary: Summary) -> list[str]:
-    settings, interval = evaluation.settings, summary.interval
+    settings, interval = evaluation.settings, summary.acceptance_len_interval
     sampling = " | ".join(f"{name}: {settings.get(name)}" for name in ("temperature", "top_p", "top_k"))
     lines = [
         "Acceptance lengths: key = num_speculative_tokens, value = 1 + accepted / steps.",
-        f"dataset: {evaluation.source.name} | {sampling} | output_len: {settings.get('max_new_tokens')}",
-        f"measured with dflash-cli on {summary.num_conversations} prompts, {evaluation.measured.get('date')}",
+        f"dataset: {evaluation.prompts.name} | {sampling} | output_len: {settings.get('max_new_tokens')}",
+        f"measured with dflash-cli on {summary.num_conversations} prompts, {evaluation.measured.date}",
     ]
     if interval is not None:
         lines.append(f"first entry: {100 * interval.confidence:g}% interval [{interval.low:.2f}, {interval.high:.2f}]")
@@ -136,9 +136,9 @@ def _conditions(evaluation: Evaluation, summary: Summary) -> list[str]:
 def _warnings(evaluation: Evaluation) -> tuple[str, ...]:
     unlike = []
     if evaluation.conditions:
-        unlike.append(f"all prompts of {evaluation.source.name} under one condition of several")
+        unlike.append(f"all prompts of {evaluation.prompts.name} under one condition of several")
     elif CATEGORY not in evaluation.categories:
-        unlike.append(f"prompts {evaluation.source.name} without a category {CATEGORY}")
+        unlike.append(f"prompts {evaluation.prompts.name} without a category {CATEGORY}")
     if evaluation.settings.get("max_new_tokens") != ANSWER_LEN:
         unlike.append(f"answers of {evaluation.settings.get('max_new_tokens')} tokens")
     if not unlike:

@@ -13,6 +13,7 @@ from dflash_cli.commands.bench import _rows
 from dflash_cli.main import app
 from dflash_cli.tuning.speed import BatchSpeed, Speed, SpeedRequest, check_speedup, measure_speeds
 from dflash_cli.tuning.step_parts import StepParts
+from dflash_runtime.documents import to_json
 from dflash_runtime.errors import GateFailed, RequestError, UsageError
 from dflash_testing.pairs import bundled_draft_model, bundled_llm, bundled_prompts
 from dflash_testing.refusals import refuses
@@ -128,7 +129,7 @@ def test_adaptive_width_has_a_row_of_its_own() -> None:
     speed = replace(fixed, adaptive=replace(fixed.speculative, tokens_per_second=300.0))
     assert [row[0] for row in _rows(speed)] == ["1", "1 adaptive"]
     assert [row[3] for row in _rows(speed)] == ["1.50", "3.00"]
-    assert speed.to_json()["adaptive_speedup"] == 3
+    assert to_json(speed)["adaptive_speedup"] == 3
     assert len(_rows(fixed)) == 1
 
 

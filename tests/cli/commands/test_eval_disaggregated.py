@@ -144,7 +144,7 @@ def test_a_program_gets_the_same_document() -> None:
     )
     assert found.disaggregation is not None
     found.disaggregation.check()
-    again = json.loads(console.json_document(found.to_json()))
+    again = json.loads(console.json_document(found))
     for own in (document, again):
         assert own["disaggregation"]["num_handed"] == 4
         for name in ("date", "argv", "lock_sha256"):

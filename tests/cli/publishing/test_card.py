@@ -34,7 +34,7 @@ def test_the_hubs_library_reads_the_figures() -> None:
     made("--engine", "none", "-o", "README.md")
     card = HubCard.load("README.md", ignore_metadata_errors=False)
     evaluation = drawn_evaluation()
-    interval = evaluation.total.interval
+    interval = evaluation.total.acceptance_len_interval
     assert interval is not None
     assert card.data.base_model == "org/target"
     assert card.data.model_name == "draft"

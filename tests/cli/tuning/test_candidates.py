@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from dflash_cli.acceptance.acceptance_report import PromptSource
 from dflash_cli.acceptance.measure import EvaluationPlan, measure
 from dflash_cli.checkpoints.references import TINY
 from dflash_cli.generation.loaded_pair import open_session
+from dflash_cli.generation.prompt_source import PromptSource
 from dflash_cli.tuning.candidates import Candidate, candidates_for, default_numbers, measure_candidate
 from dflash_cli.tuning.speed import smallest
 from dflash_runtime.errors import RequestError, UsageError

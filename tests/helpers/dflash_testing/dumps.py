@@ -37,7 +37,7 @@ def dump_to(
     session = open_session(None, TINY, replace(config, num_draft_tokens=0))
     request: dict[str, Any] = {"rows": rows, "params": params, "taps": TAPS, "folder": folder, "num_overhang": 8}
     summary = write_dump(session, DumpPlan(**request | changes), lambda event: None)
-    assert not summary.failures
+    assert not summary.failed
     return open_dump(folder)
 
 
