@@ -16,7 +16,7 @@ from dflash_runtime.json_values import as_object
 VLLM_BASE = "vLLM 0.33.0 transformers_utils/configs/speculators/base.py, algos.py"
 REQUIRED = ("speculators_config", "transformer_layer_config", "aux_hidden_state_layer_ids", "mask_token_id")
 METHODS = "speculators_config.proposal_methods"
-FIX_VERIFIER = "dflash convert {draft} {out} --to speculators --verifier ORG/REPO"
+FIX_VERIFIER = "dflash convert {draft} {out} --to speculators --target-name ORG/REPO"
 
 
 @check(

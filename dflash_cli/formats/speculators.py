@@ -154,7 +154,7 @@ class SpeculatorsFormat(Format):
                 "verifier: a speculators checkpoint must name its target",
                 id="verifier-unknown",
                 field="verifier",
-                hint="pass --verifier NAME or --target TARGET",
+                hint="pass --target-name NAME or --target TARGET",
             )
         body = {"max_window_layers": config.num_layers, **plain_keys(carried), **write_body(config)}
         nested = prefixed_keys(carried, NESTED)
