@@ -243,4 +243,4 @@ def first_pixels(path: Path) -> list[tuple[int, ...]]:
 
 
 def test_the_page_is_part_of_the_package() -> None:
-    assert (ROOT / "dflash_cli" / "evaluation" / "publishing" / "page.html").is_file()
+    assert (ROOT / "dflash_cli" / "publishing" / "page.html").is_file()
