@@ -14,7 +14,7 @@ from dflash_cli.acceptance.exact_match import ExactMatch
 from dflash_cli.acceptance.intervals.resampling import MIN_UNITS
 from dflash_cli.acceptance.intervals.statistics import DEFINITIONS, MIN_FOR_POSITIONS, Interval, Summary
 from dflash_cli.acceptance.rejected_tokens import RejectedToken
-from dflash_cli.generation.answers import plural
+from dflash_runtime.phrases import plural, shorten
 
 Table = tuple[Sequence[str], Sequence[Sequence[str]]]
 TABLE_NOTE = "conditional: of the steps that accepted the position before; light: the interval"
@@ -318,7 +318,7 @@ def _against_first(item: ConditionResult) -> str:
 def _category_table(evaluation: Evaluation) -> Table:
     rows = [
         (
-            _short(name),
+            shorten(name, NAME_WIDTH),
             str(summary.num_conversations),
             str(summary.counts.num_drafts),
             _length(summary) + _lack(summary),
@@ -356,19 +356,18 @@ def _bar(rate: float, interval: Interval | None) -> str:
     return "█" * num_solid + "░" * (round(light * BAR_WIDTH) - num_solid)
 
 
-def _short(name: str) -> str:
-    return name if len(name) <= NAME_WIDTH else f"{name[: NAME_WIDTH - 1]}…"
-
-
 def _rejected_table(tokens: Sequence[RejectedToken]) -> Table:
     """Tokens in brackets, so that spaces at their ends show."""
     rows = [
         (
-            _short(f"[{item.text}]"),
+            shorten(f"[{item.text}]", NAME_WIDTH),
             str(item.num_rejected),
             str(item.num_judged),
             f"{item.rate:.2f}",
-            "  ".join(f"{_short(f'[{other.text}]')} {other.count}" for other in item.replacements[:SHOWN_REPLACEMENTS]),
+            "  ".join(
+                f"{shorten(f'[{other.text}]', NAME_WIDTH)} {other.count}"
+                for other in item.replacements[:SHOWN_REPLACEMENTS]
+            ),
         )
         for item in tokens[:SHOWN_TOKENS]
     ]

@@ -10,8 +10,8 @@ from dflash_cli.acceptance.intervals.acceptance_difference import (
     paired_difference,
     tokens_per_step,
 )
-from dflash_cli.generation.answers import plural
 from dflash_runtime.errors import GateFailed
+from dflash_runtime.phrases import plural
 
 TITLE = "prefill and decode apart, and one engine"
 EXACT = ("float32", "float64")

@@ -8,9 +8,10 @@ from typing import Any
 
 from dflash_cli.acceptance.intervals.proportions import mcnemar_p_value, paired_share_interval, wilson_interval
 from dflash_cli.acceptance.intervals.statistics import Interval
-from dflash_cli.generation.answers import Answer, plural
+from dflash_cli.generation.answers import Answer
 from dflash_cli.generation.conditions import Condition
 from dflash_cli.generation.prompts import PromptRow
+from dflash_runtime.phrases import plural
 from dflash_runtime.scheduling.request import FinishReason
 
 BOXED = re.compile(r"\\boxed\{([^{}]*)\}")

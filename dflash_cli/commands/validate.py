@@ -30,6 +30,7 @@ from dflash_cli.terminal.options import (
     ThreadsOption,
 )
 from dflash_runtime.errors import CheckpointError, CheckpointNotFound, UnsupportedError, UsageError
+from dflash_runtime.phrases import plural
 
 if TYPE_CHECKING:
     from dflash_cli.conversion.repair import Repaired
@@ -233,7 +234,7 @@ def _print_transfer(report: "TransferReport") -> None:
     errors, warnings = report.count("error"), report.count("warning")
     console.result(
         f"{prefill} to {decode}: {report.num_rules} rules checked: "
-        f"{_plural(errors, 'error')}, {_plural(warnings, 'warning')}"
+        f"{plural(errors, 'error')}, {plural(warnings, 'warning')}"
     )
     for note in report.notes:
         console.note(note)
@@ -312,7 +313,7 @@ def _print(report: Report, *, is_target_missing: bool) -> None:
     errors, warnings = report.count("error"), report.count("warning")
     console.result(
         f"{report.path}: {report.dialect or 'unknown dialect'}, {report.num_rules} rules checked{against}: "
-        f"{_plural(errors, 'error')}, {_plural(warnings, 'warning')}"
+        f"{plural(errors, 'error')}, {plural(warnings, 'warning')}"
     )
     for note in report.notes:
         console.warn(note)
@@ -369,7 +370,3 @@ def _print_repaired(destination: Path, repaired: "Repaired | None") -> None:
     for finding in repaired.after.findings:
         console.result(f"{INDENT}not fixed: {finding.id} {finding.severity} {finding.location}: {finding.message}")
         console.result(f"{INDENT}{INDENT}fix: {finding.fix}")
-
-
-def _plural(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

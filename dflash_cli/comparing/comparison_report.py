@@ -6,6 +6,7 @@ from typing import Any
 
 from dflash_cli.comparing.measured_result import MeasuredResult
 from dflash_cli.comparing.result_comparison import Comparison, Contrast
+from dflash_runtime.phrases import shorten
 
 CATEGORY_WIDTH = 14
 
@@ -71,7 +72,7 @@ def table(comparison: Comparison, place: int) -> tuple[Sequence[str], Sequence[S
 def _row(line: Contrast) -> tuple[str, ...]:
     name = line.category or "all"
     return (
-        name if len(name) <= CATEGORY_WIDTH else f"{name[: CATEGORY_WIDTH - 1]}…",
+        shorten(name, CATEGORY_WIDTH),
         str(line.num_conversations),
         _length(line.base_len),
         _length(line.other_len),
@@ -85,7 +86,9 @@ def warning(comparison: Comparison) -> str | None:
     """What was measured otherwise than the first result, beside the draft."""
     if not comparison.unlike:
         return None
-    fields = ", ".join(f"{name} {_short(was)} -> {_short(now)}" for name, (was, now) in comparison.unlike.items())
+    fields = ", ".join(
+        f"{name} {shorten(str(was), 24)} -> {shorten(str(now), 24)}" for name, (was, now) in comparison.unlike.items()
+    )
     return f"{comparison.other.name} was measured otherwise than {comparison.base.name}: {fields}"
 
 
@@ -149,8 +152,3 @@ def p_value_text(value: float | None, equals: str = "") -> str:
     if value is None:
         return "-"
     return f"{equals}{value:.3f}" if value >= 0.001 else f"{'< ' if equals else '<'}0.001"
-
-
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 24 else f"{text[:21]}..."

@@ -8,6 +8,7 @@ from dflash_cli.generation.prompts import Conversation, PromptRow
 from dflash_cli.generation.tokenizer import StreamDecoder, Tokenizer
 from dflash_runtime.errors import RequestError
 from dflash_runtime.metrics import AcceptanceCounts, count_acceptance, count_widths, request_metrics
+from dflash_runtime.phrases import plural
 from dflash_runtime.scheduling.request import DraftStep, FinishReason, RequestOutput, SamplingParams, derive_seed
 
 if TYPE_CHECKING:
@@ -168,11 +169,6 @@ class Tally:
             "measured": session.describe(),
             "rows": [answer.to_json(self.num_speculative_tokens, with_trace=with_trace) for answer in answers],
         }
-
-
-def plural(count: int, noun: str) -> str:
-    """`1 token`, `2 tokens`."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def answer_rows(

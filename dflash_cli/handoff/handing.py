@@ -7,7 +7,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from dflash_cli.generation.answers import Streaming, Tally, plural
+from dflash_cli.generation.answers import Streaming, Tally
 from dflash_cli.generation.prompt_sets import PromptSet
 from dflash_cli.generation.prompts import PromptRow
 from dflash_cli.handoff.handoff_folder import empty_folder
@@ -25,6 +25,7 @@ from dflash_runtime.kv_transfer.handoff import Handoff, check_handoff
 from dflash_runtime.kv_transfer.places import open_connector
 from dflash_runtime.kv_transfer.vllm_prefills import find_vllm_prefills
 from dflash_runtime.llm import LLM, Delta
+from dflash_runtime.phrases import plural
 from dflash_runtime.scheduling.request import RequestOutput, SamplingParams
 from dflash_runtime.transfers import HandoffPlan, TransferCounts
 

@@ -22,10 +22,10 @@ from typing import Any, Literal
 
 from dflash_cli.comparing.result_comparison import Comparison
 from dflash_cli.generation.announcements import is_low
-from dflash_cli.generation.answers import plural
 from dflash_cli.probing.inference_server import ServerFacts
 from dflash_cli.probing.server_run import ServerRun
 from dflash_cli.probing.token_equality import TokenEquality
+from dflash_runtime.phrases import plural
 
 SLIGHT, MUCH = 0.02, 1.1
 """A difference of less than a fiftieth is no fault; without an interval a tenth is needed for one."""

@@ -8,11 +8,11 @@ from dflash_cli.acceptance.acceptance_report import Evaluation, Table, tables
 from dflash_cli.acceptance.intervals.statistics import DEFINITIONS
 from dflash_cli.comparing import comparison_report
 from dflash_cli.comparing.result_comparison import Comparison
-from dflash_cli.generation.answers import plural
 from dflash_cli.probing.attribution import Attribution
 from dflash_cli.probing.server_probe import Probed
 from dflash_cli.probing.server_run import ServerRun
 from dflash_cli.probing.token_equality import TokenEquality
+from dflash_runtime.phrases import plural
 
 WIDTH = 78
 SHOWN_DIFFERENCES = 5

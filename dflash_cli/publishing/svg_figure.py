@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from html import escape
 
 from dflash_cli.publishing.figures import Figure, Point, Series
+from dflash_runtime.phrases import shorten
 
 WIDTH, ROW, PLOT_HEIGHT = 640, 26, 260
 LEFT, RIGHT, TOP, BOTTOM = 46, 14, 12, 40
@@ -97,7 +98,7 @@ def _rows(plot: _Plot) -> Iterator[str]:
         yield f'<line class="grid" x1="{place:.1f}" x2="{place:.1f}" y1="{plot.top}" y2="{bottom}"/>'
         yield f'<text x="{place:.1f}" y="{bottom + 17}" text-anchor="middle">{tick:.3g}</text>'
     for place, label in enumerate(plot.figure.labels):
-        shown = label if len(label) <= NAME_LENGTH else f"{label[: NAME_LENGTH - 1]}…"
+        shown = shorten(label, NAME_LENGTH)
         yield f'<text x="{plot.left - 8}" y="{_row(plot, place) + 4:.1f}" text-anchor="end">{escape(shown)}</text>'
     middle = plot.left + plot.width / 2
     yield f'<text x="{middle:.1f}" y="{bottom + 34}" text-anchor="middle">{escape(plot.figure.axis)}</text>'

@@ -11,6 +11,7 @@ from dflash_cli.comparing.result_comparison import Contrast
 from dflash_cli.tuning.candidates import Candidate
 from dflash_cli.tuning.speedups import Choice, Speedup
 from dflash_cli.tuning.tuner import Tuning
+from dflash_runtime.phrases import shorten
 
 CATEGORY_WIDTH = 14
 WAYS_LEGEND = """resized: the draft is given a block of K + 1 rows, as engines do
@@ -131,7 +132,7 @@ def category_table(tuning: Tuning, batches: Sequence[int]) -> Table:
     for choice in tuning.choices:
         if choice.category is not None:
             found.setdefault(choice.category, {})[choice.batch] = choice
-    rows = [(_short(name), *(_best(of.get(batch)) for batch in batches)) for name, of in found.items()]
+    rows = [(shorten(name, CATEGORY_WIDTH), *(_best(of.get(batch)) for batch in batches)) for name, of in found.items()]
     return _columns("best K", batches), rows
 
 
@@ -203,7 +204,3 @@ def _number(value: float | None) -> str:
 
 def _span(interval: Interval | None) -> str:
     return "" if interval is None else f" [{interval.low:.2f}, {interval.high:.2f}]"
-
-
-def _short(name: str) -> str:
-    return name if len(name) <= CATEGORY_WIDTH else f"{name[: CATEGORY_WIDTH - 1]}…"

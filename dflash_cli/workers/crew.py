@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from dflash_cli.generation.answers import Event, fail_row, plural
+from dflash_cli.generation.answers import Event, fail_row
 from dflash_cli.generation.loaded_pair import OpenedPair, check_params, describe_command
 from dflash_cli.generation.prompts import PromptRow
 from dflash_cli.generation.tokenizer import Tokenizer
@@ -19,6 +19,7 @@ from dflash_cli.terminal import console
 from dflash_cli.workers.messages import Batch, Cluster, Piece, Refusal, Report, WorkerFacts, WorkerSpec
 from dflash_runtime.config import EngineConfig
 from dflash_runtime.errors import CapacityError, CheckpointError, UsageError
+from dflash_runtime.phrases import plural
 from dflash_runtime.scheduling.request import SamplingParams
 
 BATCHES_PER_WORKER = 2

@@ -11,7 +11,15 @@ import pytest
 from dflash_testing.paths import ROOT
 
 PACKAGE = ROOT / "runtime" / "dflash_runtime"
-ROOMS = ("errors json_values registry config", "checkpoint", "scheduling", "kv_transfer", "models", "drafts", "device")
+ROOMS = (
+    "phrases notices errors json_values registry config",
+    "checkpoint",
+    "scheduling",
+    "kv_transfer",
+    "models",
+    "drafts",
+    "device",
+)
 """From the bottom up; a room may import from itself and from those before it. What is named in none is on top."""
 
 TORCH_FREE = ("checkpoint", "scheduling")

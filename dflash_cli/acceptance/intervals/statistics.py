@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from dflash_cli.acceptance.intervals.resampling import MIN_UNITS, linear_bounds, resampled_bounds
 from dflash_runtime.metrics import AcceptanceCounts, count_acceptance
+from dflash_runtime.phrases import plural
 from dflash_runtime.scheduling.request import RequestOutput
 
 if TYPE_CHECKING:
@@ -183,7 +184,7 @@ def _why_none(num_units: int, num_resamples: int = 1) -> str | None:
     if not num_units:
         return "no verify steps"
     if num_units < MIN_UNITS:
-        return f"{num_units} prompt{'s' if num_units > 1 else ''}, and an interval takes {MIN_UNITS} or more"
+        return f"{plural(num_units, 'prompt')}, and an interval takes {MIN_UNITS} or more"
     return None if num_resamples else "no bootstrap was asked for"
 
 

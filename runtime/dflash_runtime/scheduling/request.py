@@ -18,6 +18,7 @@ from numbers import Real
 from operator import index as as_integer
 
 from dflash_runtime.errors import DFlashError, RequestError
+from dflash_runtime.phrases import shorten
 
 MAX_STOP_IDS = 16
 """Stop ids a request may have; the device compares with all of them in every step."""
@@ -87,7 +88,7 @@ class SamplingParams:
         except TypeError as error:
             raise RequestError(f"{name} must be an integer, got {value!r}") from error
         if number not in allowed:
-            raise RequestError(f"{name} must be {expected}, got {_shorten(number)}")
+            raise RequestError(f"{name} must be {expected}, got {shorten(repr(number), 60)}")
         object.__setattr__(self, name, number)
 
     @property
@@ -325,13 +326,13 @@ def check_ids(token_ids: Iterable[int], where: str = "") -> tuple[int, ...]:
     try:
         values = tuple(token_ids)
     except TypeError as error:
-        raise RequestError(f"{prefix}{_shorten(token_ids)}, expected a sequence of token ids") from error
+        raise RequestError(f"{prefix}{shorten(repr(token_ids), 60)}, expected a sequence of token ids") from error
     ids = []
     for value in values:
         try:
             ids.append(as_integer(value))
         except TypeError as error:
-            raise RequestError(f"{prefix}{_shorten(value)} is no token id, expected integers") from error
+            raise RequestError(f"{prefix}{shorten(repr(value), 60)} is no token id, expected integers") from error
     return tuple(ids)
 
 
@@ -339,8 +340,3 @@ def derive_seed(base: int, index: int) -> int:
     """The seed of the request `index` among those that share the base: a 64-bit integer."""
     digest = hashlib.blake2b(f"{base}:{index}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
-
-
-def _shorten(value: object, limit: int = 60) -> str:
-    text = repr(value)
-    return text if len(text) <= limit else f"{text[: limit - 1]}…"
