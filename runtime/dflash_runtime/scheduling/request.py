@@ -17,14 +17,12 @@ from enum import StrEnum
 from numbers import Real
 from operator import index as as_integer
 
+from dflash_kernels.temperature import MIN_TEMPERATURE
 from dflash_runtime.errors import DFlashError, RequestError
 from dflash_runtime.phrases import shorten
 
 MAX_STOP_IDS = 16
 """Stop ids a request may have; the device compares with all of them in every step."""
-
-MIN_TEMPERATURE = 1e-5
-"""Below this a request is greedy: dividing logits by less tells no two of them apart any better, and overflows."""
 
 INT64 = range(-(2**63), 2**63)
 """What an integer on the device can hold."""

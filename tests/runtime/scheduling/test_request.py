@@ -2,12 +2,10 @@
 
 import pytest
 
-from dflash_kernels import launch_config
 from dflash_runtime.config import EngineConfig
 from dflash_runtime.device.settings import resolve_limits
 from dflash_runtime.errors import CapacityError, RequestError, UsageError
 from dflash_runtime.llm import LLM
-from dflash_runtime.scheduling import request as request_module
 from dflash_runtime.scheduling.request import FinishReason, Request, SamplingParams
 from dflash_testing.pairs import always_right, bundled_draft_model, bundled_llm, bundled_prompts
 
@@ -164,7 +162,3 @@ def test_a_temperature_next_to_zero_is_greedy(temperature: float, prompt: tuple[
     greedy = llm.generate([prompt], SamplingParams(max_new_tokens=6))[0]
     warm = SamplingParams(max_new_tokens=6, temperature=1.0, seed=1)
     assert llm.generate([prompt, prompt], [params, warm])[0].token_ids == greedy.token_ids
-
-
-def test_host_and_kernels_have_one_lowest_temperature() -> None:
-    assert request_module.MIN_TEMPERATURE == launch_config.MIN_TEMPERATURE
