@@ -12,7 +12,7 @@ from dflash_testing.paths import ROOT
 
 PACKAGE = ROOT / "runtime" / "dflash_runtime"
 ROOMS = (
-    "phrases notices errors json_values registry config",
+    "phrases whole_files notices errors json_values registry config",
     "checkpoint",
     "scheduling",
     "kv_transfer",

@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dflash_cli.acceptance.acceptance_report import Failure, PromptSource
 from dflash_cli.acceptance.dumps.dump_format import HIDDEN, TOKENS, DumpedText
@@ -23,16 +23,13 @@ from dflash_cli.acceptance.dumps.own_dump import (
     text_digests,
 )
 from dflash_cli.checkpoints.fingerprint import digest_ends
-from dflash_cli.documents.atomic_file import atomic_text, write_whole
+from dflash_cli.documents.atomic_file import atomic_text, check_parent, write_whole
 from dflash_cli.generation.answers import Answer, Event, answer_rows, own_seed
 from dflash_cli.generation.loaded_pair import PairSession
 from dflash_cli.generation.prompts import PromptRow
 from dflash_runtime.checkpoint.strict_json import read_json
 from dflash_runtime.errors import CheckpointError, UsageError
 from dflash_runtime.scheduling.request import SamplingParams
-
-if TYPE_CHECKING:
-    pass
 
 CONVENTION = "tap i is the output of decoder layer i, counted from 0; after the last layer, before the final norm"
 FILES = "[0-9]*-[0-9]*.safetensors"
@@ -73,8 +70,7 @@ def check_folder(folder: Path, *, resume: bool, force: bool) -> None:
     Raises:
         UsageError: it cannot be made, holds something else, or a dump and neither `resume` nor `force` is given.
     """
-    if not folder.absolute().parent.is_dir():
-        raise UsageError(f"{folder.parent}: no such directory", hint=f"make it first: mkdir -p {folder.parent}")
+    check_parent(folder)
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
     if not _is_dump(folder):

@@ -6,12 +6,9 @@ which nothing will come has a file `.KEY.refused` with the reason, until somethi
 """
 
 import json
-import os
-import shutil
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +21,7 @@ from dflash_runtime.errors import CapacityError, CheckpointError, InvalidHandoff
 from dflash_runtime.kv_transfer.connector import CONNECTORS, Connector, OpenOptions, mark_written, settle
 from dflash_runtime.kv_transfer.handoff import Handoff, check_header
 from dflash_runtime.kv_transfer.payload_bytes import check_tensors, header_with_checksums
+from dflash_runtime.whole_files import written_whole
 
 HEADER, TENSORS = "handoff.json", "kv.safetensors"
 
@@ -34,9 +32,6 @@ LOOK_SECONDS = 0.01
 
 NUM_LOOKS = 20
 """How often a hand-off is read anew that is being replaced."""
-
-_SWAP = threading.Lock()
-"""Held where one hand-off takes another's place."""
 
 
 class FileConnector:
@@ -244,16 +239,12 @@ def write_refusal(folder: Path, key: str, reason: str) -> None:
         CapacityError: it cannot be written.
     """
     final = refusal_file(folder, key)
-    partial = final.with_name(f"{final.name}.tmp-{os.getpid()}-{threading.get_ident()}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        partial.write_text(reason, encoding="utf-8")
-        partial.replace(final)
+        with written_whole(final) as partial:
+            partial.write_text(reason, encoding="utf-8")
     except OSError as error:
         raise CapacityError(f"{final}: not written: {error.strerror or error}") from error
-    finally:
-        with suppress(OSError):
-            partial.unlink(missing_ok=True)
 
 
 def _write(folder: Path, handoff: Handoff, written: "list[torch.cuda.Event]") -> None:
@@ -270,24 +261,17 @@ def write_handoff(folder: Path, handoff: Handoff) -> None:
         UsageError: its key is no name of a folder.
     """
     final = folder / check_key(handoff.key)
-    partial = folder / f".{handoff.key}.tmp-{os.getpid()}-{threading.get_ident()}"
-    replaced = partial.with_name(f"{partial.name}-replaced")
     try:
-        partial.mkdir(parents=True)
-        if handoff.tensors:
-            save_file({name: tensor.cpu().contiguous() for name, tensor in handoff.tensors.items()}, partial / TENSORS)
-        (partial / HEADER).write_text(json.dumps(header_with_checksums(handoff), allow_nan=False), encoding="utf-8")
-        with _SWAP:
-            if final.exists():  # it goes as one piece too, so that nobody reads half of it
-                final.replace(replaced)
-            partial.replace(final)
+        with written_whole(final) as partial:
+            partial.mkdir(parents=True)
+            tensors = {name: tensor.cpu().contiguous() for name, tensor in handoff.tensors.items()}
+            if tensors:
+                save_file(tensors, partial / TENSORS)
+            (partial / HEADER).write_text(json.dumps(header_with_checksums(handoff), allow_nan=False), encoding="utf-8")
         refusal_file(folder, handoff.key).unlink(missing_ok=True)
     except (OSError, SafetensorError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise CapacityError(f"{final}: hand-off not written: {reason}") from error
-    finally:
-        for remains in (partial, replaced):
-            shutil.rmtree(remains, ignore_errors=True)
 
 
 @CONNECTORS.register("file")

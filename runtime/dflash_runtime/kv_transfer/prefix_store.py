@@ -7,11 +7,8 @@ rows depend on. Files appear whole or not at all; any of them may be removed at 
 
 import json
 import logging
-import os
-import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +23,7 @@ from dflash_runtime.kv_transfer.handoff import Handoff
 from dflash_runtime.kv_transfer.payload_bytes import checksum
 from dflash_runtime.scheduling.prefix_cache import page_digests
 from dflash_runtime.scheduling.request import Request, SamplingParams
+from dflash_runtime.whole_files import written_whole
 
 CHECKSUMS = "crc32"
 """In a file's metadata: the checksum of each tensor, as JSON."""
@@ -157,18 +155,14 @@ class PrefixStore:
                 self._write(path, {name: tensor[index].contiguous() for name, tensor in tensors.items()})
 
     def _write(self, path: Path, page: dict[str, Tensor]) -> None:
-        partial = path.with_name(f".{path.name}.tmp-{os.getpid()}-{threading.get_ident()}")
         sums = {name: checksum(tensor) for name, tensor in page.items()}
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            save_file(page, partial, metadata={CHECKSUMS: json.dumps(sums)})
-            partial.replace(path)
+            with written_whole(path) as partial:
+                save_file(page, partial, metadata={CHECKSUMS: json.dumps(sums)})
         except (OSError, SafetensorError) as error:
             reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
             raise CapacityError(f"{path}: prompt not kept: {reason}") from error
-        finally:
-            with suppress(OSError):
-                partial.unlink(missing_ok=True)
 
 
 def _discard(path: Path, reason: str) -> None:
