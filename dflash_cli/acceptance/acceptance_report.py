@@ -1,6 +1,5 @@
-"""One evaluation as JSON, as tables, and as Markdown."""
+"""One evaluation as JSON, and the headline, legend and tables that every form of a report shows."""
 
-import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from dflash_cli.acceptance.curve_shape import CurveShape, find_shapes
 from dflash_cli.acceptance.disaggregated import TITLE, Disaggregation
 from dflash_cli.acceptance.exact_match import ExactMatch
 from dflash_cli.acceptance.intervals.resampling import MIN_UNITS
-from dflash_cli.acceptance.intervals.statistics import DEFINITIONS, MIN_FOR_POSITIONS, Interval, Summary
+from dflash_cli.acceptance.intervals.statistics import DEFINITIONS, MIN_FOR_POSITIONS, Interval, Summary, value_text
 from dflash_cli.acceptance.rejected_tokens import RejectedToken
 from dflash_runtime.phrases import plural, shorten
 
@@ -125,9 +124,10 @@ class Evaluation:
         return find_shapes(self.base.counts, conversations, self.settings)
 
     @property
-    def verdict(self) -> list[str]:
-        """Whether prefilling in another process held; nothing where it was not asked."""
-        return [] if self.disaggregation is None else self.disaggregation.lines
+    def remarks(self) -> list[list[str]]:
+        """Paragraphs about right answers and, if prompts were prefilled in another process, about the hand-off."""
+        found = [item.lines for item in self.exact_match]
+        return found if self.disaggregation is None else [*found, self.disaggregation.lines]
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -165,7 +165,7 @@ def headline(evaluation: Evaluation) -> str:
     """`acceptance length 3.52 [3.31, 3.74], at most 8`, and what must not be overlooked about it."""
     total = evaluation.total
     block = total.counts.num_speculative_tokens + 1
-    parts = [f"acceptance length {_length(total)}, at most {block}"]
+    parts = [f"acceptance length {total.length_text}, at most {block}"]
     if total.counts.is_capped:
         parts.append(f"capped: of {block - 1} drafted tokens {_num_verified(total)} were verified")
     if evaluation.failures:
@@ -197,7 +197,7 @@ def legend(evaluation: Evaluation) -> str:
     else:
         lines[1] += f"; no interval: {evaluation.total.no_interval}"
     if evaluation.anchors is not None:
-        mean = f"mean over {evaluation.anchors.counts.num_drafts} anchors {_length(evaluation.anchors)}"
+        mean = f"mean over {evaluation.anchors.counts.num_drafts} anchors {evaluation.anchors.length_text}"
         lines.append(f"{mean}: another quantity, over blocks that a run passes over too")
     if evaluation.conditions:
         lines.append("by condition: tokens of a prompt on average; against the first condition, paired by prompt")
@@ -220,24 +220,6 @@ def tables(evaluation: Evaluation, *, is_full: bool = True) -> dict[str, Table]:
     return found
 
 
-def to_markdown(evaluation: Evaluation, title: str = "Acceptance") -> str:
-    """A report to keep beside a checkpoint."""
-    lines = [f"# {title}", "", f"**{headline(evaluation)}**", "", legend(evaluation), TABLE_NOTE, ""]
-    if evaluation.source.warning is not None:
-        lines += [f"Note: {evaluation.source.warning}.", ""]
-    lines += [line for shape in evaluation.shapes for line in (*shape.lines, "")]
-    lines += [line for item in evaluation.exact_match for line in (*item.lines, "")]
-    lines += [line for line in evaluation.verdict for line in (line, "")]
-    lines += [f"- {name}: `{value}`" for name, value in provenance(evaluation).items()]
-    if evaluation.failures:
-        lines += ["", "## Not measured", "", *(f"- {failure.error}" for failure in evaluation.failures)]
-    for name, (columns, rows) in tables(evaluation).items():
-        if name == REJECTED:
-            rows = [(_as_code(token), *numbers, _as_code(chosen)) for token, *numbers, chosen in rows]
-        lines += ["", f"## {name.capitalize()}", "", *markdown_table(columns, rows)]
-    return "\n".join(lines) + "\n"
-
-
 def provenance(evaluation: Evaluation) -> dict[str, Any]:
     """What was measured, with which settings and versions, by which command and when; what is not known is left out."""
     prompts = {f"prompts.{name}": value for name, value in _flat(evaluation.source.to_json()).items() if value}
@@ -249,11 +231,6 @@ def command_line(evaluation: Evaluation) -> str:
     """The command that measured it, as it would be typed."""
     argv = evaluation.measured.get("argv") or ["dflash", "eval-acceptance"]
     return shlex.join(["dflash", *map(str, argv[1:])])
-
-
-def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """The lines of a table; what would end a cell is escaped."""
-    return [_markdown_row(columns), _markdown_row(["---"] * len(columns)), *map(_markdown_row, rows)]
 
 
 def _flat(measured: Mapping[str, Any]) -> dict[str, Any]:
@@ -273,8 +250,8 @@ def _position_table(total: Summary) -> Table:
         (
             str(place + 1),
             f"{accepted}",
-            _rate(rate) + _span(total.per_pos_intervals[place]),
-            _rate(conditional),
+            value_text(rate, total.per_pos_intervals[place]),
+            value_text(conditional, None),
             _bar(rate, total.per_pos_intervals[place]),
         )
         for place, (accepted, rate, conditional) in enumerate(
@@ -286,10 +263,7 @@ def _position_table(total: Summary) -> Table:
 
 
 def _definition_table(total: Summary) -> Table:
-    rows = [
-        (name, "-" if total.definitions[name] is None else f"{total.definitions[name]:.3f}", meaning)
-        for name, meaning in DEFINITIONS.items()
-    ]
+    rows = [(name, value_text(total.definitions[name], None), meaning) for name, meaning in DEFINITIONS.items()]
     return ("definition", "value", "meaning"), rows
 
 
@@ -299,7 +273,7 @@ def _condition_table(evaluation: Evaluation) -> Table:
             item.condition.name,
             str(item.summary.num_conversations),
             "-" if item.prompt_len is None else f"{item.prompt_len:.0f}",
-            _length(item.summary),
+            item.summary.length_text,
             _against_first(item),
         )
         for item in evaluation.conditions
@@ -309,10 +283,9 @@ def _condition_table(evaluation: Evaluation) -> Table:
 
 def _against_first(item: ConditionResult) -> str:
     """`-0.51 [-0.62, -0.40]`."""
-    interval = item.difference_interval
-    if item.difference is None or interval is None:
+    if item.difference_interval is None:
         return ""
-    return f"{item.difference:+.2f} [{interval.low:+.2f}, {interval.high:+.2f}]"
+    return value_text(item.difference, item.difference_interval, "+.2f")
 
 
 def _category_table(evaluation: Evaluation) -> Table:
@@ -321,32 +294,18 @@ def _category_table(evaluation: Evaluation) -> Table:
             shorten(name, NAME_WIDTH),
             str(summary.num_conversations),
             str(summary.counts.num_drafts),
-            _length(summary) + _lack(summary),
+            summary.length_text + _lack(summary),
         )
         for name, summary in evaluation.categories.items()
     ]
     total = evaluation.total
-    rows.append(("all", str(total.num_conversations), str(total.counts.num_drafts), _length(total)))
+    rows.append(("all", str(total.num_conversations), str(total.counts.num_drafts), total.length_text))
     return ("category", "prompts", "steps", "acceptance length"), rows
-
-
-def _length(summary: Summary) -> str:
-    if summary.counts.acceptance_len is None:
-        return "-"
-    return f"{summary.counts.acceptance_len:.3f}{_span(summary.interval)}"
-
-
-def _span(interval: Interval | None) -> str:
-    return f" [{interval.low:.3f}, {interval.high:.3f}]" if interval is not None else ""
 
 
 def _lack(summary: Summary) -> str:
     """Why a category has no interval, where that is for its size."""
     return " (too few prompts)" if 0 < summary.num_conversations < MIN_UNITS else ""
-
-
-def _rate(rate: float | None) -> str:
-    return "-" if rate is None else f"{rate:.3f}"
 
 
 def _bar(rate: float, interval: Interval | None) -> str:
@@ -372,13 +331,3 @@ def _rejected_table(tokens: Sequence[RejectedToken]) -> Table:
         for item in tokens[:SHOWN_TOKENS]
     ]
     return ("token", "rejected", "judged", "share", "the target chose"), rows
-
-
-def _markdown_row(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-
-
-def _as_code(text: str) -> str:
-    """Text in which nothing is Markdown or HTML; spaces within it stay."""
-    fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
-    return f"{fence} {text} {fence}" if "`" in text else f"{fence}{text}{fence}"

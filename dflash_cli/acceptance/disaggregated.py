@@ -10,6 +10,7 @@ from dflash_cli.acceptance.intervals.acceptance_difference import (
     paired_difference,
     tokens_per_step,
 )
+from dflash_cli.acceptance.intervals.statistics import value_text
 from dflash_runtime.errors import GateFailed
 from dflash_runtime.phrases import plural
 
@@ -53,7 +54,7 @@ class SideBySide:
         if self.one is None or self.two is None:
             return ""
         span = self.difference.interval if self.difference is not None else None
-        return f"{self.two - self.one:+.3f}" + (f" [{span.low:+.3f}, {span.high:+.3f}]" if span is not None else "")
+        return value_text(self.two - self.one, span, "+.3f")
 
     def to_json(self) -> dict[str, Any]:
         span = self.difference.interval.to_json() if self.difference is not None else None

@@ -340,17 +340,13 @@ def _print(evaluation: "Evaluation", *, show_all: bool) -> None:
     for title, (columns, rows) in tables(evaluation, is_full=show_all).items():
         console.result("")
         console.table(columns, rows, title=title)
-    for match in evaluation.exact_match:
-        console.result("\n" + "\n".join(match.lines))
-    if evaluation.verdict:
-        console.result("\n" + "\n".join(evaluation.verdict))
-    for shape in evaluation.shapes:
-        console.result("\n" + "\n".join(shape.lines))
+    for paragraph in (*evaluation.remarks, *(shape.lines for shape in evaluation.shapes)):
+        console.result("\n" + "\n".join(paragraph))
 
 
 def _write_report(evaluation: "Evaluation", path: Path) -> None:
-    from dflash_cli.acceptance.acceptance_report import to_markdown
     from dflash_cli.documents.atomic_file import atomic_text
+    from dflash_cli.publishing.markdown_report import evaluation_to_markdown
 
     with atomic_text(path) as stream:
-        stream.write(to_markdown(evaluation))
+        stream.write(evaluation_to_markdown(evaluation))

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from string import ascii_uppercase
 from typing import Any
 
+from dflash_cli.acceptance.intervals.statistics import value_text
 from dflash_cli.comparing.measured_result import MeasuredResult
 from dflash_cli.comparing.result_comparison import Comparison, Contrast
 from dflash_runtime.phrases import shorten
@@ -41,9 +42,8 @@ def headline(comparison: Comparison, place: int) -> str:
     start = f"{letter(place)} against A: "
     if total.difference is None:
         return f"{start}{total.change:+.3f}, no interval" if total.change is not None else f"{start}not known"
-    interval = total.difference.interval
     return (
-        f"{start}{total.difference.value:+.3f} [{interval.low:+.3f}, {interval.high:+.3f}], "
+        f"{start}{value_text(total.difference.value, total.difference.interval, '+.3f')}, "
         f"p {p_value_text(total.p_value, '= ')}, {total.verdict}"
     )
 
@@ -74,8 +74,8 @@ def _row(line: Contrast) -> tuple[str, ...]:
     return (
         shorten(name, CATEGORY_WIDTH),
         str(line.num_conversations),
-        _length(line.base_len),
-        _length(line.other_len),
+        value_text(line.base_len, None, ".2f"),
+        value_text(line.other_len, None, ".2f"),
         difference_text(line),
         p_value_text(line.p_value),
         line.verdict,
@@ -136,15 +136,10 @@ def contrast_json(line: Contrast) -> Mapping[str, Any]:
     }
 
 
-def _length(length: float | None) -> str:
-    return "-" if length is None else f"{length:.2f}"
-
-
 def difference_text(line: Contrast) -> str:
     if line.difference is not None:
-        interval = line.difference.interval
-        return f"{line.difference.value:+.2f} [{interval.low:+.2f}, {interval.high:+.2f}]"
-    return "-" if line.change is None else f"{line.change:+.2f}"
+        return value_text(line.difference.value, line.difference.interval, "+.2f")
+    return value_text(line.change, None, "+.2f")
 
 
 def p_value_text(value: float | None, equals: str = "") -> str:

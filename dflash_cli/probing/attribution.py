@@ -20,6 +20,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from dflash_cli.acceptance.intervals.statistics import value_text
 from dflash_cli.comparing.result_comparison import Comparison
 from dflash_cli.generation.announcements import is_low
 from dflash_cli.probing.inference_server import ServerFacts
@@ -150,8 +151,7 @@ def _lower(evidence: Evidence) -> Attribution | None:
 def _lower_under_load(evidence: Evidence) -> Attribution | None:
     for item in evidence.loads:
         if item.total.difference is not None and item.total.verdict == "lower" and not _is_slight(item):
-            interval = item.total.difference.interval
-            change = f"{item.total.difference.value:+.3f} [{interval.low:+.3f}, {interval.high:+.3f}]"
+            change = value_text(item.total.difference.value, item.total.difference.interval, "+.3f")
             return Attribution(
                 owner="engine",
                 rule=5,

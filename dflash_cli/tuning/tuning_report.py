@@ -5,7 +5,7 @@ from statistics import fmean
 from typing import Any
 
 from dflash_cli.acceptance.acceptance_report import Evaluation, Table
-from dflash_cli.acceptance.intervals.statistics import Interval, Summary
+from dflash_cli.acceptance.intervals.statistics import Interval, Summary, value_text
 from dflash_cli.comparing.comparison_report import contrast_json, difference_text, p_value_text
 from dflash_cli.comparing.result_comparison import Contrast
 from dflash_cli.tuning.candidates import Candidate
@@ -73,7 +73,7 @@ def advice(choices: Sequence[Choice]) -> Iterator[str]:
 def _advice(choice: Choice) -> str:
     best, start = choice.best, f"batch {choice.batch}: "
     number = f"K {best.candidate.num_draft_tokens}{_way(best.candidate)}"
-    gain = f"{best.value:.2f}{_span(best.interval)}"
+    gain = _number(best.value, best.interval)
     if choice.payoff == "pays":
         level = ", ".join(f"{item.num_draft_tokens}{_way(item)}" for item in sorted(choice.level))
         return f"{start}{number} pays, {gain} times as fast" + (f"; level with it: {level}" if level else "")
@@ -178,7 +178,7 @@ def _mark(choice: Choice, candidate: Candidate) -> str:
     if item is None:
         return "-"
     mark = "*" if item is choice.best else "=" if candidate in choice.level else " "
-    return f"{item.value:.2f}{_span(item.interval)}{mark}"
+    return f"{_number(item.value, item.interval)}{mark}"
 
 
 def _best(choice: Choice | None) -> str:
@@ -198,9 +198,5 @@ def _way(candidate: Candidate) -> str:
     return "" if candidate.way == "whole" else f" {candidate.way}"
 
 
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
-
-
-def _span(interval: Interval | None) -> str:
-    return "" if interval is None else f" [{interval.low:.2f}, {interval.high:.2f}]"
+def _number(value: float | None, interval: Interval | None = None) -> str:
+    return value_text(value, interval, ".2f")

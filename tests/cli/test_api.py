@@ -92,7 +92,7 @@ COUNTERPARTS: dict[Callable[..., Any], tuple[Callable[..., Any], dict[str, str]]
             "min_acceptance": "(a comparison with Evaluation.total)",
             "gate": "(a comparison with Evaluation.total)",
             "lock": LOCKED,
-            "report": "(of dflash_cli.acceptance.acceptance_report.to_markdown)",
+            "report": "(of dflash_cli.publishing.markdown_report.evaluation_to_markdown)",
             "allow_failed": "(Evaluation.failures)",
             "show_all": RENDERED,
             "trace": RENDERED,

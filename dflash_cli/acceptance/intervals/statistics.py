@@ -37,6 +37,14 @@ class Interval:
         return {"low": self.low, "high": self.high, "confidence": self.confidence}
 
 
+def value_text(value: float | None, interval: Interval | None, form: str = ".3f") -> str:
+    """`3.439 [3.241, 3.659]`: a value with its interval if it has one. A missing value is `-`."""
+    if value is None:
+        return "-"
+    ends = f" [{interval.low:{form}}, {interval.high:{form}}]" if interval is not None else ""
+    return f"{value:{form}}{ends}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
     """Acceptance over a set of requests. `no_interval` says why there is none."""
@@ -51,6 +59,11 @@ class Summary:
     conditional_intervals: tuple[Interval | None, ...]
     histogram: tuple[int, ...]
     definitions: dict[str, float | None]
+
+    @property
+    def length_text(self) -> str:
+        """The acceptance length and its interval, in tokens per step."""
+        return value_text(self.counts.acceptance_len, self.interval)
 
     @property
     def conditional_rates(self) -> list[float | None]:
