@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from dflash_cli.terminal import documentation
 from dflash_testing.paths import ROOT
 
 FORBIDDEN = {
@@ -82,7 +83,18 @@ def modules_after(arguments: list[str], depth: int = 1) -> set[str]:
         ["inspect", "tiny", "tiny:reduced"],
         ["validate", "tiny", "--target", "tiny"],
         ["validate", "tiny:reduced", "--json"],
-        ["convert", "tiny", "unused", "--to", "speculators", "--target", "tiny", "--verifier", "org/name", "--dry-run"],
+        [
+            "convert",
+            "tiny",
+            "unused",
+            "--to",
+            "speculators",
+            "--target",
+            "tiny",
+            "--target-name",
+            "org/name",
+            "--dry-run",
+        ],
     ],
     ids=" ".join,
 )
@@ -134,8 +146,8 @@ def test_no_two_files_import_each_other() -> None:
         ["inspect", "tiny"],
         ["validate", "tiny", "--target", "tiny"],
         ["validate", "tiny", "--ignore", "S02"],
-        ["convert", "tiny", "{out}", "--to", "speculators", "--verifier", "org/name", "--verify", "none"],
-        ["convert", "tiny", "{out}", "--to", "speculators", "--verifier", "org/name", "--verify", "roundtrip"],
+        ["convert", "tiny", "{out}", "--to", "speculators", "--target-name", "org/name", "--verify", "none"],
+        ["convert", "tiny", "{out}", "--to", "speculators", "--target-name", "org/name", "--verify", "roundtrip"],
     ],
     ids=" ".join,
 )
@@ -148,8 +160,8 @@ def test_commands_of_the_checkpoint_wing_load_no_module_of_the_measuring_wing(
 
 
 def test_the_drawing_in_the_documents_is_true() -> None:
-    """docs/architecture.md has what `python scripts/imports.py` prints."""
-    assert DRAWING["draw"]() in (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    """The page on architecture has the output of `python scripts/imports.py`."""
+    assert DRAWING["draw"]() in documentation.text("architecture")
 
 
 @pytest.mark.parametrize("folder", FORBIDDEN)

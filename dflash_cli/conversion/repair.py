@@ -15,13 +15,13 @@ from dflash_cli.checkpoints.references import open_checkpoint
 from dflash_cli.conversion.destination import check_destination
 from dflash_cli.conversion.execute import convert_draft
 from dflash_cli.conversion.plan import plan_conversion
-from dflash_cli.conversion.request import ConversionRequest
+from dflash_cli.conversion.request import ConversionSpec
 from dflash_cli.engines.serving_engine import ServingEngine
 from dflash_cli.formats.dialect import Format
 from dflash_cli.formats.native import Native
 from dflash_cli.rules.report import Report
 from dflash_cli.rules.rule import REMOVED, Finding
-from dflash_cli.rules.validator import ValidationRequest, validate_draft
+from dflash_cli.rules.validator import ValidationPlan, validate_draft
 from dflash_runtime.errors import CheckpointError, UnsupportedError, UsageError
 
 
@@ -43,9 +43,7 @@ class Repaired:
         }
 
 
-def repair_draft(
-    request: ValidationRequest, before: Report, destination: Path, *, force: bool = False
-) -> Repaired | None:
+def repair_draft(request: ValidationPlan, before: Report, destination: Path, *, force: bool = False) -> Repaired | None:
     """Write the copy and validate it as the original was; None, with nothing written, where no finding asks for one.
 
     Raises:
@@ -68,7 +66,7 @@ def repair_draft(
     engines = [engine for engine in request.engines if isinstance(engine, ServingEngine)]
     dialect = choose_dialect(engines, draft.detection.format)
     target = open_target(open_checkpoint(request.target)) if isinstance(request.target, Path) else None
-    conversion = ConversionRequest(to=dialect, target=target, target_reference=request.target_reference)
+    conversion = ConversionSpec(to=dialect, target=target, target_reference=request.target_reference)
     convert_draft(plan_conversion(draft, conversion), destination, force=force)
     after = validate_draft(replace(request, draft=destination, draft_reference=str(destination)))
     left = {item.id for item in after.findings}

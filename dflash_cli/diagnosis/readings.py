@@ -27,6 +27,7 @@ from dflash_cli.diagnosis.alternatives import AlternativeReading, ReadingSpace, 
 from dflash_cli.diagnosis.mask_candidates import find_specials
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.config import EngineConfig
+from dflash_runtime.documents import to_json
 from dflash_runtime.errors import UsageError
 from dflash_runtime.scheduling.request import RequestOutput
 
@@ -123,7 +124,7 @@ class ReadingResult:
             "reading": self.reading.name,
             "acceptance_len": self.acceptance_len,
             "difference": self.difference,
-            "interval": self.interval.to_json() if self.interval is not None else None,
+            "interval": to_json(self.interval),
             "num_prompts": self.num_prompts,
             "is_estimate": not self.num_prompts,
             "explains": self.explains,

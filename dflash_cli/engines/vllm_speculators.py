@@ -109,7 +109,7 @@ def no_top_level_model_type(subject: Subject) -> Iterator[Problem]:
 @check(
     "C34",
     effect="vLLM cannot serve the draft by its own name; naming the target with --model works",
-    fix="dflash convert {draft} {out} --to speculators --verifier ORG/REPO",
+    fix="dflash convert {draft} {out} --to speculators --target-name ORG/REPO",
     source="vLLM 0.33.0 transformers_utils/config.py refuses a path",
     engines=ENGINE,
     unnamed="warning",

@@ -123,7 +123,7 @@ class SpeculatorsFormat(Format):
         if config.verifier is None:
             raise UsageError(
                 "verifier: a speculators checkpoint must name its target",
-                hint="pass --verifier NAME or --target TARGET",
+                hint="pass --target-name NAME or --target TARGET",
             )
         body = {"max_window_layers": config.num_layers, **plain_keys(carried), **write_body(config)}
         nested = prefixed_keys(carried, NESTED)

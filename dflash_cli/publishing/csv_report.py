@@ -1,4 +1,4 @@
-"""Results as one tidy table: each row holds one value of one result. docs/publishing.md describes the columns."""
+"""Results as one tidy table: each row holds one value of one result. Columns: docs/how-to/publishing.md."""
 
 import csv
 import io
@@ -7,6 +7,7 @@ from typing import Any
 
 from dflash_cli.comparing.stored_evaluation import StoredEvaluation
 from dflash_cli.publishing.measured_values import MeasuredValue, measured_values
+from dflash_runtime.documents import to_json
 
 COLUMNS = (
     "result",
@@ -41,4 +42,4 @@ def to_csv(results: Sequence[StoredEvaluation]) -> str:
 
 def _cells(item: MeasuredValue) -> dict[str, Any]:
     cells = {"quantity": item.quantity, "position": item.position, "value": repr(item.value), "count": item.count}
-    return cells | (item.interval.to_json() if item.interval is not None else {})
+    return cells | (to_json(item.interval) or {})

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from dflash_cli.publishing.figures import Figure, Kind, MeasuredValue, Series
+from dflash_cli.publishing.figures import Figure, Kind, Series
+from dflash_cli.publishing.measured_values import MeasuredValue
 from dflash_runtime.phrases import shorten
 
 COLOURS = (

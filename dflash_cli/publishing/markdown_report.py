@@ -33,13 +33,13 @@ def to_markdown(results: Sequence[StoredEvaluation]) -> str:
 def evaluation_to_markdown(evaluation: Evaluation, title: str = "Acceptance") -> str:
     """The report of one evaluation."""
     lines = [f"# {title}", "", f"**{headline(evaluation)}**", "", legend(evaluation), TABLE_NOTE, ""]
-    if evaluation.source.warning is not None:
-        lines += [f"Note: {evaluation.source.warning}.", ""]
+    if evaluation.prompts.warning is not None:
+        lines += [f"Note: {evaluation.prompts.warning}.", ""]
     for paragraph in (*(shape.lines for shape in evaluation.shapes), *evaluation.remarks):
         lines += [*paragraph, ""]
     lines += [f"- {name}: `{value}`" for name, value in provenance(evaluation).items()]
-    if evaluation.failures:
-        lines += ["", "## Not measured", "", *(f"- {failure.error}" for failure in evaluation.failures)]
+    if evaluation.failed:
+        lines += ["", "## Not measured", "", *(f"- {failure.error}" for failure in evaluation.failed)]
     for name, (columns, rows) in tables(evaluation).items():
         if name == REJECTED:
             rows = [(_as_code(token), *numbers, _as_code(chosen)) for token, *numbers, chosen in rows]

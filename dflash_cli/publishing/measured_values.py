@@ -36,7 +36,7 @@ def measured_values(summary: Summary) -> Iterator[MeasuredValue]:
         quantity="acceptance_len",
         value=counts.acceptance_len,
         count=counts.num_drafts,
-        interval=summary.interval,
+        interval=summary.acceptance_len_interval,
     )
     yield from _shares(summary)
     for position, number in enumerate(summary.histogram, start=1):
@@ -55,7 +55,7 @@ def _shares(summary: Summary) -> Iterator[MeasuredValue]:
                 quantity="accepted_share", value=rate, count=number, position=position, interval=interval
             )
     reached = [counts.num_drafts, *counts.per_pos_accepted]
-    conditional = zip(summary.conditional_rates, summary.conditional_intervals, reached, strict=False)
+    conditional = zip(summary.per_pos_conditional_rates, summary.per_pos_conditional_intervals, reached, strict=False)
     for position, (share, interval, number) in enumerate(conditional, start=1):
         if share is not None:
             yield MeasuredValue(

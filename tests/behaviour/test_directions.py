@@ -1,7 +1,7 @@
-"""Every direction: dialect -> canonical -> dialect and dialect -> native -> dialect, on random drafts.
+"""Every direction of conversion: dialect -> canonical -> dialect and dialect -> native -> dialect, on random drafts.
 
-The sources are written by `support`, without the code under test. What a dialect can state follows from the facts on
-its class and from `LAYERS`, so that a refusal too many fails as surely as a loss.
+`support` writes the sources, without the code under test. The facts on a dialect's class and `LAYERS` say which drafts
+the dialect can state, so a needless refusal fails a test just as a loss does.
 """
 
 import json
@@ -50,7 +50,7 @@ def scales(config: DraftConfig) -> set[str]:
 
 
 def full_layers_see_ahead(config: DraftConfig) -> bool:
-    """No causal full layer, and one causality for all sliding ones."""
+    """Whether no full layer is causal, and all sliding layers have the same causality."""
     sliding = {causal for causal, window in zip(config.causal, config.windows, strict=True) if window is not None}
     full = {causal for causal, window in zip(config.causal, config.windows, strict=True) if window is None}
     return True not in full and len(sliding) < 2
@@ -60,11 +60,11 @@ LAYERS: dict[str, Callable[[DraftConfig], bool]] = {
     "speculators": full_layers_see_ahead,
     "mlx": lambda config: states_causality(config) and not config.attention_bias,
 }
-"""What a dialect can state of a draft's layers, where that is not what the native one can."""
+"""Dialect -> whether it can state a draft's layers, for dialects that differ from the native one in this."""
 
 
 def can_state(dialect: Format, config: DraftConfig) -> bool:
-    """Whether nothing of a draft is lost in a dialect, by the facts on its class and the table above."""
+    """Whether a dialect can state everything of a draft, by the facts on its class and `LAYERS`."""
     is_full = config.draft_vocab_size == config.vocab_size
     is_as_wide = config.target_hidden_size in (None, config.hidden_size)
     return (
@@ -79,7 +79,7 @@ def can_state(dialect: Format, config: DraftConfig) -> bool:
 
 @st.composite
 def sources(draw: st.DrawFn) -> dict[str, Any]:
-    """A random native config with everything that some dialect can state, and keys that none knows."""
+    """Draw a native config with every setting that some dialect can state, and keys that no dialect knows."""
     windows = draw(st.sampled_from([(None, None), (16, 16), (16, None)]))
     shape = support.Shape(
         hidden=draw(st.sampled_from([8, 16])),
@@ -114,7 +114,7 @@ def _often_sorted(taps: list[int]) -> list[int]:
 
 
 def arrays_for(config: DraftConfig) -> support.Arrays:
-    """Random arrays of the shapes that the config calls for, and a map of ids that is sound."""
+    """Return random arrays of the shapes that the config needs, and a valid id map."""
     shapes = owned_shapes(config)
     arrays = support.random_arrays({name: shape for name, shape in shapes.items() if name != "d2t"})
     if "d2t" in shapes:
@@ -132,7 +132,7 @@ def test_dialect_to_canonical_to_dialect(name: str, source: dict[str, Any]) -> N
     config = get_format("native").read_config(source, Path("config.json")).config
     if "verifier" not in dialect.unstated:
         config = dialects.with_verifier(config)
-    if not is_ascending(config):  # a matter of the tensors, which the test below has
+    if not is_ascending(config):  # sorting taps changes tensors, which the next test covers
         return
     if not can_state(dialect, config):
         with pytest.raises(LossyConversion):
@@ -145,7 +145,7 @@ def test_dialect_to_canonical_to_dialect(name: str, source: dict[str, Any]) -> N
 
 
 def lost_by(name: str) -> frozenset[str]:
-    """A width that equals the draft's own is what leaving it out means."""
+    """Return fields that a dialect may leave out: a missing target width means the draft's own width."""
     return get_format(name).unstated & {"target_hidden_size"}
 
 
@@ -153,7 +153,7 @@ def lost_by(name: str) -> frozenset[str]:
 @settings(max_examples=25, deadline=None)
 @given(source=sources())
 def test_dialect_to_native_to_dialect(name: str, source: dict[str, Any]) -> None:
-    """On disk, tensors and all; by way of vLLM's form where the plain native one cannot say it."""
+    """Convert whole checkpoints on disk, through another dialect if the native one cannot state the draft."""
     with tempfile.TemporaryDirectory() as directory:
         go_there_and_back(name, source, Path(directory))
 
@@ -175,7 +175,7 @@ def go_there_and_back(name: str, source: dict[str, Any], work: Path) -> None:
     assert differing_fields(config, there.config, ignored=ignored) == []
     assert differing_fields(config, open_draft(work / "back").config, ignored=ignored | {"target_hidden_size"}) == []
     first, second = (json.loads((work / name / "config.json").read_text()) for name in ("there", "again"))
-    if config.target_hidden_size == config.hidden_size:  # a width that native leaves out, since it says nothing
+    if config.target_hidden_size == config.hidden_size:  # the native dialect leaves this width out
         first["target_hidden_size"] = second["target_hidden_size"] = None
     assert first == second
     for directory in ("there", "back", "again"):
@@ -193,15 +193,15 @@ MAKERS: dict[str, Callable[[], dict[str, Any]]] = {
     "speculators, reduced head": lambda: support.speculators_config(support.REDUCED, num_target_layers=4),
     "JetSpec": lambda: support.native_config(is_causal=True),
 }
-"""The rows of the table in docs/formats.md."""
+"""The rows of the table in docs/explanation/formats.md."""
 
 REFUSED = {
-    ("speculators, reduced head", "native"): "lm_head.weight can be dropped only if it equals",
-    ("speculators, reduced head", "sglang"): "lm_head.weight can be dropped only if it equals",
-    ("speculators, reduced head", "mlx"): "lm_head.weight can be dropped only if it equals",
-    ("JetSpec", "speculators"): "full layers are never causal",
+    ("speculators, reduced head", "native"): "lm_head.weight",
+    ("speculators, reduced head", "sglang"): "lm_head.weight",
+    ("speculators, reduced head", "mlx"): "lm_head.weight",
+    ("JetSpec", "speculators"): "speculators",
 }
-"""The directions that lose something, and the words of the refusal; all others keep every field and byte."""
+"""Directions that would lose something, and a name in the refusal. All others keep every field and byte."""
 
 
 @pytest.mark.parametrize("name", WRITABLE)
@@ -211,22 +211,24 @@ def test_direction(origin: str, name: str, tmp_path: Path) -> None:
     shape = support.REDUCED if "reduced" in origin else support.SMALL
     extra = support.reduced_arrays(shape, support.target_arrays(shape)) if "reduced" in origin else {}
     source = support.write_checkpoint(tmp_path / "source", config, {**support.body_arrays(shape), **extra})
-    outcome = support.invoke("convert", source, tmp_path / "out", "--to", name, "--verifier", "acme/target")
-    message = REFUSED.get((origin, name))
-    if message is not None:
+    outcome = support.invoke("convert", source, tmp_path / "out", "--to", name, "--target-name", "acme/target")
+    named = REFUSED.get((origin, name))
+    if named is not None:
         assert outcome.code == 5
-        assert message in outcome.err
+        assert named in outcome.err
+        with pytest.raises(LossyConversion):
+            support.convert(source, tmp_path / "out", name, verifier="acme/target")
         return
     assert outcome.code == 0, outcome.err
     before, after = open_draft(source).config, open_draft(tmp_path / "out").config
     assert differing_fields(before, after, ignored=frozenset({"verifier", "dtype"})) == []
-    assert after.dtype == "float32"  # that of the tensors, whatever the origin's config says
+    assert after.dtype == "float32"  # the dtype of the tensors, not of the source's config
     support.assert_same_tensors(source, tmp_path / "out")
 
 
-def test_the_documents_table_is_this_one() -> None:
-    """docs/formats.md has a row for each source, a column for each result, and says which are refused."""
-    text = (ROOT / "docs" / "formats.md").read_text(encoding="utf-8")
+def test_the_table_in_the_documents_has_the_same_refusals() -> None:
+    """docs/explanation/formats.md has a row for each source and a column for each result, and marks refusals."""
+    text = (ROOT / "docs" / "explanation" / "formats.md").read_text(encoding="utf-8")
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:2] == "| "]
     header = next(row for row in rows if row[0] == "from \\ to")
     columns = [re.sub(r"[^a-z]", "", cell) for cell in header[1:]]

@@ -130,7 +130,7 @@ def has_speculators_keys(subject: Subject) -> Iterator[Problem]:
         yield Problem(
             subject.location("speculators_config.verifier"),
             "has no name_or_path",
-            fix="dflash convert {draft} {out} --to speculators --verifier ORG/REPO",
+            fix="dflash convert {draft} {out} --to speculators --target-name ORG/REPO",
         )
     for key in ("draft_vocab_size", "block_size"):
         if key not in subject.config:

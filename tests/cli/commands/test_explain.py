@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from dflash_cli.rules.rule import all_rules
+from dflash_cli.terminal import documentation
 from dflash_testing import checkpoints as support
 from dflash_testing.paths import ROOT
 
@@ -65,9 +66,9 @@ def test_a_wrong_id_gets_a_guess() -> None:
 
 
 def test_the_table_in_the_documents_is_true() -> None:
-    """docs/checks.md is what `python scripts/rule_table.py` prints."""
+    """The page of checks equals the output of `python scripts/rule_table.py`."""
     render = runpy.run_path(str(ROOT / "scripts" / "rule_table.py"))["render"]
-    assert (ROOT / "docs" / "checks.md").read_text(encoding="utf-8") == render()
+    assert documentation.text("checks") == render()
 
 
 @pytest.mark.parametrize(

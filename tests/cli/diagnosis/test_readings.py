@@ -24,7 +24,7 @@ from dflash_cli.diagnosis.readings import (
     search_readings,
 )
 from dflash_cli.diagnosis.run_settings import RunSettings
-from dflash_cli.rules.validator import ValidationRequest
+from dflash_cli.rules.validator import ValidationPlan
 from dflash_runtime.config import EngineConfig
 from dflash_runtime.errors import UsageError
 from dflash_runtime.llm import LLM
@@ -41,7 +41,7 @@ def run(draft: Path, *factors: str, num_prompts: int = 16, prompts: Any = None, 
         num_prompts=num_prompts, max_new_tokens=max_new_tokens, factors=frozenset(factors) if factors else None
     )
     settings = RunSettings(EngineConfig(max_num_requests=32), budget, lambda *_: None, lambda: prompts)
-    return validate_running(ValidationRequest(draft=draft, target=TARGET, target_reference=TINY), settings)
+    return validate_running(ValidationPlan(draft=draft, target=TARGET, target_reference=TINY), settings)
 
 
 def falsify(path: Path, change: Callable[[dict[str, Any]], object], name: str = TINY) -> Path:

@@ -14,7 +14,7 @@ import pytest
 
 from dflash_cli.engines.serving_engine import parse_engines
 from dflash_cli.rules.report import Report
-from dflash_cli.rules.validator import ValidationRequest, validate_draft
+from dflash_cli.rules.validator import ValidationPlan, validate_draft
 from dflash_testing import checkpoints as support
 from dflash_testing import habits
 from dflash_testing.paths import GOLDEN
@@ -42,7 +42,7 @@ TABLE = {
 
 
 def report_on(draft: Path, engine: str) -> Report:
-    return validate_draft(ValidationRequest(draft=draft, engines=parse_engines(engine)))
+    return validate_draft(ValidationPlan(draft=draft, engines=parse_engines(engine)))
 
 
 @pytest.mark.parametrize("habit", TABLE)

@@ -21,7 +21,8 @@ from dflash_cli.publishing.drawing import (
     Mark,
     lay_out,
 )
-from dflash_cli.publishing.figures import Figure, Kind, MeasuredValue, Series
+from dflash_cli.publishing.figures import Figure, Kind, Series
+from dflash_cli.publishing.measured_values import MeasuredValue
 from dflash_cli.publishing.png_report import to_png
 from dflash_cli.publishing.svg_figure import draw_svg
 

@@ -10,6 +10,7 @@ import yaml
 
 from dflash_cli.commands.export import export
 from dflash_cli.publishing.exports.export_format import EXPORTS, PACKAGE
+from dflash_runtime.documents import to_json
 from dflash_testing import checkpoints as support
 from dflash_testing.evaluations import drawn_evaluation, write_evaluation
 
@@ -109,7 +110,7 @@ def test_golden_lengths_are_gathered_in_one_file() -> None:
 
 def test_a_golden_length_is_of_the_coding_prompts_where_there_are_some() -> None:
     evaluation = drawn_evaluation(max_new_tokens=4096)
-    coding = evaluation.to_json()["categories"]["code"]
+    coding = to_json(evaluation)["categories"]["code"]
     write_evaluation(Path("r.json"), evaluation, **BY_HAND, categories={"coding": coding})
     done = support.run_main("export", "r.json", "--to", "golden-al", "--thinking", "off", "--model", "my-model")
     assert yaml.safe_load(done.out)["my-model"]["thinking_off"] == {4: round(coding["acceptance_len"], 2)}

@@ -15,7 +15,7 @@ from dflash_cli.checkpoints.target_copies import find_difference
 from dflash_cli.engines.serving_engine import parse_engines
 from dflash_cli.rules.rule import PLACEHOLDER, all_rules
 from dflash_cli.rules.themes import rows
-from dflash_cli.rules.validator import ValidationRequest, validate_draft
+from dflash_cli.rules.validator import ValidationPlan, validate_draft
 from dflash_testing import checkpoints as support
 from dflash_testing.paths import ROOT
 from dflash_testing.rule_cases.base import SLIDING, SPEC, Case, body, both, check, edit, nested, nothing, without
@@ -70,7 +70,7 @@ def test_silent_on_sound_drafts(dialect: str, shape: support.Shape, level: Any, 
     else:
         reduced = replace(shape, draft_vocab=12) if dialect == "reduced" else shape
         draft = support.make_speculators(tmp_path / "dflash-draft", reduced)
-    request = ValidationRequest(
+    request = ValidationPlan(
         draft=draft,
         draft_reference=str(draft),
         target=target,
@@ -86,7 +86,7 @@ def test_silent_on_sound_drafts(dialect: str, shape: support.Shape, level: Any, 
 @pytest.mark.parametrize("name", ["tiny", "tiny:reduced"])
 def test_silent_on_the_bundled_drafts(name: str, level: Any) -> None:
     engines = ENGINES if name == "tiny" else "vllm"
-    request = ValidationRequest(
+    request = ValidationPlan(
         draft=fetch_directory(name, Role.DRAFT),
         target=fetch_directory(TINY, Role.TARGET),
         target_reference=TINY,
@@ -202,7 +202,7 @@ def test_junk_in_any_key_is_a_finding_at_most(data: st.DataObject, dialect: str,
             container[data.draw(st.sampled_from(sorted(container)))] = data.draw(support.json_junk())
     support.write_config(draft, config)
     validate_draft(
-        ValidationRequest(
+        ValidationPlan(
             draft=draft,
             target=target,
             target_reference=str(target),
@@ -230,6 +230,6 @@ def test_a_sound_quantised_checkpoint_is_not_judged_by_the_shapes_of_a_plain_one
             weights[name] = tensor
     save_file(weights, draft / "model.safetensors")
     support.write_config(draft, support.native_config() | {"quantization_config": {"quant_method": "modelopt"}})
-    request = ValidationRequest(draft=draft, target=target, target_reference=str(target))
+    request = ValidationPlan(draft=draft, target=target, target_reference=str(target))
     found = [(finding.id, str(finding.severity)) for finding in validate_draft(request).findings]
     assert found == [("N11", "warning")]

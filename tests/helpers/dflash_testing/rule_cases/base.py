@@ -11,7 +11,7 @@ import numpy as np
 from dflash_cli.engines.serving_engine import parse_engines
 from dflash_cli.rules.report import Report
 from dflash_cli.rules.rule import Level
-from dflash_cli.rules.validator import ValidationRequest, validate_draft
+from dflash_cli.rules.validator import ValidationPlan, validate_draft
 from dflash_testing import checkpoints as support
 
 Change = Callable[[dict[str, Any]], object]
@@ -79,7 +79,7 @@ def check(case: Case, directory: Path) -> Report:
         target = support.write_checkpoint(directory / "target", config, arrays)
         _write(target, case.target_files)
     return validate_draft(
-        ValidationRequest(
+        ValidationPlan(
             draft=draft,
             draft_reference=str(draft),
             target=target,
