@@ -20,10 +20,10 @@ from dflash_cli.diagnosis.pair_validation import RunReport, validate_running
 from dflash_cli.diagnosis.reading_runner import AnchorFirst, ReadingRunner
 from dflash_cli.diagnosis.readings import (
     ReadingSearch,
-    SearchBudget,
     search_readings,
 )
 from dflash_cli.diagnosis.run_settings import RunSettings
+from dflash_cli.diagnosis.search_budget import SearchBudget
 from dflash_cli.rules.validator import ValidationPlan
 from dflash_runtime.config import EngineConfig
 from dflash_runtime.errors import UsageError
