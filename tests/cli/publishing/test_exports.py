@@ -3,12 +3,12 @@
 import json
 import shlex
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import yaml
 
-from dflash_cli.commands.export import export
+from dflash_cli.commands.export import ExportRequest
 from dflash_cli.publishing.exports.export_format import EXPORTS, PACKAGE
 from dflash_runtime.documents import to_json
 from dflash_testing import checkpoints as support
@@ -38,7 +38,7 @@ def exported(to: str, *arguments: str) -> str:
 
 def test_the_command_names_every_format() -> None:
     EXPORTS.discover(PACKAGE)
-    to = export.__annotations__["to"].__args__[0].__args__
+    to = get_args(get_type_hints(ExportRequest)["to"])
     assert sorted(to) == sorted(EXPORTS)
 
 
@@ -112,7 +112,7 @@ def test_a_golden_length_is_of_the_coding_prompts_where_there_are_some() -> None
     evaluation = drawn_evaluation(max_new_tokens=4096)
     coding = to_json(evaluation)["categories"]["code"]
     write_evaluation(Path("r.json"), evaluation, **BY_HAND, categories={"coding": coding})
-    done = support.run_main("export", "r.json", "--to", "golden-al", "--thinking", "off", "--model", "my-model")
+    done = support.run_main("export", "r.json", "--to", "golden-al", "--thinking", "off", "--target-name", "my-model")
     assert yaml.safe_load(done.out)["my-model"]["thinking_off"] == {4: round(coding["acceptance_len"], 2)}
     assert "warning" not in done.err
 
