@@ -1,6 +1,5 @@
 """Measure a pair's acceptance on prompts. Knows no terminal."""
 
-import hashlib
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +21,7 @@ from dflash_cli.generation.outputs import Sink
 from dflash_cli.generation.prompt_source import Failure, PromptSource
 from dflash_cli.generation.prompts import PromptRow, digest_rows
 from dflash_cli.generation.run_facts import EvaluationRun
+from dflash_runtime.checkpoint.digests import digest_text
 from dflash_runtime.errors import GateFailed
 from dflash_runtime.phrases import plural
 from dflash_runtime.scheduling.request import SamplingParams
@@ -113,10 +113,8 @@ def _answer(session: Answering, rows: Sequence[PromptRow], params: SamplingParam
 
 def _digest_rendered(answers: Sequence[Answer]) -> str:
     """A hash of the token ids that were asked, as template and tokenizer made them."""
-    hashed = hashlib.sha256()
-    for answer in answers:
-        hashed.update(f"{answer.row.index} {answer.turn} {list(answer.output.prompt_token_ids)}\n".encode())
-    return hashed.hexdigest()[:16]
+    lines = [f"{answer.row.index} {answer.turn} {list(answer.output.prompt_token_ids)}\n" for answer in answers]
+    return digest_text("".join(lines))
 
 
 def _failure(answer: Answer, known: Sequence[Failure]) -> list[Failure]:

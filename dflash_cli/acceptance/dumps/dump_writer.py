@@ -20,7 +20,7 @@ from dflash_cli.acceptance.dumps.own_dump import (
     read_text,
     text_digests,
 )
-from dflash_cli.checkpoints.fingerprint import digest_ends
+from dflash_cli.checkpoints.checkpoint_identity import digest_ends
 from dflash_cli.documents.atomic_file import atomic_text, check_parent, write_whole
 from dflash_cli.generation.answers import Answer, Event, answer_rows, own_seed
 from dflash_cli.generation.loaded_pair import PairSession

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from dflash_cli.checkpoints.fingerprint import TargetFingerprint, target_fingerprint
+from dflash_cli.checkpoints.checkpoint_identity import TargetFingerprint, target_fingerprint
 from dflash_cli.checkpoints.references import TINY, TINY_TARGET_NAME
 from dflash_cli.formats.dialect import named_architectures
 from dflash_cli.rules.rule import FIX_OTHER_TARGET, FIX_RUN_LEVEL, Problem, check

@@ -11,7 +11,6 @@ import platform
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import cache
-from hashlib import blake2b
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 
 import dflash_kernels.suite
+from dflash_runtime.checkpoint.digests import digest_value, hash_files
 from dflash_runtime.config import DraftConfig, TargetConfig
 from dflash_runtime.device.decode_graphs import StepMode, bucket_of
 from dflash_runtime.device.kv import KVCache, bytes_per_token
@@ -43,7 +43,7 @@ def find_step_times(runner: Runner, observe: Observe = lambda num_done, total: N
     `observe` hears how many steps were measured, of how many.
     """
     key = describe(runner)
-    path = cache_directory() / f"{blake2b(_to_text(key).encode(), digest_size=12).hexdigest()}.json"
+    path = cache_directory() / f"{digest_value(key, digest_size=12)}.json"
     batches, widths = measured_batches(runner.limits.max_num_requests), widths_for(runner.limits.num_draft_tokens)
     document = _read(path, key, batches, widths)
     if document is None:
@@ -105,11 +105,8 @@ def describe(runner: Runner) -> dict[str, Any]:
 @cache
 def code_digest() -> str:
     """A digest of the kernels and of all that runs them: with other code, steps take other times."""
-    digest = blake2b(digest_size=12)
     roots = (Path(dflash_kernels.suite.__file__).parent, Path(__file__).parents[1])
-    for file in sorted(file for root in roots for file in root.rglob("*.py")):
-        digest.update(file.read_bytes())
-    return digest.hexdigest()
+    return hash_files(sorted(file for root in roots for file in root.rglob("*.py")))
 
 
 def cache_directory() -> Path:

@@ -1,11 +1,11 @@
 """The fingerprint of a pair: everything that two engines must share so that one can use the KV of the other."""
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from dflash_runtime.checkpoint.digests import digest_value
 from dflash_runtime.errors import InvalidHandoff
 from dflash_runtime.phrases import shorten
 
@@ -22,8 +22,7 @@ class Fingerprint:
     @property
     def digest(self) -> str:
         """A digest of all fields: 16 bytes in hexadecimal, the same in every process."""
-        text = json.dumps(dict(self.fields), sort_keys=True, allow_nan=False)
-        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+        return digest_value(dict(self.fields), digest_size=16)
 
     def differences(self, other: "Fingerprint") -> list[str]:
         """One text for each field that differs: `name: here <value of self>, there <value of other>`."""
