@@ -56,7 +56,7 @@ class ParsedConfig:
 class Format(ABC):
     """One dialect: facts as class attributes, and methods where data is not enough.
 
-    What it is:
+    The dialect itself:
     name                the word after `--to`
     title               its name in messages
     priority            its turn in detection, ascending
@@ -78,7 +78,7 @@ class Format(ABC):
     signs               top-level keys that only drafts of this dialect have; messages name the first
     kind                the key that names the kind of draft, with its value for DFlash
 
-    What its readers do:
+    Its readers:
     architecture        the entry of `architectures` by which engines find its model; None if they do not look there
     guesses_taps        whether they guess the tapped layers of a config that lists none
     needed              fields that some of them need, although `read_config` does not
@@ -344,7 +344,7 @@ def get_writable(name: str) -> Format:
 
 
 def cannot_state(field: str, value: Any, title: str) -> LossyConversion:
-    """The error for a value that a dialect, named by its title, has no key for."""
+    """The error for a value that the dialect of that title cannot state."""
     text = f"{field} {json.dumps(value)}: {title} cannot state it"
     return LossyConversion(text, id="cannot-state", field=field, found=value)
 

@@ -15,7 +15,7 @@ from dflash_runtime.errors import LossyConversion
 from dflash_runtime.notices import Notice
 
 PARTIAL_ROPE = ("partial_rotary_factor", "mrope_section", "mrope_interleaved")
-"""Keys that trainers copy from multimodal targets. SGLang and vLLM apply them, but the drafts rotate every dimension."""
+"""Keys that trainers copy from multimodal targets. SGLang and vLLM apply them; the drafts rotate every dimension."""
 
 
 READ_NAME = {"rope_is_neox_style": "is_neox_style"}

@@ -182,8 +182,8 @@ class Native(Format):
             )
         if config.feature_size != config.hidden_size:
             raise LossyConversion(
-                f"target_hidden_size {config.target_hidden_size}: a native draft must be as wide as its target, but its "
-                f"hidden_size is {config.hidden_size}",
+                f"target_hidden_size {config.target_hidden_size}: a native draft must be as wide as its target, but "
+                f"its hidden_size is {config.hidden_size}",
                 id="other-width",
                 field="target_hidden_size",
                 found=config.target_hidden_size,

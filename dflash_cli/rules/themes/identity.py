@@ -62,7 +62,7 @@ def is_dflash(subject: Subject) -> Iterator[Problem]:
 @check(
     "C02",
     effect="if a head belongs to this projector, readers leave it out without a warning",
-    fix="serve it with an engine made for that head; if the draft has no such head, delete the key: dflash validate {draft}",
+    fix="serve it with an engine made for that head; without such a head, delete the key: dflash validate {draft}",
     source="NVIDIA/Model-Optimizer hf_spec_export.py keeps DFlashDraftModel for Domino and DSpark",
     outcome="drops",
 )
