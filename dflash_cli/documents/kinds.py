@@ -43,6 +43,7 @@ KINDS: Mapping[str, Kind] = {
     ),
     "eval-acceptance": _printed("eval-acceptance", "acceptance.acceptance_report:Evaluation"),
     "generate": _printed("generate", "generation.generate_document:GenerateDocument"),
+    "lock": Kind("What dflash lock writes", ("checkpoints.lock:LockDocument",)),
     "probe": _printed("probe", "probing.server_probe:Probed"),
     "tune": _printed("tune", "tuning.tuning_report:TuneDocument"),
 }
