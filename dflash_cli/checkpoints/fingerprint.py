@@ -9,8 +9,8 @@ A target that is known by its headers alone has no rows. How the tensors are spr
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated
 
 from dflash_cli.checkpoints.target_copies import target_tensor
 from dflash_runtime.checkpoint.files import TensorInfo
@@ -24,10 +24,10 @@ MOST_BYTES = 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class TargetFingerprint:
-    """SHA-256 digests of a target's headers and of some of its weights, None where only headers are at hand."""
+    """SHA-256 digests that tell a target from others."""
 
-    headers: str
-    rows: str | None = None
+    headers: Annotated[str, "of the tensors' names, types and shapes"]
+    rows: Annotated[str | None, "of some of the weights; null if only headers were read"] = None
 
     def difference(self, other: "TargetFingerprint") -> str | None:
         """What says that two targets differ, None where nothing does."""
@@ -36,17 +36,6 @@ class TargetFingerprint:
         if None not in (self.rows, other.rows) and self.rows != other.rows:
             return "other weights in tensors of the same names and shapes"
         return None
-
-    def to_json(self) -> dict[str, str | None]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, value: Any) -> "TargetFingerprint | None":
-        """The fingerprint that a manifest holds, None where it holds none."""
-        if not isinstance(value, Mapping) or not isinstance(value.get("headers"), str):
-            return None
-        rows = value.get("rows")
-        return cls(value["headers"], rows if isinstance(rows, str) else None)
 
 
 def target_fingerprint(target: TargetSource) -> TargetFingerprint:

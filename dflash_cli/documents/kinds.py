@@ -37,6 +37,8 @@ KINDS: Mapping[str, Kind] = {
     ),
     "bench": _printed("bench", "tuning.speed:BenchDocument"),
     "compare": _printed("compare", "comparing.comparison_report:CompareDocument"),
+    "conversion": Kind("conversion.json beside a converted draft", ("conversion.manifest:Manifest",)),
+    "convert": _printed("convert", "conversion.manifest:Converted", "conversion.manifest:DryRun"),
     "dump": Kind(
         "manifest.json of a dump; dflash dump --json prints it with the prompts that failed",
         ("acceptance.dumps.own_dump:DumpManifest",),
