@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import re
 import runpy
 import subprocess
 import sys
@@ -11,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from dflash_cli.engines.serving_engine import all_engines
+from dflash_cli.formats.dialect import all_formats
 from dflash_cli.terminal import documentation
 from dflash_testing.paths import ROOT
 
@@ -172,3 +175,47 @@ def test_a_module_shares_its_stem_with_nothing_in_its_package(folder: str) -> No
     folders = [item.name for item in root.rglob("*") if item.is_dir() and not item.name.startswith(("_", "."))]
     shared = [name for name, count in Counter([*modules, *set(folders)]).items() if count > 1]
     assert not shared
+
+
+FREE_OF_DIALECTS = ("rules", "diagnosis", "engines")
+"""Folders of `dflash_cli` that see a draft through its `Format` alone. An engine's own files name what it reads."""
+
+OTHER_MEANINGS = {"diagnosis/readings.py": {"native"}}
+"""Words that name a dialect and something else: whose code runs a target."""
+
+
+def engine_files() -> set[str]:
+    """The stems of the files in engines/ that belong to one engine."""
+    return {engine.__module__.rpartition(".")[2] for engine in all_engines()}
+
+
+def code_words(file: Path) -> set[str]:
+    """The words of a file's names and texts, without docstrings, sources of rules, and effects of rules."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    skipped: set[ast.AST] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            skipped.add(node.value)
+        elif isinstance(node, ast.keyword) and node.arg in ("source", "effect"):
+            skipped |= set(ast.walk(node.value))
+    texts: list[str] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in skipped:
+            texts += re.findall(r"[\w-]+", node.value)
+        for field in ("id", "attr", "arg", "name", "module"):
+            name = getattr(node, field, None)
+            texts += re.split(r"[_.]", name.lower()) if isinstance(name, str) else []
+    return set(texts)
+
+
+def test_no_rule_and_no_reading_names_a_dialect() -> None:
+    dialects = [item for item in all_formats() if item.engine is None]
+    names = {item.name for item in dialects} | {key for item in dialects for key in item.containers}
+    assert {"native", "speculators", "dflash_config", "transformer_layer_config"} <= names
+    for folder in FREE_OF_DIALECTS:
+        for file in sorted((ROOT / "dflash_cli" / folder).rglob("*.py")):
+            place = file.relative_to(ROOT / "dflash_cli").as_posix()
+            if folder == "engines" and file.stem.startswith(tuple(engine_files())):
+                continue
+            wrong = code_words(file) & (names - OTHER_MEANINGS.get(place, set()))
+            assert not wrong, f"{place}: {sorted(wrong)}"

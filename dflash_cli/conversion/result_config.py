@@ -10,7 +10,7 @@ from dflash_cli.conversion.changes import Change
 from dflash_cli.conversion.request import ConversionSpec
 from dflash_cli.formats.decoder_body import STORED_AS
 from dflash_cli.formats.dialect import Format, Json, named_architectures
-from dflash_cli.formats.native_fields import SCALES
+from dflash_cli.formats.fields import SCALES
 from dflash_runtime.checkpoint.layout import EMBEDDING, HEAD
 from dflash_runtime.config import DraftConfig, Verifier
 

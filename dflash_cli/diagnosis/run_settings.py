@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dflash_cli.diagnosis.search_budget import Observe, SearchBudget
 from dflash_runtime.config import EngineConfig
 
 if TYPE_CHECKING:
     from dflash_cli.diagnosis.diagnosis_options import DiagnosisOptions
-    from dflash_cli.diagnosis.readings import Observe, SearchBudget
 
 MAX_NUM_REQUESTS = 32
 NUM_MADE_UP = 32
@@ -20,15 +20,13 @@ class RunSettings:
     """Settings of the run level. `prompts` returns token ids, or None to have prompts made up."""
 
     config: EngineConfig
-    budget: "SearchBudget"
-    observe: "Observe"
+    budget: SearchBudget
+    observe: Observe
     prompts: Callable[[], Sequence[Sequence[int]] | None] = lambda: None
 
 
-def run_settings(target: Path, request: "DiagnosisOptions", *, observe: "Observe") -> RunSettings:
+def run_settings(target: Path, request: "DiagnosisOptions", *, observe: Observe) -> RunSettings:
     """The settings of a run with the target in a directory. Without given prompts, prompts are made from random ids."""
-    from dflash_cli.diagnosis.readings import SearchBudget
-
     return RunSettings(
         EngineConfig(
             device=request.device,

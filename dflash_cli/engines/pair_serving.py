@@ -40,7 +40,7 @@ class JudgedPair:
         """
         subject = self.subject
         if subject.parsed is None and subject.parse_error is not None:
-            if subject.block_size is None and subject.num_speculative_tokens is None:
+            if subject.stated.block_size is None and subject.num_speculative_tokens is None:
                 raise UsageError(
                     f"{subject.path}: states no block_size, so how many tokens to draft is not known",
                     hint="pass -k with the number that it was trained to draft",

@@ -269,7 +269,7 @@ def tell_notes(draft: DraftCheckpoint, target: TargetFacts) -> None:
     """Say what the draft's config leaves open and how that is taken."""
     for text in draft.parsed.notes:
         console.note(text)
-    if lacks_embedding_scale(draft.checkpoint.config, target):
+    if lacks_embedding_scale(draft.stated, target):
         scale = target.embedding_scale if draft.config.has_target_scale else 1.0
         fed = f"the embedding times {scale:.4g}, as the target is" if scale != 1.0 else "the raw embedding"
         console.warn(

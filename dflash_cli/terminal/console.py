@@ -74,11 +74,11 @@ def result_json(document: Any) -> None:
     result(json_document(document))
 
 
-def json_document(document: Any, indent: int | None = None) -> str:
-    """The text of a document."""
+def json_document(document: Any, indent: int | None = None, *, kind: str | None = None) -> str:
+    """The text of a document. A mapping gets the schema version and a kind, by default that of the run."""
     from dflash_runtime.documents import to_json
 
-    head = {"schema_version": SCHEMA_VERSION, "kind": _kind} if isinstance(document, dict) else {}
+    head = {"schema_version": SCHEMA_VERSION, "kind": kind or _kind} if isinstance(document, dict) else {}
     return json.dumps(head | to_json(document), ensure_ascii=False, allow_nan=False, indent=indent)
 
 

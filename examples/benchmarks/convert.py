@@ -84,10 +84,10 @@ def _matrices(config: DraftConfig) -> list[tuple[int, int]]:
 
 def write_draft(path: Path, config: DraftConfig) -> None:
     """Write a native checkpoint with random bytes as weights."""
-    from dflash_cli.formats.dialect import get_format
+    from dflash_cli.formats.native import Native
 
     path.mkdir()
-    (path / "config.json").write_text(json.dumps(get_format("native").write_config(config, {})))
+    (path / "config.json").write_text(json.dumps(Native().write_config(config, {})))
     entries: dict[str, Any] = {}
     position = 0
     for name, shape in body_shapes(config).items():

@@ -18,12 +18,13 @@ from hypothesis import strategies as st
 
 from dflash_cli.checkpoints.opening import open_draft
 from dflash_cli.conversion.verify import differing_fields
-from dflash_cli.formats.dialect import Format, all_formats, get_format
+from dflash_cli.formats.dialect import Format, all_formats
 from dflash_runtime.checkpoint.layout import owned_shapes
 from dflash_runtime.config import DraftConfig
 from dflash_runtime.errors import LossyConversion, UnsupportedError
 from dflash_testing import checkpoints as support
 from dflash_testing import dialects
+from dflash_testing.dialects import named_dialect
 from dflash_testing.paths import ROOT
 
 SCALES = {"input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": None}
@@ -128,8 +129,8 @@ def arrays_for(config: DraftConfig) -> support.Arrays:
 @settings(max_examples=60, deadline=None)
 @given(source=sources())
 def test_dialect_to_canonical_to_dialect(name: str, source: dict[str, Any]) -> None:
-    dialect = get_format(name)
-    config = get_format("native").read_config(source, Path("config.json")).config
+    dialect = named_dialect(name)
+    config = named_dialect("native").read_config(source, Path("config.json")).config
     if "verifier" not in dialect.unstated:
         config = dialects.with_verifier(config)
     if not is_ascending(config):  # sorting taps changes tensors, which the next test covers
@@ -145,8 +146,8 @@ def test_dialect_to_canonical_to_dialect(name: str, source: dict[str, Any]) -> N
 
 
 def lost_by(name: str) -> frozenset[str]:
-    """Return fields that a dialect may leave out: a missing target width means the draft's own width."""
-    return get_format(name).unstated & {"target_hidden_size"}
+    """A width that equals the draft's own is what leaving it out means."""
+    return named_dialect(name).unstated & {"target_hidden_size"}
 
 
 @pytest.mark.parametrize("name", WRITABLE)
@@ -159,14 +160,14 @@ def test_dialect_to_native_to_dialect(name: str, source: dict[str, Any]) -> None
 
 
 def go_there_and_back(name: str, source: dict[str, Any], work: Path) -> None:
-    config = get_format("native").read_config(source, Path("config.json")).config
+    config = named_dialect("native").read_config(source, Path("config.json")).config
     support.write_checkpoint(work / "source", source, arrays_for(config))
-    if not can_state(get_format(name), config):
+    if not can_state(named_dialect(name), config):
         with pytest.raises((LossyConversion, UnsupportedError)):
             support.convert(work / "source", work / "there", name, verifier="acme/target")
         assert not (work / "there").exists()
         return
-    middle = next(middle for middle in ("native", "vllm", "speculators") if can_state(get_format(middle), config))
+    middle = next(middle for middle in ("native", "vllm", "speculators") if can_state(named_dialect(middle), config))
     support.convert(work / "source", work / "there", name, verifier="acme/target")
     support.convert(work / "there", work / "back", middle, verifier="acme/target")
     support.convert(work / "back", work / "again", name, verifier="acme/target")

@@ -174,7 +174,7 @@ class _Opened:
             subject = open_subject(find_checkpoint(reference, Role.DRAFT), draft_reference=reference)
         except DFlashError:
             return server
-        if not subject.is_speculators or subject.parsed is None:
+        if subject.parsed is None or "verifier" not in subject.format.keys:
             return server
         config = subject.parsed.config
         draft = ServedDraft(

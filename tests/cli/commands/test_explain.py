@@ -25,7 +25,9 @@ def test_each_rule_is_explained(rule: object) -> None:
 
 
 def test_the_long_text_is_printed() -> None:
-    assert "0.24 and 0.25 do not look at it" in " ".join(support.invoke("explain", "c20").out.split())
+    rule = next(rule for rule in all_rules() if rule.id == "C20")
+    assert len(rule.text) > 100
+    assert " ".join(rule.text.split()) in " ".join(support.invoke("explain", "c20").out.split())
 
 
 def test_without_an_id_all_are_listed_under_their_themes() -> None:

@@ -45,17 +45,13 @@ class TestCommand:
         assert document["findings"][0]["id"] == "C03"
 
     @pytest.mark.parametrize(
-        ("args", "message"),
-        [
-            (["--engine", "vlm"], "did you mean 'vllm'"),
-            (["--engine", "vllm@new"], "no release of vllm"),
-            (["--ignore", "X99"], "unknown rule X99"),
-        ],
+        ("args", "named"),
+        [(["--engine", "vlm"], "'vllm'"), (["--engine", "vllm@new"], "'new'"), (["--ignore", "X99"], "X99")],
     )
-    def test_usage(self, args: list[str], message: str) -> None:
+    def test_usage(self, args: list[str], named: str) -> None:
         outcome = support.invoke("validate", "tiny", *args)
         assert outcome.code == 2
-        assert message in outcome.err
+        assert named in outcome.err
 
     def test_engine_decides_severity(self, tmp_path: Path) -> None:
         draft = support.make_speculators(tmp_path / "draft", sliding_window_non_causal=False)

@@ -27,7 +27,7 @@ def _flatten(config: dict[str, Any]) -> None:
 
 
 def _case(**changes: Any) -> Case:
-    return Case(rule="", message="", **changes)
+    return Case(**changes)
 
 
 def _write(name: str) -> Callable[[Path], object]:
