@@ -225,16 +225,16 @@ def test_a_wider_page_table_changes_nothing() -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     pages = random_pages([3], 2, 16, PAGE, torch.float32, 0)
-    with pytest.raises(ValueError, match="^query: "):
+    with pytest.raises(ValueError, match=r"^query: "):
         check(pages, 2, 3, is_causal=True, window=None)
-    with pytest.raises(ValueError, match="^window: "):
+    with pytest.raises(ValueError, match=r"^window: "):
         check(pages, 2, 4, is_causal=True, window=0)
     with pytest.raises(ValueError, match=r"^softmax\.cap: "):
         check(pages, 2, 4, is_causal=True, window=None, softmax=Softmax(cap=0.0))
     with pytest.raises(ValueError, match=r"^softmax\.sinks: "):
         check(pages, 2, 4, is_causal=True, window=None, softmax=random_softmax("sinks", 2))
     unlike = replace(pages, key_cache=pages.key_cache.contiguous())
-    with pytest.raises(ValueError, match="^caches: "):
+    with pytest.raises(ValueError, match=r"^caches: "):
         check(unlike, 2, 4, is_causal=True, window=None)
     pages.key_cache = pages.key_cache.double()
     with pytest.raises(TypeError):

@@ -112,17 +112,17 @@ def test_context_kv_of_every_layer(
 
 def test_tensors_that_do_not_fit_together_are_refused() -> None:
     keys, cache = normal(2, 2, 8), normal(1, 4, 2, 8)
-    with pytest.raises(ValueError, match="^keys, values, caches: "):
+    with pytest.raises(ValueError, match=r"^keys, values, caches: "):
         kv_store(keys[:, :1], keys, cache, cache, whole(1, 2))
-    with pytest.raises(ValueError, match="^keys, values, caches: "):
+    with pytest.raises(ValueError, match=r"^keys, values, caches: "):
         kv_store(keys, keys, cache[0], cache[0], whole(1, 2))
-    with pytest.raises(ValueError, match="^caches: "):
+    with pytest.raises(ValueError, match=r"^caches: "):
         kv_store(keys, keys, cache[:, :1], cache, whole(1, 2))
-    with pytest.raises(ValueError, match="^caches: "):
+    with pytest.raises(ValueError, match=r"^caches: "):
         kv_store(keys, keys, between_layers(cache, cache)[0], cache, whole(1, 2))
-    with pytest.raises(ValueError, match="^keys, values, caches: "):
+    with pytest.raises(ValueError, match=r"^keys, values, caches: "):
         kv_store(keys.double(), keys, cache, cache, whole(1, 2))
-    with pytest.raises(ValueError, match="^slots: "):
+    with pytest.raises(ValueError, match=r"^slots: "):
         kv_store(keys, keys, cache, cache, whole(1))
-    with pytest.raises(ValueError, match="^values: "):
+    with pytest.raises(ValueError, match=r"^values: "):
         kv_store(keys, keys[:1], cache, cache, whole(1, 2))
