@@ -22,7 +22,9 @@ class ConditionResult:
     prompt_len: Annotated[float | None, "mean number of tokens per prompt"]
     num_failed: int
     num_pairs: Annotated[int, "prompts that were also measured under the first condition"] = 0
-    difference: Annotated[float | None, "acceptance length minus the acceptance length under the first condition"] = None
+    difference: Annotated[float | None, "acceptance length minus the acceptance length under the first condition"] = (
+        None
+    )
     difference_interval: Interval | None = None
 
 

@@ -31,7 +31,9 @@ class ConversationCounts:
     condition: Annotated[str | None, "under which the prompt was answered, if there were several"] = None
     num_tokens: Annotated[float, AT_LEAST_0, "tokens that the conversation's verify steps committed"]
     num_steps: Annotated[int, AT_LEAST_0]
-    num_far_tokens: Annotated[float, AT_LEAST_0, "tokens of steps with a context at least twice as long as at the first step"] = 0
+    num_far_tokens: Annotated[
+        float, AT_LEAST_0, "tokens of steps with a context at least twice as long as at the first step"
+    ] = 0
     num_far_steps: Annotated[int, AT_LEAST_0] = 0
 
     def __post_init__(self) -> None:

@@ -13,7 +13,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Annotated, Any, ClassVar
 
-from dflash_cli.documents.atomic_file import Output, atomic_text, is_stream, json_line, naming_output, open_output
+from dflash_cli.documents.atomic_file import (
+    Output,
+    atomic_text,
+    check_output,
+    is_stream,
+    json_line,
+    naming_output,
+    open_output,
+)
 from dflash_cli.documents.reading import parse_object, read_document
 from dflash_cli.generation.answers import Answer, AnswerRow
 from dflash_cli.generation.prompts import PromptRow
@@ -66,17 +74,12 @@ class _Stored:
 
 
 def check_journal(path: Path, *, resume: bool, force: bool) -> None:
-    """Check that a run may write to this path. Runs with several files check all of them before writing.
+    """Refuse a path that a run may not write to. A run with several files checks all of them before it writes any.
 
     Raises:
-        UsageError: the parent is not a directory, or the file exists and neither `resume` nor `force` is true.
+        UsageError: the parent is not a directory, or the file exists and neither `resume` nor `force` is given.
     """
-    if not path.parent.is_dir():
-        raise UsageError("no such directory", id="no-such-directory", path=path.parent)
-    if path.exists() and not is_stream(path) and not (resume or force):
-        raise UsageError(
-            "the file exists", id="file-exists", path=path, hint="pass --resume to continue it, or --force to replace it"
-        )
+    check_output(path, force=resume or force, hint="pass --resume to continue it, or --force to replace it")
 
 
 class Journal:
@@ -150,8 +153,6 @@ class Journal:
     def __enter__(self) -> "Journal":
         if self._path is None:
             return self
-        if not self._path.parent.is_dir():
-            raise UsageError("no such directory", id="no-such-directory", path=self._path.parent)
         if self._stored is not None and self._stored.num_bytes:
             with naming_output(self._path):
                 if self._path.stat().st_size > self._stored.num_bytes:

@@ -16,13 +16,14 @@ from dflash_cli.acceptance.intervals.resampling import MIN_UNITS
 from dflash_cli.acceptance.intervals.statistics import Summary, summarise
 from dflash_cli.acceptance.journal import Journal
 from dflash_cli.acceptance.rejected_tokens import find_rejected
-from dflash_cli.generation.answers import Answer, Answering, Event, Tally, plural
+from dflash_cli.generation.answers import Answer, Answering, Event, Tally
 from dflash_cli.generation.conditions import Condition
 from dflash_cli.generation.outputs import Sink
 from dflash_cli.generation.prompt_source import Failure, PromptSource
 from dflash_cli.generation.prompts import PromptRow, digest_rows
 from dflash_cli.generation.run_facts import EvaluationRun
 from dflash_runtime.errors import GateFailed
+from dflash_runtime.phrases import plural
 from dflash_runtime.scheduling.request import SamplingParams
 
 

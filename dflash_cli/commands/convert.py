@@ -51,8 +51,8 @@ class ConversionRequest(ForceOptions):
         str,
         Option(
             metavar="DIALECT", group=ESSENTIALS, complete=_complete_dialect,
-            help=f"Dialect to write: {', '.join(item.name for item in writable_formats())}. A dialect named after an "
-            "engine is native, with every key set so that the engine reads the draft as it was trained.",
+            help=lambda: f"Dialect to write: {', '.join(item.name for item in writable_formats())}. A dialect named "
+            "after an engine is native, with every key set so that the engine reads the draft as it was trained.",
         ),
     ]  # fmt: skip
     target: Annotated[

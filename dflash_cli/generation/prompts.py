@@ -25,6 +25,7 @@ from dflash_runtime.checkpoint.strict_json import parse_json
 from dflash_runtime.documents import HIDDEN
 from dflash_runtime.errors import CheckpointError, CheckpointNotFound, RequestError, UsageError
 from dflash_runtime.json_values import is_int
+from dflash_runtime.phrases import shorten
 
 KINDS = ("prompt", "messages", "turns", "prompt_token_ids")
 
@@ -255,5 +256,4 @@ def _is_message(value: Any) -> bool:
 
 
 def _brief(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 60 else text[:59] + "…"
+    return shorten(json.dumps(value, ensure_ascii=False), 60)

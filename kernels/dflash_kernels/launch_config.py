@@ -157,9 +157,6 @@ LISTED_TILE = 2048
 MAX_GRID = 65_535
 """Programs along the second and third axis of a launch; only the first, where rows are, goes further."""
 
-MIN_TEMPERATURE = 1e-5
-"""Below this a row is greedy: dividing logits by less tells no two of them apart any better, and overflows."""
-
 
 @dataclass(frozen=True, slots=True)
 class VocabShape:

@@ -71,7 +71,7 @@ def verifier_is_of_the_targets_kind(subject: Subject) -> Iterator[Problem]:
     is_about_training=True,
 )
 def settings_are_the_published_ones(subject: Subject) -> Iterator[Problem]:
-    """Block size and tapped layers equal those of drafts published for this target."""
+    """Block size and tapped layers match the drafts published for this target."""
     reference = (subject.target_reference or "").partition("@")[0].lower()
     known = PUBLISHED.get(reference)
     if known is None or subject.stated.taps is None or subject.stated.block_size is None:

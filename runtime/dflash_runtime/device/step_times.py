@@ -8,9 +8,7 @@ import json
 import logging
 import os
 import platform
-import tempfile
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import asdict
 from functools import cache
 from hashlib import blake2b
@@ -27,6 +25,7 @@ from dflash_runtime.device.kv import KVCache, bytes_per_token
 from dflash_runtime.device.runner import Runner
 from dflash_runtime.json_values import as_object, is_number
 from dflash_runtime.scheduling.width import StepTimes, widths_for
+from dflash_runtime.whole_files import written_whole
 
 logger = logging.getLogger(__name__)
 
@@ -187,18 +186,10 @@ def _write(path: Path, document: Mapping[str, Any]) -> None:
     """Write a cache file whole or not at all; where that is not possible, the next run measures again."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+        with written_whole(path) as partial:
+            partial.write_text(_to_text(document), encoding="utf-8")
     except OSError as error:
         logger.warning("step times are not kept: %s", error)
-        return
-    try:
-        with os.fdopen(handle, "w") as file:
-            file.write(_to_text(document))
-        Path(name).replace(path)
-    except OSError as error:
-        logger.warning("step times are not kept: %s", error)
-        with suppress(OSError):
-            Path(name).unlink()
 
 
 def _to_text(document: Mapping[str, Any]) -> str:

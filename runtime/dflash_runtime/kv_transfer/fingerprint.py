@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dflash_runtime.errors import InvalidHandoff
+from dflash_runtime.phrases import shorten
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +29,7 @@ class Fingerprint:
         """One text for each field that differs: `name: here <value of self>, there <value of other>`."""
         names = [*self.fields, *(name for name in other.fields if name not in self.fields)]
         pairs = [(name, self.fields.get(name, "nothing"), other.fields.get(name, "nothing")) for name in names]
-        return [
-            f"{name}: here {_shorten(here)}, there {_shorten(there)}" for name, here, there in pairs if here != there
-        ]
+        return [f"{name}: here {_shown(here)}, there {_shown(there)}" for name, here, there in pairs if here != there]
 
     @classmethod
     def read(cls, value: Any) -> "Fingerprint":
@@ -44,6 +43,5 @@ class Fingerprint:
         return cls(value)
 
 
-def _shorten(value: Any, limit: int = 48) -> str:
-    text = value if isinstance(value, str) else json.dumps(value)
-    return text if len(text) <= limit else text[: limit - 1] + "…"
+def _shown(value: Any) -> str:
+    return shorten(value if isinstance(value, str) else json.dumps(value), 48)

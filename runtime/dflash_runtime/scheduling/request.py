@@ -17,13 +17,11 @@ from enum import StrEnum
 from numbers import Real
 from operator import index as as_integer
 
+from dflash_kernels.temperature import MIN_TEMPERATURE
 from dflash_runtime.errors import DFlashError, RequestError
 
 MAX_STOP_IDS = 16
 """The most stop ids of a request. The device compares every token with all of them."""
-
-MIN_TEMPERATURE = 1e-5
-"""A request below this temperature is greedy. Dividing logits by less would overflow and separate them no better."""
 
 INT64 = range(-(2**63), 2**63)
 """The values of an integer on the device."""
