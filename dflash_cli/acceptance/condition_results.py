@@ -15,7 +15,7 @@ from dflash_runtime.documents import INLINE
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConditionResult:
-    """Acceptance under one condition, and its difference to the first condition over the prompts measured under both."""
+    """Acceptance under one condition, and its difference to the first over the prompts measured under both."""
 
     condition: Annotated[Condition, INLINE]
     summary: Annotated[Summary, INLINE]

@@ -100,8 +100,8 @@ def open_replay(
     for text in opened.parsed.notes:
         console.note(text)
     if not dump.is_complete:
-        text = f"{options.dump}: the dump is incomplete; the draft is judged on its {len(dump.texts)} answers"
-        console.warn(Notice(text, id="incomplete-dump"))
+        told = f"{options.dump}: the dump is incomplete; the draft is judged on its {len(dump.texts)} answers"
+        console.warn(Notice(told, id="incomplete-dump"))
     if dump.note is not None:
         console.warn(dump.note)
     target = None if options.head_from is None else open_target(fetch_directory(options.head_from, Role.TARGET))
