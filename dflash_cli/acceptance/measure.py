@@ -119,7 +119,7 @@ def _digest_rendered(answers: Sequence[Answer]) -> str:
 
 
 def _failure(answer: Answer, known: Sequence[Failure]) -> list[Failure]:
-    """Return the row's failure at its first failed turn, or nothing if the turn succeeded or the row is known to fail."""
+    """Return the row's failure at its first failed turn; nothing if the turn succeeded or the failure is known."""
     row, output = answer.row, answer.output
     condition = row.condition.name if row.condition is not None else None
     if output.error is None or any((item.index, item.condition) == (row.prompt_index, condition) for item in known):
