@@ -253,7 +253,7 @@ def _lack(summary: Summary) -> str:
 
 
 def _bar(rate: float, interval: Interval | None) -> str:
-    """Return the rate as a bar. With an interval, the bar is solid up to its lower end and shaded up to its upper end."""
+    """Return the rate as a bar. With an interval, it is solid up to the lower end and shaded up to the upper end."""
     solid, light = (interval.low, interval.high) if interval is not None else (rate, rate)
     num_solid = round(solid * BAR_WIDTH)
     return "█" * num_solid + "░" * (round(light * BAR_WIDTH) - num_solid)

@@ -15,7 +15,7 @@ from dflash_runtime.documents import INLINE
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConditionResult:
-    """Acceptance under one condition, and its difference to the first condition over the prompts measured under both."""
+    """Acceptance under one condition, and its difference to the first condition over prompts measured under both."""
 
     condition: Annotated[Condition, INLINE]
     summary: Annotated[Summary, INLINE]
@@ -35,7 +35,7 @@ def compare_conditions(
     failed: Sequence[str | None],
     confidence: float,
 ) -> tuple[ConditionResult, ...]:
-    """Return a result for each condition with a draft. `failed` has the condition of each prompt that was not measured."""
+    """Return a result for each condition with a draft. `failed` has the condition of each failed prompt."""
     drafted = [condition for condition in conditions if condition.name and not condition.is_plain]
     groups = {item.name: [answer for answer in answers if _name(answer) == item.name] for item in drafted}
     counts = {name: _steps(members) for name, members in groups.items()}

@@ -33,7 +33,7 @@ class EvaluationPlan:
 
     A row names the condition under which it is answered. With `scores`, final numbers are compared with the rows'
     references. Each answer is written to `journal` when it ends. With `resume`, prompts answered in that file are not
-    run again; with `force` alone, the file is replaced. `lock_sha256` is the hash of the lock the pair was checked with.
+    run again; with `force` alone, the file is replaced. `lock_sha256` is the hash of the pair's lock.
     """
 
     rows: Sequence[PromptRow]

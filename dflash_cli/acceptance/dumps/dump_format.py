@@ -29,7 +29,7 @@ HIDDEN, TOKENS = "hidden_states", "token_ids"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DumpedText:
-    """One answer of a target. `token_ids` are the prompt, the answer, and further tokens that the target would generate.
+    """One answer of a target. `token_ids` are the prompt, the answer, and the target's further tokens.
 
     `read` loads the hidden states of the first `num_rows` tokens, [T, L, H].
     """

@@ -51,7 +51,7 @@ class AcceptanceDifference:
         return min(1.0, 2 * student_tail(abs(_ratio(self.value, self.error)), self.freedom))
 
     def equivalence_p_value(self, tolerance: float) -> float:
-        """Return the probability of a difference this small if the true one is `tolerance` or more: two one-sided tests.
+        """Return the probability of a difference this small if the true one is `tolerance`: two one-sided tests.
 
         Source: Schuirmann 1987.
         """

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     Floats = NDArray[Any]
 
 MIN_UNITS = 12
-"""With fewer units, no method reaches its stated coverage. A kind of prompt that is one in four is missing from one draw
-of 8 units in ten, and nothing in the draw shows it. With 12 units it is missing from one draw in thirty.
+"""With fewer units, no method reaches its stated coverage. A kind of prompt that is one in four is missing from one
+draw of 8 units in ten, and nothing in the draw shows it. With 12 units it is missing from one draw in thirty.
 """
 MIN_FREEDOM = 4
 """Lower limit of the degrees of freedom, as for five equal units. Without the limit, intervals are too wide."""

@@ -23,7 +23,7 @@ StepCounts = Sequence[tuple[int, int]]
 """For each request: number of tokens its verify steps committed, and number of steps."""
 
 MIN_FOR_POSITIONS = 32
-"""With fewer conversations, few of them decide a position's rate, and its interval does not reach its stated coverage."""
+"""With fewer conversations, few of them decide a position's rate, and its interval misses its stated coverage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +177,7 @@ def bootstrap_interval(
     num_resamples: int,
     seed: int,
 ) -> Interval | None:
-    """Return the interval of the pooled acceptance length over resampled conversations; None for fewer than MIN_UNITS."""
+    """Return the interval of the pooled acceptance length over conversations, or None for fewer than MIN_UNITS."""
     sample = _pool_conversations(count_steps(outputs), conversations or range(len(outputs)))
     if _why_none(len(sample), num_resamples) is not None:
         return None
@@ -185,7 +185,7 @@ def bootstrap_interval(
 
 
 def running_interval(sample: StepCounts) -> tuple[float, float] | None:
-    """Return the ends of the 95% interval by a cheap formula, for a run's progress. `sample` has one item per conversation."""
+    """Return the ends of the 95% interval by a cheap formula, for progress. `sample` has one item per conversation."""
     if _why_none(len(sample)) is not None:
         return None
     low, high = linear_bounds(_as_units([sample]), confidence=0.95)[0]
@@ -261,7 +261,7 @@ def _lengths_by_conversation(
 
 
 def _acceptance_units(lengths: Sequence[Sequence[int]]) -> "Floats":
-    """Return units `[2K + 1, 1, U, 2]`: tokens per step, then each position's acceptance rate, then its conditional rate."""
+    """Return units `[2K + 1, 1, U, 2]`: tokens per step, acceptance rates and conditional rates of the positions."""
     import numpy as np
 
     counts = np.array(lengths, dtype=np.float64)

@@ -42,7 +42,7 @@ def _density(value: float, freedom: float) -> float:
 
 
 def _incomplete_beta(freedom: float, square: float) -> float:
-    """Return I_x(freedom / 2, 1 / 2) for x = freedom / (freedom + square), in the form whose fraction converges fast."""
+    """Return I_x(freedom / 2, 1 / 2) for x = freedom / (freedom + square), in the form that converges fast."""
     a, b = freedom / 2, 0.5
     x, rest = freedom / (freedom + square), square / (freedom + square)
     if rest == 0:
