@@ -32,7 +32,7 @@ class Answer:
 
 
 def split_step(step: DraftStep, token_ids: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Return three parts of a step: accepted draft tokens, the bonus token, and the draft token that the bonus replaced.
+    """Return the accepted draft tokens, the bonus token, and the draft token that the bonus replaced.
 
     Tokens that stops or limits cut from the output are left out.
     """
@@ -75,7 +75,7 @@ class AnswerRow:
 
     @classmethod
     def of(cls, answer: Answer, num_speculative_tokens: int, *, with_trace: bool = False, **more: Any) -> Self:
-        """Return the row of an answer of a run that drafts `num_speculative_tokens` per step. `more` are further fields."""
+        """Return the row of an answer of a run that drafts `num_speculative_tokens` per step, with `more` fields."""
         row, output = answer.row, answer.output
         trace = tuple(TracedStep(step.draft_ids, *split_step(step, output.token_ids)) for step in output.drafts)
         fields: dict[str, Any] = {

@@ -79,7 +79,7 @@ TRACE_LEGEND = (
     "each line is a step: accepted/drafted [accepted tokens][the target's own token][the draft token it replaced]"
 )
 POSITION_STYLES = tuple(f"color({number})" for number in (28, 29, 30, 31, 32, 33))
-"""Styles of accepted tokens by position, from green to blue; later positions use the last. Legible on any background."""
+"""Styles of accepted tokens by position, from green to blue; later positions use the last one."""
 
 
 class TraceSink:

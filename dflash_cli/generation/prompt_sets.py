@@ -29,7 +29,7 @@ class PromptSet:
     """Rows with a name, and the hash of their file.
 
     Rows of a set with `for_chat` are questions, which go through the target's chat template by default. `dataset` has
-    the dataset's repository, commit, files and format. `count` is the number of rows requested with the name.
+    the dataset's repository, commit, files and format. `count` is the number of requested rows.
     """
 
     name: str
