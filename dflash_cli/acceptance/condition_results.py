@@ -35,7 +35,7 @@ def compare_conditions(
     failed: Sequence[str | None],
     confidence: float,
 ) -> tuple[ConditionResult, ...]:
-    """Return a result for each condition with a draft. `failed` has the condition of each prompt that was not measured."""
+    """Return a result for each condition with a draft. `failed` has the condition of each failed prompt."""
     drafted = [condition for condition in conditions if condition.name and not condition.is_plain]
     groups = {item.name: [answer for answer in answers if _name(answer) == item.name] for item in drafted}
     counts = {name: _steps(members) for name, members in groups.items()}

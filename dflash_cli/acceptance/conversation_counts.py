@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 AT_LEAST_0 = Limits(least=0)
 FAR = 256
-"""A step is far if its context is at least this many tokens longer than the first prompt, and at least twice as long."""
+"""A step is far if its context is at least twice as long as the first prompt, and this many tokens longer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,7 @@ class ConversationCounts:
 
 @dataclass(frozen=True, slots=True)
 class TurnSteps:
-    """The steps of one turn: its prompt's length, and for each step how many tokens it committed and the answer kept."""
+    """The steps of one turn: its prompt's length, and how many tokens each step committed and the answer kept."""
 
     prompt_len: int
     acceptance_lengths: Sequence[int]

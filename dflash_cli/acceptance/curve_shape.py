@@ -49,7 +49,7 @@ class CurveShape:
 
 @dataclass(frozen=True, slots=True)
 class _Rate:
-    """Conditional acceptance rate of a position, given that the previous one was accepted, with bounds (Wilson 1927)."""
+    """Acceptance rate of a position, given that the previous one was accepted, with bounds (Wilson 1927)."""
 
     num_accepted: int
     num_reached: int
@@ -134,7 +134,7 @@ def _cliff(rates: Sequence[_Rate], pair: str) -> CurveShape | None:
         return None
     return CurveShape(
         name="cliff after position 1",
-        evidence=f"{_percent(rates[0].value)} of steps accept position 1, and {_percent(rates[1].value)} of these position 2",
+        evidence=f"{_percent(rates[0].value)} of steps accept position 1, {_percent(rates[1].value)} of them 2",
         causes="causal attention differs from training, or the block has another width than in training",
         test=f"dflash validate {pair} --level run",
     )

@@ -33,7 +33,7 @@ class EvaluationPlan:
 
     A row names the condition under which it is answered. With `scores`, final numbers are compared with the rows'
     references. Each answer is written to `journal` when it ends. With `resume`, prompts answered in that file are not
-    run again; with `force` alone, the file is replaced. `lock_sha256` is the hash of the lock the pair was checked with.
+    run again; with `force` alone, the file is replaced. `lock_sha256` is the hash of the pair's lock.
     """
 
     rows: Sequence[PromptRow]
@@ -117,7 +117,7 @@ def _digest_rendered(answers: Sequence[Answer]) -> str:
 
 
 def _failure(answer: Answer, known: Sequence[Failure]) -> list[Failure]:
-    """Return the row's failure at its first failed turn, or nothing if the turn succeeded or the row is known to fail."""
+    """Return the row's failure at its first failed turn; nothing if the turn succeeded or the failure is known."""
     row, output = answer.row, answer.output
     condition = row.condition.name if row.condition is not None else None
     if output.error is None or any((item.index, item.condition) == (row.prompt_index, condition) for item in known):

@@ -129,7 +129,7 @@ def run_replay(request: "ReplayRequest") -> "Evaluation":
     num_steps, num_blocks = evaluation.total.counts.num_drafts, evaluation.measured.num_blocks
     if evaluation.seconds > 0 and num_blocks:
         console.status(
-            f"{num_blocks} blocks drafted for {len(request.dump.texts)} answers, {num_steps} of them in the chained walk, "
-            f"{num_blocks / evaluation.seconds:.1f} blocks/s (without loading weights)"
+            f"{num_blocks} blocks drafted for {len(request.dump.texts)} answers, {num_steps} of them in the chained "
+            f"walk, {num_blocks / evaluation.seconds:.1f} blocks/s (without loading weights)"
         )
     return evaluation

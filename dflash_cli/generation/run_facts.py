@@ -1,4 +1,4 @@
-"""Facts about a run that a result states: the checkpoints, the machine, the releases, the command."""
+"""Facts about a run in its result: checkpoints, machine, package versions, command."""
 
 import platform
 import sys
@@ -19,7 +19,7 @@ PACKAGES = ("dflash-cli", "torch", "transformers", "safetensors", "tokenizers", 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """The machine, the releases, the command and the time of a run."""
+    """Machine, package versions, command and time of a run."""
 
     device_name: str
     python: str
@@ -29,7 +29,7 @@ class RunFacts:
 
     @classmethod
     def here(cls, device_name: str) -> "RunFacts":
-        """Facts about a run of this process."""
+        """Return the facts of a run of this process."""
         releases = {name: release_of(name) for name in PACKAGES}
         return cls(device_name=device_name, python=platform.python_version(), packages=releases, **command_and_date())
 
@@ -48,7 +48,7 @@ class Workers:
     """The workers that answered the prompts of a run."""
 
     address: Annotated[str, "of the Ray cluster; local if it was started for the run"]
-    num_workers: Annotated[int, "at the same time"]
+    num_workers: Annotated[int, "number of workers at the same time"]
     num_lost: int
     engines: Annotated[tuple[WorkerEngine, ...], "including workers that were lost"]
 
@@ -83,13 +83,13 @@ class EvaluationRun(PairRun):
 
     @classmethod
     def of(cls, run: PairRun, **more: Any) -> "EvaluationRun":
-        """The facts of a run, and those of its prompts."""
+        """Return the facts of a run together with facts about its prompts."""
         return cls(**fields_of(run), **more)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BorrowedEnds:
-    """The checkpoint whose embedding and head a draft borrows."""
+    """The checkpoint that provides a draft's embedding and head."""
 
     name: str
     ends_digest: Annotated[str | None, "of rows of the embedding and head"]
@@ -113,7 +113,7 @@ class ReplayRun(RunFacts):
 
     draft: Identity
     target: Annotated[Identity | None, "if the dump names it"]
-    head_from: Annotated[BorrowedEnds | None, "whose embedding and head the draft borrows"]
+    head_from: Annotated[BorrowedEnds | None, "the checkpoint that provides the draft's embedding and head"]
     dump: DumpSource
     num_blocks: Annotated[int, "blocks that were drafted"]
     num_prompts: int
@@ -121,7 +121,7 @@ class ReplayRun(RunFacts):
 
 
 def command_and_date() -> dict[str, Any]:
-    """`argv` and `date` of this process."""
+    """Return `argv` and `date` of this process."""
     return {
         "argv": (Path(sys.argv[0]).name, *redacted(sys.argv[1:])),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -129,7 +129,7 @@ def command_and_date() -> dict[str, Any]:
 
 
 def release_of(name: str) -> str | None:
-    """The installed release of a package."""
+    """Return the installed version of a package, or None."""
     if name == "dflash-cli":
         return __version__
     try:
