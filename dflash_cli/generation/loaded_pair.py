@@ -17,7 +17,7 @@ from dflash_cli.checkpoints.opening import (
 )
 from dflash_cli.checkpoints.pair_references import complete_pair
 from dflash_cli.checkpoints.references import fetch_directory, is_bundled
-from dflash_cli.generation.answers import Event, answer_rows
+from dflash_cli.generation.answers import Event, Streaming, answer_rows
 from dflash_cli.generation.prompts import PromptRow
 from dflash_cli.generation.run_facts import PairRun, RunFacts, release_of, to_fields
 from dflash_cli.generation.threads import use_threads
@@ -28,7 +28,7 @@ from dflash_runtime.checkpoint.hf_config import read_token_ids
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.config import EngineConfig, TargetFacts
 from dflash_runtime.errors import UsageError
-from dflash_runtime.llm import LLM
+from dflash_runtime.llm import LLM, Delta
 from dflash_runtime.scheduling.request import SamplingParams
 
 if TYPE_CHECKING:
@@ -95,9 +95,17 @@ class PairSession(OpenedPair):
         """Most tokens that a prompt and its answer have together."""
         return self.llm.limits.max_model_len
 
-    def answer(self, rows: Sequence[PromptRow], params: SamplingParams, *, chat: bool) -> Iterator[Event]:
-        """Answer every row; see `answer_rows`."""
-        return answer_rows(self, rows, lambda row: params, chat=chat)
+    def answer(
+        self, rows: Sequence[PromptRow], params: SamplingParams, *, chat: bool = False, stream: Streaming | None = None
+    ) -> Iterator[Event]:
+        """Answer every row. `stream` runs the prompts, by default the LLM of this pair. See `answer_rows`."""
+        return answer_rows(rows, params, stream=stream or self._stream, tokenizer=self.tokenizer, chat=chat)
+
+    def _stream(
+        self, prompts: list[list[int]], params: list[SamplingParams], rows: Sequence[PromptRow]
+    ) -> Iterator[Delta]:
+        """Run prompts; see `Streaming`."""
+        return self.llm.stream(prompts, params)
 
     def run_settings(self, params: SamplingParams, *, chat: bool) -> dict[str, Any]:
         """Everything that decides what a run produces, for results and for resuming.
