@@ -29,13 +29,14 @@ from dflash_cli.generation.answers import Answer
 from dflash_cli.generation.loaded_pair import device_name
 from dflash_cli.generation.prompt_source import PromptSource
 from dflash_cli.generation.prompts import digest_rows
-from dflash_cli.generation.run_facts import BorrowedEnds, ReplayRun, RunFacts, to_fields
+from dflash_cli.generation.run_facts import BorrowedEnds, ReplayRun, RunFacts
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.config import EngineConfig
 from dflash_runtime.device.attention import check_capability
 from dflash_runtime.device.kv import bytes_per_token
 from dflash_runtime.device.settings import resolve_device, resolve_dtype, resolve_kernels, resolve_num_drafts
 from dflash_runtime.device.text_pages import Anchor, TextPages
+from dflash_runtime.documents import fields_of
 from dflash_runtime.drafts.draft import Draft, build_draft, load_draft_weights
 from dflash_runtime.errors import CheckpointError, PairMismatch, UsageError
 from dflash_runtime.models.placement import Placement
@@ -241,7 +242,7 @@ def replay(request: ReplayRequest) -> Evaluation:
         rejected_tokens=find_rejected([answer.output for answer in answers], None),
         prompts=request.dump.prompts or PromptSource(name=request.dump.path.name, num_available=len(rows)),
         measured=ReplayRun(
-            **to_fields(RunFacts.here(device_name(ready.placement.device))),
+            **fields_of(RunFacts.here(device_name(ready.placement.device))),
             draft=identify(request.draft.checkpoint, request.draft_reference),
             target=request.dump.target,
             head_from=None

@@ -37,6 +37,7 @@ from dflash_runtime.checkpoint.target_facts import decoder_config
 from dflash_runtime.config import DraftConfig
 from dflash_runtime.errors import LossyConversion
 from dflash_runtime.json_values import as_object
+from dflash_runtime.notices import Notice
 
 NAME = "vllm"
 ENGINE = (NAME,)
@@ -385,9 +386,13 @@ class Vllm(EngineNative):
         if lost:
             raise LossyConversion(f"{', '.join(lost)}: {NEWEST} reads scales for DFlash 2 only")
 
-    def warnings(self, config: DraftConfig, carried: Mapping[str, Any]) -> Iterator[str]:
+    def warnings(self, config: DraftConfig, carried: Mapping[str, Any]) -> Iterator[Notice]:
         yield from super().warnings(config, carried)
         if any(window is not None for window in config.windows):
-            yield f"vLLM {release_text(RELEASES[0])} has no windows and runs every layer as a full one; use {NEWEST}"
+            oldest = release_text(RELEASES[0])
+            yield Notice(f"vLLM {oldest} ignores windows and runs full attention; use {NEWEST}", id="windows-ignored")
         if len(set(config.windows)) > 1:
-            yield f"some layers have a window and some have none: {NEWEST} needs VLLM_USE_V2_MODEL_RUNNER=1"
+            yield Notice(
+                f"some layers have a window and others do not: {NEWEST} needs VLLM_USE_V2_MODEL_RUNNER=1",
+                id="mixed-windows",
+            )

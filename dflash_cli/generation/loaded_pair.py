@@ -19,7 +19,7 @@ from dflash_cli.checkpoints.pair_references import complete_pair
 from dflash_cli.checkpoints.references import fetch_directory, is_bundled
 from dflash_cli.generation.answers import Event, Streaming, answer_rows
 from dflash_cli.generation.prompts import PromptRow
-from dflash_cli.generation.run_facts import PairRun, RunFacts, release_of, to_fields
+from dflash_cli.generation.run_facts import PairRun, RunFacts, release_of
 from dflash_cli.generation.threads import use_threads
 from dflash_cli.generation.tokenizer import Tokenizer, find_tokenizer
 from dflash_cli.terminal import console
@@ -27,6 +27,7 @@ from dflash_cli.version import __version__
 from dflash_runtime.checkpoint.hf_config import read_token_ids
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.config import EngineConfig, TargetFacts
+from dflash_runtime.documents import fields_of
 from dflash_runtime.errors import UsageError
 from dflash_runtime.llm import LLM, Delta
 from dflash_runtime.scheduling.request import SamplingParams
@@ -141,7 +142,7 @@ class PairSession(OpenedPair):
         """Facts about this run that `run_settings` does not have: checkpoints by name, machine, releases, command."""
         config = self.llm.pair.config
         return PairRun(
-            **to_fields(RunFacts.here(device_name(self.llm.device))),
+            **fields_of(RunFacts.here(device_name(self.llm.device))),
             draft=self.identities.get("draft"),
             target=self.identities["target"],
             template_digest=self.template_digest,

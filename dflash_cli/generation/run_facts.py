@@ -3,7 +3,7 @@
 import platform
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from dflash_cli.checkpoints.checkpoint_identity import Identity
 from dflash_cli.terminal.environment import redacted
 from dflash_cli.version import __version__
-from dflash_runtime.documents import OPTIONAL
+from dflash_runtime.documents import OPTIONAL, fields_of
 
 PACKAGES = ("dflash-cli", "torch", "transformers", "safetensors", "tokenizers", "triton", "accelerate", "numpy")
 
@@ -84,7 +84,7 @@ class EvaluationRun(PairRun):
     @classmethod
     def of(cls, run: PairRun, **more: Any) -> "EvaluationRun":
         """The facts of a run, and those of its prompts."""
-        return cls(**to_fields(run), **more)
+        return cls(**fields_of(run), **more)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,11 +118,6 @@ class ReplayRun(RunFacts):
     num_blocks: Annotated[int, "blocks that were drafted"]
     num_prompts: int
     prompts_digest: Annotated[str, "of the prompts as given"]
-
-
-def to_fields(facts: RunFacts) -> dict[str, Any]:
-    """Every field by name, to make a class with further fields."""
-    return {field.name: getattr(facts, field.name) for field in fields(facts)}
 
 
 def command_and_date() -> dict[str, Any]:

@@ -195,7 +195,7 @@ def read_request(kind: type[Request], typed: Mapping[str, Any]) -> Request:
             values[item.name] = item.read(given[item.name])
         elif item.is_required:
             raise UsageError(
-                f"{item.title} is missing: {item.option.help[:1].lower()}{item.option.help[1:].rstrip('.')}",
+                f"{item.title} is missing: {item.option.text[:1].lower()}{item.option.text[1:].rstrip('.')}",
                 id="missing-argument",
                 field=item.title,
                 found=MISSING,
@@ -250,13 +250,13 @@ def _for_typer(item: Parameter) -> list[inspect.Parameter]:
     text: Any = list[str] | None if item.is_list else str | None
     option, found = item.option, []
     if item.is_argument:
-        found.append((item.name, text, typer.Argument(metavar=item.metavar, help=option.help)))
+        found.append((item.name, text, typer.Argument(metavar=item.metavar, help=option.text)))
     if item.is_switch:
         flags = ["/".join(filter(None, (item.flag, option.off))), *filter(None, [option.short])]
-        found.append((item.name, bool | None, typer.Option(*flags, help=option.help)))
+        found.append((item.name, bool | None, typer.Option(*flags, help=option.text)))
     elif item.flags:
         name = (BY_FLAG if item.is_argument else "") + item.name
-        info = typer.Option(*item.flags, metavar=item.metavar, help=option.help, autocompletion=_completion(item))
+        info = typer.Option(*item.flags, metavar=item.metavar, help=option.text, autocompletion=_completion(item))
         found.append((name, text, info))
     return [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, info])

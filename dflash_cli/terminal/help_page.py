@@ -110,19 +110,19 @@ def _by_group(parameters: Sequence[Parameter]) -> dict[str, list[Parameter]]:
 def _row(item: Parameter) -> tuple[str, str]:
     if item.is_argument:
         by_flag = f" Also given by {item.flag}." if item.flag else ""
-        return item.metavar, item.option.help + by_flag
+        return item.metavar, item.option.text + by_flag
     flags = ", ".join(sorted(item.flags, key=lambda flag: flag.startswith("--")))
     name = f"{flags} / {item.option.off}" if item.option.off else flags
     if not item.is_switch:
         name += f" {item.metavar}"
-    return name, item.option.help + _default(item)
+    return name, item.option.text + _default(item)
 
 
 def _default(item: Parameter) -> str:
     """The default, unless the help says it or the default is the absence of a value."""
     if item.is_required:
         return " Required."
-    if item.default in (None, ()) or (item.is_switch and not item.option.off) or "Default:" in item.option.help:
+    if item.default in (None, ()) or (item.is_switch and not item.option.off) or "Default:" in item.option.text:
         return ""
     if item.is_switch:
         return f" Default: {(item.flag if item.default else item.option.off).lstrip('-')}."

@@ -51,7 +51,7 @@ T = TypeVar("T")
 class Option:
     """An option of a verb, as `Annotated[int, Option(...)]` of a field.
 
-    help      what it does, then its default if that needs words
+    help      what it does, then its default if that needs words; a function if registries decide the text
     flag      the long flag, if it is not made from the field's name
     short     a second, short flag
     off       the flag that turns a switch off
@@ -65,7 +65,7 @@ class Option:
     is_setting  whether it decides the result, so that `settings` in JSON states it
     """
 
-    help: str
+    help: str | Callable[[], str]
     flag: str = ""
     short: str = ""
     off: str = ""
@@ -79,6 +79,11 @@ class Option:
     expected: str = ""
     complete: Callable[[str], Sequence[str]] | None = None
     is_setting: bool = True
+
+    @property
+    def text(self) -> str:
+        """The help as text."""
+        return self.help if isinstance(self.help, str) else self.help()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,13 +3,14 @@
 import json
 import shlex
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 import pytest
 import yaml
 
 from dflash_cli.commands.export import ExportRequest
 from dflash_cli.publishing.exports.export_format import EXPORTS, PACKAGE
+from dflash_cli.terminal.requests import parameters_of
 from dflash_runtime.documents import to_json
 from dflash_testing import checkpoints as support
 from dflash_testing.evaluations import drawn_evaluation, write_evaluation
@@ -38,8 +39,8 @@ def exported(to: str, *arguments: str) -> str:
 
 def test_the_command_names_every_format() -> None:
     EXPORTS.discover(PACKAGE)
-    to = get_args(get_type_hints(ExportRequest)["to"])
-    assert sorted(to) == sorted(EXPORTS)
+    (to,) = [item for item in parameters_of(ExportRequest) if item.name == "to"]
+    assert sorted(to.choices) == sorted(EXPORTS)
 
 
 def test_vllm_gets_marginal_rates_as_it_checks_them() -> None:

@@ -241,9 +241,9 @@ def test_one_idea_has_one_flag() -> None:
     assert several == {"--draft": drafts, "-d": drafts}
     assert {name for name, found in fields.items() if len(found - {""}) > 1} == set()
     gone = {
-        "--concurrency", "--out", "--output", "--report",
-        "--target-name", "--model", "--num-resamples", "--verify-width", "auto",
-        "--num-speculative-tokens", "--kv-transfer",
+        "--batches", "--batch-sizes", "--max-num-requests", "--max-num-seqs", "--out", "--rows", "--report",
+        "--verifier", "--base-model", "--model", "--bootstrap", "--adaptive-width",
+        "--num-speculative-tokens-list", "--kv-transfer",
     }  # fmt: skip
     assert not gone & flags.keys()
 
