@@ -14,11 +14,10 @@ from dflash_runtime.phrases import plural
 from dflash_runtime.scheduling.request import DraftStep, FinishReason, RequestOutput, SamplingParams, derive_seed
 
 if TYPE_CHECKING:
-    from dflash_cli.generation.loaded_pair import PairSession
     from dflash_runtime.llm import Delta
 
 Streaming = Callable[[list[list[int]], list[SamplingParams], list[PromptRow]], Iterator["Delta"]]
-"""Runs prompts, each with its parameters. The rows are the rows of the prompts."""
+"""Runs prompts, each with its sampling parameters and its row, and yields their tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,31 +177,29 @@ class Tally:
 
 
 def answer_rows(
-    session: "PairSession",
     rows: Sequence[PromptRow],
-    params: Callable[[PromptRow], SamplingParams],
+    params: SamplingParams,
     *,
+    stream: Streaming,
+    tokenizer: Tokenizer | None,
     chat: bool = False,
-    stream: Streaming | None = None,
 ) -> Iterator[Event]:
     """Answer every row. All rows take their first turn together, then their second, and so on.
 
-    A turn that fails has an answer with an error, as do later turns of its row. Other rows are not affected. `stream`
-    runs the prompts, by default with the session's LLM.
+    If a turn cannot be served, its answer and the answers of the row's later turns have an error. Other rows go on.
     """
-    stream = stream or (lambda prompts, given, _: session.llm.stream(prompts, given))
     pending = [Conversation(row) for row in rows]
     while pending:
         prompts, ready = [], []
         for conversation in pending:
             try:
-                prompts.append(conversation.next_prompt(session.tokenizer, chat=chat))
+                prompts.append(conversation.next_prompt(tokenizer, chat=chat))
                 ready.append(conversation)
             except RequestError as error:
                 yield from _fail(conversation, error.message, error.exit_code)
         pending = ready
-        texts = [_Text(session.tokenizer) for _ in pending]
-        given = [own_seed(params(item.row), item.row) for item in pending]
+        texts = [_Text(tokenizer) for _ in pending]
+        given = [own_seed(params, item.row) for item in pending]
         for delta in stream(prompts, given, [item.row for item in pending]):
             conversation, text = pending[delta.index], texts[delta.index]
             output = _of_row(delta.output, conversation) if delta.output is not None else None

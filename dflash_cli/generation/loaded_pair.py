@@ -17,7 +17,7 @@ from dflash_cli.checkpoints.opening import (
 )
 from dflash_cli.checkpoints.pair_references import complete_pair
 from dflash_cli.checkpoints.references import fetch_directory, is_bundled
-from dflash_cli.generation.answers import Event, answer_rows
+from dflash_cli.generation.answers import Event, Streaming, answer_rows
 from dflash_cli.generation.prompts import PromptRow
 from dflash_cli.generation.run_facts import PairRun, RunFacts, release_of
 from dflash_cli.generation.threads import use_threads
@@ -29,7 +29,7 @@ from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.config import EngineConfig, TargetFacts
 from dflash_runtime.documents import fields_of
 from dflash_runtime.errors import UsageError
-from dflash_runtime.llm import LLM
+from dflash_runtime.llm import LLM, Delta
 from dflash_runtime.notices import Notice
 from dflash_runtime.scheduling.request import SamplingParams
 
@@ -100,9 +100,17 @@ class PairSession(OpenedPair):
         """Limit of the number of tokens of a prompt and its answer together."""
         return self.llm.limits.max_model_len
 
-    def answer(self, rows: Sequence[PromptRow], params: SamplingParams, *, chat: bool) -> Iterator[Event]:
-        """Answer every row; see `answer_rows`."""
-        return answer_rows(self, rows, lambda row: params, chat=chat)
+    def answer(
+        self, rows: Sequence[PromptRow], params: SamplingParams, *, chat: bool = False, stream: Streaming | None = None
+    ) -> Iterator[Event]:
+        """Answer every row. `stream` runs the prompts, by default the LLM of this pair. See `answer_rows`."""
+        return answer_rows(rows, params, stream=stream or self._stream, tokenizer=self.tokenizer, chat=chat)
+
+    def _stream(
+        self, prompts: list[list[int]], params: list[SamplingParams], rows: Sequence[PromptRow]
+    ) -> Iterator[Delta]:
+        """Run prompts; see `Streaming`."""
+        return self.llm.stream(prompts, params)
 
     def run_settings(self, params: SamplingParams, *, chat: bool) -> dict[str, Any]:
         """Return everything that decides a run's result, for the result and for --resume.

@@ -22,7 +22,7 @@ from dflash_cli.acceptance.dumps.own_dump import (
 )
 from dflash_cli.checkpoints.checkpoint_identity import digest_ends
 from dflash_cli.documents.atomic_file import atomic_text, check_parent, write_whole
-from dflash_cli.generation.answers import Answer, Event, answer_rows, own_seed
+from dflash_cli.generation.answers import Answer, Event, own_seed
 from dflash_cli.generation.loaded_pair import PairSession
 from dflash_cli.generation.prompt_source import Failure, PromptSource
 from dflash_cli.generation.prompts import PromptRow
@@ -202,7 +202,7 @@ def _answer(
     sink: Callable[[Event], None],
 ) -> list[Answer]:
     answers = []
-    for event in answer_rows(session, rows, lambda row: params, chat=request.chat):
+    for event in session.answer(rows, params, chat=request.chat):
         sink(event)
         if event.answer is not None:
             answers.append(event.answer)
