@@ -57,7 +57,7 @@ def test_from_generate_to_the_targets_forward_it_is_six_calls(scheduling: str) -
     watched = Watched(target)
     random_llm(watched, random_draft(target), 3, scheduling=scheduling).generate([[1, 2, 3]], PARAMS)
     ways = {tuple(chain[::-1]) for chain in watched.chains}
-    assert ways == {("generate", "stream", "run", "step", "submit", way) for way in ("_fill", "_decode")}
+    assert ways == {("generate", "stream", "run", "step", "submit", way) for way in ("_prefill", "_decode")}
     assert all(len(chain) <= 6 for chain in watched.chains)
 
 
