@@ -7,7 +7,6 @@ A reference is what the commands take too: a directory, `org/repo`, `org/repo@re
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,11 +15,12 @@ from dflash_cli.checkpoints.opening import Causality, DraftCheckpoint
 from dflash_cli.checkpoints.pair_references import complete_pair
 from dflash_cli.checkpoints.references import TINY, Role, fetch_directory, is_bundled
 from dflash_runtime.checkpoint.pair import TargetSource
+from dflash_runtime.errors import UsageError
 
 if TYPE_CHECKING:
     from dflash_cli.conversion.request import Verification
-    from dflash_cli.validation.report import Report
-    from dflash_cli.validation.rule import Level
+    from dflash_cli.rules.report import Report
+    from dflash_cli.rules.rule import Level
 
 Reference = str | Path
 
@@ -70,11 +70,11 @@ def validate_draft(
         CheckpointError, UnsupportedError: the target cannot be read.
         UsageError: the run level without a target, an engine of no known name, or an id of no rule.
     """
+    from dflash_cli.diagnosis.run_settings import run_settings
     from dflash_cli.engines.serving_engine import parse_engines
-    from dflash_cli.validation.rule import ignored_ids
-    from dflash_cli.validation.run_settings import run_settings
-    from dflash_cli.validation.validator import ValidationRequest
-    from dflash_cli.validation.validator import validate_draft as validate
+    from dflash_cli.rules.rule import ignored_ids
+    from dflash_cli.rules.validator import ValidationRequest
+    from dflash_cli.rules.validator import validate_draft as validate
 
     pair = complete_pair(str(draft), None if target is None else str(target), find=fetch_directory)
     assert pair.draft_location is not None
@@ -85,11 +85,15 @@ def validate_draft(
         target=location,
         target_reference=pair.target,
         engines=parse_engines(",".join(engines) or None),
-        level=level,
+        level="headers" if level == "headers" else "weights",
         ignored=ignored_ids(ignored),
         num_speculative_tokens=num_speculative_tokens,
     )
-    if level == "run" and location is not None:
+    if level == "run":
+        if location is None:
+            raise UsageError("--level run needs a target", id="run-without-target", hint="name a target")
+        from dflash_cli.diagnosis.pair_validation import validate_running
+
         run = run_settings(
             location,
             prompts=str(prompts) if isinstance(prompts, str | Path) else prompts,
@@ -100,7 +104,7 @@ def validate_draft(
             target_runtime=target_runtime,
             device_map=device_map,
         )
-        request = replace(request, run=run)
+        return validate_running(request, run)
     return validate(request)
 
 

@@ -10,8 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
-from dflash_cli import console
-from dflash_cli.interruption import (
+from dflash_cli.terminal import console
+from dflash_cli.terminal.interruption import (
     ReaderGone,
     discard,
     open_closed_streams,
@@ -19,7 +19,7 @@ from dflash_cli.interruption import (
     signals_raise,
     turned_into_errors,
 )
-from dflash_cli.lazy_group import Entry, LazyGroup
+from dflash_cli.terminal.lazy_group import Entry, LazyGroup
 from dflash_cli.version import __version__
 from dflash_runtime.errors import CapacityError, DFlashError, UnsupportedError, UsageError
 

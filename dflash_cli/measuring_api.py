@@ -13,14 +13,14 @@ from dflash_runtime.config import EngineConfig
 from dflash_runtime.scheduling.request import SamplingParams
 
 if TYPE_CHECKING:
-    from dflash_cli.evaluation.acceptance_report import Evaluation
-    from dflash_cli.evaluation.disaggregation_options import CarrierName
-    from dflash_cli.evaluation.probing.probe_options import ProbeOptions
-    from dflash_cli.evaluation.probing.server_probe import Probed
-    from dflash_cli.evaluation.speed import BatchSpeed
-    from dflash_cli.evaluation.tuning.tuner import Tuning
+    from dflash_cli.acceptance.acceptance_report import Evaluation
     from dflash_cli.generation.prompt_sets import PromptSet
     from dflash_cli.generation.prompts import Sample
+    from dflash_cli.handoff.disaggregation_options import CarrierName
+    from dflash_cli.probing.probe_options import ProbeOptions
+    from dflash_cli.probing.server_probe import Probed
+    from dflash_cli.tuning.speed import BatchSpeed
+    from dflash_cli.tuning.tuner import Tuning
 
 Prompts = Reference | Sequence[str | Sequence[int]]
 """A JSON Lines file, or texts and lists of token ids."""
@@ -77,13 +77,13 @@ def evaluate(
         UsageError, RequestError: a pair or prompts that cannot be served; and whatever loading raises.
         HandoffMismatch: what the other process prefills does not fit, and `force_mismatch` is not given.
     """
-    from dflash_cli.evaluation.disaggregation import hold_against_one_engine
-    from dflash_cli.evaluation.disaggregation_options import DisaggregationOptions
-    from dflash_cli.evaluation.measure import EvaluationRequest, measure
-    from dflash_cli.evaluation.prompt_choice import choose_prompts
+    from dflash_cli.acceptance.measure import EvaluationRequest, measure
+    from dflash_cli.acceptance.prompt_choice import choose_prompts
     from dflash_cli.generation.answers import Tally
     from dflash_cli.generation.conditions import make_conditions, parse_context_lengths, parse_thinking
     from dflash_cli.generation.loaded_pair import open_pair
+    from dflash_cli.handoff.disaggregation import hold_against_one_engine
+    from dflash_cli.handoff.disaggregation_options import DisaggregationOptions
 
     apart = DisaggregationOptions(
         disaggregated=disaggregated,
@@ -152,9 +152,9 @@ def measure_speed(
         UsageError, RequestError: a pair or prompts that cannot be served, or answers too short to measure; and whatever
             loading raises.
     """
-    from dflash_cli.evaluation.prompt_choice import choose_prompts
-    from dflash_cli.evaluation.speed import measure_speeds, smallest, speed_request
+    from dflash_cli.acceptance.prompt_choice import choose_prompts
     from dflash_cli.generation.loaded_pair import open_session
+    from dflash_cli.tuning.speed import measure_speeds, smallest, speed_request
 
     session = open_session(
         str(draft),
@@ -205,13 +205,13 @@ def tune(
         UsageError, RequestError: what does not suit the pair, or prompts that cannot be served; and whatever loading
             raises.
     """
-    from dflash_cli.evaluation.measure import EvaluationRequest
-    from dflash_cli.evaluation.prompt_choice import choose_prompts
-    from dflash_cli.evaluation.speed import smallest
-    from dflash_cli.evaluation.tuning.tuner import TuningRequest
-    from dflash_cli.evaluation.tuning.tuner import tune as run
-    from dflash_cli.evaluation.tuning.what_if import parse_what_ifs
+    from dflash_cli.acceptance.measure import EvaluationRequest
+    from dflash_cli.acceptance.prompt_choice import choose_prompts
     from dflash_cli.generation.loaded_pair import open_session
+    from dflash_cli.tuning.speed import smallest
+    from dflash_cli.tuning.tuner import TuningRequest
+    from dflash_cli.tuning.tuner import tune as run
+    from dflash_cli.tuning.what_if import parse_what_ifs
 
     config = replace(config or EngineConfig(), adaptive_width=False)
     params = params or SamplingParams(max_new_tokens=128)
@@ -270,9 +270,9 @@ def probe_server(
         ServerUnreachable, UnsupportedError: the server does not answer, or says nothing of acceptance.
         UsageError: the result it is held against has none of the prompts; and whatever reading prompts raises.
     """
-    from dflash_cli.engines.served_faults import known_faults
-    from dflash_cli.evaluation.probing.probe_options import ProbeOptions, ProbePrompts, open_probe
-    from dflash_cli.evaluation.probing.server_probe import probe
+    from dflash_cli.probing.probe_options import ProbeOptions, ProbePrompts, open_probe
+    from dflash_cli.probing.served_faults import known_faults
+    from dflash_cli.probing.server_probe import probe
 
     options = options or ProbeOptions()
     asked = ProbePrompts(

@@ -26,10 +26,11 @@ from planted_faults.verdicts import render
 from safetensors.torch import load_file, save_file
 
 from dflash_cli.checkpoints.references import TINY, Role, fetch_directory
-from dflash_cli.validation.readings import SearchBudget
-from dflash_cli.validation.report import Report
-from dflash_cli.validation.run_settings import RunSettings
-from dflash_cli.validation.validator import ValidationRequest, validate_draft
+from dflash_cli.diagnosis.pair_validation import validate_running
+from dflash_cli.diagnosis.readings import SearchBudget
+from dflash_cli.diagnosis.run_settings import RunSettings
+from dflash_cli.rules.report import Report
+from dflash_cli.rules.validator import ValidationRequest, validate_draft
 from dflash_runtime.config import EngineConfig
 
 NUM_PROMPTS, NUM_TOKENS = 12, 48
@@ -59,7 +60,7 @@ def examine(key: str, device: str) -> dict[str, Any]:
             "weights": validate_at(draft, "weights", device),
             "run": validate_at(draft, "run", device),
         }
-    search = levels["run"].search
+    search = getattr(levels["run"], "search", None)
     return {
         "key": key,
         "pair": pair,
@@ -77,18 +78,17 @@ def examine(key: str, device: str) -> dict[str, Any]:
 
 
 def validate_at(draft: Path, level: Any, device: str, *, has_target: bool = True) -> Report:
-    run = None
-    if level == "run":
-        budget = SearchBudget(num_prompts=NUM_PROMPTS, max_new_tokens=NUM_TOKENS)
-        run = RunSettings(EngineConfig(device=device, max_num_requests=32), budget, lambda *_: None)
-    return validate_draft(
-        ValidationRequest(
-            draft=draft,
-            target=fetch_directory(TINY, Role.TARGET) if has_target else None,
-            target_reference=TINY if has_target else None,
-            level=level,
-            run=run,
-        )
+    request = ValidationRequest(
+        draft=draft,
+        target=fetch_directory(TINY, Role.TARGET) if has_target else None,
+        target_reference=TINY if has_target else None,
+        level="headers" if level == "headers" else "weights",
+    )
+    if level != "run":
+        return validate_draft(request)
+    budget = SearchBudget(num_prompts=NUM_PROMPTS, max_new_tokens=NUM_TOKENS)
+    return validate_running(
+        request, RunSettings(EngineConfig(device=device, max_num_requests=32), budget, lambda *_: None)
     )
 
 

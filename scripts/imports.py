@@ -1,9 +1,9 @@
-"""Draws who imports whom: the rooms of the house, floor by floor, and every arrow that points up.
+"""Print which folder imports which, floor by floor, and every import circle.
 
 python scripts/imports.py
 
-A room is a folder. The modules in a package's own folder stand partly below its other rooms and partly above them, so
-they are shown as two, its base or terminal and its top. The lowest floor is 1.
+A room is a folder. Some modules in a package's own folder are imported by its rooms, and the others import them, so
+these modules are shown as two rooms: the base and the top. The lowest floor is 1.
 """
 
 import ast
@@ -18,20 +18,17 @@ PACKAGES = {
     "dflash_cli": "dflash_cli",
 }
 
+WINGS: Mapping[str, frozenset[str]] = {
+    "checkpoint": frozenset(("formats", "checkpoints", "rules", "engines", "conversion")),
+    "measuring": frozenset(
+        ("generation", "acceptance", "comparing", "tuning", "probing", "publishing", "handoff", "workers")
+    ),
+}
+"""Wing of `dflash_cli` -> its folders. The checkpoint wing never imports the measuring wing."""
+
 LOWER: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "dflash_runtime": {"base": ("errors", "registry", "config", "json_values")},
-    "dflash_cli": {
-        "terminal": (
-            "version",
-            "console",
-            "interruption",
-            "environment",
-            "parameters",
-            "options",
-            "help_page",
-            "lazy_group",
-        )
-    },
+    "dflash_cli": {"base": ("version",)},
 }
 """Package -> the modules of its own folder that its other rooms stand on; its remaining modules stand on top of all."""
 
@@ -60,7 +57,11 @@ def modules() -> Mapping[str, Path]:
 
 def imported(file: Path, known: Mapping[str, Path]) -> Iterator[str]:
     """The modules of this project that a file imports anywhere in it, for type checking included."""
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    yield from _imported_names(ast.parse(file.read_text(encoding="utf-8")), known)
+
+
+def _imported_names(tree: ast.AST, known: Mapping[str, Path]) -> Iterator[str]:
+    for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
             for alias in node.names:
                 inner = f"{node.module}.{alias.name}"
@@ -78,6 +79,41 @@ def arrows() -> dict[tuple[str, str], list[tuple[str, str]]]:
             if other in known and room_of(name) != room_of(other):
                 found.setdefault((room_of(name), room_of(other)), []).append((name, other))
     return found
+
+
+def imports_at_start() -> dict[str, set[str]]:
+    """Module -> the modules of this project that it imports when it is loaded."""
+    known = modules()
+    found: dict[str, set[str]] = {}
+    for name, file in known.items():
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        top = ast.Module([node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)], [])
+        found[name] = {other for other in _imported_names(top, known) if other in known}
+    return found
+
+
+def circles(below: Mapping[str, set[str]]) -> list[list[str]]:
+    """The groups of nodes that import each other in a circle, each sorted."""
+
+    def reached(start: str) -> set[str]:
+        seen: set[str] = set()
+        waiting = [*below[start]]
+        while waiting:
+            item = waiting.pop()
+            if item not in seen:
+                seen.add(item)
+                waiting += below.get(item, ())
+        return seen
+
+    reach = {name: reached(name) for name in below}
+    groups = {frozenset(other for other in reach[name] if name in reach.get(other, ())) for name in below}
+    return sorted(sorted(group) for group in groups if group)
+
+
+def wings_of(module: str, known: Mapping[str, Path]) -> set[str]:
+    """The wings of `dflash_cli` that a module imports."""
+    folders = {other.split(".")[1] for other in imported(known[module], known) if other.startswith("dflash_cli.")}
+    return {wing for wing, rooms in WINGS.items() if folders & rooms}
 
 
 def floors(edges: Mapping[tuple[str, str], object]) -> dict[str, int]:
@@ -107,8 +143,8 @@ def draw() -> str:
     edges = arrows()
     placed = floors(edges)
     rooms = {room for edge in edges for room in edge}
-    circles = sorted(rooms - placed.keys())
-    nearest = reduced(edges) if not circles else {}
+    in_circles = sorted(rooms - placed.keys())
+    nearest = reduced(edges) if not in_circles else {}
     lines = [
         f"{placed[room]:>2}  {room:20} {', '.join(nearest.get(room, []))}".rstrip()
         for room in sorted(placed, key=lambda room: (-placed[room], room))
@@ -116,8 +152,14 @@ def draw() -> str:
     folders = {room.partition(" ")[0] for room in rooms}
     height = max(placed.values(), default=0)
     lines.append(
-        f"{len(folders)} rooms on {height} floors, {len(edges)} arrows, circles: {', '.join(circles) or 'none'}"
+        f"{len(folders)} rooms on {height} floors, {len(edges)} arrows, circles: {', '.join(in_circles) or 'none'}"
     )
+    known = modules()
+    every = {name: {other for other in imported(file, known) if other in known} for name, file in known.items()}
+    lines.append(f"circles between files, imports inside functions and for types included: {len(circles(every))}")
+    lines += [f"    {', '.join(group)}" for group in circles(every)]
+    both = sum(wings_of(name, known) == WINGS.keys() for name in known)
+    lines.append(f"modules that import both wings: {both}")
     return "\n".join(lines) + "\n"
 
 

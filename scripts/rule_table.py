@@ -12,7 +12,7 @@ if __name__ == "__main__":
     sys.path[:0] = [str(root / name) for name in (".", "runtime", "kernels", "tests/helpers")]
 
 from dflash_cli.engines.serving_engine import known_engines
-from dflash_cli.validation.rule import Rule, all_rules
+from dflash_cli.rules.rule import Rule, all_rules
 from dflash_testing.rule_cases.collected import CASES
 from dflash_testing.transfer_cases import CASES as TRANSFER_CASES
 
@@ -32,7 +32,7 @@ RUN_TESTS = {
 
 HEAD = """# Checks
 
-The rules of `dflash validate`, one decorated function each in `dflash_cli/validation/rules/` and `dflash_cli/engines/`.
+The rules of `dflash validate`, one decorated function each in `dflash_cli/rules/themes/` and `dflash_cli/engines/`.
 Those of the level kv-transfer are about two servers ([handing over](handoff-validate.md)), all others about a draft.
 `dflash explain ID` prints what a rule is about, its effect, fix and source. This page is printed by
 `python scripts/rule_table.py`, and a test holds it to the code.
@@ -41,7 +41,7 @@ A rule's severity may be milder for a milder form of its fault. A rule with engi
 names one of them; those among S and P say nothing otherwise. Known engines:
 {engines}.
 
-The last column says by how many cases of `test_rule_fires` in `tests/cli/validation/test_rules.py`, or for servers of
+The last column says by how many cases of `test_rule_fires` in `tests/cli/rules/test_rules.py`, or for servers of
 `test_transfer_rule_fires`, a rule is made to fire, or names its test in another file beside it. That every rule is
 silent on sound drafts is held by `test_silent_on_sound_drafts`, `test_silent_on_the_bundled_drafts` and
 `test_sound_drafts_pass`.
@@ -69,7 +69,7 @@ def _row(rule: Rule) -> str:
     num_cases = [*(case.rule for case in CASES), *(case.rule for case in TRANSFER_CASES)].count(rule.id)
     test = f"`{RUN_TESTS[rule.id]}`" if rule.id in RUN_TESTS else f"{num_cases} cases" if num_cases > 1 else "1 case"
     engines = ", ".join(rule.engines)
-    file = rule.module.replace("kv_transfer.", "engines.kv_transfer.").replace(".", "/") + ".py"
+    file = rule.module.replace(".", "/") + ".py"
     cells = (rule.id, rule.severity, rule.level, engines, rule.title.rstrip("."), f"`{file}`", test)
     return f"| {' | '.join(cells)} |\n"
 

@@ -57,8 +57,8 @@ def test_only_the_console_writes_to_the_terminal() -> None:
             assert "print" not in calls, file
 
 
-def modules_after(arguments: list[str]) -> set[str]:
-    """Top-level modules a command has loaded when it ends."""
+def modules_after(arguments: list[str], depth: int = 1) -> set[str]:
+    """The modules that a command has loaded when it ends, the first `depth` parts of their names."""
     code = (
         "import sys\n"
         f"sys.path[:0] = {[str(ROOT), str(ROOT / 'runtime'), str(ROOT / 'kernels')]!r}\n"
@@ -66,7 +66,9 @@ def modules_after(arguments: list[str]) -> set[str]:
         "from dflash_cli.main import main\n"
         "try:\n    main()\n"
         "except SystemExit as end:\n    assert end.code in (0, None), end.code\n"
-        "sys.stderr.write('MODULES ' + ' '.join(sorted({name.split('.')[0] for name in sys.modules})))\n"
+        f"parts = range(1, {depth + 1})\n"
+        "found = {'.'.join(name.split('.')[:n]) for name in sys.modules for n in parts}\n"
+        "sys.stderr.write('MODULES ' + ' '.join(sorted(found)))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return set(done.stderr.split("MODULES ")[1].split())
@@ -114,9 +116,35 @@ def test_a_circle_would_be_seen() -> None:
     assert DRAWING["floors"](edges) == {"base": 1}
 
 
-def test_there_are_few_rooms() -> None:
-    rooms = {room.partition(" ")[0] for edge in DRAWING["arrows"]() for room in edge}
-    assert len(rooms) <= 17, sorted(rooms)
+def test_the_checkpoint_wing_never_imports_the_measuring_wing() -> None:
+    known, wings = DRAWING["modules"](), DRAWING["WINGS"]
+    checkpoint = [name for name in known if name.split(".")[1:2] and name.split(".")[1] in wings["checkpoint"]]
+    assert len(checkpoint) > 50
+    wrong = [name for name in checkpoint if "measuring" in DRAWING["wings_of"](name, known)]
+    assert not wrong
+
+
+def test_no_two_files_import_each_other() -> None:
+    assert DRAWING["circles"](DRAWING["imports_at_start"]()) == []
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["inspect", "tiny"],
+        ["validate", "tiny", "--target", "tiny"],
+        ["validate", "tiny", "--ignore", "S02"],
+        ["convert", "tiny", "{out}", "--to", "speculators", "--verifier", "org/name", "--verify", "none"],
+        ["convert", "tiny", "{out}", "--to", "speculators", "--verifier", "org/name", "--verify", "roundtrip"],
+    ],
+    ids=" ".join,
+)
+def test_commands_of_the_checkpoint_wing_load_no_module_of_the_measuring_wing(
+    arguments: list[str], tmp_path: Path
+) -> None:
+    loaded = modules_after([item.format(out=tmp_path / "out") for item in arguments], depth=2)
+    measuring = {f"dflash_cli.{room}" for room in DRAWING["WINGS"]["measuring"]}
+    assert not loaded & (measuring | TORCH_FREE)
 
 
 def test_the_drawing_in_the_documents_is_true() -> None:

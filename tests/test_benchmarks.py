@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from dflash_cli.evaluation.tuning.candidates import candidates_for
-from dflash_cli.evaluation.tuning.step_costs import read_step_costs
+from dflash_cli.tuning.candidates import candidates_for
+from dflash_cli.tuning.step_costs import read_step_costs
 from dflash_kernels.suite import triton_kernels
 from dflash_testing.paths import ROOT
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from dflash_cli import console
+from dflash_cli.terminal import console
 
 
 def download_snapshot(

@@ -179,4 +179,4 @@ def read_target(config: Mapping[str, Any], path: Path) -> TargetFacts:
         is_by_layer = error.field in BODY_KEYS and isinstance(error.found, list)
         if not is_absent and not is_by_layer:
             raise
-        return replace(facts, not_known=tuple(dict.fromkeys((*facts.not_known, error.field))))
+        return replace(facts, not_known=tuple(dict.fromkeys((*facts.not_known, str(error.field)))))

@@ -4,8 +4,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dflash_cli import console
-from dflash_cli.options import (
+from dflash_cli.terminal import console
+from dflash_cli.terminal.options import (
     CausalityOption,
     ChatOption,
     DatasetFormatOption,
@@ -19,14 +19,14 @@ from dflash_cli.options import (
     TemplateOption,
     ThreadsOption,
 )
-from dflash_cli.parameters import ESSENTIALS, MEASURING
+from dflash_cli.terminal.parameters import ESSENTIALS, MEASURING
 from dflash_runtime.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dflash_cli.evaluation.speed import BatchSpeed, Speed, SpeedRequest
     from dflash_cli.generation.loaded_pair import PairSession
+    from dflash_cli.tuning.speed import BatchSpeed, Speed, SpeedRequest
 
 SPEED_COLUMNS = ("batch", "plain tokens/s", "drafting tokens/s", "speedup", "tokens a step")
 STEP_COLUMNS = ("batch", "plain ms", "drafting ms", "draft", "verify", "rest")
@@ -91,9 +91,9 @@ def bench(
 
     given = read_prompts(prompts, dataset, dataset_format)
     announce_loading(draft, target, device=config.device)
-    from dflash_cli.evaluation.prompt_choice import choose_prompts
-    from dflash_cli.evaluation.speed import check_speedup, smallest, speed_request
+    from dflash_cli.acceptance.prompt_choice import choose_prompts
     from dflash_cli.generation.loaded_pair import open_session
+    from dflash_cli.tuning.speed import check_speedup, smallest, speed_request
 
     session = open_session(
         draft, target, smallest(config), causality=causality, template_options=chat_template_kwargs, threads=threads
@@ -120,7 +120,7 @@ def _parse_batches(text: str) -> list[int]:
 
 
 def _measure(session: "PairSession", request: "SpeedRequest") -> "list[BatchSpeed]":
-    from dflash_cli.evaluation.speed import measure_speeds
+    from dflash_cli.tuning.speed import measure_speeds
 
     speeds: list[BatchSpeed] = []
     pair = session.llm.pair

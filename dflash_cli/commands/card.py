@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dflash_cli import console
-from dflash_cli.options import ForceOption, JsonOption
+from dflash_cli.terminal import console
+from dflash_cli.terminal.options import ForceOption, JsonOption
 from dflash_runtime.errors import CheckpointNotFound, DFlashError, UsageError
 
 if TYPE_CHECKING:
-    from dflash_cli.evaluation.publishing.card_insertion import Insertion
-    from dflash_cli.evaluation.stored_evaluation import StoredEvaluation
+    from dflash_cli.comparing.stored_evaluation import StoredEvaluation
+    from dflash_cli.publishing.card_insertion import Insertion
 
 HERE = re.compile(r"""[\s"']/\w""")
 """How a command shows that it names a folder of the machine it was made on."""
@@ -66,10 +66,10 @@ def card(
     """
     if output is not None and insert is not None:
         raise UsageError("--output and --insert name two cards, expected one")
-    from dflash_cli.evaluation.publishing.card_insertion import insert_card
-    from dflash_cli.evaluation.publishing.model_card import make_card
-    from dflash_cli.evaluation.stored_evaluation import read_evaluations
-    from dflash_cli.generation.atomic_file import check_output, write_whole
+    from dflash_cli.comparing.stored_evaluation import read_evaluations
+    from dflash_cli.documents.atomic_file import check_output, write_whole
+    from dflash_cli.publishing.card_insertion import insert_card
+    from dflash_cli.publishing.model_card import make_card
 
     if output is not None:
         check_output(output, force=force)

@@ -5,13 +5,13 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from dflash_cli import console
-from dflash_cli.options import JsonOption
-from dflash_cli.parameters import ESSENTIALS, MEASURING
+from dflash_cli.terminal import console
+from dflash_cli.terminal.options import JsonOption
+from dflash_cli.terminal.parameters import ESSENTIALS, MEASURING
 from dflash_runtime.errors import UsageError
 
 if TYPE_CHECKING:
-    from dflash_cli.evaluation.result_comparison import Comparison
+    from dflash_cli.comparing.result_comparison import Comparison
 
 ResultsArg = Annotated[
     list[Path],
@@ -69,9 +69,9 @@ def compare(
         raise UsageError(f"--confidence {confidence:g}, expected a number between 0.5 and 1")
     if tolerance is not None and tolerance <= 0:
         raise UsageError(f"--tolerance {tolerance:g}, expected a number above 0")
-    from dflash_cli.evaluation.comparison_report import to_json, warning
-    from dflash_cli.evaluation.measured_result import read_result
-    from dflash_cli.evaluation.result_comparison import check_no_regression, compare_results
+    from dflash_cli.comparing.comparison_report import to_json, warning
+    from dflash_cli.comparing.measured_result import read_result
+    from dflash_cli.comparing.result_comparison import check_no_regression, compare_results
 
     comparisons = compare_results(
         [read_result(path) for path in results], confidence=confidence, tolerance=tolerance, paired=not unpaired
@@ -87,7 +87,7 @@ def compare(
 
 
 def _print(comparisons: "tuple[Comparison, ...]", tolerance: float | None) -> None:
-    from dflash_cli.evaluation.comparison_report import headline, how, legend, shape_lines, table
+    from dflash_cli.comparing.comparison_report import headline, how, legend, shape_lines, table
 
     results = [comparisons[0].base, *(item.other for item in comparisons)]
     for line in legend(results):

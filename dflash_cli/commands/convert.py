@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dflash_cli import console
 from dflash_cli.conversion.request import ConversionRequest, Verification
 from dflash_cli.formats.dialect import get_writable, writable_formats
-from dflash_cli.options import CausalityOption, ForceOption, JsonOption
-from dflash_cli.parameters import ESSENTIALS, parse_size
+from dflash_cli.terminal import console
+from dflash_cli.terminal.options import CausalityOption, ForceOption, JsonOption
+from dflash_cli.terminal.parameters import ESSENTIALS, parse_size
 
 if TYPE_CHECKING:
     from dflash_cli.conversion.byte_progress import Progress

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dflash_cli import console
-from dflash_cli.options import (
+from dflash_cli.terminal import console
+from dflash_cli.terminal.options import (
     DeviceMapOption,
     DraftArg,
     JsonOption,
@@ -15,7 +15,7 @@ from dflash_cli.options import (
     TargetRuntimeOption,
     ThreadsOption,
 )
-from dflash_cli.parameters import ENGINE
+from dflash_cli.terminal.parameters import ENGINE
 from dflash_runtime.errors import CheckpointError, UnknownFormat, UnsupportedError
 
 if TYPE_CHECKING:
@@ -67,11 +67,12 @@ def diagnose(
     from dflash_cli.checkpoints.opening import open_target
     from dflash_cli.checkpoints.pair_references import complete_pair
     from dflash_cli.checkpoints.references import fetch_directory
+    from dflash_cli.diagnosis.likeliest_cause import diagnose_report
+    from dflash_cli.diagnosis.pair_validation import validate_running
+    from dflash_cli.diagnosis.reading_progress import ReadingProgress
+    from dflash_cli.diagnosis.run_settings import run_settings
     from dflash_cli.generation.threads import use_threads
-    from dflash_cli.validation.diagnosis import diagnose_report
-    from dflash_cli.validation.reading_progress import ReadingProgress
-    from dflash_cli.validation.run_settings import run_settings
-    from dflash_cli.validation.validator import ValidationRequest, validate_draft
+    from dflash_cli.rules.validator import ValidationRequest
 
     pair = complete_pair(draft, target, find=fetch_directory)
     location, target_location = pair.draft_location, pair.find_target(fetch_directory)
@@ -92,15 +93,15 @@ def diagnose(
             target_runtime=target_runtime,
             device_map=device_map,
         )
-        report = validate_draft(
+        report = validate_running(
             ValidationRequest(
                 draft=location,
                 draft_reference=draft,
                 target=target_location,
                 target_reference=pair.target,
-                level="run",
-                run=run,
-            )
+                level="weights",
+            ),
+            run,
         )
     for note in report.notes if report.search is not None else ():  # without one, they are the sentence
         console.warn(note)

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dflash_cli import console
-from dflash_cli.interruption import Interrupted
-from dflash_cli.options import (
+from dflash_cli.terminal import console
+from dflash_cli.terminal.interruption import Interrupted
+from dflash_cli.terminal.options import (
     ChatOption,
     DatasetFormatOption,
     DatasetOption,
@@ -22,11 +22,11 @@ from dflash_cli.options import (
     TemplateOption,
     ThreadsOption,
 )
-from dflash_cli.parameters import ESSENTIALS
+from dflash_cli.terminal.parameters import ESSENTIALS
 from dflash_runtime.errors import UsageError
 
 if TYPE_CHECKING:
-    from dflash_cli.evaluation.dumps.dump_writer import DumpRequest, DumpSummary
+    from dflash_cli.acceptance.dumps.dump_writer import DumpRequest, DumpSummary
     from dflash_cli.generation.loaded_pair import PairSession
 
 TargetArg = Annotated[
@@ -114,8 +114,8 @@ def dump(
     if engine.num_speculative_tokens or sampling.verify_width is not None:
         raise UsageError("a dump is of the target alone; leave out --num-speculative-tokens and --verify-width")
     params, config = sampling.params(max_new_tokens), replace(engine.config(), num_draft_tokens=0)
-    from dflash_cli.evaluation.dumps.dump_writer import DumpRequest, check_folder
-    from dflash_cli.evaluation.prompt_choice import choose_prompts
+    from dflash_cli.acceptance.dumps.dump_writer import DumpRequest, check_folder
+    from dflash_cli.acceptance.prompt_choice import choose_prompts
     from dflash_cli.generation.announcements import announce_loading
     from dflash_cli.generation.loaded_pair import open_session
     from dflash_cli.generation.prompt_sets import read_prompts
@@ -173,7 +173,7 @@ def _check_taps(session: "PairSession", layers: tuple[int, ...]) -> None:
 
 
 def _write(session: "PairSession", request: "DumpRequest") -> "DumpSummary":
-    from dflash_cli.evaluation.dumps.dump_writer import write_dump
+    from dflash_cli.acceptance.dumps.dump_writer import write_dump
     from dflash_cli.generation.outputs import ProgressSink
 
     with ExitStack() as stack:

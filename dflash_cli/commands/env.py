@@ -1,13 +1,13 @@
 """`dflash env`: versions, devices and settings of this installation, for a bug report."""
 
-from dflash_cli import console
-from dflash_cli.options import JsonOption
+from dflash_cli.terminal import console
+from dflash_cli.terminal.options import JsonOption
 from dflash_cli.version import __version__
 
 
 def env(as_json: JsonOption = False) -> None:
     """Show versions, GPUs, hub settings and conflicts; never the value of a token."""
-    from dflash_cli.environment import describe_environment, interpreter
+    from dflash_cli.terminal.environment import describe_environment, interpreter
 
     found = describe_environment(__version__)
     if as_json:

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from dflash_cli import console
-from dflash_cli.evaluation.disaggregation_options import DisaggregationOptions
-from dflash_cli.evaluation.prompt_options import PromptOptions
-from dflash_cli.evaluation.replay_options import ReplayOptions, open_replay, refuse_other_text, run_replay
-from dflash_cli.interruption import Interrupted
-from dflash_cli.options import (
+from dflash_cli.acceptance.prompt_options import PromptOptions
+from dflash_cli.acceptance.replay_options import ReplayOptions, open_replay, refuse_other_text, run_replay
+from dflash_cli.handoff.disaggregation_options import DisaggregationOptions
+from dflash_cli.terminal import console
+from dflash_cli.terminal.interruption import Interrupted
+from dflash_cli.terminal.options import (
     CausalityOption,
     ChatOption,
     EngineOptions,
@@ -27,12 +27,12 @@ from dflash_cli.options import (
     ThreadsOption,
     WorkersOption,
 )
-from dflash_cli.parameters import ESSENTIALS, MEASURING, OUTPUT
+from dflash_cli.terminal.parameters import ESSENTIALS, MEASURING, OUTPUT
 from dflash_runtime.errors import UsageError
 
 if TYPE_CHECKING:
-    from dflash_cli.evaluation.acceptance_report import Evaluation
-    from dflash_cli.evaluation.measure import EvaluationRequest
+    from dflash_cli.acceptance.acceptance_report import Evaluation
+    from dflash_cli.acceptance.measure import EvaluationRequest
     from dflash_cli.generation.answers import Answering, Tally
     from dflash_cli.generation.loaded_pair import OpenedPair
 
@@ -194,8 +194,8 @@ def eval_acceptance(
     conditions = asked.conditions(chat_template_kwargs)
     given = read_prompts(prompts, asked.dataset, asked.dataset_format, count=num_prompts)
     announce_loading(draft, target, device=config.device)
-    from dflash_cli.evaluation.measure import EvaluationRequest
-    from dflash_cli.evaluation.prompt_choice import choose_prompts
+    from dflash_cli.acceptance.measure import EvaluationRequest
+    from dflash_cli.acceptance.prompt_choice import choose_prompts
     from dflash_cli.generation.loaded_pair import open_pair
     from dflash_cli.generation.outputs import show_steps
 
@@ -249,7 +249,7 @@ def _show(evaluation: "Evaluation", report: Path | None, *, show_all: bool, as_j
 
 def _check_minimum(evaluation: "Evaluation", minimum: float | None, gate: str) -> None:
     """Require the acceptance that was asked for, and that prefilling elsewhere, if that was asked for, took none."""
-    from dflash_cli.evaluation.measure import check_gate
+    from dflash_cli.acceptance.measure import check_gate
 
     if minimum is not None:
         check_gate(evaluation, minimum, use_lower_bound=gate == "lower")
@@ -259,7 +259,7 @@ def _check_minimum(evaluation: "Evaluation", minimum: float | None, gate: str) -
 
 def _check_outputs(rows_file: Path | None, report: Path | None, *, resume: bool, force: bool) -> None:
     """Refuse outputs before anything is measured."""
-    from dflash_cli.generation.atomic_file import check_output
+    from dflash_cli.documents.atomic_file import check_output
 
     if resume and rows_file is None:
         raise UsageError("--resume needs --rows FILE to resume from")
@@ -303,11 +303,11 @@ def _finish_failed(evaluation: "Evaluation", *, is_allowed: bool) -> None:
 
 
 def _measure(answering: "Answering", request: "EvaluationRequest") -> "tuple[Evaluation, Tally]":
-    from dflash_cli.evaluation.acceptance_progress import AcceptanceProgress
-    from dflash_cli.evaluation.disaggregation import hold_against_one_engine
-    from dflash_cli.evaluation.measure import measure
+    from dflash_cli.acceptance.acceptance_progress import AcceptanceProgress
+    from dflash_cli.acceptance.measure import measure
     from dflash_cli.generation.answers import Tally
-    from dflash_cli.generation.workers.crew import WorkersLost
+    from dflash_cli.handoff.disaggregation import hold_against_one_engine
+    from dflash_cli.workers.crew import WorkersLost
 
     answering.check_params(request.params)
     answering.warm_up(request.params, len(request.rows))
@@ -333,7 +333,7 @@ def _how_to_go_on(request: "EvaluationRequest") -> str:
 
 
 def _print(evaluation: "Evaluation", *, show_all: bool) -> None:
-    from dflash_cli.evaluation.acceptance_report import TABLE_NOTE, headline, legend, tables
+    from dflash_cli.acceptance.acceptance_report import TABLE_NOTE, headline, legend, tables
 
     console.result(headline(evaluation))
     console.result(legend(evaluation) + "\n" + TABLE_NOTE)
@@ -349,8 +349,8 @@ def _print(evaluation: "Evaluation", *, show_all: bool) -> None:
 
 
 def _write_report(evaluation: "Evaluation", path: Path) -> None:
-    from dflash_cli.evaluation.acceptance_report import to_markdown
-    from dflash_cli.generation.atomic_file import atomic_text
+    from dflash_cli.acceptance.acceptance_report import to_markdown
+    from dflash_cli.documents.atomic_file import atomic_text
 
     with atomic_text(path) as stream:
         stream.write(to_markdown(evaluation))

@@ -6,10 +6,10 @@ from typing import Annotated
 
 import typer
 
-from dflash_cli import console
 from dflash_cli.engines.serving_engine import known_engines, parse_engines
-from dflash_cli.options import JsonOption
-from dflash_cli.validation.rule import GENERIC_WORDS, Rule, Severity, all_rules, fill
+from dflash_cli.rules.rule import GENERIC_WORDS, Rule, Severity, all_rules, fill
+from dflash_cli.terminal import console
+from dflash_cli.terminal.options import JsonOption
 from dflash_runtime.errors import UsageError
 
 WIDTH = 78

@@ -5,8 +5,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from dflash_cli import console
-from dflash_cli.options import ForceOption, JsonOption
+from dflash_cli.terminal import console
+from dflash_cli.terminal.options import ForceOption, JsonOption
 
 ResultArg = Annotated[Path, typer.Argument(metavar="RESULT", help="A file that eval-acceptance --json has written.")]
 ToOption = Annotated[
@@ -49,9 +49,9 @@ def export(
 
     Results of runs that did not verify every drafted token are refused: what the others give is not known.
     """
-    from dflash_cli.evaluation.exports.export_format import ExportRequest, find_export
-    from dflash_cli.evaluation.stored_evaluation import read_evaluations
-    from dflash_cli.generation.atomic_file import atomic_text, check_output
+    from dflash_cli.comparing.stored_evaluation import read_evaluations
+    from dflash_cli.documents.atomic_file import atomic_text, check_output
+    from dflash_cli.publishing.exports.export_format import ExportRequest, find_export
 
     chosen = find_export(to)
     if output is not None:

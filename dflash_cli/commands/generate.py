@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from dflash_cli import console
-from dflash_cli.generation.handoffs.handoff_options import HandoffOptions, open_handing
-from dflash_cli.interruption import Interrupted
-from dflash_cli.options import (
+from dflash_cli.handoff.handoff_options import HandoffOptions, open_handing
+from dflash_cli.terminal import console
+from dflash_cli.terminal.interruption import Interrupted
+from dflash_cli.terminal.options import (
     CausalityOption,
     ChatOption,
     DatasetFormatOption,
@@ -27,19 +27,19 @@ from dflash_cli.options import (
     TemplateOption,
     ThreadsOption,
 )
-from dflash_cli.parameters import DRAFTING, ESSENTIALS, OUTPUT, Typed
+from dflash_cli.terminal.parameters import DRAFTING, ESSENTIALS, OUTPUT, Typed
 from dflash_runtime.errors import GateFailed, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from dflash_cli.evaluation.prompt_choice import PromptChoice
+    from dflash_cli.acceptance.prompt_choice import PromptChoice
     from dflash_cli.generation.answers import Event, Tally
-    from dflash_cli.generation.handoffs.handing import Handing
     from dflash_cli.generation.loaded_pair import PairSession
     from dflash_cli.generation.outputs import Sink
     from dflash_cli.generation.prompt_sets import PromptSet
     from dflash_cli.generation.prompts import PromptRow
+    from dflash_cli.handoff.handing import Handing
     from dflash_runtime.lossless import Lossless
     from dflash_runtime.scheduling.request import SamplingParams
 
@@ -119,15 +119,15 @@ def generate(
     _check_stdout(output, sampling, as_json=as_json, check_lossless=check_lossless)
     handoff.check(typed)
     params, config = sampling.params(max_new_tokens), engine.config()
+    from dflash_cli.documents.atomic_file import check_output
     from dflash_cli.generation.announcements import announce_loading
-    from dflash_cli.generation.atomic_file import check_output
 
     if output not in (None, "-"):
         check_output(Path(output), force=force)
     _note_odd_prompts(prompt or [], has_draft=draft is not None)
     given = None if handoff.brings_prompts else _gather(prompt or [], prompts, dataset, dataset_format)
     announce_loading(draft, target, plain=engine.num_speculative_tokens == 0, device=config.device)
-    from dflash_cli.evaluation.prompt_choice import choose_prompts
+    from dflash_cli.acceptance.prompt_choice import choose_prompts
     from dflash_cli.generation.loaded_pair import open_session
     from dflash_runtime.device.settings import can_adapt
 

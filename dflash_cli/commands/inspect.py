@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dflash_cli import console
-from dflash_cli.options import JsonOption
+from dflash_cli.terminal import console
+from dflash_cli.terminal.options import JsonOption
 from dflash_runtime.errors import UsageError
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
-from dflash_cli import console
-from dflash_cli.options import ForceOption, JsonOption, OptionalDraftArg, TargetOption
+from dflash_cli.terminal import console
+from dflash_cli.terminal.options import ForceOption, JsonOption, OptionalDraftArg, TargetOption
 from dflash_cli.version import __version__
 
 OutputOption = Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Where to write the lock.")]
@@ -27,7 +27,7 @@ def lock(
     from dflash_cli.checkpoints.lock import lock_checkpoint, to_json
     from dflash_cli.checkpoints.pair_references import complete_pair
     from dflash_cli.checkpoints.references import fetch_directory
-    from dflash_cli.generation.atomic_file import atomic_text, check_output
+    from dflash_cli.documents.atomic_file import atomic_text, check_output
 
     check_output(output, force=force)
     pair = complete_pair(draft, target, find=fetch_directory)

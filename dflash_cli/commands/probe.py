@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from dflash_cli import console
-from dflash_cli.evaluation.probing.probe_options import ProbeOptions, ProbePrompts, open_probe
-from dflash_cli.interruption import Interrupted
-from dflash_cli.options import (
+from dflash_cli.probing.probe_options import ProbeOptions, ProbePrompts, open_probe
+from dflash_cli.terminal import console
+from dflash_cli.terminal.interruption import Interrupted
+from dflash_cli.terminal.options import (
     ChatOption,
     DatasetFormatOption,
     DatasetOption,
@@ -21,12 +21,12 @@ from dflash_cli.options import (
     PromptsOption,
     TemplateOption,
 )
-from dflash_cli.parameters import ESSENTIALS, MEASURING
+from dflash_cli.terminal.parameters import ESSENTIALS, MEASURING
 from dflash_runtime.errors import UsageError
 
 if TYPE_CHECKING:
-    from dflash_cli.evaluation.probing.server_probe import Probed, ProbeRequest
     from dflash_cli.generation.answers import Event
+    from dflash_cli.probing.server_probe import Probed, ProbeRequest
 
 FAULT = 3
 SHOWN_FAILURES = 5
@@ -109,8 +109,8 @@ def probe(
     if resume and rows_file is None:
         raise UsageError("--resume needs --rows FILE to resume from")
     from dflash_cli.checkpoints.references import Role, fetch_directory
-    from dflash_cli.engines.served_faults import known_faults
     from dflash_cli.generation.prompt_sets import read_prompts
+    from dflash_cli.probing.served_faults import known_faults
 
     asked = ProbePrompts(
         given=read_prompts(prompts, dataset, dataset_format, count=num_prompts),
@@ -132,8 +132,8 @@ def probe(
 
 
 def _probe(request: "ProbeRequest") -> "Probed":
-    from dflash_cli.evaluation.acceptance_progress import AcceptanceProgress
-    from dflash_cli.evaluation.probing.server_probe import probe as run_probe
+    from dflash_cli.acceptance.acceptance_progress import AcceptanceProgress
+    from dflash_cli.probing.server_probe import probe as run_probe
 
     num_answers = sum(row.num_turns for row in request.asking.rows)
     progress = AcceptanceProgress(num_answers)
@@ -155,7 +155,7 @@ def _probe(request: "ProbeRequest") -> "Probed":
 
 
 def _show(found: "Probed", *, as_json: bool) -> None:
-    from dflash_cli.evaluation.probing import probe_report
+    from dflash_cli.probing import probe_report
 
     for text in (*found.notes, *(f"{run.name}: {note}" for run in found.runs for note in run.notes)):
         console.note(text)
@@ -180,9 +180,9 @@ def _finish(found: "Probed", minimum: float | None, *, use_lower_bound: bool, al
         typer.Exit: prompts failed, or a cause was found.
         GateFailed: the acceptance length is too low.
     """
-    from dflash_cli.evaluation.measure import check_gate
-    from dflash_cli.evaluation.probing.probe_report import as_evaluation
+    from dflash_cli.acceptance.measure import check_gate
     from dflash_cli.generation.answers import plural
+    from dflash_cli.probing.probe_report import as_evaluation
 
     failures = [failure for run in found.all_runs for failure in run.failures]
     if failures:

@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from dflash_cli import console
-from dflash_cli.options import ForceOption, JsonOption
+from dflash_cli.terminal import console
+from dflash_cli.terminal.options import ForceOption, JsonOption
 from dflash_runtime.errors import UsageError
 
 ResultsArg = Annotated[
@@ -40,9 +40,9 @@ def report(
         raise UsageError("--json and the report both write to stdout", hint="name a file with -o")
     if output is None and format == "png" and sys.stdout.isatty():
         raise UsageError("a PNG is not written to a terminal", hint="name a file with -o")
-    from dflash_cli.evaluation.publishing.report_format import choose_format, write_report
-    from dflash_cli.evaluation.stored_evaluation import read_evaluations
-    from dflash_cli.generation.atomic_file import check_output, write_whole
+    from dflash_cli.comparing.stored_evaluation import read_evaluations
+    from dflash_cli.documents.atomic_file import check_output, write_whole
+    from dflash_cli.publishing.report_format import choose_format, write_report
 
     chosen = choose_format(output, format)
     if output is not None:

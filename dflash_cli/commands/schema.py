@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from dflash_cli import console
+from dflash_cli.terminal import console
 from dflash_runtime.errors import UsageError
 
 COMMON = "common"

@@ -5,14 +5,14 @@ from typing import Annotated, Any
 
 import typer
 
-from dflash_cli import console
 from dflash_cli.checkpoints.pair_references import complete_pair
 from dflash_cli.checkpoints.references import find_checkpoint
 from dflash_cli.engines.pair_serving import judge_pair
 from dflash_cli.engines.serving_engine import ServeCommand, ServingEngine, known_engines, parse_engines
-from dflash_cli.options import DraftArg, JsonOption, TargetOption
-from dflash_cli.validation.report import Report
-from dflash_cli.validation.verdict import Verdict
+from dflash_cli.rules.report import Report
+from dflash_cli.rules.verdict import Verdict
+from dflash_cli.terminal import console
+from dflash_cli.terminal.options import DraftArg, JsonOption, TargetOption
 from dflash_runtime.errors import UsageError
 
 EngineOption = Annotated[

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dflash_cli import console
 from dflash_cli.commands.eval_acceptance import BootstrapOption, ConfidenceOption, NumPromptsOption
-from dflash_cli.interruption import Interrupted
-from dflash_cli.options import (
+from dflash_cli.terminal import console
+from dflash_cli.terminal.interruption import Interrupted
+from dflash_cli.terminal.options import (
     CausalityOption,
     ChatOption,
     DatasetFormatOption,
@@ -26,13 +26,13 @@ from dflash_cli.options import (
     TemplateOption,
     ThreadsOption,
 )
-from dflash_cli.parameters import DRAFTING, ESSENTIALS, MEASURING
+from dflash_cli.terminal.parameters import DRAFTING, ESSENTIALS, MEASURING
 from dflash_runtime.errors import UsageError
 
 if TYPE_CHECKING:
-    from dflash_cli.evaluation.acceptance_progress import AcceptanceProgress
-    from dflash_cli.evaluation.tuning.tuner import Tuning, TuningRequest
+    from dflash_cli.acceptance.acceptance_progress import AcceptanceProgress
     from dflash_cli.generation.loaded_pair import PairSession
+    from dflash_cli.tuning.tuner import Tuning, TuningRequest
 
 NumbersOption = Annotated[
     str | None,
@@ -157,12 +157,12 @@ def tune(
 
     given, config = read_prompts(prompts, dataset, dataset_format, count=num_prompts), engine.config()
     announce_loading(draft, target, device=config.device)
-    from dflash_cli.evaluation.measure import EvaluationRequest
-    from dflash_cli.evaluation.prompt_choice import choose_prompts
-    from dflash_cli.evaluation.speed import smallest
-    from dflash_cli.evaluation.tuning.tuner import TuningRequest
-    from dflash_cli.evaluation.tuning.what_if import parse_what_ifs
+    from dflash_cli.acceptance.measure import EvaluationRequest
+    from dflash_cli.acceptance.prompt_choice import choose_prompts
     from dflash_cli.generation.loaded_pair import open_session
+    from dflash_cli.tuning.speed import smallest
+    from dflash_cli.tuning.tuner import TuningRequest
+    from dflash_cli.tuning.what_if import parse_what_ifs
 
     session = open_session(
         draft, target, smallest(config), causality=causality, template_options=chat_template_kwargs, threads=threads
@@ -190,7 +190,7 @@ def tune(
     tuning = _measure(session, request)
     settings = _engine_settings(tuning, engines)
     if as_json:
-        from dflash_cli.evaluation.tuning.tuning_report import to_json
+        from dflash_cli.tuning.tuning_report import to_json
 
         console.result_json({**to_json(tuning), "engines": settings})
     else:
@@ -209,7 +209,7 @@ def _parse(text: str | None, option: str) -> list[int] | None:
 
 def _check_engines(text: str) -> None:
     from dflash_cli.engines.serving_engine import parse_engines
-    from dflash_cli.engines.tensorrt_llm import without
+    from dflash_cli.tuning.tensorrt_llm import without
 
     parse_engines(without(text))
 
@@ -219,7 +219,7 @@ class _Shown:
 
     @contextmanager
     def answers(self, name: str, num_answers: int) -> "Iterator[AcceptanceProgress]":
-        from dflash_cli.evaluation.acceptance_progress import AcceptanceProgress
+        from dflash_cli.acceptance.acceptance_progress import AcceptanceProgress
 
         with AcceptanceProgress(num_answers) as progress:
             yield progress
@@ -232,7 +232,7 @@ class _Shown:
 
 
 def _measure(session: "PairSession", request: "TuningRequest") -> "Tuning":
-    from dflash_cli.evaluation.tuning.tuner import tune
+    from dflash_cli.tuning.tuner import tune
 
     if request.folder is not None:
         try:
@@ -249,7 +249,7 @@ def _measure(session: "PairSession", request: "TuningRequest") -> "Tuning":
 
 def _engine_settings(tuning: "Tuning", engines: str) -> list[dict[str, Any]]:
     """What each engine is told, or why it is told nothing; none where drafting pays nowhere."""
-    from dflash_cli.engines.tuned_engines import tuned_engines
+    from dflash_cli.tuning.tuned_engines import tuned_engines
 
     if tuning.overall is None:
         return []
@@ -264,7 +264,7 @@ def _engine_settings(tuning: "Tuning", engines: str) -> list[dict[str, Any]]:
 
 
 def _print(tuning: "Tuning", settings: list[dict[str, Any]]) -> None:
-    from dflash_cli.evaluation.tuning.tuning_report import advice, settings_line, tables
+    from dflash_cli.tuning.tuning_report import advice, settings_line, tables
 
     for line in advice(tuning.choices):
         console.result(line)

@@ -4,19 +4,21 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dflash_cli import console
 from dflash_cli.checkpoints.opening import open_target
 from dflash_cli.checkpoints.pair_references import PairReferences, complete_pair
 from dflash_cli.checkpoints.references import Location, find_checkpoint, open_checkpoint
 from dflash_cli.engines.serving_engine import ServingEngine, known_engines, parse_engines
-from dflash_cli.options import (
+from dflash_cli.rules.report import Report
+from dflash_cli.rules.rule import LEVELS, Finding, Level, RuleLevel, ignored_ids
+from dflash_cli.rules.validator import ValidationRequest, validate_draft
+from dflash_cli.terminal import console
+from dflash_cli.terminal.options import (
     DRAFT_HELP,
     DeviceMapOption,
     ForceOption,
@@ -27,15 +29,12 @@ from dflash_cli.options import (
     TargetRuntimeOption,
     ThreadsOption,
 )
-from dflash_cli.validation.report import Report
-from dflash_cli.validation.rule import Finding, Level, ignored_ids
-from dflash_cli.validation.run_settings import run_settings
-from dflash_cli.validation.validator import ValidationRequest, validate_draft
 from dflash_runtime.errors import CheckpointError, CheckpointNotFound, UnsupportedError, UsageError
 
 if TYPE_CHECKING:
     from dflash_cli.conversion.repair import Repaired
-    from dflash_cli.engines.kv_transfer.transfer_report import TransferReport
+    from dflash_cli.diagnosis.readings import ReadingSearch
+    from dflash_cli.handoff.two_servers.transfer_report import TransferReport
 
 FAILED = 3
 INDENT = "    "
@@ -128,11 +127,11 @@ def validate(
     as_json: JsonOption = False,
 ) -> None:
     """Check a draft, alone or with its target; exits with 3 if it finds an error, 5 if it is no DFlash draft."""
-    engines, ignored = parse_engines(engine), _ignored(ignore)
+    engines = parse_engines(engine)
     if kv_transfer is not None:
         given = {"DRAFT": draft, "--target": target, "--fix-out": fix_out, "--lock": lock, "--prompts": prompts}
         _refuse_beside_transfer({**given, "--num-speculative-tokens": num_speculative_tokens}, level)
-        _validate_transfer(kv_transfer, engines, ignored, strict=strict, as_json=as_json)
+        _validate_transfer(kv_transfer, engines, _ignored(ignore, ("kv-transfer",)), strict=strict, as_json=as_json)
         return
     draft = _required(draft)
     if prompts is not None and level != "run":
@@ -145,8 +144,8 @@ def validate(
         target=target_location,
         target_reference=pair.target if target_location is not None else None,
         engines=engines,
-        level=level,
-        ignored=ignored,
+        level="headers" if level == "headers" else "weights",
+        ignored=_ignored(ignore, LEVELS),
         num_speculative_tokens=num_speculative_tokens,
     )
     if level == "run":
@@ -173,9 +172,9 @@ def validate(
         raise typer.Exit(UnsupportedError.exit_code if is_other_kind else FAILED)
 
 
-def _ignored(typed: list[str] | None) -> frozenset[str]:
+def _ignored(typed: list[str] | None, levels: Sequence[RuleLevel]) -> frozenset[str]:
     """The rules to skip, of `--ignore S09,C20 --ignore P07`."""
-    return ignored_ids([part for item in typed or [] for part in item.split(",")])
+    return ignored_ids([part for item in typed or [] for part in item.split(",")], levels)
 
 
 def _required(draft: str | None) -> str:
@@ -212,7 +211,7 @@ def _validate_transfer(
     files: tuple[Path, Path], engines: Sequence[ServingEngine], ignored: Collection[str], *, strict: bool, as_json: bool
 ) -> None:
     """Judge two servers, and end with 3 where the draft's context does not arrive."""
-    from dflash_cli.engines.kv_transfer.transfer_report import validate_transfer
+    from dflash_cli.handoff.two_servers.transfer_report import validate_transfer
 
     if len(engines) != 1:
         raise UsageError("--kv-transfer needs one engine", hint="add --engine vllm or --engine sglang")
@@ -250,9 +249,11 @@ def _run(
     """The report of the run level, with progress; `sizes` are prompts to make and tokens to generate for each,
     `engine` the device, the target's runtime and its device map.
     """
+    from dflash_cli.diagnosis.pair_validation import validate_running
+    from dflash_cli.diagnosis.reading_progress import ReadingProgress
+    from dflash_cli.diagnosis.run_settings import run_settings
     from dflash_cli.generation.announcements import announce_loading
     from dflash_cli.generation.threads import use_threads
-    from dflash_cli.validation.reading_progress import ReadingProgress
 
     if not isinstance(request.target, Path):
         raise UsageError("--level run needs a target", hint="add --target TARGET")
@@ -269,7 +270,7 @@ def _run(
             target_runtime=engine[1],
             device_map=engine[2],
         )
-        return validate_draft(replace(request, run=run))
+        return validate_running(request, run)
 
 
 def _check_lock(lock: Path | None, draft: Location, target: "Location | None") -> None:
@@ -302,8 +303,9 @@ def _tell_traffic(*locations: "Location | None") -> None:
 def _print(report: Report, *, is_target_missing: bool) -> None:
     for finding in report.findings:
         print_finding(finding)
-    if report.search is not None:
-        _print_search(report)
+    search: ReadingSearch | None = getattr(report, "search", None)
+    if search is not None:
+        _print_search(search)
     for verdict in report.verdicts:
         console.result(verdict.text)
     against = f" against {report.target}" if report.target is not None else " without a target"
@@ -344,9 +346,7 @@ def _say(text: str, indent: str) -> None:
     )  # fmt: skip
 
 
-def _print_search(report: Report) -> None:
-    search = report.search
-    assert search is not None
+def _print_search(search: "ReadingSearch") -> None:
     rows = [("its config as it is", f"{search.acceptance_len:.2f}", "", "")]
     for item in search.results[:SHOWN_READINGS]:
         interval = item.interval

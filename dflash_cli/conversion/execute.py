@@ -10,7 +10,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from dflash_cli import console
 from dflash_cli.checkpoints.opening import open_draft
 from dflash_cli.conversion.byte_progress import Progress, silent
 from dflash_cli.conversion.destination import protect_inputs
@@ -21,6 +20,7 @@ from dflash_cli.conversion.side_files import MANIFEST_FILE
 from dflash_cli.conversion.staging import staged
 from dflash_cli.conversion.verify import verify_roundtrip
 from dflash_cli.conversion.write import ended_by_sigterm, hash_files, write_json, write_plan
+from dflash_cli.terminal import console
 
 SLACK_BYTES = 1024 * 1024
 """Room for the config, the manifest and the header beside the weights."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from dflash_cli.checkpoints.fingerprint import target_fingerprint
 from dflash_cli.conversion.request import ConversionRequest
-from dflash_cli.environment import redacted
+from dflash_cli.terminal.environment import redacted
 
 SNAPSHOTS = "snapshots"
 REPO_PREFIX = "models--"

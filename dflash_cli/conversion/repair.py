@@ -19,9 +19,9 @@ from dflash_cli.conversion.request import ConversionRequest
 from dflash_cli.engines.serving_engine import ServingEngine
 from dflash_cli.formats.dialect import Format
 from dflash_cli.formats.native import Native
-from dflash_cli.validation.report import Report
-from dflash_cli.validation.rule import REMOVED, Finding
-from dflash_cli.validation.validator import ValidationRequest, validate_draft
+from dflash_cli.rules.report import Report
+from dflash_cli.rules.rule import REMOVED, Finding
+from dflash_cli.rules.validator import ValidationRequest, validate_draft
 from dflash_runtime.errors import CheckpointError, UnsupportedError, UsageError
 
 
@@ -70,8 +70,7 @@ def repair_draft(
     target = open_target(open_checkpoint(request.target)) if isinstance(request.target, Path) else None
     conversion = ConversionRequest(to=dialect, target=target, target_reference=request.target_reference)
     convert_draft(plan_conversion(draft, conversion), destination, force=force)
-    level = "weights" if request.level == "run" else request.level
-    after = validate_draft(replace(request, draft=destination, draft_reference=str(destination), level=level, run=None))
+    after = validate_draft(replace(request, draft=destination, draft_reference=str(destination)))
     left = {item.id for item in after.findings}
     fixed = dict.fromkeys(item.id for item in mendable if item.id not in left)
     return Repaired(destination, dialect, tuple(fixed), after)

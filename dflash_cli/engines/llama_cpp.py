@@ -19,8 +19,8 @@ from dflash_cli.engines.serving_engine import (
 )
 from dflash_cli.engines.several_engines import FIX_VLLM
 from dflash_cli.formats.decoder_body import LAYER_KINDS
-from dflash_cli.validation.rule import Outcome, Problem, check
-from dflash_cli.validation.subject import Subject
+from dflash_cli.rules.rule import Outcome, Problem, check
+from dflash_cli.rules.subject import Subject
 
 NAME = "llama.cpp"
 ENGINE = (NAME,)

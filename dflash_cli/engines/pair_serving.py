@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 from dflash_cli.checkpoints.pair_references import PairReferences, complete_pair, served_name
 from dflash_cli.checkpoints.references import Location, find_checkpoint
 from dflash_cli.engines.serving_engine import ServedPair, ServingEngine
-from dflash_cli.validation.report import Report
-from dflash_cli.validation.rule import Finding
-from dflash_cli.validation.subject import Subject
-from dflash_cli.validation.validator import ValidationRequest, open_requested, validate_subject
-from dflash_cli.validation.verdict import Verdict
+from dflash_cli.rules.report import Report
+from dflash_cli.rules.rule import Finding
+from dflash_cli.rules.subject import Subject
+from dflash_cli.rules.validator import ValidationRequest, open_requested, validate_subject
+from dflash_cli.rules.verdict import Verdict
 from dflash_runtime.errors import CheckpointError, UnsupportedError, UsageError
 
 Refusal = UnsupportedError | CheckpointError

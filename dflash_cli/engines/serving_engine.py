@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, ClassVar, Literal
 
-from dflash_cli.validation.rule import EngineNames, Outcome, Problem
-from dflash_cli.validation.subject import Subject
+from dflash_cli.rules.rule import EngineNames, Outcome, Problem
+from dflash_cli.rules.subject import Subject
 from dflash_runtime.checkpoint.hf_config import SLIDING
 from dflash_runtime.config import DraftConfig, TargetFacts
 from dflash_runtime.errors import UsageError

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 from dflash_cli.engines.serving_engine import Habit, engines_that_differ, engines_where, problems_of
 from dflash_cli.formats.dialect import named_architectures
-from dflash_cli.validation.rule import FIX_COPY, FIX_REEXPORT, FIX_TO_NATIVE, Problem, check
-from dflash_cli.validation.rules.tensors import ALIASES, WEIGHTS, common_prefix, fused_names
-from dflash_cli.validation.subject import Subject
+from dflash_cli.rules.rule import FIX_COPY, FIX_REEXPORT, FIX_TO_NATIVE, Problem, check
+from dflash_cli.rules.subject import Subject
+from dflash_cli.rules.themes.tensors import ALIASES, WEIGHTS, common_prefix, fused_names
 from dflash_runtime.checkpoint.files import INDEX_FILE
 from dflash_runtime.checkpoint.hf_config import SLIDING
 

@@ -20,8 +20,8 @@ from dflash_cli.engines.serving_engine import (
 from dflash_cli.engines.several_engines import FIX_VLLM
 from dflash_cli.formats.dialect import FORMATS
 from dflash_cli.formats.engine_native import EngineNative
-from dflash_cli.validation.rule import BFLOAT16, Outcome, Problem, check
-from dflash_cli.validation.subject import CONFIG_FILE, Subject
+from dflash_cli.rules.rule import BFLOAT16, Outcome, Problem, check
+from dflash_cli.rules.subject import CONFIG_FILE, Subject
 from dflash_runtime.config import DraftConfig
 from dflash_runtime.errors import LossyConversion
 

@@ -19,8 +19,8 @@ from dflash_cli.engines.serving_engine import (
     stated_once,
 )
 from dflash_cli.formats.unserved import SINK_KEY
-from dflash_cli.validation.rule import Outcome, Problem, check
-from dflash_cli.validation.subject import CONFIG_FILE, Subject
+from dflash_cli.rules.rule import Outcome, Problem, check
+from dflash_cli.rules.subject import CONFIG_FILE, Subject
 from dflash_runtime.checkpoint.layer_kinds import STATE_KINDS
 
 NAME = "transformers"

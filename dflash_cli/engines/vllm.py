@@ -27,10 +27,10 @@ from dflash_cli.formats.engine_native import EngineNative
 from dflash_cli.formats.native import refuse_common
 from dflash_cli.formats.native_fields import SCALES, write_scales
 from dflash_cli.formats.speculators_updaters import NON_CAUSAL_FLAG
-from dflash_cli.validation.rule import BFLOAT16, FIX_COPY, Outcome, Problem, check
-from dflash_cli.validation.rules.drafting import NEUTRAL
-from dflash_cli.validation.rules.tensors import WEIGHTS
-from dflash_cli.validation.subject import CONFIG_FILE, NamedEngine, Subject
+from dflash_cli.rules.rule import BFLOAT16, FIX_COPY, Outcome, Problem, check
+from dflash_cli.rules.subject import CONFIG_FILE, NamedEngine, Subject
+from dflash_cli.rules.themes.drafting import NEUTRAL
+from dflash_cli.rules.themes.tensors import WEIGHTS
 from dflash_runtime.checkpoint.hf_config import SLIDING
 from dflash_runtime.checkpoint.layout import DRAFT_TO_TARGET
 from dflash_runtime.checkpoint.target_facts import decoder_config

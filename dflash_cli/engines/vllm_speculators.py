@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from dflash_cli.engines.vllm import ENGINE, FIX_TO_VLLM, NAME, READS_KINDS
 from dflash_cli.formats.decoder_body import LAYER_KINDS
 from dflash_cli.formats.speculators_updaters import NON_CAUSAL_FLAG
-from dflash_cli.validation.rule import FIX_COPY, REMOVED, Problem, check
-from dflash_cli.validation.subject import Subject
+from dflash_cli.rules.rule import FIX_COPY, REMOVED, Problem, check
+from dflash_cli.rules.subject import Subject
 from dflash_runtime.checkpoint.hf_config import SLIDING
 from dflash_runtime.json_values import as_object
 

@@ -3,8 +3,8 @@
 import shlex
 from collections.abc import Mapping, Sequence
 
-from dflash_cli import console
 from dflash_cli.checkpoints.references import TINY, is_bundled
+from dflash_cli.terminal import console
 from dflash_runtime.metrics import AcceptanceCounts
 from dflash_runtime.scheduling.request import FinishReason, RequestOutput, SamplingParams
 

@@ -11,7 +11,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dflash_cli import console
 from dflash_cli.checkpoints.checkpoint_identity import Identity, identify
 from dflash_cli.checkpoints.opening import (
     Causality,
@@ -22,11 +21,12 @@ from dflash_cli.checkpoints.opening import (
 )
 from dflash_cli.checkpoints.pair_references import complete_pair
 from dflash_cli.checkpoints.references import fetch_directory, is_bundled
-from dflash_cli.environment import redacted
 from dflash_cli.generation.answers import Event, answer_rows
 from dflash_cli.generation.prompts import PromptRow
 from dflash_cli.generation.threads import use_threads
 from dflash_cli.generation.tokenizer import Tokenizer, find_tokenizer
+from dflash_cli.terminal import console
+from dflash_cli.terminal.environment import redacted
 from dflash_cli.version import __version__
 from dflash_runtime.checkpoint.hf_config import read_token_ids
 from dflash_runtime.checkpoint.pair import TargetSource

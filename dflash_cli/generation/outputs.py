@@ -6,11 +6,11 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
-from dflash_cli import console
+from dflash_cli.documents.atomic_file import atomic_text, json_line
 from dflash_cli.generation.answers import Answer, Event, split_step
-from dflash_cli.generation.atomic_file import atomic_text, json_line
 from dflash_cli.generation.prompts import PromptRow
 from dflash_cli.generation.tokenizer import REPLACEMENT, StreamDecoder, Tokenizer
+from dflash_cli.terminal import console
 
 Sink = Callable[[Event], None]
 """Takes the events of a run. A sink that must be closed is closed by the `ExitStack` it was opened on."""

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dflash_cli.evaluation.resampling import resampled_bounds
-from dflash_cli.evaluation.student import student_quantile
+from dflash_cli.acceptance.intervals.resampling import resampled_bounds
+from dflash_cli.acceptance.intervals.student import student_quantile
 
 Floats = NDArray[Any]
 Generator = np.random.Generator

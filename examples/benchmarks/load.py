@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 
-from dflash_cli.console import Meter
+from dflash_cli.terminal.console import Meter
 from dflash_runtime.llm import LLM
 from dflash_runtime.scheduling.request import Request, SamplingParams
 from timing.engine_arms import engine_pair, wait, why_not_adaptive

@@ -33,10 +33,10 @@ from torch import Tensor
 
 import dflash_cli
 from dflash_cli.checkpoints.references import tiny_directory
-from dflash_cli.evaluation.probing import probe_report
-from dflash_cli.evaluation.probing.probe_options import ProbeOptions
-from dflash_cli.evaluation.probing.server_probe import Probed
 from dflash_cli.generation.prompts import PromptRow
+from dflash_cli.probing import probe_report
+from dflash_cli.probing.probe_options import ProbeOptions
+from dflash_cli.probing.server_probe import Probed
 from dflash_runtime.config import EngineConfig
 from dflash_runtime.errors import DFlashError
 from dflash_runtime.scheduling.request import SamplingParams

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import torch
 
-from dflash_cli.evaluation.speed import SpeedRequest
-from dflash_cli.evaluation.tuning.candidates import candidates_for, default_numbers
-from dflash_cli.evaluation.tuning.step_costs import measure_step_costs, num_timed_rounds
 from dflash_cli.generation.loaded_pair import device_name
+from dflash_cli.tuning.candidates import candidates_for, default_numbers
+from dflash_cli.tuning.speed import SpeedRequest
+from dflash_cli.tuning.step_costs import measure_step_costs, num_timed_rounds
 from dflash_runtime.config import EngineConfig
 from timing.pairs import BLOCK, SHAPES, build_pair, open_device, random_prompt
 

@@ -4,7 +4,7 @@ from typing import Self
 
 
 class Notice(str):
-    """A sentence for the user, with an id in kebab-case that names the situation. It is the sentence wherever text goes."""
+    """A sentence for the user, with an id in kebab-case that names the situation."""
 
     id: str
 

@@ -30,9 +30,9 @@ class Registry(Generic[T]):
         return decorate
 
     def discover(self, package: str) -> None:
-        """Import every module directly inside the package of that dotted name, so that its decorators run."""
+        """Import the package or module of that dotted name and each module in it, so that its decorators run."""
         folder = importlib.import_module(package)
-        for module in pkgutil.iter_modules(folder.__path__, f"{package}."):
+        for module in pkgutil.iter_modules(getattr(folder, "__path__", ()), f"{package}."):
             importlib.import_module(module.name)
 
     def __getitem__(self, name: str) -> T:

@@ -23,7 +23,7 @@ import shlex
 from dflash_cli.engines.serving_engine import ENGINES, ServeCommand, ServingEngine, causality_by_kind, release_text
 from dflash_cli.formats.dialect import FORMATS
 from dflash_cli.formats.native import Native
-from dflash_cli.validation.rule import BFLOAT16, Problem, check
+from dflash_cli.rules.rule import BFLOAT16, Problem, check
 
 NAME = "toy"
 RELEASES = ((1, 0), (1, 1))
@@ -80,7 +80,7 @@ class ToyNative(Native):
 RULE = '''
 """A rule on names."""
 
-from dflash_cli.validation.rule import FIX_COPY, Problem, check
+from dflash_cli.rules.rule import FIX_COPY, Problem, check
 
 
 @check("TOY02", "warning", effect="none", fix=FIX_COPY, source="this test's own rule")
@@ -187,10 +187,10 @@ class TestRule:
         folder.mkdir()
         (folder / "names.py").write_text(RULE)
         draft = support.make_native(tmp_path / "it's a draft", toy=1)
-        outcome = run("dflash_cli.validation.rules", folder, "validate", draft)
+        outcome = run("dflash_cli.rules.themes", folder, "validate", draft)
         assert outcome.code == 0, outcome.err
         assert "TOY02 warning config.json:toy: present\n" in outcome.out
-        assert run("dflash_cli.validation.rules", folder, "explain", "TOY02").out.startswith("TOY02  No key is called")
-        listed = run("dflash_cli.validation.rules", folder, "explain").out
+        assert run("dflash_cli.rules.themes", folder, "explain", "TOY02").out.startswith("TOY02  No key is called")
+        listed = run("dflash_cli.rules.themes", folder, "explain").out
         assert "\nnames\n  TOY02  warning  No key is called toy.\n" in listed
         assert "TOY02" not in support.invoke("validate", draft).out

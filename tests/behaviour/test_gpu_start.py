@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from dflash_cli.validation.reading_screen import ReadingScreen
+from dflash_cli.diagnosis.reading_screen import ReadingScreen
 from dflash_runtime.device import decode_graphs, memory
 from dflash_runtime.llm import LLM
 from dflash_runtime.scheduling.request import RequestOutput, SamplingParams

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import dflash_cli
+from dflash_cli.acceptance.prompt_options import PromptOptions
 from dflash_cli.commands.bench import bench
 from dflash_cli.commands.convert import convert
 from dflash_cli.commands.eval_acceptance import eval_acceptance
@@ -20,10 +21,9 @@ from dflash_cli.commands.generate import generate
 from dflash_cli.commands.probe import probe
 from dflash_cli.commands.tune import tune
 from dflash_cli.commands.validate import validate
-from dflash_cli.evaluation.disaggregation_options import DisaggregationOptions
-from dflash_cli.evaluation.prompt_options import PromptOptions
-from dflash_cli.options import EngineOptions, SamplingOptions
-from dflash_cli.parameters import Typed
+from dflash_cli.handoff.disaggregation_options import DisaggregationOptions
+from dflash_cli.terminal.options import EngineOptions, SamplingOptions
+from dflash_cli.terminal.parameters import Typed
 from dflash_runtime.config import EngineConfig
 from dflash_runtime.errors import UnsupportedError, UsageError
 from dflash_runtime.scheduling.request import SamplingParams
@@ -72,10 +72,10 @@ COUNTERPARTS: dict[Callable[..., Any], tuple[Callable[..., Any], dict[str, str]]
         {
             "engine": "engines",
             "ignore": "ignored",
-            "kv_transfer": "(dflash_cli.engines.kv_transfer.transfer_report)",
+            "kv_transfer": "(dflash_cli.handoff.two_servers.transfer_report)",
             "lock": LOCKED,
             "strict": "(of Report.fails)",
-            "fix_out": "(dflash_cli.validation.repair writes files, as convert_draft does)",
+            "fix_out": "(dflash_cli.rules.repair writes files, as convert_draft does)",
             "force": "(of fix_out)",
         },
     ),
@@ -92,7 +92,7 @@ COUNTERPARTS: dict[Callable[..., Any], tuple[Callable[..., Any], dict[str, str]]
             "min_acceptance": "(a comparison with Evaluation.total)",
             "gate": "(a comparison with Evaluation.total)",
             "lock": LOCKED,
-            "report": "(of dflash_cli.evaluation.acceptance_report.to_markdown)",
+            "report": "(of dflash_cli.acceptance.acceptance_report.to_markdown)",
             "allow_failed": "(Evaluation.failures)",
             "show_all": RENDERED,
             "trace": RENDERED,
@@ -111,7 +111,7 @@ COUNTERPARTS: dict[Callable[..., Any], tuple[Callable[..., Any], dict[str, str]]
             "rounds": "num_rounds",
             "what_if": "what_ifs",
             "bootstrap": "num_resamples",
-            "engines": "(of dflash_cli.engines.tuned_engines)",
+            "engines": "(of dflash_cli.tuning.tuned_engines)",
             "force": "(of the command's outputs)",
         },
     ),

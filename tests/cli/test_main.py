@@ -141,7 +141,7 @@ def test_a_draft_is_an_argument_or_an_option(command: str, arguments: list[str])
 
 @pytest.mark.parametrize("arguments", [["-q", "inspect", "tiny"], ["inspect", "tiny", "-q"]])
 def test_quiet_may_stand_before_or_after_the_command(arguments: list[str]) -> None:
-    from dflash_cli import console
+    from dflash_cli.terminal import console
 
     assert CliRunner().invoke(app, arguments).exit_code == 0
     assert console.is_quiet()

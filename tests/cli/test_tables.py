@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from dflash_cli import console
-from dflash_cli.evaluation.acceptance_report import tables
+from dflash_cli.acceptance.acceptance_report import tables
+from dflash_cli.terminal import console
 from dflash_testing import checkpoints as support
 from dflash_testing.evaluations import drawn_evaluation, write_evaluation
 

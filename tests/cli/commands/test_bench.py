@@ -10,9 +10,9 @@ import pytest
 from typer.testing import CliRunner
 
 from dflash_cli.commands.bench import _rows
-from dflash_cli.evaluation.speed import BatchSpeed, Speed, SpeedRequest, check_speedup, measure_speeds
-from dflash_cli.evaluation.step_parts import StepParts
 from dflash_cli.main import app
+from dflash_cli.tuning.speed import BatchSpeed, Speed, SpeedRequest, check_speedup, measure_speeds
+from dflash_cli.tuning.step_parts import StepParts
 from dflash_runtime.errors import GateFailed, RequestError, UsageError
 from dflash_testing.pairs import bundled_draft_model, bundled_llm, bundled_prompts
 

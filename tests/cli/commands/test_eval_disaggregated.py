@@ -11,15 +11,14 @@ from typing import Any
 import pytest
 
 import dflash_cli
-from dflash_cli import console
-from dflash_cli.evaluation import disaggregation
-from dflash_cli.evaluation.disaggregation import Disaggregation, SideBySide
-from dflash_cli.evaluation.measure import EvaluationRequest
+from dflash_cli.acceptance.disaggregated import Disaggregation, SideBySide
+from dflash_cli.acceptance.measure import EvaluationRequest
 from dflash_cli.generation.answers import Answer
-from dflash_cli.generation.handoffs import handed_session, prefill_process
-from dflash_cli.generation.handoffs.handed_session import PrefillRequest
-from dflash_cli.generation.handoffs.prefill_side import PrefillProcess
 from dflash_cli.generation.loaded_pair import PairSession
+from dflash_cli.handoff import disaggregation, handed_session, prefill_process
+from dflash_cli.handoff.handed_session import PrefillRequest
+from dflash_cli.handoff.prefill_side import PrefillProcess
+from dflash_cli.terminal import console
 from dflash_runtime.config import EngineConfig
 from dflash_runtime.errors import DFlashError, GateFailed, HandoffMismatch, PeerUnreachable, UsageError
 from dflash_runtime.scheduling.request import SamplingParams
@@ -73,7 +72,7 @@ class InThisProcess:
 
 @pytest.fixture
 def in_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dflash_cli.generation.handoffs.handed_session.PrefillProcess", InThisProcess)
+    monkeypatch.setattr("dflash_cli.handoff.handed_session.PrefillProcess", InThisProcess)
 
 
 def evaluate(*arguments: object, code: int = 0) -> tuple[dict[str, Any], str]:
@@ -177,7 +176,7 @@ def lost_before(monkeypatch: pytest.MonkeyPatch, in_thread: None) -> list[int]:
                 self.lose(PeerUnreachable("the prefill process has ended: signal 9"))
             super().say(line)
 
-    monkeypatch.setattr("dflash_cli.generation.handoffs.handed_session.PrefillProcess", Mortal)
+    monkeypatch.setattr("dflash_cli.handoff.handed_session.PrefillProcess", Mortal)
     return numbers
 
 
@@ -291,7 +290,7 @@ def test_a_fall_is_an_interval_below_nothing() -> None:
 
 def test_a_process_that_cannot_start_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the last line that it wrote; who asks for an answer is told, however often, and who waits for a loss."""
-    monkeypatch.setattr("dflash_cli.generation.handoffs.prefill_side.MODULE", "no_such_module")
+    monkeypatch.setattr("dflash_cli.handoff.prefill_side.MODULE", "no_such_module")
     process = PrefillProcess({"draft": None})
     for _ in range(2):
         with pytest.raises(PeerUnreachable, match=r"ended: .*No module named no_such"):

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from dflash_cli.acceptance import acceptance_report
+from dflash_cli.acceptance.exact_match import final_number
 from dflash_cli.checkpoints.references import tiny_directory
-from dflash_cli.evaluation import acceptance_report
-from dflash_cli.evaluation.exact_match import final_number
 from dflash_testing import checkpoints as support
 
 SWITCH = "{% if enable_thinking is defined and not enable_thinking %}{{ '# no thoughts\n' }}{% endif %}"

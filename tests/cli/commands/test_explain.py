@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from dflash_cli.validation.rule import all_rules
+from dflash_cli.rules.rule import all_rules
 from dflash_testing import checkpoints as support
 from dflash_testing.paths import ROOT
 

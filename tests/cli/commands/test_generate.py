@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from dflash_cli import console
 from dflash_cli.checkpoints.references import tiny_directory
 from dflash_cli.main import app
+from dflash_cli.terminal import console
 from dflash_runtime.errors import UsageError
 from dflash_runtime.llm import LLM
 from dflash_runtime.metrics import request_metrics

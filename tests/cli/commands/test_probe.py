@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 import dflash_cli
-from dflash_cli.evaluation.probing import http_client, served_answers
-from dflash_cli.evaluation.probing.probe_options import ProbeOptions
 from dflash_cli.generation.tokenizer import Tokenizer
+from dflash_cli.probing import http_client, served_answers
+from dflash_cli.probing.probe_options import ProbeOptions
 from dflash_testing import checkpoints as support
 from dflash_testing.fake_engines import FakeEngine, make_text, prompt_rows, texts_of_rows
 from dflash_testing.inference_servers import serving

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from dflash_cli.commands.schema import kinds, read_schema
-from dflash_cli.lazy_group import load_command
 from dflash_cli.main import COMMANDS
+from dflash_cli.terminal.lazy_group import load_command
 from dflash_testing import checkpoints as support
 from dflash_testing.documents import check_document
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 
-from dflash_cli import environment
-from dflash_cli.environment import find_conflicts
+from dflash_cli.terminal import environment
+from dflash_cli.terminal.environment import find_conflicts
 from dflash_testing import checkpoints as support
 
 BLOCK = support.SMALL.block

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 import dflash_cli
-from dflash_cli.engines.tuned_engines import tuned_engines
-from dflash_cli.evaluation.tuning import tuner
-from dflash_cli.evaluation.tuning.step_costs import StepCosts
-from dflash_cli.evaluation.tuning.tuner import STEP_TIMES_FILE
+from dflash_cli.tuning import tuner
+from dflash_cli.tuning.step_costs import StepCosts
+from dflash_cli.tuning.tuned_engines import tuned_engines
+from dflash_cli.tuning.tuner import STEP_TIMES_FILE
 from dflash_runtime.config import EngineConfig
 from dflash_runtime.scheduling.request import SamplingParams
 from dflash_testing import checkpoints as support

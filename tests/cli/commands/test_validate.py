@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from dflash_cli.commands.validate import print_finding
-from dflash_cli.validation.rule import Finding
-from dflash_cli.validation.run_settings import run_settings
+from dflash_cli.diagnosis.run_settings import run_settings
+from dflash_cli.rules.rule import Finding
 from dflash_testing import checkpoints as support
 
 

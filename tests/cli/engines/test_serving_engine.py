@@ -9,24 +9,24 @@ import pytest
 from dflash_cli.checkpoints.opening import open_target
 from dflash_cli.checkpoints.references import TINY, Role, fetch_directory
 from dflash_cli.engines.serving_engine import ServedPair, all_engines, known_engines, parse_engines
-from dflash_cli.validation.rule import all_rules
+from dflash_cli.rules.rule import all_rules
 from dflash_runtime.errors import UsageError
 from dflash_testing.pairs import bundled_draft
 from dflash_testing.paths import ROOT
 
 PRODUCT = ROOT / "dflash_cli"
 OTHER_MEANINGS = {
-    "evaluation/statistics.py": "names of definitions of acceptance",
-    "evaluation/measured_result.py": "names of definitions of acceptance",
-    "evaluation/importers": "names of formats, and of definitions of acceptance",
-    "evaluation/dumps": "names of formats",
-    "evaluation/probing": "names of definitions of acceptance",
-    "evaluation/probing/servers": "names of engines whose servers are asked, one a file",
+    "acceptance/intervals/statistics.py": "names of definitions of acceptance",
+    "comparing/measured_result.py": "names of definitions of acceptance",
+    "comparing/importers": "names of formats, and of definitions of acceptance",
+    "acceptance/dumps": "names of formats",
+    "probing": "names of definitions of acceptance",
+    "probing/servers": "names of engines whose servers are asked, one a file",
     "generation/datasets": "names of projects that make prompts of rows",
-    "environment.py": "names of Python packages",
+    "terminal/environment.py": "names of Python packages",
     "generation/loaded_pair.py": "names of Python packages",
     "main.py": "names of Python packages",
-    "options.py": "whose code runs a target",
+    "terminal/options.py": "whose code runs a target",
 }
 """Files and folders in which a word that is also an engine's name means something else."""
 

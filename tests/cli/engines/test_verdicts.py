@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from dflash_cli.engines.serving_engine import parse_engines
-from dflash_cli.validation.report import Report
-from dflash_cli.validation.validator import ValidationRequest, validate_draft
+from dflash_cli.rules.report import Report
+from dflash_cli.rules.validator import ValidationRequest, validate_draft
 from dflash_testing import checkpoints as support
 from dflash_testing import habits
 from dflash_testing.paths import GOLDEN

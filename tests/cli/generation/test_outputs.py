@@ -38,7 +38,7 @@ def shown(rows: list[PromptRow], events: list[Event], capsys: pytest.CaptureFixt
 
 @pytest.fixture
 def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dflash_cli.console.is_terminal", lambda: True)
+    monkeypatch.setattr("dflash_cli.terminal.console.is_terminal", lambda: True)
     monkeypatch.setenv("NO_COLOR", "1")
 
 

@@ -5,11 +5,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from dflash_cli.acceptance.dumps.dump_format import Dump, open_dump
+from dflash_cli.acceptance.dumps.dump_writer import DumpRequest, write_dump
+from dflash_cli.acceptance.replay import Replay, Replayed, ReplayRequest
 from dflash_cli.checkpoints.opening import DraftCheckpoint, open_draft, open_target
 from dflash_cli.checkpoints.references import TINY, Role, fetch_directory, tiny_directory
-from dflash_cli.evaluation.dumps.dump_format import Dump, open_dump
-from dflash_cli.evaluation.dumps.dump_writer import DumpRequest, write_dump
-from dflash_cli.evaluation.replay import Replay, Replayed, ReplayRequest
 from dflash_cli.generation.loaded_pair import open_session
 from dflash_cli.generation.prompts import PromptRow, gather_rows
 from dflash_runtime.config import EngineConfig

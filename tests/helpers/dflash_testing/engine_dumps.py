@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dflash_cli.evaluation.dumps.dump_format import Dump, DumpedText
+from dflash_cli.acceptance.dumps.dump_format import Dump, DumpedText
 
 BLOCK_SIZE = 16
 

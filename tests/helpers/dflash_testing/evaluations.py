@@ -5,11 +5,11 @@ import random
 from pathlib import Path
 from typing import Any
 
-from dflash_cli import console
-from dflash_cli.evaluation.acceptance_report import Evaluation, Failure, PromptSource
-from dflash_cli.evaluation.conversation_counts import ConversationCounts
-from dflash_cli.evaluation.rejected_tokens import RejectedToken, Replacement
-from dflash_cli.evaluation.statistics import summarise
+from dflash_cli.acceptance.acceptance_report import Evaluation, Failure, PromptSource
+from dflash_cli.acceptance.conversation_counts import ConversationCounts
+from dflash_cli.acceptance.intervals.statistics import summarise
+from dflash_cli.acceptance.rejected_tokens import RejectedToken, Replacement
+from dflash_cli.terminal import console
 from dflash_runtime.scheduling.request import FinishReason, RequestOutput
 
 CATEGORIES = ("code", "talk & <b>more</b>")

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from dflash_cli.generation.workers.messages import Batch, Lost, Piece, Refusal, Report, WorkerSpec
-from dflash_cli.generation.workers.prompt_worker import PromptWorker
+from dflash_cli.workers.messages import Batch, Lost, Piece, Refusal, Report, WorkerSpec
+from dflash_cli.workers.prompt_worker import PromptWorker
 
 
 @dataclass

@@ -10,7 +10,9 @@ from dflash_runtime.errors import DFlashError
 
 
 @contextmanager
-def refuses(kind: type[DFlashError], id: str | None = None, **fields: Any) -> Iterator[pytest.ExceptionInfo[DFlashError]]:
+def refuses(
+    kind: type[DFlashError], id: str | None = None, **fields: Any
+) -> Iterator[pytest.ExceptionInfo[DFlashError]]:
     """Require that the block raises exactly `kind`, with that id and these fields.
 
     `field`, `found`, `expected` and `path` are those of the error; `path` is compared as text.

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dflash_cli.validation import readings
+from dflash_cli.diagnosis import readings
 
 
 def shorten_search(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from dflash_cli.engines.serving_engine import parse_engines
-from dflash_cli.validation.report import Report
-from dflash_cli.validation.rule import Level
-from dflash_cli.validation.validator import ValidationRequest, validate_draft
+from dflash_cli.rules.report import Report
+from dflash_cli.rules.rule import Level
+from dflash_cli.rules.validator import ValidationRequest, validate_draft
 from dflash_testing import checkpoints as support
 
 Change = Callable[[dict[str, Any]], object]

@@ -1,0 +1,81 @@
+"""Progress of an evaluation, with the acceptance length so far and its interval, both found cheaply."""
+
+from collections.abc import Hashable, Sequence
+
+from dflash_cli.acceptance.intervals.statistics import pooled_acceptance_len, running_interval
+from dflash_cli.generation.answers import Answer, Event
+from dflash_cli.terminal import console
+from dflash_runtime.scheduling.request import RequestOutput
+
+
+class RunningAcceptance:
+    """Acceptance length over the conversations so far; its 95% interval is what that of the result comes close to."""
+
+    def __init__(self) -> None:
+        self._conversations: dict[Hashable, tuple[int, int]] = {}
+
+    def add(self, output: RequestOutput, conversation: Hashable) -> None:
+        """Count one turn of a conversation; one without verify steps is left out."""
+        tokens, steps = sum(output.acceptance_lengths), len(output.acceptance_lengths)
+        if not steps:
+            return
+        before = self._conversations.get(conversation, (0, 0))
+        self._conversations[conversation] = before[0] + tokens, before[1] + steps
+
+    @property
+    def value(self) -> float | None:
+        return pooled_acceptance_len(self._sample) if self._conversations else None
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """Lower and upper end; None for fewer conversations than an interval takes."""
+        return running_interval(self._sample)
+
+    @property
+    def text(self) -> str:
+        """`3.41 [3.2, 3.6]`."""
+        if self.value is None:
+            return ""
+        interval = self.interval
+        return f"{self.value:.2f}" + ("" if interval is None else " [{:.1f}, {:.1f}]".format(*interval))
+
+    @property
+    def _sample(self) -> list[tuple[int, int]]:
+        return list(self._conversations.values())
+
+
+class AcceptanceProgress:
+    """Shows answers and acceptance so far: `12/64 prompts  3.41 [3.2, 3.6]  0:12 left`."""
+
+    def __init__(self, num_answers: int) -> None:
+        self._acceptance = RunningAcceptance()
+        self._meter = console.Meter(num_answers, "prompts")
+        self._num_answers = num_answers
+        self._num_done = self._num_failed = 0
+
+    @property
+    def text(self) -> str:
+        """`5 of 64 answered, acceptance length 3.41 [3.2, 3.6] so far`."""
+        so_far = f", acceptance length {self._acceptance.text} so far" if self._acceptance.text else ""
+        return f"{self._num_done - self._num_failed} of {self._num_answers} answered{so_far}"
+
+    def __enter__(self) -> "AcceptanceProgress":
+        self._meter.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._meter.__exit__(*error)
+
+    def resume(self, answers: Sequence[Answer]) -> None:
+        """Count answers of an earlier run, which took no time in this one."""
+        for answer in answers:
+            self._acceptance.add(answer.output, answer.row.prompt_index)
+        self._num_done += len(answers)
+        self._meter.resume(self._num_done)
+
+    def __call__(self, event: Event) -> None:
+        if event.answer is not None:
+            self._acceptance.add(event.answer.output, event.answer.row.prompt_index)
+            self._num_done += 1
+            self._num_failed += event.answer.output.error is not None
+            self._meter.update(self._num_done, self._acceptance.text)

@@ -1,0 +1,90 @@
+"""Acceptance under each condition of a run, and how far each is from the first, paired by prompt."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+from dflash_cli.acceptance.conversation_counts import count_conversations
+from dflash_cli.acceptance.intervals.acceptance_difference import paired_difference
+from dflash_cli.acceptance.intervals.statistics import Interval, Summary
+from dflash_cli.generation.answers import Answer
+from dflash_cli.generation.conditions import Condition
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConditionResult:
+    """What was measured under one condition. `difference` is to the first one, over the prompts of both.
+
+    `prompt_len` is the mean number of tokens of what was asked first.
+    """
+
+    condition: Condition
+    summary: Summary
+    num_failed: int
+    prompt_len: float | None
+    num_pairs: int = 0
+    difference: float | None = None
+    difference_interval: Interval | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        interval = self.difference_interval
+        return {
+            **self.summary.to_json(),
+            "name": self.condition.name,
+            "thinking": self.condition.thinking,
+            "context_len": self.condition.context_len,
+            "prompt_len": self.prompt_len,
+            "num_failed": self.num_failed,
+            "num_pairs": self.num_pairs,
+            "difference": self.difference,
+            "difference_interval": interval.to_json() if interval is not None else None,
+        }
+
+
+def compare_conditions(
+    answers: Sequence[Answer],
+    conditions: Sequence[Condition],
+    pool: Callable[[Sequence[Answer]], Summary],
+    failed: Sequence[str | None],
+    confidence: float,
+) -> tuple[ConditionResult, ...]:
+    """A result for each condition with a draft; `failed` has the condition of each prompt that was not measured."""
+    drafted = [condition for condition in conditions if condition.name and not condition.is_plain]
+    groups = {item.name: [answer for answer in answers if _name(answer) == item.name] for item in drafted}
+    counts = {name: _steps(members) for name, members in groups.items()}
+    found = []
+    for condition in drafted:
+        name, base = condition.name, counts[drafted[0].name]
+        shared = [key for key in base if key in counts[name]]
+        sides = [base[key] for key in shared], [counts[name][key] for key in shared]
+        is_first = condition is drafted[0]
+        difference = None if is_first else paired_difference(*sides, confidence)
+        found.append(
+            ConditionResult(
+                condition=condition,
+                summary=pool(groups[name]),
+                num_failed=failed.count(name),
+                prompt_len=_mean_prompt_len(groups[name]),
+                num_pairs=0 if is_first else len(shared),
+                difference=difference.value if difference is not None else None,
+                difference_interval=difference.interval if difference is not None else None,
+            )
+        )
+    return tuple(found)
+
+
+def _name(answer: Answer) -> str | None:
+    return answer.row.condition.name if answer.row.condition is not None else None
+
+
+def _steps(answers: Sequence[Answer]) -> dict[int, tuple[float, int]]:
+    """Tokens and steps of each prompt."""
+    rows = sorted({answer.row.index: answer.row.prompt_index for answer in answers}.items())
+    counts = count_conversations(answers)
+    return {prompt: (item.num_tokens, item.num_steps) for (_, prompt), item in zip(rows, counts, strict=True)}
+
+
+def _mean_prompt_len(answers: Sequence[Answer]) -> float | None:
+    lengths = [len(answer.output.prompt_token_ids) for answer in answers if answer.turn == 0]
+    return fmean(lengths) if lengths else None

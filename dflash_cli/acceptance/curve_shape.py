@@ -1,0 +1,167 @@
+"""The shape of acceptance by position, where it has one that tells of a fault: its name, likely causes, a test of them.
+
+A shape is named only where the steps that were measured support it: shares are taken with 99% intervals of a quarter of
+the steps, since steps of one text resemble each other. A sound draft has none of these shapes: its positions are
+accepted nearly as often as those before them, and slowly less.
+"""
+
+import math
+import shlex
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dflash_cli.acceptance.conversation_counts import ConversationCounts
+from dflash_cli.acceptance.intervals.acceptance_difference import paired_difference, tokens_per_step
+from dflash_runtime.metrics import AcceptanceCounts
+
+WIDTH = 76
+STEPS_PER_UNIT = 4
+"""Steps that tell as much as one would if they did not resemble each other."""
+Z = 2.576
+"""Standard errors of a 99% interval."""
+LOW, FLAT = 0.35, 0.6
+"""Less of the steps accept the first position, and not more of them the next one, in a curve that is flat and low."""
+CLIFF = 0.6
+"""Share of one position's rate that the next one keeps at least, unless there is a cliff."""
+ZERO, FEW = 0.1, 0.02
+"""A position is not accepted at all where its rate is surely below the first and seen below the second."""
+DECAY = 0.8
+"""Share of the drafted tokens accepted near the beginning that is accepted far from it at least, unless they decay."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CurveShape:
+    """A shape that was found: its name, the figures that show it, what may cause it, and a command that tests that."""
+
+    name: str
+    evidence: str
+    causes: str
+    test: str
+
+    def to_json(self) -> dict[str, str]:
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+
+    @property
+    def lines(self) -> list[str]:
+        """What people are shown, in lines of at most 76 columns but for the command."""
+        first = textwrap.wrap(f"shape: {self.name} ({self.evidence})", WIDTH, subsequent_indent="  ")
+        likely = textwrap.wrap(f"likely: {self.causes}", WIDTH, initial_indent="  ", subsequent_indent="    ")
+        return [*first, *likely, f"  test: {self.test}"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Rate:
+    """Share of the steps that accepted the position before which accepted this one, and its bounds (Wilson 1927)."""
+
+    num_accepted: int
+    num_reached: int
+
+    @property
+    def value(self) -> float:
+        return self.num_accepted / self.num_reached if self.num_reached else 0.0
+
+    @property
+    def low(self) -> float:
+        return self._bound(-1)
+
+    @property
+    def high(self) -> float:
+        return self._bound(1)
+
+    def _bound(self, sign: int) -> float:
+        count = self.num_reached / STEPS_PER_UNIT
+        if not count:
+            return 0.0 if sign < 0 else 1.0
+        half = Z / (2 * count) * math.sqrt(4 * count * self.value * (1 - self.value) + Z * Z)
+        return (self.value + Z * Z / (2 * count) + sign * half) / (1 + Z * Z / count)
+
+
+def find_shapes(
+    counts: AcceptanceCounts | None,
+    conversations: Sequence[ConversationCounts] = (),
+    references: Mapping[str, Any] | None = None,
+) -> list[CurveShape]:
+    """The shapes that the counts show; at most one by position, and decay with context beside it.
+
+    `references` say which draft and target the tests are to name.
+    """
+    names = references or {}
+    pair = " --target ".join(_word(names.get(name), name.upper()) for name in ("draft", "target"))
+    by_position = _by_position(_rates(counts), pair) if counts is not None else None
+    return [shape for shape in (by_position, _decay(conversations, pair)) if shape is not None]
+
+
+def _word(reference: Any, otherwise: str) -> str:
+    return shlex.quote(reference) if isinstance(reference, str) else otherwise
+
+
+def _rates(counts: AcceptanceCounts) -> list[_Rate]:
+    """Conditional rates of the positions that were verified."""
+    verified = [
+        accepted for accepted, steps in zip(counts.per_pos_accepted, counts.per_pos_verified, strict=True) if steps
+    ]
+    return [_Rate(*pair) for pair in zip(verified, [counts.num_drafts, *verified], strict=False)]
+
+
+def _by_position(rates: Sequence[_Rate], pair: str) -> CurveShape | None:
+    return _flat_and_low(rates, pair) or _zeros(rates, pair) or _cliff(rates, pair)
+
+
+def _flat_and_low(rates: Sequence[_Rate], pair: str) -> CurveShape | None:
+    if not rates or rates[0].high >= LOW or any(rate.low > FLAT for rate in rates[1:]):
+        return None
+    return CurveShape(
+        name="flat and low",
+        evidence=f"{_percent(rates[0].value)} of steps accept the first position",
+        causes="other tapped layers, mask token, rope base or target than in training; in an engine, also its dtype",
+        test=f"dflash diagnose {pair}",
+    )
+
+
+def _zeros(rates: Sequence[_Rate], pair: str) -> CurveShape | None:
+    for place in range(1, len(rates)):
+        before, rate = rates[place - 1], rates[place]
+        if before.low > 2 * ZERO and rate.high < ZERO and rate.value <= FEW:
+            return CurveShape(
+                name=f"zeros after position {place}",
+                evidence=f"{rate.num_accepted} of {rate.num_reached} steps that get there go on",
+                causes="more tokens drafted than the draft was trained for, or a mask that hides the later rows",
+                test=f"dflash eval-acceptance {pair} -k {place}",
+            )
+    return None
+
+
+def _cliff(rates: Sequence[_Rate], pair: str) -> CurveShape | None:
+    if len(rates) < 2 or rates[0].low <= LOW or rates[1].high >= CLIFF * rates[0].low:
+        return None
+    return CurveShape(
+        name="cliff after position 1",
+        evidence=f"{_percent(rates[0].value)} accept the first position, of those {_percent(rates[1].value)} the next",
+        causes="a causal draft run without causality or the reverse, or a block of another width than in training",
+        test=f"dflash validate {pair} --level run",
+    )
+
+
+def _decay(conversations: Sequence[ConversationCounts], pair: str) -> CurveShape | None:
+    """Within conversations, so that prompts which are long and of another kind do not look like decay."""
+    both = [item for item in conversations if 0 < item.num_far_steps < item.num_steps]
+    near = [(item.num_tokens - item.num_far_tokens, item.num_steps - item.num_far_steps) for item in both]
+    far = [(item.num_far_tokens, item.num_far_steps) for item in both]
+    found = paired_difference(near, far, 0.99)
+    before, after = tokens_per_step(near), tokens_per_step(far)
+    if found is None or before is None or after is None:
+        return None
+    if found.interval.high >= 0 or after - 1 >= DECAY * (before - 1):
+        return None
+    return CurveShape(
+        name="decay with context",
+        evidence=f"{before:.2f} tokens a step near the prompt, {after:.2f} once the context has doubled",
+        causes="another rope scaling or window than in training, or contexts longer than it; or texts that get harder",
+        test=f"dflash validate {pair} --level run",
+    )
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f}%"

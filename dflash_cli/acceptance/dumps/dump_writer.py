@@ -1,0 +1,255 @@
+"""Write a dump: answer prompts with a target alone, and keep its text and the outputs of tapped layers.
+
+A few prompts at a time are answered, continued a little, and read once more for their hidden states; each answer is a
+file that is whole when it has its name. So a dump that was interrupted goes on from the files that are there.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dflash_cli.acceptance.acceptance_report import Failure, PromptSource
+from dflash_cli.acceptance.dumps.dump_format import HIDDEN, TOKENS, DumpedText
+from dflash_cli.acceptance.dumps.own_dump import (
+    DUMP_VERSION,
+    KIND,
+    MANIFEST,
+    METADATA,
+    read_manifest,
+    read_text,
+    row_fields,
+    text_digests,
+)
+from dflash_cli.checkpoints.fingerprint import digest_ends
+from dflash_cli.documents.atomic_file import atomic_text, write_whole
+from dflash_cli.generation.answers import Answer, Event, answer_rows, own_seed
+from dflash_cli.generation.loaded_pair import PairSession
+from dflash_cli.generation.prompts import PromptRow
+from dflash_runtime.checkpoint.strict_json import read_json
+from dflash_runtime.errors import CheckpointError, UsageError
+from dflash_runtime.scheduling.request import SamplingParams
+
+if TYPE_CHECKING:
+    pass
+
+CONVENTION = "tap i is the output of decoder layer i, counted from 0; after the last layer, before the final norm"
+FILES = "[0-9]*-[0-9]*.safetensors"
+BATCHES = 4
+"""Rows that are answered before any of them is written, in batches of the engine."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DumpRequest:
+    """What to dump and where: the layers `taps` for these rows, and `num_overhang` tokens past each answer.
+
+    `source` says where the rows come from, for whoever replays on them.
+    """
+
+    rows: Sequence[PromptRow]
+    params: SamplingParams
+    taps: tuple[int, ...]
+    folder: Path
+    num_overhang: int
+    source: PromptSource | None = None
+    chat: bool = False
+    resume: bool = False
+    force: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DumpSummary:
+    """What became of a dump."""
+
+    manifest: Mapping[str, Any]
+    num_written: int
+    failures: tuple[Failure, ...]
+
+
+def check_folder(folder: Path, *, resume: bool, force: bool) -> None:
+    """Refuse a folder before anything is loaded.
+
+    Raises:
+        UsageError: it cannot be made, holds something else, or a dump and neither `resume` nor `force` is given.
+    """
+    if not folder.absolute().parent.is_dir():
+        raise UsageError(f"{folder.parent}: no such directory", hint=f"make it first: mkdir -p {folder.parent}")
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return
+    if not _is_dump(folder):
+        raise UsageError(f"{folder}: exists already, and is no dump", hint="name a new folder with --out")
+    if not (resume or force):
+        raise UsageError(f"{folder}: exists already", hint="pass --resume to go on from it, or --force to replace it")
+
+
+def _is_dump(folder: Path) -> bool:
+    """Whether a folder is one that may be written to again: other programs have manifests of that name too."""
+    try:
+        return read_json(folder / MANIFEST).get("kind") == KIND
+    except CheckpointError:
+        return False
+
+
+def write_dump(session: PairSession, request: DumpRequest, sink: Callable[[Event], None]) -> DumpSummary:
+    """Dump what is not in the folder yet. `sink` hears of everything that is generated.
+
+    Raises:
+        UsageError: the folder holds a dump made under other settings, which are named; see `check_folder`.
+        OSError: a file cannot be written; those before it stay.
+    """
+    params = request.params.with_stops(session.stop_token_ids)
+    manifest = _describe(session, request, params)
+    _prepare(request, manifest)
+    known = _known_files(request, manifest) if request.resume else {}
+    pending = [
+        row for row in request.rows if any((row.digest, row.index, turn) not in known for turn in range(row.num_turns))
+    ]
+    failures: list[Failure] = []
+    num_written, size = 0, BATCHES * session.llm.limits.max_num_requests
+    for begin in range(0, len(pending), size):
+        answers = _answer(session, request, params, pending[begin : begin + size], sink)
+        failures += _failures(answers)
+        sound = [answer for answer in answers if answer.output.error is None]
+        for answer, more in zip(sound, _overhangs(session, params, sound, request.num_overhang), strict=True):
+            _write_answer(session, request, answer, more)
+            num_written += 1
+    manifest = {**manifest, "is_complete": not failures, "requests": list(_requests(request, manifest))}
+    _write_manifest(request.folder, manifest)
+    return DumpSummary(manifest=manifest, num_written=num_written, failures=tuple(failures))
+
+
+def _describe(session: PairSession, request: DumpRequest, params: SamplingParams) -> dict[str, Any]:
+    """The manifest before the first answer."""
+    target = session.llm.pair.target
+    settings = session.run_settings(params, chat=request.chat) | {"taps": list(request.taps)}
+    manifest = {
+        "schema_version": DUMP_VERSION,
+        "kind": KIND,
+        "is_complete": False,
+        "taps": list(request.taps),
+        "taps_convention": CONVENTION,
+        "dtype": session.llm.pair.placement.dtype_name,
+        "hidden_size": target.config.hidden_size,
+        "vocab_size": target.config.vocab_size,
+        "target": session.identities["target"].to_json(),
+        "ends_digest": digest_ends(session.target),
+        **text_digests(session.target.checkpoint),
+        "settings": settings | {"num_overhang": request.num_overhang},
+        "prompts": request.source.to_json() if request.source is not None else None,
+        "measured": session.describe(),
+    }
+    plain: dict[str, Any] = json.loads(json.dumps(manifest))
+    return plain
+
+
+def _prepare(request: DumpRequest, manifest: Mapping[str, Any]) -> None:
+    """Make the folder one of a dump with these settings, or find that it is."""
+    folder = request.folder
+    check_folder(folder, resume=request.resume, force=request.force)
+    if request.resume and (folder / MANIFEST).is_file():
+        stored = read_manifest(folder)
+        for key in sorted({*stored["settings"], *manifest["settings"]}):
+            was, is_now = stored["settings"].get(key), manifest["settings"].get(key)
+            if was != is_now:
+                raise UsageError(
+                    f"{folder}: made with {key} {was!r}, but this run has {is_now!r}",
+                    hint="give the same target and options again, or name another folder with --out",
+                )
+    folder.mkdir(exist_ok=True)
+    for remains in folder.glob(".*.tmp-*"):
+        remains.unlink()
+    if not request.resume:
+        for file in folder.glob(FILES):
+            file.unlink()
+    _write_manifest(folder, manifest)
+
+
+def _known_files(request: DumpRequest, manifest: Mapping[str, Any]) -> dict[tuple[str, int, int], DumpedText]:
+    """The answers that are there, by what was asked; one that cannot be read is asked again."""
+    known = {}
+    for file in sorted(request.folder.glob("*.safetensors")):
+        try:
+            text = read_text(file, (len(request.taps), manifest["hidden_size"]), manifest["vocab_size"])
+        except CheckpointError:
+            continue
+        known[text.row.digest, text.row.index, text.turn] = text
+    return known
+
+
+def _answer(
+    session: PairSession,
+    request: DumpRequest,
+    params: SamplingParams,
+    rows: Sequence[PromptRow],
+    sink: Callable[[Event], None],
+) -> list[Answer]:
+    answers = []
+    for event in answer_rows(session, rows, lambda row: params, chat=request.chat):
+        sink(event)
+        if event.answer is not None:
+            answers.append(event.answer)
+    return answers
+
+
+def _failures(answers: Sequence[Answer]) -> Iterator[Failure]:
+    """Rows that failed, at the first of their turns that did."""
+    known = set()
+    for answer in answers:
+        row, output = answer.row, answer.output
+        if output.error is not None and row.index not in known:
+            known.add(row.index)
+            yield Failure(row.index, row.id, output.error, output.exit_code)
+
+
+def _overhangs(
+    session: PairSession, params: SamplingParams, answers: Sequence[Answer], num_tokens: int
+) -> list[tuple[int, ...]]:
+    """What the target says after each answer, stop tokens or not; nothing where the model reads no more.
+
+    A sampled token depends on its position and its request's seed alone, so this is what a longer answer would hold.
+    """
+    if not num_tokens:
+        return [() for _ in answers]
+    further = replace(params, max_new_tokens=num_tokens, ignore_eos=True)
+    prompts = [(*answer.output.prompt_token_ids, *answer.output.token_ids) for answer in answers]
+    outputs = session.llm.generate(prompts, [own_seed(further, answer.row) for answer in answers])
+    return [output.token_ids for output in outputs]
+
+
+def _write_answer(session: PairSession, request: DumpRequest, answer: Answer, overhang: tuple[int, ...]) -> None:
+    import torch
+    from safetensors.torch import save
+
+    from dflash_runtime.device.text_pages import read_features
+
+    output, pair = answer.output, session.llm.pair
+    text = [*output.prompt_token_ids, *output.token_ids]
+    features = read_features(pair.target, pair.placement, pair.config.page_size, text[:-1], request.taps)
+    rows: torch.Tensor = features.view(len(text) - 1, len(request.taps), -1).cpu().contiguous()
+    said = {
+        "row": row_fields(answer.row),
+        "turn": answer.turn,
+        "finish_reason": str(output.finish_reason),
+        "prompt_len": len(output.prompt_token_ids),
+        "answer_len": len(output.token_ids),
+        "num_overhang": len(overhang),
+    }
+    tensors = {HIDDEN: rows, TOKENS: torch.tensor([*text, *overhang])}
+    data = save(tensors, metadata={METADATA: json.dumps(said, ensure_ascii=False)})
+    write_whole(request.folder / _file_name(answer.row.index, answer.turn), data)
+
+
+def _requests(request: DumpRequest, manifest: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    for text in _known_files(request, manifest).values():
+        counts = {"prompt_len": text.prompt_len, "answer_len": text.answer_len, "num_tokens": len(text.token_ids)}
+        yield {"file": text.file.name, "index": text.row.index, "turn": text.turn, **counts}
+
+
+def _file_name(index: int, turn: int) -> str:
+    return f"{index:05d}-{turn}.safetensors"
+
+
+def _write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
+    with atomic_text(folder / MANIFEST) as output:
+        output.write(json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")

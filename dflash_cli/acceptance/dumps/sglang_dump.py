@@ -1,0 +1,120 @@
+"""What SGLang answers with `--enable-return-aux-hidden-states`: responses of /generate, kept as JSON Lines.
+
+A line is the response of one request with `return_hidden_states` and `return_prompt_token_ids`. In its `meta_info`,
+`hidden_states` is a list of the prompt's rows, one list for each chunk of prefill, then a row for every decoded token
+but the last; a row has the outputs of the layers asked for, side by side in the order of the layers. Ids of the DFLASH
+and DSPARK conventions, and those of EAGLE3 where they are stated, are of layers counted from 0, as taps are: the
+server captures what goes into layer i + 1. Rows that the server had in its prefix cache are not there, nor are those
+past as many entries as the answer has tokens.
+Sources: SGLang 0.5.23 scheduler_components/batch_result_processor.py (_append_prefill_hidden_states,
+_append_decode_hidden_states), output_streamer.py (the cut), models/qwen3.py (set_dflash_layers_to_capture).
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dflash_cli.acceptance.dumps.dump_format import DUMP_FORMATS, Dump, DumpedText
+from dflash_cli.acceptance.dumps.response_lines import finish_reason_of, parse_line, read_lines, token_list
+from dflash_cli.generation.prompts import PromptRow
+from dflash_runtime.errors import CheckpointError, UsageError
+from dflash_runtime.json_values import as_object
+
+if TYPE_CHECKING:
+    import torch
+
+
+@DUMP_FORMATS.register("sglang")
+class SglangDump:
+    """A file of responses."""
+
+    def matches(self, path: Path) -> bool:
+        """See `dump_format.DumpFormat`."""
+        return path.is_file() and path.suffix in (".jsonl", ".json")
+
+    def open(self, path: Path, layer_ids: Sequence[int] | None) -> Dump:
+        """See `dump_format.DumpFormat`."""
+        if layer_ids is None:
+            raise UsageError(
+                f"{path}: responses of SGLang, which do not say which layers they hold",
+                hint="pass the server's --return-aux-hidden-state-layer-ids, such as --dump-layer-ids 1,9,17",
+            )
+        taps = tuple(sorted(set(layer_ids)))
+        texts = tuple(_read_text(index, path, *line, len(taps)) for index, line in enumerate(read_lines(path)))
+        size = texts[0].read().shape[2] if texts else 0
+        return Dump(path=path, format="sglang", taps=taps, hidden_size=size, texts=texts)
+
+
+def _read_text(index: int, file: Path, number: int, line: dict[str, Any], num_taps: int) -> DumpedText:
+    """One response. Its hidden states are parsed again when they are wanted: as numbers they are large."""
+    where = f"{file}:{number}"
+    prompt = token_list(line.get("prompt_token_ids"), "prompt_token_ids", where)
+    answer = token_list(line.get("output_ids"), "output_ids", where)
+    info = as_object(line.get("meta_info"))
+    num_rows = len(_rows(info, where))
+    if info.get("cached_tokens"):
+        raise CheckpointError(
+            f"meta_info.cached_tokens: found {info['cached_tokens']}, expected 0: hidden states of those are missing",
+            path=where,
+            hint="start the server with --disable-radix-cache",
+        )
+    most = len(prompt) + len(answer) - 1
+    if not prompt or not len(prompt) <= num_rows <= most:
+        raise CheckpointError(
+            f"meta_info.hidden_states has {num_rows} rows, expected {len(prompt)} of the prompt to {most} with the "
+            "answer",
+            path=where,
+        )
+    return DumpedText(
+        row=PromptRow(index=index, kind="prompt_token_ids", value=list(prompt), id=info.get("id"), where=where),
+        file=file,
+        token_ids=(*prompt, *answer),
+        prompt_len=len(prompt),
+        answer_len=len(answer),
+        num_rows=num_rows,
+        read=lambda: _tensor(file, number, num_taps),
+        finish_reason=finish_reason_of(as_object(info.get("finish_reason")).get("type")),
+    )
+
+
+def _rows(info: Mapping[str, Any], where: str) -> list[list[float]]:
+    """The rows, chunks of prefill taken apart.
+
+    Raises:
+        CheckpointError: they are no rows of one width.
+    """
+    entries = info.get("hidden_states")
+    if not isinstance(entries, list) or not entries:
+        raise CheckpointError(
+            "meta_info.hidden_states: missing, expected a list",
+            path=where,
+            hint="ask for it: return_hidden_states, of a server started with --enable-return-aux-hidden-states",
+        )
+    rows: list[list[float]] = []
+    for entry in entries:
+        is_chunk = isinstance(entry, list) and bool(entry) and isinstance(entry[0], list)
+        rows += entry if is_chunk else [entry]
+    width = len(rows[0]) if isinstance(rows[0], list) else 0
+    for place, row in enumerate(rows):
+        if not isinstance(row, list) or len(row) != width or not width:
+            raise CheckpointError(f"meta_info.hidden_states: row {place} is not {width} numbers", path=where)
+    return rows
+
+
+def _tensor(file: Path, number: int, num_taps: int) -> "torch.Tensor":
+    import torch
+
+    where = f"{file}:{number}"
+    with file.open("rb") as stream:
+        text = next(line for at, line in enumerate(stream, start=1) if at == number)
+    try:
+        rows = torch.tensor(_rows(as_object(parse_line(text, where).get("meta_info")), where), dtype=torch.float32)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"meta_info.hidden_states: {error}", path=where) from error
+    if rows.shape[1] % num_taps:
+        raise CheckpointError(
+            f"meta_info.hidden_states has rows of {rows.shape[1]}, expected a multiple of the {num_taps} layers of "
+            "--dump-layer-ids",
+            path=where,
+        )
+    return rows.view(len(rows), num_taps, -1)

@@ -1,0 +1,1 @@
+"""Statistics: acceptance lengths, proportions, their intervals and their differences."""

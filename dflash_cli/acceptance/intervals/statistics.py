@@ -1,0 +1,268 @@
+"""Acceptance length and its uncertainty, from the verify steps of a set of requests.
+
+Conversations are resampled, not turns or steps: steps of one text resemble each other, as do the turns of one
+conversation, so an interval over them would be too narrow. Source: clusters as in Cameron, Gelbach and Miller 2008; how
+an interval is taken is in `resampling.py`.
+"""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+from dflash_cli.acceptance.intervals.resampling import MIN_UNITS, linear_bounds, resampled_bounds
+from dflash_runtime.metrics import AcceptanceCounts, count_acceptance
+from dflash_runtime.scheduling.request import RequestOutput
+
+if TYPE_CHECKING:
+    from dflash_cli.acceptance.intervals.resampling import Floats
+
+StepCounts = Sequence[tuple[int, int]]
+"""For each request: tokens its verify steps committed, and how many steps there were."""
+
+MIN_FOR_POSITIONS = 32
+"""With fewer conversations the share of a position, which few of them may decide, has no interval that covers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A two-sided confidence interval."""
+
+    low: float
+    high: float
+    confidence: float
+
+    def to_json(self) -> dict[str, float]:
+        return {"low": self.low, "high": self.high, "confidence": self.confidence}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """Acceptance over a set of requests. `no_interval` says why there is none."""
+
+    counts: AcceptanceCounts
+    num_requests: int
+    num_conversations: int
+    num_tokens: int
+    interval: Interval | None
+    no_interval: str | None
+    per_pos_intervals: tuple[Interval | None, ...]
+    conditional_intervals: tuple[Interval | None, ...]
+    histogram: tuple[int, ...]
+    definitions: dict[str, float | None]
+
+    @property
+    def conditional_rates(self) -> list[float | None]:
+        """Share of steps that accepted position i among those that accepted position i - 1; None where none did.
+
+        None also where no step verified it: all steps of an evaluation are as wide.
+        """
+        counts = self.counts
+        reached = [counts.num_drafts, *counts.per_pos_accepted]
+        return [
+            after / before if before and verified else None
+            for before, after, verified in zip(reached, counts.per_pos_accepted, counts.per_pos_verified, strict=False)
+        ]
+
+    def to_json(self) -> dict[str, object]:
+        return {
+            **self.counts.to_json(),
+            "acceptance_len_interval": self.interval.to_json() if self.interval else None,
+            "acceptance_len_no_interval": self.no_interval,
+            "per_pos_intervals": [item.to_json() if item else None for item in self.per_pos_intervals],
+            "per_pos_conditional_rates": self.conditional_rates,
+            "per_pos_conditional_intervals": [item.to_json() if item else None for item in self.conditional_intervals],
+            "histogram": list(self.histogram),
+            "num_requests": self.num_requests,
+            "num_conversations": self.num_conversations,
+            "num_tokens": self.num_tokens,
+            "definitions": self.definitions,
+        }
+
+
+DEFINITIONS = {
+    "vllm": "1 + accepted / steps, whole blocks (vLLM, speculators)",
+    "zlab": "mean over prompts, as committed (z-lab, dflash 0.1.0)",
+    "zlab_untruncated": "mean over prompts, whole blocks (z-lab, before)",
+    "sglang": "mean over prompts, with the prompt's token (SGLang)",
+    "committed": "tokens / steps, not counting past the answer's end",
+    "mlx_ratio": "accepted / generated tokens, a ratio (dflash-mlx)",
+}
+"""How each project defines acceptance, in words that fit beside the figure; the keys are those of the JSON output.
+
+A mean over prompts is of their tokens / steps. With whole blocks, what stops and limits cut off counts as well; with
+the prompt's token, the one that comes with the prompt, which no step gave.
+"""
+
+
+def summarise(
+    outputs: Sequence[RequestOutput],
+    num_speculative_tokens: int,
+    *,
+    conversations: Sequence[Hashable] | None = None,
+    confidence: float = 0.95,
+    num_resamples: int = 10_000,
+    seed: int = 0,
+) -> Summary:
+    """Pool requests into counts, an interval and every definition.
+
+    `conversations` says for each request to which conversation it belongs; without it each is one of its own.
+    """
+    names = range(len(outputs)) if conversations is None else conversations
+    counts = count_acceptance(outputs, num_speculative_tokens)
+    lengths = _lengths_by_conversation(outputs, names, num_speculative_tokens)
+    reason = _why_none(len(lengths), num_resamples)
+    intervals: list[Interval | None] = [None] * (2 * num_speculative_tokens + 1)
+    if reason is None:
+        units = _acceptance_units(lengths)
+        asked = _enough_for_interval(units)
+        found = _intervals(units[asked], confidence=confidence, num_resamples=num_resamples, seed=seed)
+        for place, interval in zip(asked, found, strict=True):
+            intervals[place] = interval
+    return Summary(
+        counts=counts,
+        num_requests=len(outputs),
+        num_conversations=len(set(names)),
+        num_tokens=sum(len(output.token_ids) for output in outputs),
+        interval=intervals[0],
+        no_interval=reason,
+        per_pos_intervals=tuple(
+            interval if verified and interval is not None and interval.low < interval.high else None
+            for interval, verified in zip(
+                intervals[1 : num_speculative_tokens + 1], counts.per_pos_verified, strict=True
+            )
+        ),
+        conditional_intervals=tuple(
+            interval if interval is not None and interval.low < interval.high else None
+            for interval in intervals[num_speculative_tokens + 1 :]
+        ),
+        histogram=tuple(map(sum, zip(*lengths, strict=True))) or (0,) * (num_speculative_tokens + 1),
+        definitions=_definitions(outputs, counts),
+    )
+
+
+def bootstrap_interval(
+    outputs: Sequence[RequestOutput],
+    conversations: Sequence[Hashable] | None = None,
+    *,
+    confidence: float,
+    num_resamples: int,
+    seed: int,
+) -> Interval | None:
+    """Interval of the pooled acceptance length over resampled conversations; None for fewer than MIN_UNITS."""
+    sample = _pool_conversations(count_steps(outputs), conversations or range(len(outputs)))
+    if _why_none(len(sample), num_resamples) is not None:
+        return None
+    return _intervals(_as_units([sample]), confidence=confidence, num_resamples=num_resamples, seed=seed)[0]
+
+
+def running_interval(sample: StepCounts) -> tuple[float, float] | None:
+    """Ends of the 95% interval while a run goes on, at the cost of a sum; `sample` is by conversation."""
+    if _why_none(len(sample)) is not None:
+        return None
+    low, high = linear_bounds(_as_units([sample]), confidence=0.95)[0]
+    return float(low), float(high)
+
+
+def paired_interval(
+    base: StepCounts, other: StepCounts, *, confidence: float, num_resamples: int, seed: int
+) -> Interval | None:
+    """Interval of how much longer the pooled acceptance length of `other` is, on the same requests as `base`.
+
+    Each resample draws the same requests on both sides. None for fewer than MIN_UNITS that have steps on both.
+    """
+    pairs = [pair for pair in zip(base, other, strict=True) if pair[0][1] and pair[1][1]]
+    if _why_none(len(pairs), num_resamples) is not None:
+        return None
+    units = _as_units([[pair[side] for pair in pairs] for side in (0, 1)])
+    return _intervals(units, confidence=confidence, num_resamples=num_resamples, seed=seed)[0]
+
+
+def _why_none(num_units: int, num_resamples: int = 1) -> str | None:
+    """Why no interval is taken of so many conversations."""
+    if not num_units:
+        return "no verify steps"
+    if num_units < MIN_UNITS:
+        return f"{num_units} prompt{'s' if num_units > 1 else ''}, and an interval takes {MIN_UNITS} or more"
+    return None if num_resamples else "no bootstrap was asked for"
+
+
+def _intervals(units: "Floats", *, confidence: float, num_resamples: int, seed: int) -> list[Interval | None]:
+    bounds = resampled_bounds(units, confidence=confidence, num_resamples=num_resamples, seed=seed)
+    return [Interval(float(low), float(high), confidence) for low, high in bounds]
+
+
+def _as_units(sides: Sequence[StepCounts]) -> "Floats":
+    """`[1, sides, U, 2]`."""
+    import numpy as np
+
+    return np.array([sides], dtype=np.float64)
+
+
+def count_steps(outputs: Sequence[RequestOutput]) -> StepCounts:
+    """For each request: tokens its verify steps committed, and how many steps there were."""
+    return [(sum(output.acceptance_lengths), len(output.acceptance_lengths)) for output in outputs]
+
+
+def pooled_acceptance_len(counts: StepCounts) -> float:
+    """Tokens per step over these requests; without any step 1, the value for no accepted token."""
+    num_steps = sum(steps for _, steps in counts)
+    return sum(tokens for tokens, _ in counts) / num_steps if num_steps else 1.0
+
+
+def _pool_conversations(counts: StepCounts, conversations: Sequence[Hashable]) -> StepCounts:
+    """Tokens and steps of each conversation that has steps."""
+    pooled: dict[Hashable, tuple[int, int]] = {}
+    for (tokens, steps), name in zip(counts, conversations, strict=True):
+        before = pooled.get(name, (0, 0))
+        pooled[name] = before[0] + tokens, before[1] + steps
+    return [item for item in pooled.values() if item[1]]
+
+
+def _lengths_by_conversation(
+    outputs: Sequence[RequestOutput], conversations: Sequence[Hashable], num_speculative_tokens: int
+) -> list[list[int]]:
+    """For each conversation that has steps: how many of them committed 1 to K + 1 tokens."""
+    found: dict[Hashable, list[int]] = {}
+    for output, name in zip(outputs, conversations, strict=True):
+        if output.acceptance_lengths:
+            lengths = found.setdefault(name, [0] * (num_speculative_tokens + 1))
+            for length in output.acceptance_lengths:
+                lengths[length - 1] += 1
+    return list(found.values())
+
+
+def _acceptance_units(lengths: Sequence[Sequence[int]]) -> "Floats":
+    """Units `[2K + 1, 1, U, 2]` of tokens per step, then of the share of steps that accepted each position, then of
+    the share of those that accepted the position before."""
+    import numpy as np
+
+    counts = np.array(lengths, dtype=np.float64)
+    num_steps = counts.sum(axis=1)
+    accepted = num_steps[:, None] - counts.cumsum(axis=1)[:, :-1]
+    numerators = np.concatenate([num_steps[:, None] + accepted.sum(axis=1, keepdims=True), accepted, accepted], axis=1)
+    steps = np.repeat(num_steps[:, None], accepted.shape[1] + 1, axis=1)
+    reached = np.concatenate([num_steps[:, None], accepted[:, :-1]], axis=1)
+    return np.stack([numerators.T, np.concatenate([steps, reached], axis=1).T], axis=-1)[:, None]
+
+
+def _enough_for_interval(units: "Floats") -> list[int]:
+    """The quantities that enough conversations speak of: positions take more of them than all steps together."""
+    num_speaking = (units[:, 0, :, 1] > 0).sum(axis=1).tolist()
+    return [place for place, count in enumerate(num_speaking) if place == 0 or count >= MIN_FOR_POSITIONS]
+
+
+def _definitions(outputs: Sequence[RequestOutput], counts: AcceptanceCounts) -> dict[str, float | None]:
+    """Each project's own figure, on the same steps."""
+    stepped = [output for output in outputs if output.acceptance_lengths]
+    if not stepped:
+        return dict.fromkeys(DEFINITIONS)
+    num_tokens = sum(len(output.token_ids) for output in outputs)
+    return {
+        "vllm": counts.acceptance_len,
+        "zlab": fmean(fmean(output.committed_lengths) for output in stepped),
+        "zlab_untruncated": fmean(fmean(output.acceptance_lengths) for output in stepped),
+        "sglang": fmean(len(output.token_ids) / len(output.acceptance_lengths) for output in stepped),
+        "committed": sum(sum(output.committed_lengths) for output in stepped) / counts.num_drafts,
+        "mlx_ratio": counts.num_accepted_tokens / num_tokens,
+    }

@@ -1,0 +1,169 @@
+"""Measure a pair's acceptance on prompts. Knows no terminal."""
+
+import hashlib
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from dflash_cli.acceptance.acceptance_progress import AcceptanceProgress
+from dflash_cli.acceptance.acceptance_report import Evaluation, Failure, PromptSource
+from dflash_cli.acceptance.condition_results import compare_conditions
+from dflash_cli.acceptance.conversation_counts import count_conversations
+from dflash_cli.acceptance.exact_match import score
+from dflash_cli.acceptance.intervals.resampling import MIN_UNITS
+from dflash_cli.acceptance.intervals.statistics import Summary, summarise
+from dflash_cli.acceptance.journal import Journal
+from dflash_cli.acceptance.rejected_tokens import find_rejected
+from dflash_cli.generation.answers import Answer, Answering, Event, Tally, plural
+from dflash_cli.generation.conditions import Condition
+from dflash_cli.generation.outputs import Sink
+from dflash_cli.generation.prompts import PromptRow, digest_rows
+from dflash_runtime.errors import GateFailed
+from dflash_runtime.scheduling.request import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationRequest:
+    """Prompts, how to answer them, and the interval to compute.
+
+    A row says under which of the `conditions`, if any, it is answered; with `scores`, final numbers are compared with
+    those that rows state. Each answer is written to `journal` as it ends. With `resume`, prompts answered in that file
+    are not run again; with `force` alone, the file is replaced.
+    """
+
+    rows: Sequence[PromptRow]
+    params: SamplingParams
+    source: PromptSource
+    chat: bool = False
+    conditions: Sequence[Condition] = ()
+    scores: bool = False
+    confidence: float = 0.95
+    num_resamples: int = 10_000
+    journal: Path | None = None
+    resume: bool = False
+    force: bool = False
+
+
+def measure(
+    session: Answering,
+    request: EvaluationRequest,
+    *,
+    tally: Tally | None = None,
+    progress: AcceptanceProgress | None = None,
+) -> Evaluation:
+    """Answer the request's rows and pool their verify steps, all together and by category.
+
+    Conversations in which a turn cannot be served are left out and named. `tally` sees whatever is generated.
+    """
+    session.check_params(request.params)
+    params = request.params.with_stops(session.stop_token_ids)
+    settings = session.run_settings(params, chat=request.chat)
+    sinks: list[Sink] = [] if tally is None else [tally.add]
+    failures: list[Failure] = []
+    started = time.perf_counter()
+    with Journal(request.journal, settings, request.rows, resume=request.resume, force=request.force) as journal:
+        if progress is not None:
+            progress.resume(journal.answers)
+            sinks.append(progress)
+        for event in _answer(session, journal.pending, params, chat=request.chat):
+            for sink in sinks:
+                sink(event)
+            if event.answer is not None:
+                journal.add(event.answer)
+                failures += _failure(event.answer, failures)
+    journal.drop_unfinished()
+    answers = [answer for answer in journal.answers if not answer.row.is_plain]
+    pool = partial(_pool, session=session, request=request)
+    return Evaluation(
+        total=pool(answers),
+        categories={name: pool(members) for name, members in by_category(answers).items()},
+        conditions=compare_conditions(
+            answers, request.conditions, pool, [item.condition for item in failures], request.confidence
+        ),
+        exact_match=score(journal.answers, request.confidence) if request.scores else (),
+        settings={**session.references, **settings},
+        source=request.source,
+        conversations=count_conversations(answers),
+        rejected_tokens=find_rejected([answer.output for answer in answers], session.tokenizer),
+        measured={
+            "workers": None,
+            **session.describe(),
+            "num_prompts": len({row.prompt_index for row in request.rows}),
+            "prompts_digest": digest_rows(request.rows),
+            "rendered_prompts_digest": _digest_rendered(answers),
+        },
+        failures=tuple(failures),
+        seconds=time.perf_counter() - started,
+    )
+
+
+def _answer(session: Answering, rows: Sequence[PromptRow], params: SamplingParams, *, chat: bool) -> Iterator[Event]:
+    """Answer rows with the draft, and then those that are to be without it, so that no step of theirs drafts."""
+    drafted, plain = ([row for row in rows if row.is_plain is is_plain] for is_plain in (False, True))
+    yield from session.answer(drafted, params, chat=chat)
+    yield from session.answer(plain, replace(params, verify_width=1), chat=chat)
+
+
+def _digest_rendered(answers: Sequence[Answer]) -> str:
+    """A hash of the token ids that were asked, as template and tokenizer made them."""
+    hashed = hashlib.sha256()
+    for answer in answers:
+        hashed.update(f"{answer.row.index} {answer.turn} {list(answer.output.prompt_token_ids)}\n".encode())
+    return hashed.hexdigest()[:16]
+
+
+def _failure(answer: Answer, known: Sequence[Failure]) -> list[Failure]:
+    """The failure of a row, at the first of its turns that failed."""
+    row, output = answer.row, answer.output
+    condition = row.condition.name if row.condition is not None else None
+    if output.error is None or any((item.index, item.condition) == (row.prompt_index, condition) for item in known):
+        return []
+    return [Failure(row.prompt_index, row.id, output.error, output.exit_code, condition)]
+
+
+def check_gate(evaluation: Evaluation, minimum: float, *, use_lower_bound: bool) -> None:
+    """Require that the acceptance length, or the lower end of its interval, is at least `minimum` under each condition.
+
+    Raises:
+        GateFailed: the value is below the minimum, or there were too few steps for one.
+    """
+    name = "lower confidence bound" if use_lower_bound else "acceptance length"
+    for item in evaluation.conditions:
+        _check_summary(item.summary, minimum, f"{item.condition.name}: {name}", use_lower_bound=use_lower_bound)
+    if not evaluation.conditions:
+        _check_summary(evaluation.total, minimum, name, use_lower_bound=use_lower_bound)
+
+
+def _check_summary(total: Summary, minimum: float, name: str, *, use_lower_bound: bool) -> None:
+    lower = total.interval.low if total.interval is not None else None
+    value = lower if use_lower_bound else total.counts.acceptance_len
+    if value is None and 0 < total.num_conversations < MIN_UNITS and use_lower_bound:
+        raise GateFailed(
+            f"{name}: {plural(total.num_conversations, 'prompt')} measured, expected {MIN_UNITS} or more",
+            hint="measure more prompts, or use --gate point",
+        )
+    if value is None:
+        raise GateFailed(f"{name}: too few steps to measure, expected at least {minimum:g}")
+    if value < minimum:
+        raise GateFailed(f"{name} {value:.3f}, expected at least {minimum:g}")
+
+
+def _pool(answers: Sequence[Answer], session: Answering, request: EvaluationRequest) -> Summary:
+    return summarise(
+        [answer.output for answer in answers],
+        session.num_draft_tokens,
+        conversations=[answer.row.prompt_index for answer in answers],
+        confidence=request.confidence,
+        num_resamples=request.num_resamples,
+    )
+
+
+def by_category(answers: Sequence[Answer]) -> dict[str, list[Answer]]:
+    """The answers of each category that rows name, by name."""
+    groups: dict[str, list[Answer]] = {}
+    for answer in answers:
+        if answer.row.category is not None:
+            groups.setdefault(answer.row.category, []).append(answer)
+    return {name: groups[name] for name in sorted(groups)}

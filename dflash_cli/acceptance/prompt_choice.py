@@ -1,0 +1,151 @@
+"""From prompts that were named, or not, to the rows that a pair is asked, each under every condition."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from dflash_cli.acceptance.acceptance_report import PromptSource
+from dflash_cli.acceptance.exact_match import parse_number
+from dflash_cli.generation.conditions import Condition
+from dflash_cli.generation.padding import pad_row
+from dflash_cli.generation.prompt_sets import BUNDLED, PromptSet, default_prompts
+from dflash_cli.generation.prompts import Conversation, PromptRow, Sample, sample_rows
+from dflash_cli.terminal import console
+from dflash_runtime.errors import UsageError
+
+if TYPE_CHECKING:
+    from dflash_cli.generation.loaded_pair import OpenedPair
+    from dflash_cli.generation.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptChoice:
+    """The rows to ask, where they come from, and whether text goes through the chat template."""
+
+    rows: Sequence[PromptRow]
+    source: PromptSource
+    chat: bool
+
+
+def choose_prompts(
+    pair: "OpenedPair",
+    given: PromptSet | None,
+    *,
+    chat: bool | None = None,
+    count: int | None = None,
+    sample: Sample = "stratified",
+    seed: int = 0,
+    conditions: tuple[Condition, ...] = (),
+) -> PromptChoice:
+    """What a pair is measured on: a set that was given, or the bundled one for its target.
+
+    Raises:
+        UsageError: conditions that these prompts cannot be put under, or --chat without a chat template.
+        RequestError: a row that is to be filled up cannot be rendered.
+    """
+    prompts = given or default_prompts(pair.references["target"])
+    pair.check_chat(prompts.rows, chat=bool(chat))
+    choice = choose_rows(
+        prompts, pair.tokenizer, chat=chat, count=count, sample=sample, seed=seed, is_default=given is None
+    )
+    rows = choice.rows
+    if any(item.is_plain for item in conditions) and all(parse_number(row.reference) is None for row in rows):
+        raise UsageError(
+            "--exact-match both: no prompt has a reference number", hint="gsm8k has; rows of your own may state one"
+        )
+    asked = _put_under(rows, conditions, pair, chat=choice.chat, stride=len(prompts.rows))
+    source = replace(choice.source, num_too_long=len(rows) - len({row.prompt_index for row in asked}))
+    if source.warning is not None:
+        console.warn(source.warning)
+    return PromptChoice(rows=asked, source=source, chat=choice.chat)
+
+
+def choose_rows(
+    prompts: PromptSet,
+    tokenizer: "Tokenizer | None",
+    *,
+    chat: bool | None = None,
+    count: int | None = None,
+    sample: Sample = "stratified",
+    seed: int = 0,
+    is_default: bool = False,
+) -> PromptChoice:
+    """Which rows of a set are asked, once each; `is_default` says that nobody named the set."""
+    is_chat = prompts.settle_chat(tokenizer, chat=chat)
+    is_text = prompts.for_chat and not is_chat
+    if is_text:
+        prompts = prompts.as_text()
+    count = prompts.count or count
+    is_sample = count is not None and count < len(prompts.rows)
+    rows = prompts.rows if not is_sample else sample_rows(prompts.rows, count or 0, seed=seed, sample=sample)
+    source = PromptSource(
+        name=prompts.name,
+        num_available=len(prompts.rows),
+        num_chosen=len(rows),
+        sample=sample if is_sample else None,
+        sample_seed=seed if is_sample and sample != "head" else None,
+        is_bundled=prompts.name == BUNDLED and is_default,
+        version=prompts.version,
+        sha256=prompts.sha256,
+        dataset=prompts.dataset,
+        warning=_warn_of_text(prompts.name) if is_text and chat is None else None,
+    )
+    return PromptChoice(rows=rows, source=source, chat=is_chat)
+
+
+def _warn_of_text(name: str) -> str:
+    return f"the questions of {name} are asked as plain text: the target's tokenizer has no chat template"
+
+
+def _put_under(
+    rows: Sequence[PromptRow], conditions: Sequence[Condition], pair: "OpenedPair", *, chat: bool, stride: int
+) -> list[PromptRow]:
+    """Every row under every condition; prompts that are longer than a context is to be are in none of them.
+
+    A row's index is the same whatever the other rows are, so that a resumed run finds its answer.
+    """
+    if not conditions:
+        return list(rows)
+    _check_thinking(rows, conditions, pair, chat=chat)
+    found: list[list[PromptRow]] = [[] for _ in conditions]
+    for row in rows:
+        under = [_put(row, condition, pair, chat=chat) for condition in conditions]
+        for place, item in enumerate(under):
+            if item is not None and None not in under:
+                found[place].append(replace(item, index=place * stride + row.index))
+    if not found[0]:
+        lengths = [item.context_len for item in conditions if item.context_len is not None]
+        raise UsageError(f"--context-lengths {min(lengths)}: every prompt is longer")
+    return [row for members in found for row in members]
+
+
+def _put(row: PromptRow, condition: Condition, pair: "OpenedPair", *, chat: bool) -> PromptRow | None:
+    named = replace(row, condition=condition if condition.name else None)
+    if condition.context_len is None:
+        return named
+    return pad_row(named, condition.context_len, pair.tokenizer, chat=chat)
+
+
+def _check_thinking(
+    rows: Sequence[PromptRow], conditions: Sequence[Condition], pair: "OpenedPair", *, chat: bool
+) -> None:
+    """Refuse a switch that changes nothing.
+
+    Raises:
+        UsageError: no prompt goes through a chat template, or the template renders the same whatever the switch.
+    """
+    switched = {item.thinking: item for item in conditions if item.thinking is not None}
+    if not switched:
+        return
+    row = next((row for row in rows if row.kind in ("messages", "turns") or (row.kind == "prompt" and chat)), None)
+    if row is None or pair.tokenizer is None or not pair.tokenizer.has_template:
+        raise UsageError("--thinking: no prompt goes through a chat template", hint="pass --chat, where there is one")
+    rendered = {
+        tuple(Conversation(replace(row, condition=item)).next_prompt(pair.tokenizer, chat=chat))
+        for item in switched.values()
+    }
+    if len(switched) > 1 and len(rendered) < len(switched):
+        raise UsageError(
+            f"--thinking {','.join(filter(None, switched))}: the target's chat template makes the same prompt of each",
+            hint='where it calls the switch something else: --chat-template-kwargs \'{"NAME": "$thinking"}\'',
+        )

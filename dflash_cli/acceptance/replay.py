@@ -1,0 +1,337 @@
+"""Judge a draft on a dump: what it would have had accepted along a target's text, without the target.
+
+The context KV of a text is made once of the dump's hidden states, and blocks at many anchors of many texts are drafted
+in one forward. A draft counts where it is what the text says, which is when the target would have accepted it: its
+choice after the tokens before is the text's next token, greedy or sampled.
+
+The chained walk starts at the first anchor and goes on behind what was accepted, so its steps are those of a run. The
+mean over anchors takes each as often as the others, and is another quantity: a run passes over what a block covers.
+"""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from dflash_cli.acceptance.acceptance_report import Evaluation, PromptSource
+from dflash_cli.acceptance.borrowed_ends import borrow_ends
+from dflash_cli.acceptance.dumps.dump_format import Dump, DumpedText, check_ids_within
+from dflash_cli.acceptance.intervals.statistics import Summary, summarise
+from dflash_cli.acceptance.journal import Journal
+from dflash_cli.acceptance.measure import by_category
+from dflash_cli.acceptance.rejected_tokens import find_rejected
+from dflash_cli.checkpoints.checkpoint_identity import identify
+from dflash_cli.checkpoints.fingerprint import digest_ends
+from dflash_cli.checkpoints.opening import Causality, DraftCheckpoint
+from dflash_cli.generation.answers import Answer
+from dflash_cli.generation.loaded_pair import describe_run
+from dflash_cli.generation.prompts import digest_rows
+from dflash_runtime.checkpoint.pair import TargetSource
+from dflash_runtime.config import EngineConfig
+from dflash_runtime.device.attention import check_capability
+from dflash_runtime.device.kv import bytes_per_token
+from dflash_runtime.device.settings import resolve_device, resolve_dtype, resolve_kernels, resolve_num_drafts
+from dflash_runtime.device.text_pages import Anchor, TextPages
+from dflash_runtime.drafts.draft import Draft, build_draft, load_draft_weights
+from dflash_runtime.errors import CheckpointError, PairMismatch, UsageError
+from dflash_runtime.json_values import as_object
+from dflash_runtime.models.placement import Placement
+from dflash_runtime.scheduling.request import DraftStep, RequestOutput
+
+GROUP_BYTES = 1 << 30
+"""Hidden states and context KV that are held at a time."""
+
+TEXT_SETTINGS = ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "ignore_eos", "chat")
+"""What a dump of ours says of how its text was made, as a live evaluation has it among its settings."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayRequest:
+    """A draft, the dump to judge it on, and the target whose embedding and head it borrows.
+
+    The mean is over every `every`-th anchor of each text; with 0 there is none, and only the walk is drafted. The walks
+    are written to `journal`, as answers of an evaluation.
+    """
+
+    draft: DraftCheckpoint
+    draft_reference: str
+    dump: Dump
+    head_from: TargetSource | None = None
+    config: EngineConfig
+    every: int = 1
+    causality: Causality | None = None
+    confidence: float = 0.95
+    num_resamples: int = 10_000
+    journal: Path | None = None
+    force: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """What a draft did along one text: its steps at the anchors that were asked for, and those of the chained walk."""
+
+    text: DumpedText
+    sampled: tuple[DraftStep, ...]
+    walked: tuple[DraftStep, ...]
+
+    def output(self, steps: Sequence[DraftStep]) -> RequestOutput:
+        """Steps in the form of a request's, for the statistics."""
+        text = self.text
+        end = text.prompt_len + text.answer_len
+        return RequestOutput(
+            index=text.row.index,
+            prompt_token_ids=text.token_ids[: text.prompt_len],
+            token_ids=text.token_ids[text.prompt_len : end],
+            finish_reason=text.finish_reason,
+            acceptance_lengths=tuple(step.num_accepted + 1 for step in steps),
+            verify_widths=tuple(step.verify_width for step in steps),
+            committed_lengths=tuple(step.num_committed for step in steps),
+            rejected_ids=tuple(step.rejected_id for step in steps),
+            drafts=tuple(steps),
+        )
+
+
+class Replay:
+    """A draft that is ready to be judged on a dump.
+
+    Raises:
+        PairMismatch: the draft was not made for the dump's target, or taps layers that the dump does not hold.
+        UsageError, UnsupportedError, TensorMismatch: see `borrow_ends`, `resolve_num_drafts` and `owned_tensors`.
+    """
+
+    def __init__(self, request: ReplayRequest) -> None:
+        self.request = request
+        draft, config, dump = request.draft, request.config, request.dump
+        check_dump(draft, dump, request.head_from)
+        self.num_drafts = resolve_num_drafts(config, draft.config)
+        if self.num_drafts == 0:
+            raise UsageError("-k 0 drafts nothing, so there is no acceptance to measure")
+        device = resolve_device(config.device)
+        dtype = resolve_dtype(config.dtype, device)
+        kernels = resolve_kernels(config.kernels, device, dtype)
+        longest = max(len(text.token_ids) for text in dump.texts)
+        self.placement = Placement(device, dtype, kernels, longest + self.num_drafts + 1)
+        check_capability(kernels.name, None, draft.config, self.placement.dtype_name)
+        ends = borrow_ends(draft, request.head_from, self.placement)
+        weights = load_draft_weights(draft, self.placement)
+        self.draft: Draft = build_draft(draft.config, weights, ends, self.placement)
+        self.num_blocks = 0  # that were drafted
+        self._columns = [dump.taps.index(tap) for tap in draft.config.target_layer_ids]
+
+    def run(self) -> Iterator[Replayed]:
+        """Judge every text, those of like length together."""
+        for group in self._groups():
+            yield from _TextGroup(self, group).replay(self.request.every)
+
+    def anchors(self, text: DumpedText) -> range:
+        """Positions from which a whole block lies within what is known of a text, and within the draft's positions."""
+        ends = (
+            text.prompt_len + text.answer_len - 1,
+            len(text.token_ids) - self.num_drafts,
+            text.num_rows + 1,
+            self.request.draft.config.max_position_embeddings - self.num_drafts,
+        )
+        return range(text.prompt_len, max(text.prompt_len, min(ends)))
+
+    def features(self, text: DumpedText) -> Tensor:
+        """The draft's context features of a text, [T, F].
+
+        Raises:
+            CheckpointError: hidden states that are not finite, or token ids that the draft does not have.
+        """
+        check_ids_within(text.token_ids, self.request.draft.config.vocab_size, text.file)
+        rows = text.read()[: text.num_rows, self._columns]
+        if not bool(rows.isfinite().all()):
+            raise CheckpointError("hidden_states: found a value that is not finite", path=text.file)
+        return rows.flatten(1).to(self.placement.device, self.placement.dtype)
+
+    def _groups(self) -> Iterator[list[DumpedText]]:
+        config = self.request.draft.config
+        row_bytes = config.num_taps * config.feature_size * self.placement.dtype.itemsize
+        row_bytes += bytes_per_token(config, self.placement.dtype)
+        most = max(1, GROUP_BYTES // row_bytes)
+        group: list[DumpedText] = []
+        num_rows = 0
+        for text in sorted(self.request.dump.texts, key=lambda item: len(item.token_ids)):
+            if group and num_rows + len(text.token_ids) > most:
+                yield group
+                group, num_rows = [], 0
+            group.append(text)
+            num_rows += len(text.token_ids)
+        yield group
+
+
+class _TextGroup:
+    """Some texts in pages, with the draft's context KV, and what is known of their anchors."""
+
+    def __init__(self, replay: Replay, texts: Sequence[DumpedText]) -> None:
+        self._replay, self._texts = replay, texts
+        token_ids, num_rows = [text.token_ids for text in texts], [text.num_rows for text in texts]
+        page_size = replay.request.config.page_size
+        self._pages = TextPages(token_ids, page_size, replay.placement, num_rows)
+        features = torch.cat([replay.features(text) for text in texts])
+        self._cache = self._pages.write_context(replay.draft, features)
+        self._steps: dict[Anchor, DraftStep] = {}
+
+    def replay(self, every: int) -> Iterator[Replayed]:
+        ranges = [self._replay.anchors(text) for text in self._texts]
+        sampled = [[(index, at) for at in span[::every]] if every else [] for index, span in enumerate(ranges)]
+        self._judge([anchor for anchors in sampled for anchor in anchors])
+        walks = self._walk(ranges)
+        for index, text in enumerate(self._texts):
+            yield Replayed(text, tuple(self._steps[anchor] for anchor in sampled[index]), tuple(walks[index]))
+
+    def _walk(self, ranges: Sequence[range]) -> list[list[DraftStep]]:
+        """The steps of each text's chained walk, all texts a step at a time."""
+        walks: list[list[DraftStep]] = [[] for _ in ranges]
+        front = {index: span.start for index, span in enumerate(ranges) if span}
+        while front:
+            self._judge([anchor for anchor in front.items() if anchor not in self._steps])
+            for index, position in list(front.items()):
+                step = self._steps[index, position]
+                walks[index].append(step)
+                front[index] = position + step.num_accepted + 1
+                if front[index] not in ranges[index]:
+                    del front[index]
+        return walks
+
+    def _judge(self, anchors: Sequence[Anchor]) -> None:
+        if not anchors:
+            return
+        replay = self._replay
+        replay.num_blocks += len(anchors)
+        proposed = self._pages.propose(replay.draft, self._cache, anchors, replay.num_drafts)
+        accepted = self._pages.count_right(anchors, proposed).tolist()
+        for anchor, draft_ids, num_accepted in zip(anchors, proposed.tolist(), accepted, strict=True):
+            text, position = self._texts[anchor[0]], anchor[1]
+            left = text.prompt_len + text.answer_len - 1 - position
+            self._steps[anchor] = DraftStep(
+                start=position + 1 - text.prompt_len,
+                draft_ids=tuple(draft_ids),
+                num_accepted=num_accepted,
+                num_committed=min(num_accepted + 1, left),
+            )
+
+
+def replay(request: ReplayRequest) -> Evaluation:
+    """Judge a draft on a dump: the chained walk as an evaluation, and beside it the mean over anchors.
+
+    Raises:
+        PairMismatch, UsageError, UnsupportedError, CheckpointError: see `Replay`.
+    """
+    ready = Replay(request)
+    started = time.perf_counter()
+    found = sorted(ready.run(), key=lambda item: (item.text.row.index, item.text.turn))
+    seconds = time.perf_counter() - started
+    answers = [Answer(item.text.row, item.text.turn, item.output(item.walked), None) for item in found]
+    sampled = [Answer(item.text.row, item.text.turn, item.output(item.sampled), None) for item in found]
+    rows = list({item.text.row.index: item.text.row for item in found}.values())
+    settings = _settings(ready)
+    with Journal(request.journal, settings, rows, resume=False, force=request.force) as journal:
+        for answer in answers:
+            journal.add(answer)
+    return Evaluation(
+        total=_summarise(answers, ready),
+        categories={name: _summarise(members, ready) for name, members in by_category(answers).items()},
+        anchors=_summarise(sampled, ready) if request.every else None,
+        settings=settings,
+        rejected_tokens=find_rejected([answer.output for answer in answers], None),
+        source=_source(request.dump, len(rows)),
+        measured={
+            **_describe(request),
+            **describe_run(ready.placement.device),
+            "num_blocks": ready.num_blocks,
+            "num_prompts": len(rows),
+            "prompts_digest": digest_rows(rows),
+        },
+        seconds=seconds,
+    )
+
+
+def _source(dump: Dump, num_rows: int) -> PromptSource:
+    """Where the prompts of a dump come from: what it says, or the dump itself."""
+    stated = as_object(dump.prompts)
+    if "name" not in stated or "num_available" not in stated:
+        return PromptSource(name=dump.path.name, num_available=num_rows)
+    return PromptSource(**{name: stated[name] for name in PromptSource.__dataclass_fields__ if name in stated})
+
+
+def check_dump(draft: DraftCheckpoint, dump: Dump, head_from: TargetSource | None) -> None:
+    """Refuse a dump that is not of the target the draft was made for, as far as dump and draft say.
+
+    Raises:
+        PairMismatch: naming what both say.
+    """
+    path, config = draft.checkpoint.path, draft.config
+    missing = [tap for tap in config.target_layer_ids if tap not in dump.taps]
+    if missing:
+        raise PairMismatch(
+            f"taps layers {_listed(config.target_layer_ids)}, but {dump.path} holds layers {_listed(dump.taps)}",
+            path=path,
+            hint="dump the target again with --taps-from DRAFT",
+        )
+    if config.feature_size != dump.hidden_size:
+        raise PairMismatch(
+            f"reads hidden states of {config.feature_size}, but those of {dump.path} have {dump.hidden_size}, made "
+            f"with {dump.target_name}",
+            path=path,
+        )
+    if dump.vocab_size is not None and config.vocab_size != dump.vocab_size:
+        raise PairMismatch(
+            f"vocab_size {config.vocab_size}, but {dump.path} was made with {dump.target_name}, of {dump.vocab_size}",
+            path=path,
+        )
+    if head_from is not None and dump.ends_digest not in (None, digest_ends(head_from)):
+        raise PairMismatch(
+            f"its embedding or head is not that of {dump.target_name}, with which {dump.path} was made",
+            path=head_from.checkpoint.path,
+            hint="name the dump's own target with --head-from",
+        )
+
+
+def _summarise(answers: Sequence[Answer], ready: Replay) -> Summary:
+    return summarise(
+        [answer.output for answer in answers],
+        ready.num_drafts,
+        conversations=[answer.row.index for answer in answers],
+        confidence=ready.request.confidence,
+        num_resamples=ready.request.num_resamples,
+    )
+
+
+def _settings(ready: Replay) -> dict[str, object]:
+    request, placement = ready.request, ready.placement
+    target: Mapping[str, object] = request.dump.target or {}
+    return {
+        "mode": "replay",
+        "draft": request.draft_reference,
+        "target": target.get("name"),
+        "draft_digest": identify(request.draft.checkpoint, request.draft_reference).digest,
+        "target_digest": target.get("digest"),
+        "num_speculative_tokens": ready.num_drafts,
+        "every": request.every,
+        "dtype": placement.dtype_name,
+        "device": placement.device.type,
+        "kernels": placement.kernels.name,
+        "causality": request.causality,
+        **{name: request.dump.settings[name] for name in TEXT_SETTINGS if name in request.dump.settings},
+    }
+
+
+def _describe(request: ReplayRequest) -> dict[str, object]:
+    """What was judged, and on what."""
+    head = request.head_from
+    borrowed = None if head is None else {"name": head.checkpoint.path.name, "ends_digest": digest_ends(head)}
+    return {
+        "draft": identify(request.draft.checkpoint, request.draft_reference).to_json(),
+        "target": request.dump.target,
+        "head_from": borrowed,
+        "dump": request.dump.to_json(),
+    }
+
+
+def _listed(layers: Sequence[int]) -> str:
+    return ", ".join(map(str, layers))

@@ -1,0 +1,105 @@
+"""What AIPerf writes: a record for each request (`profile_export.jsonl`), or totals (`profile_export_aiperf.json`)."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from dflash_cli.acceptance.conversation_counts import ConversationCounts
+from dflash_cli.comparing.measured_result import RESULT_FORMATS, MeasuredResult, ResultFile, ResultFormat
+from dflash_runtime.metrics import AcceptanceCounts
+
+RECORD = "spec_decode_acceptance"
+STEPS, ACCEPTED = "total_spec_decode_steps", "total_accepted_draft_tokens"
+
+
+@RESULT_FORMATS.register("aiperf-records")
+class AiperfRecords(ResultFormat):
+    """Requests of one conversation of the data set are one unit; its name and prompt length tell it from others.
+
+    Source: AIPerf 0.13, `SpecDecodeAcceptanceRecord` and `MetricRecordMetadata`.
+    """
+
+    title: ClassVar[str] = "AIPerf profile_export.jsonl"
+
+    def recognises(self, file: ResultFile) -> bool:
+        return bool(file.rows) and {"metadata", "metrics"} <= file.rows[0].keys()
+
+    def read(self, file: ResultFile) -> MeasuredResult:
+        rows = [row for row in file.rows if row.get(RECORD) and row["metadata"]["benchmark_phase"] == "profiling"]
+        if not rows:
+            raise file.refuse(
+                "AIPerf found no acceptance of single requests",
+                "start vLLM with --per-request-spec-decode-metrics summary, and profile with --export-level records",
+            )
+        records = [row[RECORD] for row in rows]
+        counts = _counts([record["acceptance_histogram"] for record in records], records[0].get("num_spec_tokens"))
+        assert counts.acceptance_len is not None
+        return MeasuredResult(
+            name=str(file.path),
+            source=self.title,
+            acceptance_len=counts.acceptance_len,
+            conversations=_conversations(rows),
+            counts=counts,
+            facts={"num_speculative_tokens": counts.num_speculative_tokens, "serving_engine": records[0]["engine"]},
+        )
+
+
+@RESULT_FORMATS.register("aiperf")
+class AiperfTotals(ResultFormat):
+    """The summary of a run."""
+
+    title: ClassVar[str] = "AIPerf profile_export_aiperf.json"
+
+    def recognises(self, file: ResultFile) -> bool:
+        return isinstance(file.document, dict) and {STEPS, ACCEPTED} <= file.document.keys()
+
+    def read(self, file: ResultFile) -> MeasuredResult:
+        steps, accepted = (file.document[name]["avg"] for name in (STEPS, ACCEPTED))
+        histogram = file.document.get("pooled_spec_decode_acceptance_histogram")
+        return MeasuredResult(
+            name=str(file.path),
+            source=self.title,
+            acceptance_len=1 + accepted / steps,
+            why_no_rows="AIPerf's summary has totals only; give profile_export.jsonl of a run with "
+            "--export-level records",
+            counts=_counts([histogram], None) if histogram else None,
+        )
+
+
+def _counts(histograms: Sequence[Mapping[str, int]], num_drafted: int | None) -> AcceptanceCounts:
+    """Counts by position of steps by how many drafts they accepted; buckets of no step may be left out."""
+    pooled: Counter[int] = Counter()
+    for histogram in histograms:
+        pooled.update({int(accepted): num_steps for accepted, num_steps in histogram.items()})
+    return AcceptanceCounts(
+        num_speculative_tokens=num_drafted or max(pooled),
+        num_drafts=pooled.total(),
+        num_accepted_tokens=sum(accepted * num_steps for accepted, num_steps in pooled.items()),
+        per_pos_accepted=[
+            sum(num_steps for accepted, num_steps in pooled.items() if accepted > place)
+            for place in range(num_drafted or max(pooled))
+        ],
+    )
+
+
+def _conversations(rows: Sequence[Mapping[str, Any]]) -> tuple[ConversationCounts, ...]:
+    """Requests by conversation, in the order in which these begin."""
+    requests: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        requests.setdefault(str(row["metadata"]["conversation_id"]), []).append(row)
+    return tuple(_conversation(name, turns) for name, turns in requests.items())
+
+
+def _conversation(name: str, rows: Sequence[Mapping[str, Any]]) -> ConversationCounts:
+    sizes = {
+        row["metrics"]["input_sequence_length"]["value"]
+        for row in rows
+        if row["metadata"]["turn_index"] == 0 and "input_sequence_length" in row["metrics"]
+    }
+    num_steps = sum(row[RECORD]["num_spec_steps"] for row in rows)
+    return ConversationCounts(
+        digest=f"{name} {sorted(sizes)}",
+        name=name,
+        num_tokens=num_steps + sum(row[RECORD]["num_accepted_draft_tokens"] for row in rows),
+        num_steps=num_steps,
+    )

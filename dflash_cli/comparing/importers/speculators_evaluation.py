@@ -1,0 +1,59 @@
+"""What speculators' `scripts/evaluate` writes: `acceptance.csv`, a row for each subset, beside GuideLLM's own files."""
+
+import csv
+from typing import ClassVar
+
+from dflash_cli.comparing.measured_result import RESULT_FORMATS, MeasuredResult, ResultFile, ResultFormat
+from dflash_runtime.metrics import AcceptanceCounts
+
+COLUMNS = {"subset", "num_drafts", "num_draft_tokens", "num_accepted_tokens", "acceptance_length"}
+POSITION = "acceptance_at_pos_"
+
+
+@RESULT_FORMATS.register("speculators")
+class SpeculatorsEvaluation(ResultFormat):
+    """Totals of vLLM's counters, all subsets together. Source: `scripts/evaluate/perf_utils.py`, 2026-08-20."""
+
+    title: ClassVar[str] = "speculators' acceptance.csv"
+
+    def recognises(self, file: ResultFile) -> bool:
+        return set(file.text.partition("\n")[0].strip().split(",")) >= COLUMNS
+
+    def read(self, file: ResultFile) -> MeasuredResult:
+        rows = list(csv.DictReader(file.text.splitlines()))
+        places = sorted(
+            (name for name in rows[0] if name.startswith(POSITION)), key=lambda name: int(name.removeprefix(POSITION))
+        )
+        counts = AcceptanceCounts(
+            num_speculative_tokens=len(places),
+            num_drafts=round(sum(float(row["num_drafts"]) for row in rows)),
+            num_accepted_tokens=round(sum(float(row["num_accepted_tokens"]) for row in rows)),
+            per_pos_accepted=[
+                round(sum(float(row[place] or 0) * float(row["num_drafts"]) for row in rows)) for place in places
+            ],
+        )
+        if counts.acceptance_len is None:
+            raise file.refuse("has no steps, so there is no acceptance to compare")
+        return MeasuredResult(
+            name=str(file.path),
+            source=self.title,
+            acceptance_len=counts.acceptance_len,
+            why_no_rows="acceptance.csv has totals of each subset, not rows of prompts",
+            counts=counts,
+            facts={"num_speculative_tokens": len(places)},
+        )
+
+
+@RESULT_FORMATS.register("guidellm")
+class GuideLlm(ResultFormat):
+    """GuideLLM's report of a run, which knows latencies and no acceptance."""
+
+    title: ClassVar[str] = "GuideLLM's JSON"
+
+    def recognises(self, file: ResultFile) -> bool:
+        return isinstance(file.document, dict) and isinstance(file.document.get("benchmarks"), list)
+
+    def read(self, file: ResultFile) -> MeasuredResult:
+        raise file.refuse(
+            "GuideLLM's JSON has no acceptance", "give acceptance.csv, which speculators' evaluation writes beside it"
+        )

@@ -1,0 +1,39 @@
+"""What `vllm bench serve --save-result` writes: totals that it reads from the server's counters before and after."""
+
+from typing import ClassVar
+
+from dflash_cli.comparing.measured_result import RESULT_FORMATS, MeasuredResult, ResultFile, ResultFormat
+from dflash_runtime.metrics import AcceptanceCounts
+
+
+@RESULT_FORMATS.register("vllm-bench")
+class VllmBench(ResultFormat):
+    """Source: `vllm/benchmarks/serve.py` of vLLM 0.33."""
+
+    title: ClassVar[str] = "vllm bench serve"
+
+    def recognises(self, file: ResultFile) -> bool:
+        return isinstance(file.document, dict) and {"request_throughput", "model_id"} <= file.document.keys()
+
+    def read(self, file: ResultFile) -> MeasuredResult:
+        document = file.document
+        if "spec_decode_acceptance_length" not in document:
+            raise file.refuse(
+                "vllm bench serve found no speculative counters",
+                "was the server started with a draft, and /metrics on?",
+            )
+        num_drafts = document["spec_decode_num_drafts"]
+        rates = document["spec_decode_per_position_acceptance_rates"]
+        return MeasuredResult(
+            name=str(file.path),
+            source=self.title,
+            acceptance_len=document["spec_decode_acceptance_length"],
+            why_no_rows="vllm bench serve writes totals of the server, not rows of prompts",
+            counts=AcceptanceCounts(
+                num_speculative_tokens=len(rates),
+                num_drafts=num_drafts,
+                num_accepted_tokens=document["spec_decode_accepted_tokens"],
+                per_pos_accepted=[round(rate * num_drafts) for rate in rates],
+            ),
+            facts={"target": document["model_id"], "num_speculative_tokens": len(rates)},
+        )

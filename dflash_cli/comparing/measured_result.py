@@ -1,0 +1,144 @@
+"""An acceptance that was measured, here or elsewhere, as `dflash compare` takes it.
+
+Who wrote a file is found by its content: each format of `importers/` says whether a file is of its kind, and reads it.
+"""
+
+import json
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
+
+from dflash_cli.acceptance.conversation_counts import ConversationCounts
+from dflash_cli.acceptance.curve_shape import CurveShape, find_shapes
+from dflash_cli.documents.atomic_file import naming_output
+from dflash_runtime.errors import CheckpointNotFound, UsageError
+from dflash_runtime.metrics import AcceptanceCounts
+from dflash_runtime.registry import Registry
+
+PACKAGE = "dflash_cli.comparing.importers"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredResult:
+    """One result: its acceptance length, what each conversation gave, and facts about what was measured.
+
+    A file with totals only has no conversations, and `why_no_rows` says so. `counts` are there where the file has
+    counts by position. `definition` is a key of `statistics.DEFINITIONS`, or says what else the length is.
+    """
+
+    name: str
+    source: str
+    acceptance_len: float
+    conversations: tuple[ConversationCounts, ...] = ()
+    why_no_rows: str | None = None
+    definition: str = "vllm"
+    counts: AcceptanceCounts | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.acceptance_len, bool) or not 1 <= self.acceptance_len < math.inf:
+            raise ValueError(f"acceptance length: found {self.acceptance_len!r}, expected a number, 1 or more")
+
+    @property
+    def shapes(self) -> list[CurveShape]:
+        """What its curve by position tells of a fault."""
+        return find_shapes(self.counts, self.conversations, self.facts)
+
+
+class ResultFile:
+    """A file that was named on the command line: its text, and what that is as JSON or as JSON Lines."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        if not path.is_file():
+            raise CheckpointNotFound(f"{path}: no such file")
+        with naming_output(path):
+            try:
+                self.text = path.read_text(encoding="utf-8")
+            except UnicodeDecodeError as error:
+                raise UsageError(f"{path}: not UTF-8 at byte {error.start}") from error
+
+    @cached_property
+    def document(self) -> Any:
+        """The JSON document that the file is, or None."""
+        try:
+            return json.loads(self.text)
+        except ValueError:
+            return None
+
+    @cached_property
+    def rows(self) -> list[dict[str, Any]]:
+        """The objects of its lines, empty where the first is none; a last line that was cut off is left out.
+
+        Raises:
+            UsageError: another line is no object.
+        """
+        lines = self.text.splitlines()
+        parsed = [_parse_object(line) for line in lines]
+        if not parsed or parsed[0] is None:
+            return []
+        for number, (line, row) in enumerate(zip(lines, parsed, strict=True), start=1):
+            if row is None and line.strip() and number < len(lines):
+                raise UsageError(f"{self.path}:{number}: found {line[:20]!r}, expected a JSON object")
+        return [row for row in parsed if row is not None]
+
+    def refuse(self, what: str, hint: str | None = None) -> UsageError:
+        """An error about this file, to be raised."""
+        return UsageError(f"{self.path}: {what}", hint=hint)
+
+
+def _parse_object(line: str) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) else None
+
+
+class ResultFormat(ABC):
+    """A kind of file that acceptance is read from; `title` is what people call it."""
+
+    title: ClassVar[str]
+
+    @abstractmethod
+    def recognises(self, file: ResultFile) -> bool:
+        """Whether the file is of this kind, by its content."""
+
+    @abstractmethod
+    def read(self, file: ResultFile) -> MeasuredResult:
+        """The result that the file holds.
+
+        Raises:
+            UsageError: it lacks what a result needs.
+        """
+
+
+RESULT_FORMATS: Registry[type[ResultFormat]] = Registry("result format")
+
+
+def read_result(path: Path) -> MeasuredResult:
+    """Read a result of any known format.
+
+    Raises:
+        CheckpointNotFound: there is no such file.
+        UsageError: no format knows it, or it lacks what a result needs.
+    """
+    RESULT_FORMATS.discover(PACKAGE)
+    file = ResultFile(path)
+    formats = [kind() for kind in RESULT_FORMATS.values()]
+    for item in formats:
+        if item.recognises(file):
+            return _read(item, file)
+    known = ", ".join(item.title for item in formats)
+    raise file.refuse("holds no acceptance that can be compared", f"files that are read: {known}")
+
+
+def _read(kind: ResultFormat, file: ResultFile) -> MeasuredResult:
+    try:
+        return kind.read(file)
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, AssertionError) as error:
+        raise file.refuse(f"is no {kind.title} as expected: {error!r}") from error

@@ -1,0 +1,1 @@
+"""The bridge between the two wings: alternative readings of a draft, tried on a running pair."""

@@ -1,0 +1,276 @@
+"""The alternative readings of a draft: each changes one thing about how its config or its tensors are read.
+
+To add one, yield it from a family below, or add a family to `FAMILIES`. Its `factor` decides which rule of the run
+level reports it, and its `cause` says what is wrong where it explains the draft.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import combinations, permutations
+
+from dflash_cli.diagnosis import weight_rewrites as rewrites
+from dflash_cli.diagnosis.weight_rewrites import Rewrite
+from dflash_runtime.config import DraftConfig, RopeConfig, TargetConfig
+
+THETAS = (10_000.0, 150_000.0, 500_000.0, 1_000_000.0, 5_000_000.0, 10_000_000.0)
+"""Rope bases that published targets use."""
+
+WINDOWS = (64, 128, 512, 1024, 2048, 4096)
+BLOCKS = (4, 8, 10, 16)
+"""Block sizes that published drafts have."""
+
+MIN_LEN = 1.5
+ANCHOR_MIN_LEN = 2.0
+"""On text that repeats itself, an untrained draft read from the anchor on accepts up to 1.5: it echoes the anchor."""
+
+MAX_PERMUTED_TAPS = 4
+"""With more tapped layers not every order is tried, only rotations, the reverse and exchanges of two."""
+
+
+@dataclass(frozen=True, slots=True)
+class AlternativeReading:
+    """Another way to read a draft. `factor` is what it changes, `name` says how, `cause` what is wrong if it is right.
+
+    `rewrite` changes the tensors, None where the config alone is read otherwise. Below `min_len` tokens a step the
+    reading explains nothing. A guess is one of very many, of which only the best few are worth a closer look.
+    """
+
+    factor: str
+    name: str
+    config: DraftConfig
+    cause: str = ""
+    rewrite: Rewrite | None = None
+    is_anchor_first: bool = False
+    is_guess: bool = False
+    min_len: float = MIN_LEN
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadingSpace:
+    """What readings are made from: the draft's own config, its target's, and ids that might be the mask, with names.
+
+    `rare_ids` are ids that no text seems to hold; any of them may have served as the mask.
+    `text_len` is how long the texts of the run get, in tokens: a wider window changes nothing.
+    """
+
+    config: DraftConfig
+    target: TargetConfig
+    masks: Mapping[int, str] = field(default_factory=dict)
+    rare_ids: Sequence[int] = ()
+    text_len: int = 1 << 20
+
+
+def alternative_readings(space: ReadingSpace) -> tuple[AlternativeReading, ...]:
+    """Every reading to try, none twice, and none that is the config's own."""
+    found = {(repr(space.config), ""): AlternativeReading("", "as configured", space.config)}
+    for family in FAMILIES:
+        for reading in family(space):
+            is_by_config = reading.rewrite is None and not reading.is_anchor_first
+            found.setdefault((repr(reading.config), "" if is_by_config else reading.name), reading)
+    return tuple(found.values())[1:]
+
+
+def _taps(space: ReadingSpace) -> Iterator[AlternativeReading]:
+    """Taps one and two layers earlier and later; those at an end stay, unless two would fall together."""
+    taps, depth = space.config.target_layer_ids, space.target.num_layers
+    for offset, count, name in (
+        (-1, "one", "earlier"),
+        (1, "one", "later"),
+        (-2, "two", "earlier"),
+        (2, "two", "later"),
+    ):
+        moved = tuple(min(max(tap + offset, 0), depth - 1) for tap in taps)
+        if len(set(moved)) == len(set(taps)):
+            late = "late" if offset < 0 else "early"
+            yield _with_taps(space, moved, f"tapped layers {count} {name}", f"the tapped layers are {count} too {late}")
+    for index, tap in enumerate(taps):
+        for moved_tap in (tap - 1, tap + 1):
+            if 0 <= moved_tap < depth and moved_tap not in taps:
+                moved = (*taps[:index], moved_tap, *taps[index + 1 :])
+                yield _with_taps(space, moved, f"layer {moved_tap} tapped for {tap}", "one tapped layer is another")
+
+
+def _tap_orders(space: ReadingSpace) -> Iterator[AlternativeReading]:
+    taps = space.config.target_layer_ids
+    count = len(taps)
+    orders: set[tuple[int, ...]] = {taps[shift:] + taps[:shift] for shift in range(count)} | {taps[::-1]}
+    if count <= MAX_PERMUTED_TAPS:
+        orders |= set(permutations(taps))
+    for first, second in combinations(range(count), 2):
+        swapped = list(taps)
+        swapped[first], swapped[second] = swapped[second], swapped[first]
+        orders.add(tuple(swapped))
+    for order in sorted(orders):
+        cause = "the columns of fc.weight belong to the tapped layers in another order"
+        yield _with_taps(space, order, "tapped layers in the order", cause)
+
+
+def _with_taps(space: ReadingSpace, taps: tuple[int, ...], name: str, cause: str) -> AlternativeReading:
+    return AlternativeReading("taps", f"{name} {list(taps)}", replace(space.config, target_layer_ids=taps), cause)
+
+
+def _causality(space: ReadingSpace) -> Iterator[AlternativeReading]:
+    config = space.config
+    readings = {
+        "all layers causal": (True,) * config.num_layers,
+        "no layer causal": (False,) * config.num_layers,
+        "sliding layers causal, full layers not": tuple(window is not None for window in config.windows),
+    }
+    cause = "the positions of a block attend to each other in another way than the draft was trained with"
+    for name, causal in readings.items():
+        yield AlternativeReading("causality", name, replace(config, causal=causal), cause)
+
+
+def _anchor(space: ReadingSpace) -> Iterator[AlternativeReading]:
+    """Predictions from the anchor on, where the runtime can be made to read them: non-causal, without windows."""
+    config = space.config
+    if not any(config.causal) and set(config.windows) == {None}:
+        yield AlternativeReading(
+            "anchor",
+            "predictions from the anchor on",
+            config,
+            "the draft predicts from the anchor on, one position earlier than DFlash drafts do",
+            is_anchor_first=True,
+            min_len=ANCHOR_MIN_LEN,
+        )
+
+
+def _rope(space: ReadingSpace) -> Iterator[AlternativeReading]:
+    config, own = space.config, space.config.rope
+    target = space.target.rope
+    if (target.kind, target.params) != (own.kind, own.params):
+        yield AlternativeReading(
+            "rope",
+            f"the target's rope ({target.kind}, base {target.theta:.12g})",
+            replace(config, rope=target),
+            "the draft was trained with the target's rope",
+        )
+    if own.kind != "default":
+        yield AlternativeReading(
+            "rope",
+            f"no rope scaling, base {own.theta:.12g}",
+            replace(config, rope=RopeConfig(theta=own.theta)),
+            "the draft was trained without the rope scaling that the config states",
+        )
+    for theta in dict.fromkeys((target.theta, *THETAS)):
+        cause = "the rope base is another than the draft was trained with"
+        yield AlternativeReading(
+            "rope", f"rope base {theta:.12g}", replace(config, rope=replace(own, theta=theta)), cause
+        )
+
+
+def _masks(space: ReadingSpace) -> Iterator[AlternativeReading]:
+    named = {token: f"mask {name} ({token})" for token, name in space.masks.items()}
+    rare = {token: f"mask {token}, a rarely used id" for token in space.rare_ids if token not in named}
+    for token, name in (named | rare).items():
+        if 0 <= token < space.config.vocab_size:
+            config = replace(space.config, mask_token_id=token)
+            cause = "the mask token is another than the draft was trained with"
+            yield AlternativeReading("mask", name, config, cause, is_guess=token in rare)
+
+
+def _windows(space: ReadingSpace) -> Iterator[AlternativeReading]:
+    """Without windows, with one on every layer, and with another width where there is one."""
+    config = space.config
+    stated = {window for window in config.windows if window is not None}
+    cause = "the draft was trained with another attention window"
+    if stated:
+        without = replace(config, windows=(None,) * config.num_layers)
+        yield AlternativeReading("window", "no attention window", without, "the draft was trained without a window")
+    for width in sorted({*WINDOWS, *stated, *(window for window in space.target.windows if window is not None)}):
+        if width >= space.text_len:
+            continue
+        everywhere = replace(config, windows=(width,) * config.num_layers)
+        yield AlternativeReading("window", f"a window of {width} on every layer", everywhere, cause)
+        if stated and None in config.windows:
+            there = tuple(None if window is None else width for window in config.windows)
+            yield AlternativeReading("window", f"a window of {width}", replace(config, windows=there), cause)
+
+
+def _blocks(space: ReadingSpace) -> Iterator[AlternativeReading]:
+    own = space.config.block_size
+    for block in sorted({*BLOCKS, own - 1, own + 1, own // 2, own * 2}):
+        if 2 <= block <= 2 * own:
+            config = replace(space.config, block_size=block)
+            yield AlternativeReading(
+                "block", f"blocks of {block}", config, "the draft was trained with another block size"
+            )
+
+
+def _embedding_scales(space: ReadingSpace) -> Iterator[AlternativeReading]:
+    """Rows of the target's embedding with and without the factor that the target multiplies them with."""
+    factor, config = space.target.embedding_scale, space.config
+    if factor == 1.0 or config.has_own_width:
+        return
+    if config.has_target_scale or config.input_embedding_scale != 1.0:
+        raw = replace(config, has_target_scale=False, input_embedding_scale=1.0)
+        yield AlternativeReading("embedding", "raw embeddings", raw, "the draft was trained on raw embeddings")
+    if not config.has_target_scale:
+        scaled = replace(config, has_target_scale=True, input_embedding_scale=1.0)
+        name, cause = f"embeddings times {factor:.4g}", "the draft was trained on embeddings scaled as the target's"
+        yield AlternativeReading("embedding", name, scaled, cause)
+
+
+def _norms(space: ReadingSpace) -> Iterator[AlternativeReading]:
+    yield _rewritten(
+        space, "norm weights read as 1 + w", rewrites.shift_norms(1.0), "norms hold what is to be added to 1"
+    )
+    yield _rewritten(
+        space, "norm weights read as w - 1", rewrites.shift_norms(-1.0), "1 was added to the weights of norms"
+    )
+    yield _rewritten(
+        space, "q_norm and k_norm exchanged", rewrites.swap_names("q_norm", "k_norm"), "q_norm and k_norm are exchanged"
+    )
+    yield _rewritten(
+        space,
+        "each layer's two norms exchanged",
+        rewrites.swap_names(*rewrites.LAYER_NORMS),
+        "input_layernorm and post_attention_layernorm are exchanged",
+    )
+
+
+def _projections(space: ReadingSpace) -> Iterator[AlternativeReading]:
+    yield _rewritten(space, "gate and up exchanged", rewrites.swap_gate_up, "gate_proj and up_proj are exchanged")
+    yield _rewritten(space, "keys and values exchanged", rewrites.swap_keys_values, "k_proj and v_proj are exchanged")
+
+
+def _rope_layouts(space: ReadingSpace) -> Iterator[AlternativeReading]:
+    for to_halves, layout in ((True, "interleaved pairs"), (False, "halves of halves")):
+        for with_norms, suffix in ((True, ""), (False, ", norms as they are")):
+            if space.config.head_dim % 2 == 0:
+                yield _rewritten(
+                    space,
+                    f"rope over {layout}{suffix}",
+                    rewrites.pair_dimensions(to_halves=to_halves, with_norms=with_norms),
+                    "the rows of q_proj and k_proj are in another layout of rope",
+                )
+
+
+def _layer_orders(space: ReadingSpace) -> Iterator[AlternativeReading]:
+    """Two neighbouring layers exchanged, and all in reverse."""
+    order = tuple(range(space.config.num_layers))
+    orders = {order[::-1]} | {(*order[:at], at + 1, at, *order[at + 2 :]) for at in order[:-1]}
+    for other in sorted(orders - {order}):
+        cause = "the draft's layers are in another order"
+        yield _rewritten(space, f"layers in the order {list(other)}", rewrites.order_layers(other), cause)
+
+
+def _rewritten(space: ReadingSpace, name: str, rewrite: Rewrite, cause: str) -> AlternativeReading:
+    return AlternativeReading("weights", name, space.config, cause, rewrite=rewrite)
+
+
+FAMILIES = (
+    _taps,
+    _tap_orders,
+    _causality,
+    _anchor,
+    _rope,
+    _masks,
+    _windows,
+    _blocks,
+    _embedding_scales,
+    _norms,
+    _projections,
+    _rope_layouts,
+    _layer_orders,
+)

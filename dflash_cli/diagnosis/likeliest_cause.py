@@ -1,0 +1,78 @@
+"""Sum up a run-level report in one sentence: the likeliest cause of low acceptance, and the next step."""
+
+import shlex
+from dataclasses import dataclass
+from typing import Any
+
+from dflash_cli.diagnosis.pair_validation import RunReport
+from dflash_cli.diagnosis.readings import ReadingResult
+from dflash_cli.generation.announcements import is_low_length
+from dflash_cli.rules.rule import Finding
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """`sentence` names the cause, where there is one, and the next step. `rule` is the rule that found it."""
+
+    sentence: str
+    has_cause: bool
+    next_step: str
+    rule: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "has_cause": self.has_cause,
+            "sentence": self.sentence,
+            "next": self.next_step,
+            "rule": self.rule,
+        }
+
+
+def diagnose_report(report: RunReport, *, draft: str, target: str, num_draft_tokens: int) -> Diagnosis:
+    """The likeliest cause among the findings of a run-level report.
+
+    A reading that explains the draft says most; then an error; then, where acceptance is low, a warning about
+    something that lowers it. `draft` and `target` are what the user typed.
+    """
+    pair = f"{shlex.quote(draft)} --target {shlex.quote(target)}"
+    best = report.search.explanation if report.search is not None else None
+    about_all = [item for item in report.findings if not item.engines]
+    if best is not None:
+        return _from_reading(best, about_all, f"dflash diagnose {pair}")
+    low = report.search is not None and is_low_length(report.search.acceptance_len, num_draft_tokens)
+    errors = [item for item in about_all if item.severity == "error"]
+    lowering = [item for item in about_all if item.severity == "warning" and item.outcome != "serves" and low]
+    if errors or lowering:
+        return _from_finding((errors or lowering)[0])
+    return _nothing(report, low, f"dflash eval-acceptance {pair} --prompts FILE.jsonl")
+
+
+def _from_reading(best: ReadingResult, findings: list[Finding], again: str) -> Diagnosis:
+    found = next((item for item in findings if item.message.startswith(f"with {best.reading.name} ")), None)
+    where = found.location if found is not None else "the config"
+    interval = best.interval
+    assert interval is not None
+    step = f"correct {where} and run {again} again"
+    sentence = (
+        f"{best.reading.cause}: with {best.reading.name} a step commits {best.acceptance_len:.2f} tokens instead of "
+        f"{best.own_len:.2f} (interval of the change: {interval.low:+.2f} to {interval.high:+.2f}); {step}"
+    )
+    return Diagnosis(sentence, True, step, found.id if found is not None else None)
+
+
+def _from_finding(finding: Finding) -> Diagnosis:
+    effect = f", so {finding.effect}" if finding.effect else ""
+    step = finding.fix or f"dflash explain {finding.id}"
+    return Diagnosis(f"{finding.location}: {finding.message}{effect}; next: {step}", True, step, finding.id)
+
+
+def _nothing(report: RunReport, low: bool, step: str) -> Diagnosis:
+    search = report.search
+    if search is None:
+        reason = "; ".join(report.notes) or "the pair was not run"
+        return Diagnosis(f"nothing found, but {reason}; next: {step}", False, step)
+    found = f"nothing found: no rule is broken, and none of {search.num_readings} changed settings explains the "
+    found += f"{search.acceptance_len:.2f} tokens per step of the config as it is"
+    if low:
+        found += "; the draft itself is weak on these prompts"
+    return Diagnosis(f"{found}; next: {step}", False, step)

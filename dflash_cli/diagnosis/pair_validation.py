@@ -1,0 +1,79 @@
+"""The run level of validation: every rule on headers and weights, then the pair is run under other readings."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from dflash_cli.checkpoints.opening import open_draft
+from dflash_cli.diagnosis.readings import ReadingSearch, search_readings
+from dflash_cli.diagnosis.run_level import run_subject
+from dflash_cli.diagnosis.run_settings import RunSettings
+from dflash_cli.rules.report import Report
+from dflash_cli.rules.rule import Finding, rules_of
+from dflash_cli.rules.subject import Subject
+from dflash_cli.rules.validator import ValidationRequest, apply_rules, find_up_to, open_requested, report_of
+from dflash_runtime.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunReport(Report):
+    """A report of the run level. `search` is None if errors kept the pair from running; `notes` then say which."""
+
+    search: ReadingSearch | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        found = self.search.to_json() if self.search is not None else None
+        return {**super(RunReport, self).to_json(), "search": found}
+
+
+def validate_running(request: ValidationRequest, settings: RunSettings) -> RunReport:
+    """Run every rule on headers and weights, then the pair, then the rules on how it accepts.
+
+    Raises:
+        UsageError: the request has no target.
+        CheckpointNotFound, CheckpointError: the draft or the target is absent, or the target cannot be read.
+        UnsupportedError: this tool does not run the target.
+    """
+    subject = open_requested(request)
+    if subject.target_source is None:
+        raise UsageError("--level run needs a target", id="run-without-target", hint="add --target TARGET")
+    from dflash_runtime.models.target import find_target_runtime
+
+    find_target_runtime(subject.target_source, settings.config.wanted_runtime)
+    findings, num_rules = find_up_to(subject, "weights")
+    search, notes = None, _reasons_not_to_run(subject, findings)
+    if not notes:
+        search = _search(subject, settings)
+        notes = (*(f"left out: {reason}" for reason in search.left_out), *search.warnings)
+        rules = rules_of("run")
+        findings = findings + apply_rules(rules, run_subject(subject, search))
+        num_rules += len(rules)
+    report = report_of(subject, request, findings, num_rules)
+    values = {item.name: getattr(report, item.name) for item in fields(report)}
+    return RunReport(**{**values, "level": "run", "notes": notes}, search=search)
+
+
+def _reasons_not_to_run(subject: Subject, findings: Sequence[Finding]) -> tuple[str, ...]:
+    """A note if errors keep the pair from running. Errors of one engine do not, unless this runtime shares them."""
+    errors = [item for item in findings if item.severity == "error" and not item.engines]
+    errors += [item for item in findings if item.engines and item.stops_runtime]
+    is_stopped = any(item.stops_runtime or item.outcome == "stops" for item in errors)
+    if subject.checkpoint is not None and subject.is_served and not is_stopped:
+        return ()
+    return (
+        f"the pair was not run, because of errors that stop it ({', '.join(sorted({item.id for item in errors}))})",
+    )
+
+
+def _search(subject: Subject, settings: RunSettings) -> ReadingSearch:
+    """How the pair accepts under each alternative reading of the draft."""
+    assert subject.checkpoint is not None
+    assert subject.target_source is not None
+    return search_readings(
+        open_draft(subject.checkpoint),
+        subject.target_source,
+        settings.prompts(),
+        config=settings.config,
+        budget=settings.budget,
+        observe=settings.observe,
+    )

@@ -1,0 +1,23 @@
+"""Progress of the run level: which alternative reading is running, and how many there are."""
+
+from dflash_cli.terminal.console import Meter
+
+
+class ReadingProgress:
+    """Shows what `search_readings` observes. The first call brings the number of readings."""
+
+    def __init__(self) -> None:
+        self._meter: Meter | None = None
+
+    def __enter__(self) -> "ReadingProgress":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._meter is not None:
+            self._meter.__exit__(*error)
+
+    def __call__(self, name: str, index: int, total: int) -> None:
+        """The reading called `name` is running; `index` of `total` are done."""
+        if self._meter is None:
+            self._meter = Meter(total, "configs tried").__enter__()
+        self._meter.update(index, name)

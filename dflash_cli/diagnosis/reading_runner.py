@@ -1,0 +1,150 @@
+"""Runs alternative readings: target and draft weights are loaded once, and each reading builds a draft from them.
+
+It loads torch, so it is imported only when a search starts.
+"""
+
+import random
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from dflash_cli.checkpoints.opening import DraftCheckpoint
+from dflash_cli.diagnosis.alternatives import AlternativeReading
+from dflash_cli.diagnosis.reading_screen import ReadingScreen
+from dflash_cli.diagnosis.readings import SearchBudget
+from dflash_runtime.checkpoint.pair import TargetSource
+from dflash_runtime.config import EngineConfig, TargetConfig
+from dflash_runtime.device.loading import LoadedPair, load_pair
+from dflash_runtime.device.settings import resolve_limits
+from dflash_runtime.drafts.draft import Draft
+from dflash_runtime.llm import LLM
+from dflash_runtime.models.layers import Attend, PagedKV
+from dflash_runtime.models.target import find_target_runtime
+from dflash_runtime.scheduling.request import RequestOutput, SamplingParams
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class AnchorFirst:
+    """A draft run as DSpark drafts are: row i of the block, from the anchor's row 0 on, predicts position i + 1.
+
+    A draft returns no logits for the first row it is given. In a non-causal block without a window only positions
+    matter and the order of rows does not, so the last row is given first and the anchor's row gets logits.
+    """
+
+    def __init__(self, draft: Draft) -> None:
+        self.config = draft.config
+        self.target_ids = draft.target_ids
+        self._draft = draft
+
+    def write_context(self, features: "Tensor", positions: "Tensor", cache: PagedKV, slots: "Tensor") -> None:
+        """See `drafts.draft.Draft`."""
+        self._draft.write_context(features, positions, cache, slots)
+
+    def logits(
+        self, block_ids: "Tensor", positions: "Tensor", attend: Attend, num_drafts: int | None = None
+    ) -> "Tensor":
+        """See `drafts.draft.Draft`."""
+        return self._draft.logits(block_ids.roll(1, dims=1), positions.roll(1, dims=1), attend, num_drafts)
+
+
+class ReadingRunner:
+    """A target on a device and a draft's weights beside it.
+
+    Raises:
+        PairMismatch, TensorMismatch, UnsupportedError, CapacityError: the pair cannot be run.
+    """
+
+    def __init__(
+        self,
+        draft: DraftCheckpoint,
+        target: TargetSource,
+        config: EngineConfig,
+        effort: SearchBudget,
+        *,
+        longest: int | None,
+    ) -> None:
+        self._effort = effort
+        config = replace(config, max_num_requests=min(config.max_num_requests, 32), prefix_cache=False)
+        _, target_config = find_target_runtime(target, config.wanted_runtime)
+        limits = resolve_limits(config, target_config, draft.config)
+        # Given prompts are continued by a lead too, where new ones are made of them.
+        prompt_len = (effort.start_len if longest is None else longest) + effort.lead_len
+        # Twice the lookahead: a reading may have blocks up to twice as long.
+        self.text_len = prompt_len + effort.max_new_tokens
+        wanted = self.text_len + 2 * limits.num_lookahead_tokens
+        config = replace(config, max_model_len=min(limits.max_model_len, wanted))
+        self._pair = load_pair(target, draft, config)
+
+    def build(self, reading: AlternativeReading) -> LoadedPair:
+        """The pair with its draft read another way."""
+        pair = self._pair
+        assert pair.draft_weights is not None
+        if reading.rewrite is not None:
+            pair = replace(pair, draft_weights=reading.rewrite(pair.draft_weights, reading.config))
+        limits = replace(pair.limits, num_draft_tokens=reading.config.num_draft_tokens)
+        pair = replace(pair, limits=limits).with_draft(reading.config)
+        return replace(pair, draft=AnchorFirst(pair.draft)) if reading.is_anchor_first and pair.draft else pair
+
+    def screen(self, outputs: Sequence[RequestOutput], taps: Collection[int]) -> ReadingScreen:
+        """What estimates acceptance along these outputs, for readings that tap no other layers than these."""
+        assert self._pair.draft is not None
+        return ReadingScreen(self._pair, outputs, taps, self._pair.limits.num_draft_tokens)
+
+    @property
+    def target_config(self) -> TargetConfig:
+        """As the code that runs the target reads it."""
+        return self._pair.target.config
+
+    @property
+    def target_runtime(self) -> str:
+        """Whose code runs the target."""
+        return self._pair.target_runtime
+
+    @property
+    def target_quantization(self) -> str | None:
+        """How the target's weights are packed, and whether they were unpacked."""
+        return self._pair.target_quantization
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Those of the pair."""
+        return self._pair.warnings
+
+    def rare_ids(self, count: int) -> list[int]:
+        """Ids whose rows of the target's embedding look unused: nearest to the mean of all rows, or of extreme norm.
+
+        What no text holds is not trained, so it stays where training began: a mask is usually such a row.
+        """
+        rows = self._pair.target.embedding.float()
+        distances = (rows - rows.mean(dim=0)).norm(dim=1)
+        nearest = distances.argsort()[: count - count // 4].tolist()
+        norms = rows.norm(dim=1).argsort()
+        return list(dict.fromkeys([*nearest, *norms[: count // 8].tolist(), *norms[-(count // 8) :].tolist()]))
+
+    def run(self, pair: LoadedPair, prompts: Sequence[Sequence[int]]) -> list[RequestOutput]:
+        """Complete the prompts greedily, an output each, though one may have failed.
+
+        Stop tokens are passed over, so that every reading sees the same text.
+        """
+        params = SamplingParams(max_new_tokens=self._effort.max_new_tokens, ignore_eos=True)
+        with LLM(pair) as llm:
+            return llm.generate(prompts, params)
+
+    def make_prompts(self, numbers: range, given: Sequence[Sequence[int]] = ()) -> list[list[int]]:
+        """Prompts of these numbers: random ids or given ones, in turn, each continued by the target.
+
+        The continuation is sampled: greedy text of random ids soon repeats itself, and there is only one.
+        """
+        effort, vocab_size = self._effort, self._pair.limits.vocab_size
+        generator = random.Random(effort.seed)
+        drawn = [[generator.randrange(vocab_size) for _ in range(effort.start_len)] for _ in range(numbers.stop)]
+        starts = [given[number % len(given)] if given else drawn[number] for number in numbers]
+        params = [
+            SamplingParams(max_new_tokens=effort.lead_len, temperature=1.0, seed=effort.seed + number, ignore_eos=True)
+            for number in numbers
+        ]
+        with LLM(self._pair.without_draft()) as llm:
+            outputs = llm.generate(starts, params)
+        return [[*output.prompt_token_ids, *output.token_ids] for output in outputs if output.error is None]

@@ -1,0 +1,347 @@
+"""The search for another reading: run a draft as its config reads, and again with one thing read another way.
+
+A wrong tap offset, causality, mask or rope base loads without a word and only accepts less. If another reading accepts
+more, surely and by much, it names the cause. Greedy text does not depend on the draft, so every reading is judged on
+the same text, prompt by prompt. All readings are estimated first, along the text of the first run (`reading_screen`);
+the few that look better are run.
+
+Many readings are tried, so one could look better by chance. The first prompts therefore only choose: the reading that
+gains most there, if that is enough to matter, is tested on new prompts. What was chosen does not depend on those, so
+the test is that of a single reading at 5%, however many were tried and however alike they are.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from dflash_cli.acceptance.intervals.resampling import MIN_UNITS
+from dflash_cli.acceptance.intervals.statistics import (
+    Interval,
+    StepCounts,
+    count_steps,
+    paired_interval,
+    pooled_acceptance_len,
+)
+from dflash_cli.checkpoints.opening import DraftCheckpoint
+from dflash_cli.diagnosis.alternatives import AlternativeReading, ReadingSpace, alternative_readings
+from dflash_cli.diagnosis.mask_candidates import find_specials
+from dflash_runtime.checkpoint.pair import TargetSource
+from dflash_runtime.config import EngineConfig
+from dflash_runtime.errors import UsageError
+from dflash_runtime.scheduling.request import RequestOutput
+
+if TYPE_CHECKING:
+    from dflash_cli.diagnosis.reading_runner import ReadingRunner
+    from dflash_cli.diagnosis.reading_screen import ReadingScreen
+
+MIN_PROMPTS = 4
+"""With fewer prompts no reading is chosen."""
+
+MAX_RUN = 4
+"""How many of the readings that look better are run."""
+
+MIN_ESTIMATE = 0.02
+"""Tokens a block that a reading must seem to gain to be run."""
+
+VERY_FEW_ANCHORS, FEW_ANCHORS, MANY_ANCHORS = 16, 64, 256
+MAX_GUESSES, MAX_SCREENED_AGAIN = 6, 12
+"""Guesses are screened at very few anchors, the best of them and all others at few, the best of those at many."""
+
+NUM_RARE_IDS = 96
+
+MIN_TEST_PROMPTS = 32
+"""Prompts of the test, or as many as chose the reading if those were more.
+
+A change that is worth naming is about half as large as the changes of single prompts vary (0.14 tokens and 0.27 in the
+bundled pairs, with 48 tokens a prompt); the test finds four of five such changes with 32 prompts.
+"""
+
+MIN_GAIN = 0.1
+"""Tokens a step that a reading must gain to explain a draft."""
+
+MIN_GAIN_SHARE = 0.1
+"""And its gain as a share of the drafts a step that the config's own reading has accepted."""
+
+MIN_BLOCK_SHARE = 1 / 8
+"""And its acceptance length as a share of the block."""
+
+SIGNIFICANCE = 0.05
+
+Observe = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchBudget:
+    """How much to run. Prompts are made of random ids, or further ones of given prompts, and `lead_len` sampled tokens.
+
+    `factors` names the settings to change (`AlternativeReading.factor`); None changes each of them.
+    """
+
+    num_prompts: int = 32
+    max_new_tokens: int = 96
+    start_len: int = 8
+    lead_len: int = 48
+    num_resamples: int = 4000
+    seed: int = 0
+    factors: frozenset[str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ReadingResult:
+    """How a draft accepted under another reading, beside the config's own reading on the same prompts.
+
+    Where the reading was not run, the lengths are estimates of the screen and `num_prompts` is 0. Only the reading that
+    was tested on new prompts has an interval, and its lengths are of those prompts.
+    """
+
+    reading: AlternativeReading
+    acceptance_len: float
+    difference: float
+    interval: Interval | None = None
+    num_prompts: int = 0
+
+    @property
+    def own_len(self) -> float:
+        """The acceptance length of the config's own reading on the same prompts."""
+        return self.acceptance_len - self.difference
+
+    @property
+    def matters(self) -> bool:
+        """Whether it accepts enough, and more than the config's own reading by enough to explain the draft."""
+        floor = max(self.reading.min_len, MIN_BLOCK_SHARE * self.reading.config.block_size)
+        is_large = self.difference > MIN_GAIN and self.difference > MIN_GAIN_SHARE * (self.own_len - 1)
+        return self.acceptance_len >= floor and is_large
+
+    @property
+    def explains(self) -> bool:
+        """Whether it explains why the draft accepts little: it matters, and on new prompts it surely accepts more."""
+        return self.matters and self.interval is not None and self.interval.low > 0
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "factor": self.reading.factor,
+            "reading": self.reading.name,
+            "acceptance_len": self.acceptance_len,
+            "difference": self.difference,
+            "interval": self.interval.to_json() if self.interval is not None else None,
+            "num_prompts": self.num_prompts,
+            "is_estimate": not self.num_prompts,
+            "explains": self.explains,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class ReadingSearch:
+    """The config's own reading and the alternatives, on the same prompts; those that were run come first.
+
+    `num_readings` counts all that were tried, poor guesses included, which `results` leaves out; `left_out` says which
+    prompts could not be answered, and why; `warnings` are those of the pair that was run.
+    """
+
+    num_prompts: int
+    num_tokens: int
+    acceptance_len: float
+    results: tuple[ReadingResult, ...]
+    num_readings: int = 0
+    left_out: tuple[str, ...] = ()
+    target_runtime: str = "native"
+    target_quantization: str | None = None
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def explanation(self) -> ReadingResult | None:
+        """The reading that explains the draft, if one does."""
+        return next((item for item in self.results if item.explains), None)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "num_prompts": self.num_prompts,
+            "num_tokens": self.num_tokens,
+            "acceptance_len": self.acceptance_len,
+            "num_readings": self.num_readings,
+            "left_out": list(self.left_out),
+            "target_runtime": self.target_runtime,
+            "target_quantization": self.target_quantization,
+            "readings": [item.to_json() for item in self.results],
+        }
+
+
+def search_readings(
+    draft: DraftCheckpoint,
+    target: TargetSource,
+    prompts: Sequence[Sequence[int]] | None,
+    *,
+    config: EngineConfig,
+    budget: SearchBudget,
+    observe: Observe,
+) -> ReadingSearch:
+    """Load both models once, make or take the prompts, choose a reading on them and test it on new ones.
+
+    Raises:
+        UsageError: too few prompts, or too few that can be answered; and whatever loading and the engine raise.
+    """
+    from dflash_cli.diagnosis.reading_runner import ReadingRunner
+
+    if prompts is not None and len(prompts) < MIN_PROMPTS:
+        raise UsageError(f"{len(prompts)} prompts, expected at least {MIN_PROMPTS}: fewer choose no reading")
+    runner = ReadingRunner(draft, target, config, budget, longest=max(map(len, prompts)) if prompts else None)
+    readings = _readings_of(runner, draft, target, budget)
+    total, is_given = len(readings) + 1, prompts is not None
+    if prompts is None:
+        observe("making prompts", 0, total)
+        prompts = runner.make_prompts(range(budget.num_prompts))
+    observe("config as it is", 0, total)
+    own = AlternativeReading("", "config as it is", draft.config)
+    outputs, left_out = _answered(runner.run(runner.build(own), prompts))
+    prompts = [output.prompt_token_ids for output in outputs]
+    base = count_steps(outputs)
+    screen = runner.screen(outputs, {tap for item in (own, *readings) for tap in item.config.target_layer_ids})
+    screened = _screen(Screening(runner, screen, own), readings, observe)
+    chosen = [item for item in screened[:MAX_RUN] if item.difference > MIN_ESTIMATE]
+    results = []
+    for item in chosen:
+        observe(item.reading.name, total, total)
+        results.append(compare(item.reading, base, _run(runner, item.reading, prompts, own)))
+    results.sort(key=lambda item: -item.difference)
+    best = find_best(results)
+    new = _new_prompts(runner, outputs, budget, is_given=is_given) if best is not None else []
+    if best is not None and len(new) >= MIN_UNITS:
+        observe(f"{best.reading.name}, tested on {len(new)} new prompts", total, total)
+        own_counts, counts = _run(runner, own, new, own), _run(runner, best.reading, new, own)
+        results = [
+            confirm(best.reading, own_counts, counts, budget),
+            *(item for item in results if item is not best),
+        ]
+    length = pooled_acceptance_len(base)
+    # Estimated lengths are of all positions of the text, not of steps: shown is what the difference makes of the run's.
+    estimated = [replace(item, acceptance_len=max(1.0, length + item.difference)) for item in screened[len(chosen) :]]
+    return ReadingSearch(
+        num_prompts=len(base),
+        num_tokens=budget.max_new_tokens * len(base),
+        acceptance_len=length,
+        results=(*results, *estimated),
+        num_readings=len(readings),
+        left_out=left_out,
+        target_runtime=runner.target_runtime,
+        target_quantization=runner.target_quantization,
+        warnings=runner.warnings,
+    )
+
+
+class Screening:
+    """Estimates of readings beside the config's own, which is estimated once for each number of anchors."""
+
+    def __init__(self, runner: "ReadingRunner", screen: "ReadingScreen", own: AlternativeReading) -> None:
+        self._runner, self._screen = runner, screen
+        self._own = runner.build(own)
+        self._own_lengths: dict[int, float] = {}
+
+    def estimate(self, reading: AlternativeReading, num_anchors: int) -> ReadingResult:
+        if num_anchors not in self._own_lengths:
+            self._own_lengths[num_anchors] = self._screen.acceptance_len(self._own, num_anchors)
+        found = self._screen.acceptance_len(self._runner.build(reading), num_anchors)
+        return ReadingResult(reading, found, found - self._own_lengths[num_anchors], None)
+
+
+def _screen(screening: Screening, readings: Sequence[AlternativeReading], observe: Observe) -> list[ReadingResult]:
+    """Estimates of all readings but the worse guesses, the best first."""
+
+    def gain(item: ReadingResult) -> float:
+        return -item.difference
+
+    total = len(readings) + 1
+    guesses = [item for item in readings if item.is_guess]
+    tried = [item for item in readings if not item.is_guess]
+    if guesses:
+        observe("rarely used ids as the mask", 0, total)
+        estimates = sorted([screening.estimate(item, VERY_FEW_ANCHORS) for item in guesses], key=gain)
+        tried += [item.reading for item in estimates[:MAX_GUESSES]]
+    found = []
+    for index, reading in enumerate(tried, start=1 + len(readings) - len(tried)):
+        observe(reading.name, index, total)
+        found.append(screening.estimate(reading, FEW_ANCHORS))
+    found.sort(key=gain)
+    again = [screening.estimate(item.reading, MANY_ANCHORS) for item in found[:MAX_SCREENED_AGAIN]]
+    return [*sorted(again, key=gain), *found[len(again) :]]
+
+
+def _readings_of(
+    runner: "ReadingRunner", draft: DraftCheckpoint, target: TargetSource, budget: SearchBudget
+) -> list[AlternativeReading]:
+    """The readings to try, without the config's own."""
+    space = ReadingSpace(
+        config=draft.config,
+        target=runner.target_config,
+        masks=find_specials(target),
+        rare_ids=runner.rare_ids(NUM_RARE_IDS),
+        text_len=runner.text_len,
+    )
+    return [
+        reading for reading in alternative_readings(space) if budget.factors is None or reading.factor in budget.factors
+    ]
+
+
+def _answered(outputs: Sequence[RequestOutput]) -> tuple[list[RequestOutput], tuple[str, ...]]:
+    """Outputs of the prompts that every reading is run on, and why others are left out: the config as it is failed.
+
+    Raises:
+        UsageError: too few are left.
+    """
+    answered = [output for output in outputs if output.error is None]
+    failed = [f"prompt {output.index + 1}: {output.error}" for output in outputs if output.error is not None]
+    if failed and len(answered) < MIN_PROMPTS:
+        raise UsageError(
+            f"{len(answered)} of {len(outputs)} prompts answered, expected {MIN_PROMPTS} or more; {failed[0]}"
+        )
+    return answered, tuple(failed)
+
+
+def _count(outputs: Sequence[RequestOutput], block_size: int) -> StepCounts:
+    """What steps gave; of a longer block no more counts than one of the config's size holds, of a failure nothing."""
+    lengths = [
+        [min(length, block_size) for length in output.acceptance_lengths] if output.error is None else []
+        for output in outputs
+    ]
+    return [(sum(item), len(item)) for item in lengths]
+
+
+def _run(
+    runner: "ReadingRunner", reading: AlternativeReading, prompts: Sequence[Sequence[int]], own: AlternativeReading
+) -> StepCounts:
+    """What steps gave under a reading, held to the block of the config's own."""
+    return _count(runner.run(runner.build(reading), prompts), own.config.block_size)
+
+
+def compare(reading: AlternativeReading, base: StepCounts, other: StepCounts) -> ReadingResult:
+    """A reading beside the config's own, over the prompts on which both took steps."""
+    shared = [pair for pair in zip(base, other, strict=True) if pair[0][1] and pair[1][1]]
+    own, alternative = [pair[0] for pair in shared], [pair[1] for pair in shared]
+    accepted = pooled_acceptance_len(alternative)
+    return ReadingResult(reading, accepted, accepted - pooled_acceptance_len(own), num_prompts=len(shared))
+
+
+def find_best(results: Sequence[ReadingResult]) -> ReadingResult | None:
+    """The reading to test: of those that gain enough to explain the draft, the one that gains most."""
+    return max((item for item in results if item.matters), key=lambda item: item.difference, default=None)
+
+
+def confirm(reading: AlternativeReading, base: StepCounts, other: StepCounts, budget: SearchBudget) -> ReadingResult:
+    """The chosen reading beside the config's own, with an interval: the prompts must have had no part in the choice."""
+    found = compare(reading, base, other)
+    interval = paired_interval(
+        base, other, confidence=1 - SIGNIFICANCE, num_resamples=budget.num_resamples, seed=budget.seed
+    )
+    return replace(found, interval=interval)
+
+
+def _new_prompts(
+    runner: "ReadingRunner", outputs: Sequence[RequestOutput], budget: SearchBudget, *, is_given: bool
+) -> list[list[int]]:
+    """Prompts whose greedy text is none of these outputs': from other random ids, or further into given prompts."""
+    given = [output.prompt_token_ids for output in outputs] if is_given else []
+    first = max(budget.num_prompts, len(outputs))
+    made = runner.make_prompts(range(first, first + max(MIN_TEST_PROMPTS, len(outputs))), given)
+    known = [[*output.prompt_token_ids, *output.token_ids] for output in outputs]
+    # A target that is sure of itself may sample what it has sampled before, or the greedy text.
+    new = dict.fromkeys(tuple(prompt) for prompt in made if all(text[: len(prompt)] != prompt for text in known))
+    return [list(prompt) for prompt in new]

@@ -1,0 +1,1 @@
+"""Files this tool writes: complete or absent."""

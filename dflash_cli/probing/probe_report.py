@@ -1,0 +1,182 @@
+"""A probe as JSON, and as lines and tables of at most 80 columns."""
+
+import textwrap
+from collections.abc import Sequence
+from typing import Any
+
+from dflash_cli.acceptance.acceptance_report import Evaluation, Table, tables
+from dflash_cli.acceptance.intervals.statistics import DEFINITIONS
+from dflash_cli.comparing import comparison_report
+from dflash_cli.comparing.result_comparison import Comparison
+from dflash_cli.generation.answers import plural
+from dflash_cli.probing.attribution import Attribution
+from dflash_cli.probing.server_probe import Probed
+from dflash_cli.probing.server_run import ServerRun
+from dflash_cli.probing.token_equality import TokenEquality
+
+WIDTH = 78
+SHOWN_DIFFERENCES = 5
+ORIGINS = {"answers": "answers", "counters": "counters", "timings": "sums", "nothing": "-"}
+
+
+def to_json(found: Probed) -> dict[str, Any]:
+    """The document of `dflash probe --json`."""
+    comparisons = (*found.loads, *found.yardsticks)
+    compared = comparison_report.to_json(comparisons, None) if comparisons else {"results": [], "comparisons": []}
+    return {
+        "url": found.url,
+        "server": found.facts.to_json(),
+        "is_engaged": found.is_engaged,
+        "runs": [run.to_json() for run in found.runs],
+        "beside": None
+        if found.beside is None
+        else {"server": found.beside.facts.to_json(), "run": found.beside.to_json()},
+        "results": compared["results"],
+        "comparisons": compared["comparisons"],
+        "equalities": [item.to_json() for item in found.equalities],
+        "known_faults": list(found.known_faults),
+        "attribution": found.attribution.to_json(),
+        "prompts": found.source.to_json(),
+        "notes": list(found.notes),
+    }
+
+
+def headline(found: Probed) -> list[str]:
+    """`vllm 0.33.0 serves org/model and drafts 7 tokens a step`, and the acceptance length of the first run."""
+    facts, first = found.facts, found.runs[0]
+    engine = f"{facts.engine} {facts.release}" if facts.release else facts.engine
+    if not found.is_engaged:
+        what = "it is not known whether it drafts" if found.is_engaged is None else "it drafts nothing"
+        return [f"{engine} serves {facts.model}: {what}"]
+    width = first.total.counts.num_speculative_tokens or facts.num_draft_tokens
+    drafts = f"drafts {width} tokens a step" if width else "drafts"
+    lines = [f"{engine} serves {facts.model} and {drafts}", f"acceptance length {_length(first)}, {first.name}"]
+    value = first.total.definitions.get(found.definition)
+    if found.definition != "vllm" and value is not None:
+        lines += textwrap.wrap(f"{value:.3f} as {found.facts.engine} says it: {DEFINITIONS[found.definition]}", WIDTH)
+    return lines
+
+
+def legend(found: Probed) -> list[str]:
+    """What the lengths count, where there are any."""
+    if not found.is_engaged:
+        return []
+    interval = found.runs[0].total.interval
+    lines = ["average number of tokens a verify step gives, the target's own included (vLLM's definition)"]
+    if interval is not None:
+        lines.append(f"in brackets, the {100 * interval.confidence:g}% interval over prompts")
+    return lines
+
+
+def all_tables(found: Probed) -> dict[str, Table]:
+    """Title -> columns and rows."""
+    shown = {"by concurrency": _load_table(found)}
+    first = found.runs[0]
+    if first.is_engaged and first.total.counts.num_speculative_tokens:
+        shown[f"by position, {first.name}"] = tables(as_evaluation(first, found), is_full=False)["by position"]
+    return shown
+
+
+def as_evaluation(run: ServerRun, found: Probed) -> Evaluation:
+    """A run in the form of an evaluation, whose tables and gate are taken."""
+    return Evaluation(
+        total=run.total,
+        categories={},
+        settings={},
+        measured={},
+        source=found.source,
+        conversations=run.conversations,
+        failures=run.failures,
+        seconds=run.seconds,
+    )
+
+
+def yardstick_lines(found: Probed) -> list[str]:
+    """`own.jsonl: 3.439, +0.012 [-0.101, +0.077] against the server, undecided`, a line for each yardstick."""
+    return [f"{item.other.name}: {item.other.acceptance_len:.3f}, {_change(item)}" for item in found.yardsticks]
+
+
+def equality_lines(found: Probed) -> list[str]:
+    """How many greedy answers are the same, and the first differences."""
+    return [line for item in found.equalities for line in _equality(item)]
+
+
+def fault_lines(found: Probed) -> list[str]:
+    """What rules say of the draft on this engine, where it was named."""
+    return [
+        line
+        for fault in found.known_faults
+        for line in textwrap.wrap(f"known of {found.facts.engine}: {fault}", WIDTH, subsequent_indent="  ")
+    ]
+
+
+def attribution_lines(attribution: Attribution) -> list[str]:
+    """`cause: engine (rule 4): ...`, and what to do next."""
+    text = f"cause: {attribution.owner} (rule {attribution.rule}): {attribution.evidence}"
+    return [
+        *textwrap.wrap(text, WIDTH, subsequent_indent="  ", break_long_words=False),
+        *textwrap.wrap(attribution.hint, WIDTH, initial_indent="  next: ", subsequent_indent="    "),
+    ]
+
+
+def _load_table(found: Probed) -> Table:
+    changes = {item.other.name: item for item in found.loads}
+    rows = []
+    for run in found.runs:
+        change = changes.get(run.name)
+        rows.append(
+            (
+                str(run.concurrency),
+                str(len({answer.row.index for answer in run.answers})),
+                str(run.total.counts.num_drafts),
+                _length(run),
+                _difference(change) if change is not None else "-",
+                ORIGINS[run.origin],
+            )
+        )
+    return ("requests", "prompts", "steps", "acceptance length", f"against {found.runs[0].concurrency}", "from"), rows
+
+
+def _length(run: ServerRun) -> str:
+    length, interval = run.total.counts.acceptance_len, run.total.interval
+    if length is None:
+        return "-"
+    return f"{length:.3f}" + (f" [{interval.low:.3f}, {interval.high:.3f}]" if interval is not None else "")
+
+
+def _difference(item: Comparison) -> str:
+    """How far the other is above the first."""
+    if item.total.difference is None:
+        return f"{item.total.change:+.3f}" if item.total.change is not None else "-"
+    interval = item.total.difference.interval
+    return f"{item.total.difference.value:+.3f} [{interval.low:+.3f}, {interval.high:+.3f}]"
+
+
+def _change(item: Comparison) -> str:
+    sure = f", {item.total.verdict}" if item.total.difference is not None else f", no interval: {item.total.reason}"
+    same = f", {plural(item.total.num_conversations, 'prompt')} in common" if item.is_paired else ""
+    return f"{_difference(item)} against the server{sure}{same}"
+
+
+def _equality(item: TokenEquality) -> list[str]:
+    num_same = item.num_compared - len(item.differences)
+    parts = [f"answers {item.base} and {item.other}: {num_same} of {item.num_compared} the same"]
+    if item.differences:
+        unjudged = len(item.differences) - item.num_near_ties - item.num_unexplained
+        parts += [plural(item.num_near_ties, "near-tie"), f"{item.num_unexplained} unexplained"]
+        parts += [f"{unjudged} not judged"] * bool(unjudged)
+    if item.num_unlike:
+        parts.append(f"{plural(item.num_unlike, 'prompt')} of other tokens")
+    wrapped = textwrap.wrap(", ".join(parts), WIDTH, subsequent_indent="  ")
+    return [*wrapped, *_some_differences(item)]
+
+
+def _some_differences(item: TokenEquality) -> Sequence[str]:
+    """The differences that are no near-ties first."""
+    shown = sorted(item.differences, key=lambda difference: difference.is_near_tie)[:SHOWN_DIFFERENCES]
+    return [
+        f"  {difference.name}, token {difference.position + 1}: "
+        + " or ".join("the end" if token is None else str(token) for token in difference.tokens)
+        + (f", {difference.gap_nats:.3g} nat apart" if difference.gap_nats is not None else "")
+        for difference in shown
+    ]

@@ -1,0 +1,46 @@
+"""What rules say of a draft on the engine of a running server, at the release that the server states."""
+
+import re
+from typing import TYPE_CHECKING
+
+from dflash_cli.engines.serving_engine import all_engines, parse_engines, release_text
+
+if TYPE_CHECKING:
+    from dflash_cli.probing.inference_server import InferenceServer
+    from dflash_cli.probing.probe_options import ProbeOptions
+
+
+def known_faults(options: "ProbeOptions", server: "InferenceServer") -> list[str]:
+    """`C20 message` of each rule that finds an error in the draft that was named; nothing where none was."""
+    if options.draft is None:
+        return []
+    # Every module of this folder is imported to find the engines, also for a page of help.
+    from dflash_cli.checkpoints.pair_references import complete_pair
+    from dflash_cli.checkpoints.references import fetch_directory
+    from dflash_cli.rules.validator import ValidationRequest, validate_draft
+
+    facts = server.describe()
+    pair = complete_pair(options.draft, options.target, find=fetch_directory)
+    assert pair.draft_location is not None
+    report = validate_draft(
+        ValidationRequest(
+            draft=pair.draft_location,
+            draft_reference=options.draft,
+            target=None if pair.target is None else pair.find_target(fetch_directory),
+            target_reference=pair.target,
+            engines=parse_engines(_name(facts.engine, facts.release)),
+            level="headers",
+            num_speculative_tokens=facts.num_draft_tokens,
+        )
+    )
+    return [f"{item.id} {item.message}" for item in report.findings if item.severity == "error"]
+
+
+def _name(engine: str, release: str | None) -> str:
+    """`vllm@0.33` of `0.33.0+cu130`; the name alone, which is the newest release, where no rule speaks of that one."""
+    known = next((item for item in all_engines() if item.name == engine), None)
+    found = re.match(r"\d+(?:\.\d+)*", release or "")
+    numbers = tuple(map(int, found[0].split("."))) if found else ()
+    releases = known.releases if known is not None else ()
+    matching = [item for item in releases if item and numbers[: len(item)] == item]
+    return f"{engine}@{release_text(matching[-1])}" if matching else engine

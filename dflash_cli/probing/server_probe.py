@@ -1,0 +1,282 @@
+"""Is a server's draft engaged, at what length, beside what yardstick, and whose is it if that is low?"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from dflash_cli.acceptance.acceptance_report import PromptSource
+from dflash_cli.acceptance.journal import check_journal
+from dflash_cli.comparing.measured_result import MeasuredResult, read_result
+from dflash_cli.comparing.result_comparison import Comparison, compare_results
+from dflash_cli.generation.answers import Event
+from dflash_cli.generation.prompts import Conversation
+from dflash_cli.probing.attribution import Attribution, Evidence, attribute
+from dflash_cli.probing.inference_server import InferenceServer, ServerFacts
+from dflash_cli.probing.server_run import ServerRequest, ServerRun, run_server
+from dflash_cli.probing.token_equality import (
+    NEAR_TIE_NATS,
+    TokenEquality,
+    TokenText,
+    Turn,
+    compare_texts,
+    texts_of_answers,
+    texts_of_file,
+)
+from dflash_runtime.errors import DFlashError, RequestError, UnsupportedError, UsageError
+
+TRIAL_LEN = 16
+"""Tokens of the one answer that is asked for before anything is measured."""
+BESIDE = "beside"
+"""The name of the run of the other server."""
+Observe = Callable[[str], Callable[[Event], None]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeRequest:
+    """What to ask a server, how many requests at a time, and what to hold it against.
+
+    `result` is a file of a result of our own, `beside` another server that is asked the same. `known_faults` are what
+    rules say of the checkpoint on this engine; `near_tie_nats` is the largest gap that rounding explains.
+    """
+
+    server: InferenceServer
+    asking: ServerRequest
+    source: PromptSource
+    concurrencies: Sequence[int] = (1, 8)
+    result: Path | None = None
+    beside: InferenceServer | None = None
+    near_tie_nats: float = NEAR_TIE_NATS
+    known_faults: Sequence[str] = ()
+    minimum: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probed:
+    """What a probe found. `loads` hold the later runs against the first, `yardsticks` hold other results."""
+
+    url: str
+    facts: ServerFacts
+    definition: str
+    runs: tuple[ServerRun, ...]
+    source: PromptSource
+    attribution: Attribution
+    beside: ServerRun | None = None
+    loads: tuple[Comparison, ...] = ()
+    yardsticks: tuple[Comparison, ...] = ()
+    equalities: tuple[TokenEquality, ...] = ()
+    known_faults: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def is_engaged(self) -> bool | None:
+        """Whether a token was drafted; None where that is not known."""
+        if any(run.is_engaged for run in self.runs):
+            return True
+        return False if all(run.is_known for run in self.runs) else None
+
+    @property
+    def all_runs(self) -> tuple[ServerRun, ...]:
+        """The server's runs, and that of the one beside it."""
+        return self.runs if self.beside is None else (*self.runs, self.beside)
+
+
+def probe(request: ProbeRequest, observe: Observe | None = None) -> Probed:
+    """Ask the server, and what it is to be held against. `observe` is given the name of each run.
+
+    Raises:
+        UnsupportedError: the server says nothing of acceptance.
+        UsageError: the yardstick has none of the prompts.
+        ServerUnreachable: the server stops answering.
+    """
+    own = None if request.result is None else read_result(request.result)
+    _check_prompts(own, request)
+    facts = _try_out(request.server, request.asking)
+    others = None if request.beside is None else _try_out(request.beside, request.asking)
+    _check_journals(request, facts, others)
+    runs = [
+        _run(request, request.server, facts, f"{number} at a time", number, observe)
+        for number in _in_reach(request.concurrencies, facts)
+    ]
+    beside = None
+    if request.beside is not None and others is not None:
+        number = _in_reach(request.concurrencies, others)[0]
+        beside = _run(request, request.beside, others, BESIDE, number, observe)
+    loads, yardsticks = _compare(runs, [*([own] if own else []), *_results([beside])], request.asking.confidence)
+    alike, unlike = _compare_tokens(request, runs, beside)
+    evidence = Evidence(
+        facts=facts,
+        runs=runs,
+        loads=loads,
+        yardsticks=yardsticks,
+        equalities=alike,
+        yardstick_equalities=unlike,
+        known_faults=request.known_faults,
+        minimum=request.minimum,
+    )
+    return Probed(
+        url=request.server.client.url,
+        facts=facts,
+        definition=request.server.definition,
+        runs=tuple(runs),
+        source=request.source,
+        attribution=attribute(evidence),
+        beside=beside,
+        loads=tuple(loads),
+        yardsticks=tuple(yardsticks),
+        equalities=(*alike, *unlike),
+        known_faults=tuple(request.known_faults),
+        notes=tuple(_notes(request, facts, runs)),
+    )
+
+
+def rows_path(path: Path | None, concurrency: int, *, is_beside: bool = False) -> Path | None:
+    """`rows.8.jsonl` of `rows.jsonl`: each run has a file of its own, which `dflash compare` reads."""
+    middle = f"{BESIDE}.{concurrency}" if is_beside else str(concurrency)
+    return None if path is None else path.with_name(f"{path.stem}.{middle}{path.suffix}")
+
+
+def _check_journals(request: ProbeRequest, facts: ServerFacts, others: ServerFacts | None) -> None:
+    """Refuse before the first run what would be refused when a later one begins."""
+    asking, numbers = request.asking, _in_reach(request.concurrencies, facts)
+    paths = [rows_path(asking.journal, number) for number in numbers]
+    if others is not None:
+        paths.append(rows_path(asking.journal, _in_reach(request.concurrencies, others)[0], is_beside=True))
+    for path in filter(None, paths):
+        check_journal(path, resume=asking.resume, force=asking.force)
+
+
+def _in_reach(concurrencies: Sequence[int], facts: ServerFacts) -> list[int]:
+    """The numbers of requests, without those that the server does not run at a time; the lowest stays."""
+    limit = facts.max_concurrency or max(concurrencies)
+    return [number for number in concurrencies if number <= limit] or [min(concurrencies)]
+
+
+def _try_out(server: InferenceServer, asking: ServerRequest) -> ServerFacts:
+    """The server's facts, after one short answer: it warms up, and shows what it says of acceptance.
+
+    Raises:
+        UnsupportedError: nothing.
+    """
+    facts = server.describe()
+    steps, num_draft_tokens = None, None
+    for row in asking.rows:
+        try:
+            prompt_ids = Conversation(row).next_prompt(asking.tokenizer, chat=asking.chat)
+            served = server.answer(prompt_ids, replace(asking.asked, max_new_tokens=TRIAL_LEN))
+        except RequestError:
+            continue  # said when it is this prompt's turn
+        steps, num_draft_tokens = served.steps or served.num_drafted, served.num_draft_tokens
+        break
+    if facts.is_drafting or steps is not None:
+        return replace(facts, is_drafting=True, num_draft_tokens=facts.num_draft_tokens or num_draft_tokens)
+    if facts.is_drafting is False or server.counters() is None:
+        release = f" {facts.release}" if facts.release else ""
+        raise UnsupportedError(
+            f"{server.client.url}: {server.title}{release} reports no speculative decoding: it runs without a draft, "
+            "or does not show what it counts",
+            hint=f"start it with {server.how_to_report}",
+        )
+    return facts
+
+
+def _run(
+    request: ProbeRequest,
+    server: InferenceServer,
+    facts: ServerFacts,
+    name: str,
+    concurrency: int,
+    observe: Observe | None,
+) -> ServerRun:
+    asking = replace(request.asking, journal=rows_path(request.asking.journal, concurrency, is_beside=name == BESIDE))
+    watching = observe(name) if observe is not None else None
+    return run_server(server, facts, asking, name=name, concurrency=concurrency, observe=watching)
+
+
+def _check_prompts(own: MeasuredResult | None, request: ProbeRequest) -> None:
+    """Refuse a yardstick of other prompts before anything is asked."""
+    if own is None or not own.conversations:
+        return
+    asked = {row.digest for row in request.asking.rows}
+    if not asked & {item.digest for item in own.conversations}:
+        raise UsageError(
+            f"{own.name}: has none of the prompts",
+            hint="give the same --prompts or --dataset as for that result; without them the same --target decides",
+        )
+
+
+def _results(runs: Sequence[ServerRun | None]) -> list[MeasuredResult]:
+    return [run.as_result() for run in runs if run is not None and run.is_engaged]
+
+
+def _compare(
+    runs: Sequence[ServerRun], others: Sequence[MeasuredResult], confidence: float
+) -> tuple[list[Comparison], list[Comparison]]:
+    """The later runs and the yardsticks, each against the first run, on the prompts that both have."""
+    if not runs[0].is_engaged:
+        return [], []
+    base, *later = _results(runs)
+    found = [_pair(base, item, confidence) for item in (*later, *others)]
+    return found[: len(later)], found[len(later) :]
+
+
+def _pair(base: MeasuredResult, other: MeasuredResult, confidence: float) -> Comparison:
+    shared = {item.digest for item in base.conversations} & {item.digest for item in other.conversations}
+    sides = [
+        replace(item, conversations=tuple(row for row in item.conversations if row.digest in shared))
+        if shared
+        else item
+        for item in (base, other)
+    ]
+    return compare_results(sides, confidence=confidence, paired=bool(shared))[0]
+
+
+def _compare_tokens(
+    request: ProbeRequest, runs: Sequence[ServerRun], beside: ServerRun | None
+) -> tuple[list[TokenEquality], list[TokenEquality]]:
+    """Greedy answers of the first run against the later ones, and against the yardsticks."""
+    if request.asking.asked.temperature > 0:
+        return [], []
+    texts = texts_of_answers(runs[0].answers)
+
+    def against(other: Mapping[Turn, TokenText], name: str) -> TokenEquality:
+        return compare_texts(
+            texts,
+            other,
+            names=(runs[0].name, name),
+            next_logprobs=_asking(request.server),
+            near_tie_nats=request.near_tie_nats,
+        )
+
+    alike = [against(texts_of_answers(run.answers), run.name) for run in runs[1:]]
+    own = texts_of_file(request.result) if request.result is not None else {}
+    unlike = [against(own, request.result.name)] if own and request.result is not None else []
+    if beside is not None:
+        unlike.append(against(texts_of_answers(beside.answers), beside.name))
+    return alike, unlike
+
+
+def _asking(server: InferenceServer) -> Callable[[Sequence[int]], Mapping[int, float]]:
+    """The server's log-probabilities; none where it does not give them."""
+
+    def ask(text_ids: Sequence[int]) -> Mapping[int, float]:
+        try:
+            return server.next_logprobs(text_ids)
+        except DFlashError:
+            return {}
+
+    return ask
+
+
+def _notes(request: ProbeRequest, facts: ServerFacts, runs: Sequence[ServerRun]) -> list[str]:
+    """What should be known about the probe as a whole."""
+    notes = []
+    left_out = [str(number) for number in request.concurrencies if number not in {run.concurrency for run in runs}]
+    if left_out:
+        notes.append(
+            f"concurrency {', '.join(left_out)} left out: the server runs {facts.max_concurrency} requests at a time"
+        )
+    if any(run.is_engaged and run.origin != "answers" for run in runs):
+        notes.append(f"intervals need the steps of each answer: {request.server.how_to_report_steps}")
+    if request.source.warning is not None:
+        notes.append(request.source.warning)
+    return notes

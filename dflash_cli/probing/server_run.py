@@ -1,0 +1,333 @@
+"""All prompts asked of one server, so many at a time: the answers, their acceptance, and what the server counted."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from threading import Thread
+from typing import Any, Literal
+
+from dflash_cli.acceptance.acceptance_report import Failure
+from dflash_cli.acceptance.conversation_counts import ConversationCounts, count_conversations
+from dflash_cli.acceptance.curve_shape import CurveShape, find_shapes
+from dflash_cli.acceptance.intervals.statistics import DEFINITIONS, Summary, summarise
+from dflash_cli.acceptance.journal import Journal
+from dflash_cli.comparing.measured_result import MeasuredResult
+from dflash_cli.generation.answers import Answer, Event, plural
+from dflash_cli.generation.prompts import PromptRow
+from dflash_cli.generation.tokenizer import Tokenizer
+from dflash_cli.probing.http_client import ServerUnreachable
+from dflash_cli.probing.inference_server import Asked, InferenceServer, ServedAnswer, ServerFacts
+from dflash_cli.probing.served_answers import CounterWatch, ask_row, await_counters
+from dflash_cli.probing.server_counters import ServerCounters
+from dflash_runtime.errors import DFlashError
+from dflash_runtime.metrics import AcceptanceCounts
+
+MAX_FAILED_IN_A_ROW = 3
+"""Prompts in a row that get no answer, after which the server is taken to be gone."""
+
+Origin = Literal["answers", "counters", "timings", "nothing"]
+Rows = list[tuple[Answer, ServedAnswer]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerRequest:
+    """What to ask a server, and how to take intervals. Answers go to `journal`, as in an evaluation."""
+
+    rows: Sequence[PromptRow]
+    asked: Asked
+    tokenizer: Tokenizer
+    chat: bool = False
+    confidence: float = 0.95
+    num_resamples: int = 10_000
+    journal: Path | None = None
+    resume: bool = False
+    force: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerRun:
+    """What a server gave with `concurrency` requests at a time.
+
+    `origin` says what acceptance was read from: the steps of each answer, the server's counters, or sums in answers.
+    `counted` is what the server counted meanwhile, None where that is of no use, and `has_counters` whether it counts.
+    `notes` are what should be known about the figures.
+    """
+
+    name: str
+    facts: ServerFacts
+    asked: Asked
+    chat: bool
+    concurrency: int
+    origin: Origin
+    total: Summary
+    conversations: tuple[ConversationCounts, ...]
+    answers: tuple[Answer, ...]
+    counted: ServerCounters | None
+    has_counters: bool
+    failures: tuple[Failure, ...]
+    notes: tuple[str, ...]
+    seconds: float
+
+    @property
+    def is_engaged(self) -> bool:
+        """Whether a single token is known to have been drafted."""
+        return self.total.counts.num_drafts > 0
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it is known if one was: without steps of answers, the counters have to be of use."""
+        return self.is_engaged or self.counted is not None or not self.has_counters
+
+    @property
+    def shapes(self) -> list[CurveShape]:
+        """What the curve by position tells of a fault."""
+        return find_shapes(self.total.counts if self.total.counts.num_speculative_tokens else None, self.conversations)
+
+    def as_result(self) -> MeasuredResult:
+        """The form in which results are compared; only of a run that is engaged."""
+        length = self.total.counts.acceptance_len
+        assert length is not None
+        return MeasuredResult(
+            name=self.name,
+            source=f"a server of {self.facts.engine}",
+            acceptance_len=length,
+            conversations=self.conversations,
+            why_no_rows=None if self.conversations else self.total.no_interval,
+            counts=self.total.counts,
+            facts=_facts(self.facts, self.asked, chat=self.chat),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            **self.total.to_json(),
+            "name": self.name,
+            "concurrency": self.concurrency,
+            "origin": self.origin,
+            "is_engaged": self.is_engaged if self.is_known else None,
+            "counted": self.counted.to_json() if self.counted else None,
+            "notes": list(self.notes),
+            "shapes": [shape.to_json() for shape in self.shapes],
+            "failed": [failure.to_json() for failure in self.failures],
+            "seconds": round(self.seconds, 6),
+        }
+
+
+def _facts(facts: ServerFacts, asked: Asked, *, chat: bool) -> dict[str, Any]:
+    """What decides the answers, under the names of `eval-acceptance`."""
+    return {"num_speculative_tokens": facts.num_draft_tokens or 0, "chat": chat, **asdict(asked)}
+
+
+def run_server(
+    server: InferenceServer,
+    facts: ServerFacts,
+    request: ServerRequest,
+    *,
+    name: str,
+    concurrency: int,
+    observe: Callable[[Event], None] | None = None,
+) -> ServerRun:
+    """Ask all rows, `concurrency` at a time, and pool what they say of acceptance.
+
+    Raises:
+        ServerUnreachable: several prompts in a row got no answer; what came until then is in the journal.
+    """
+    started, before = time.perf_counter(), server.counters()
+    settings = {"engine": facts.engine, "model": facts.model, "concurrency": concurrency}
+    settings |= _facts(facts, request.asked, chat=request.chat)
+    found: Rows = []
+    failures: list[Failure] = []
+    num_retried = server.client.num_retried
+    watch = CounterWatch(server, before) if concurrency == 1 and before is not None else None
+    with Journal(request.journal, settings, request.rows, resume=request.resume, force=request.force) as journal:
+        num_resumed = len(journal.answers)
+        for item in _ask_all(server, request, journal.pending, concurrency, watch):
+            if isinstance(item, Failure):
+                failures.append(item)
+                continue
+            for answer, served in item:
+                journal.add(answer)
+                found.append((answer, served))
+                if observe is not None:
+                    observe(Event(answer.row, answer.output.token_ids, answer.text, answer))
+    journal.drop_unfinished()
+    counted, notes = _count(server, before, found, server.client.num_retried - num_retried + len(failures), watch)
+    total, origin, why = _pool(journal.answers, [served for _, served in found], counted, facts, request)
+    is_ordered = not num_resumed and all(served.steps is not None and served.steps.is_ordered for _, served in found)
+    return ServerRun(
+        name=name,
+        facts=facts,
+        asked=request.asked,
+        chat=request.chat,
+        concurrency=concurrency,
+        origin=origin,
+        total=total,
+        conversations=_conversations(journal.answers, is_ordered=is_ordered) if origin == "answers" else (),
+        answers=tuple(journal.answers),
+        counted=counted,
+        has_counters=before is not None,
+        failures=tuple(failures),
+        notes=(*notes, *why, *_disagreement(origin, total, counted, num_resumed)),
+        seconds=time.perf_counter() - started,
+    )
+
+
+def _ask_all(
+    server: InferenceServer,
+    request: ServerRequest,
+    rows: Sequence[PromptRow],
+    concurrency: int,
+    watch: CounterWatch | None,
+) -> Iterator[Rows | Failure]:
+    """The answers to each row as it ends, or why there are none."""
+
+    todo: SimpleQueue[PromptRow] = SimpleQueue()
+    done: SimpleQueue[tuple[PromptRow, Rows | Exception]] = SimpleQueue()
+
+    def work() -> None:
+        with suppress(Empty):
+            while True:
+                row = todo.get_nowait()
+                try:
+                    asked = request.asked
+                    found = list(ask_row(server, request.tokenizer, row, asked, chat=request.chat, watch=watch))
+                    done.put((row, found))
+                except Exception as error:
+                    done.put((row, error))
+
+    for row in rows:
+        todo.put(row)
+    # Not a pool of the library: its threads are waited for when the process ends, and a request may take minutes.
+    for _ in range(min(concurrency, len(rows))):
+        Thread(target=work, daemon=True).start()
+    try:
+        yield from _collect(done, len(rows), request)
+    finally:
+        with suppress(Empty):
+            while True:
+                todo.get_nowait()
+
+
+def _collect(
+    done: "SimpleQueue[tuple[PromptRow, Rows | Exception]]", num_rows: int, request: ServerRequest
+) -> Iterator[Rows | Failure]:
+    """What the workers put there, as it comes; several prompts in a row without an answer end it."""
+    num_failed = num_done = 0
+    for _ in range(num_rows):
+        row, found = done.get()
+        if isinstance(found, ServerUnreachable):
+            num_failed += 1
+            if num_failed >= min(MAX_FAILED_IN_A_ROW, num_rows):
+                raise _gone(found, num_done, request) from found
+        if isinstance(found, DFlashError):
+            yield Failure(row.index, row.id, f"{row.where}: {found.message}", found.exit_code)
+        elif isinstance(found, Exception):
+            raise found
+        else:
+            yield found
+            num_failed, num_done = 0, num_done + 1
+
+
+def _gone(error: ServerUnreachable, num_done: int, request: ServerRequest) -> ServerUnreachable:
+    kept = f"; {plural(num_done, 'answer')} kept in {request.journal}" if request.journal is not None else ""
+    hint = "give the same command with --resume to go on" if request.journal is not None else error.hint
+    return ServerUnreachable(f"{error.message}{kept}", hint=hint)
+
+
+def _count(
+    server: InferenceServer, before: ServerCounters | None, found: Rows, num_extra: int, watch: CounterWatch | None
+) -> tuple[ServerCounters | None, list[str]]:
+    """What the server counted for these answers, and what keeps it from being theirs alone."""
+    if before is None or not found:
+        return None, []
+    num_tokens = sum(len(served.token_ids) for _, served in found)
+    now = await_counters(server, before, num_requests=len(found), num_tokens=num_tokens)
+    risen = None if now is None else now.since(before)
+    if risen is None:
+        return None, ["a counter fell: the server was started anew meanwhile, so its counters are not used"]
+    if risen.num_requests is not None and risen.num_requests < len(found):
+        few = f"the server counted {plural(risen.num_requests, 'request')} of {len(found)}"
+        return None, [f"{few}: it was started anew meanwhile, or counts late, so its counters are not used"]
+    notes = []
+    if risen.num_requests is not None and risen.num_requests > len(found) + num_extra:
+        others = plural(risen.num_requests - len(found), "request")
+        notes.append(f"the server counted {others} more than were asked here: its counters are of other traffic too")
+    if watch is not None and watch.num_foreign:
+        notes.append(f"{plural(watch.num_foreign, 'answer')} without steps of its own: others asked meanwhile")
+    return risen, notes
+
+
+def _pool(
+    answers: Sequence[Answer],
+    served: Sequence[ServedAnswer],
+    counted: ServerCounters | None,
+    facts: ServerFacts,
+    request: ServerRequest,
+) -> tuple[Summary, Origin, list[str]]:
+    """Acceptance from the best that there is: steps of each answer, else counters, else sums."""
+    stepped = [answer for answer in answers if answer.output.acceptance_lengths]
+    if stepped:
+        longest = max(max(answer.output.acceptance_lengths) for answer in stepped)
+        total = summarise(
+            [answer.output for answer in stepped],
+            max(facts.num_draft_tokens or 0, longest - 1),
+            conversations=[answer.row.index for answer in stepped],
+            confidence=request.confidence,
+            num_resamples=request.num_resamples,
+        )
+        lacking = len(answers) - len(stepped)
+        return total, "answers", [f"{plural(lacking, 'answer')} without steps, left out of acceptance"] * bool(lacking)
+    num_tokens = sum(len(answer.output.token_ids) for answer in answers)
+    if counted is not None and counted.num_drafts and counted.num_accepted_tokens is not None:
+        counts = AcceptanceCounts(
+            num_speculative_tokens=len(counted.per_pos_accepted),
+            num_drafts=counted.num_drafts,
+            num_accepted_tokens=counted.num_accepted_tokens,
+            per_pos_accepted=list(counted.per_pos_accepted),
+        )
+        why = "the server counts all requests together"
+        return _summary(counts, len(served), num_tokens, why, counted.histogram or ()), "counters", []
+    sums = [item for item in served if item.num_steps and item.num_accepted is not None]
+    if sums:
+        counts = AcceptanceCounts(
+            0, sum(item.num_steps or 0 for item in sums), sum(item.num_accepted or 0 for item in sums)
+        )
+        note = "steps are counted from below, so the length is one from above, and positions are not known"
+        return _summary(counts, len(sums), num_tokens, "answers bring sums, not steps"), "timings", [note]
+    none = _summary(AcceptanceCounts(facts.num_draft_tokens or 0), len(answers), num_tokens, "no verify steps")
+    return none, "nothing", []
+
+
+def _summary(
+    counts: AcceptanceCounts, num_requests: int, num_tokens: int, why: str, histogram: Sequence[int] = ()
+) -> Summary:
+    """Totals in the form of a summary; of the definitions only vLLM's is one of totals."""
+    return Summary(
+        counts=counts,
+        num_requests=num_requests,
+        num_conversations=num_requests,
+        num_tokens=num_tokens,
+        interval=None,
+        no_interval=why,
+        per_pos_intervals=(None,) * counts.num_speculative_tokens,
+        conditional_intervals=(None,) * counts.num_speculative_tokens,
+        histogram=tuple(histogram),
+        definitions=dict.fromkeys(DEFINITIONS) | {"vllm": counts.acceptance_len},
+    )
+
+
+def _conversations(answers: Sequence[Answer], *, is_ordered: bool) -> tuple[ConversationCounts, ...]:
+    """The conversations; where the order of steps is not known, none of them is far from the prompt."""
+    found = count_conversations([answer for answer in answers if answer.output.acceptance_lengths])
+    return found if is_ordered else tuple(replace(item, num_far_tokens=0, num_far_steps=0) for item in found)
+
+
+def _disagreement(origin: Origin, total: Summary, counted: ServerCounters | None, num_resumed: int) -> list[str]:
+    """What answers and counters say of the same steps, where they differ."""
+    if origin != "answers" or counted is None or counted.num_drafts is None or num_resumed:
+        return []
+    if counted.num_drafts == total.counts.num_drafts:
+        return []
+    return [f"answers report {total.counts.num_drafts} steps, the server's counters {counted.num_drafts}"]

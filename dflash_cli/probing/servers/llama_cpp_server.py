@@ -1,0 +1,127 @@
+"""llama.cpp's server. Sources: `tools/server/server-task.cpp` and `tools/server/README.md` of llama.cpp, pull requests
+24536 and 26389.
+
+An answer's `timings` have how many tokens were drafted and accepted, and neither steps nor positions. With `--metrics`
+the server counts both over all requests, and each answer's own are what the counters rise by while requests come one at
+a time. Without it the number of steps is known from below: there are no fewer than tokens that no draft gave, but for
+the first, which is the prompt's; and no fewer than it takes to draft so many tokens. So the length is one from above.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from dflash_cli.probing.inference_server import (
+    SERVERS,
+    Asked,
+    InferenceServer,
+    ServedAnswer,
+    ServerFacts,
+    ids_of,
+)
+from dflash_cli.probing.server_counters import CounterNames
+
+COMPLETION, TOKENIZE, TEMPLATE = "/completion", "/tokenize", "/apply-template"
+NO_DRAFT = ("", "none")
+
+
+@SERVERS.register("llama.cpp")
+class LlamaCppServer(InferenceServer):
+    """Its counters are there with and without a draft, so whether one is configured is read from `/props`."""
+
+    name: ClassVar[str] = "llama.cpp"
+    title: ClassVar[str] = "llama.cpp"
+    owner: ClassVar[str] = "llamacpp"
+    counter_names: ClassVar[CounterNames] = CounterNames(
+        num_drafts="llamacpp:spec_decode_num_drafts",
+        num_draft_tokens="llamacpp:spec_decode_num_draft_tokens",
+        num_accepted_tokens="llamacpp:spec_decode_num_accepted_tokens",
+        per_pos_accepted="llamacpp:spec_decode_num_accepted_tokens_per_pos",
+        num_tokens="llamacpp:tokens_predicted",
+    )
+    how_to_report: ClassVar[str] = "--model-draft and --metrics"
+    how_to_report_steps: ClassVar[str] = "--metrics, and ask with --concurrency 1"
+
+    _num_draft_tokens: int | None = None
+
+    def describe(self) -> ServerFacts:
+        found = self.client.find("/props")
+        props = found if isinstance(found, dict) else {}
+        params = (props.get("default_generation_settings") or {}).get("params") or {}
+        kind = params.get("speculative.type", params.get("speculative.types"))
+        is_drafting = None if kind is None else kind not in NO_DRAFT
+        self._num_draft_tokens = params.get("speculative.n_max") if is_drafting else None
+        return ServerFacts(
+            engine=self.name,
+            release=props.get("build_info"),
+            model=self.model,
+            is_drafting=is_drafting,
+            num_draft_tokens=self._num_draft_tokens,
+            max_concurrency=props.get("total_slots"),
+        )
+
+    def answer(self, prompt_ids: Sequence[int], asked: Asked) -> ServedAnswer:
+        body = {
+            "prompt": list(prompt_ids),
+            "n_predict": asked.max_new_tokens,
+            "temperature": asked.temperature,
+            "seed": asked.seed,
+            "ignore_eos": asked.ignore_eos,
+            "return_tokens": True,
+            "cache_prompt": False,
+        }
+        document = self.client.post(COMPLETION, body)
+        try:
+            timings = document["timings"]
+            token_ids = tuple(ids_of(document, "tokens"))
+            accepted = timings.get("draft_n_accepted")
+            return ServedAnswer(
+                token_ids=token_ids,
+                text=document["content"],
+                finish_reason="length" if document.get("stop_type") == "limit" else "stop",
+                num_steps=self._least_steps(timings),
+                num_accepted=accepted,
+                num_drafted=timings.get("draft_n"),
+            )
+        except (LookupError, TypeError, AttributeError, ValueError) as error:
+            raise self.no_answer(COMPLETION, error) from error
+
+    def _least_steps(self, timings: Mapping[str, Any]) -> int | None:
+        if not timings.get("draft_n"):
+            return None
+        num_drafted: int = timings["draft_n"]
+        undrafted: int = timings["predicted_n"] - 1 - timings["draft_n_accepted"]
+        return max(1, undrafted, math.ceil(num_drafted / (self._num_draft_tokens or num_drafted)))
+
+    def next_logprobs(self, text_ids: Sequence[int]) -> Mapping[int, float]:
+        body = {
+            "prompt": list(text_ids),
+            "n_predict": 1,
+            "temperature": 0,
+            "n_probs": 5,
+            "cache_prompt": False,
+        }
+        document = self.client.post(COMPLETION, body)
+        try:
+            top = document["completion_probabilities"][0]["top_logprobs"]
+            return {int(item["id"]): float(item["logprob"]) for item in top}
+        except (LookupError, TypeError, ValueError) as error:
+            raise self.no_answer(COMPLETION, error) from error
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenize(text, add_special=True)
+
+    def render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> list[int]:
+        body = {"messages": list(messages), "chat_template_kwargs": dict(options)}
+        document = self.client.post(TEMPLATE, body)
+        try:
+            return self._tokenize(document["prompt"], add_special=False)
+        except (LookupError, TypeError) as error:
+            raise self.no_answer(TEMPLATE, error) from error
+
+    def _tokenize(self, text: str, *, add_special: bool) -> list[int]:
+        document = self.client.post(TOKENIZE, {"content": text, "add_special": add_special, "parse_special": True})
+        try:
+            return ids_of(document, "tokens")
+        except (LookupError, TypeError) as error:
+            raise self.no_answer(TOKENIZE, error) from error

@@ -1,0 +1,109 @@
+"""SGLang's server. Sources: `srt/managers/tokenizer_manager.py`, `srt/entrypoints/http_server.py` of SGLang 0.5.23.
+
+Each answer brings its steps by itself. Its own length, `spec_accept_length`, is answer tokens over steps, the token
+after the prompt included, and its gauges of Prometheus are of the last moments only, so neither is taken.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from dflash_cli.probing.inference_server import (
+    SERVERS,
+    Asked,
+    InferenceServer,
+    ServedAnswer,
+    ServedSteps,
+    ServerFacts,
+    ids_of,
+)
+from dflash_cli.probing.server_counters import CounterNames
+
+GENERATE, TOKENIZE = "/generate", "/tokenize"
+HISTOGRAMS = ("spec_correct_drafts_histogram", "spec_accept_histogram")
+"""Steps by accepted drafts. Here and below the first name is that of 0.5.23, the others are of earlier 0.5 releases."""
+ACCEPTED = ("spec_num_correct_drafts", "spec_accepted_drafts", "spec_accept_token_num")
+PROPOSED = ("spec_num_proposed_drafts", "spec_proposed_drafts", "spec_draft_token_num")
+
+
+@SERVERS.register("sglang")
+class SglangServer(InferenceServer):
+    """It drafts where it names an algorithm of speculation; what it calls draft tokens counts the anchor: K + 1."""
+
+    name: ClassVar[str] = "sglang"
+    title: ClassVar[str] = "SGLang"
+    owner: ClassVar[str] = "sglang"
+    counter_names: ClassVar[CounterNames] = CounterNames(
+        num_drafts="sglang:spec_verify_calls",
+        num_requests="sglang:num_requests",
+        num_tokens="sglang:generation_tokens",
+    )
+    definition: ClassVar[str] = "sglang"
+    how_to_report: ClassVar[str] = "--speculative-algorithm DFLASH and --speculative-draft-model-path"
+    how_to_report_steps: ClassVar[str] = "a release that has spec_accept_histogram or spec_correct_drafts_histogram"
+
+    def describe(self) -> ServerFacts:
+        info = self.client.find("/server_info") or self.client.find("/get_server_info")
+        found = info if isinstance(info, dict) else {}
+        block = found.get("speculative_num_draft_tokens")
+        return ServerFacts(
+            engine=self.name,
+            release=found.get("version"),
+            model=self.model,
+            is_drafting=bool(found["speculative_algorithm"]) if "speculative_algorithm" in found else None,
+            num_draft_tokens=block - 1 if isinstance(block, int) else None,
+            draft=found.get("speculative_draft_model_path"),
+            max_concurrency=found.get("max_running_requests"),
+        )
+
+    def answer(self, prompt_ids: Sequence[int], asked: Asked) -> ServedAnswer:
+        sampling = {
+            "max_new_tokens": asked.max_new_tokens,
+            "temperature": asked.temperature,
+            "ignore_eos": asked.ignore_eos,
+        }
+        document = self.client.post(GENERATE, {"input_ids": list(prompt_ids), "sampling_params": sampling})
+        try:
+            meta = document["meta_info"]
+            histogram = _first(meta, HISTOGRAMS)
+            return ServedAnswer(
+                token_ids=tuple(ids_of(document, "output_ids")),
+                text=document["text"],
+                finish_reason="length" if meta["finish_reason"]["type"] == "length" else "stop",
+                steps=ServedSteps.of_histogram(histogram) if histogram else None,
+                num_steps=meta.get("spec_verify_ct"),
+                num_accepted=_first(meta, ACCEPTED),
+                num_drafted=_first(meta, PROPOSED),
+            )
+        except (LookupError, TypeError, AttributeError, ValueError) as error:
+            raise self.no_answer(GENERATE, error) from error
+
+    def next_logprobs(self, text_ids: Sequence[int]) -> Mapping[int, float]:
+        body = {
+            "input_ids": list(text_ids),
+            "sampling_params": {"max_new_tokens": 1, "temperature": 0},
+            "return_logprob": True,
+            "top_logprobs_num": 5,
+        }
+        document = self.client.post(GENERATE, body)
+        try:
+            return {int(item[1]): float(item[0]) for item in document["meta_info"]["output_top_logprobs"][0]}
+        except (LookupError, TypeError, ValueError) as error:
+            raise self.no_answer(GENERATE, error) from error
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenize({"prompt": text})
+
+    def render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> list[int]:
+        return self._tokenize({"messages": list(messages), "chat_template_kwargs": dict(options)})
+
+    def _tokenize(self, body: Mapping[str, Any]) -> list[int]:
+        document = self.client.post(TOKENIZE, {"model": self.model, **body})
+        try:
+            return ids_of(document, "tokens")
+        except (LookupError, TypeError) as error:
+            raise self.no_answer(TOKENIZE, error) from error
+
+
+def _first(meta: Mapping[str, Any], names: Sequence[str]) -> Any:
+    """The value of the first of these names that is there; releases differ in them."""
+    return next((meta[name] for name in names if meta.get(name) is not None), None)

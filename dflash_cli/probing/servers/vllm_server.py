@@ -1,0 +1,132 @@
+"""vLLM's server. Sources: `vllm/entrypoints/openai/completion/serving.py`, `vllm/v1/metrics/stats.py` and
+`docs/features/speculative_decoding/acceptance_metrics.md` of vLLM 0.33.
+
+From release 0.29 on each answer brings its steps, if the server was started to report them: `summary` has how many
+accepted so many drafts, `detailed` each step in order. Before that there are counters only.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from dflash_cli.probing.inference_server import (
+    SERVERS,
+    Asked,
+    InferenceServer,
+    ServedAnswer,
+    ServedSteps,
+    ServerFacts,
+    ids_of,
+)
+from dflash_cli.probing.server_counters import CounterNames
+
+COMPLETIONS, TOKENIZE = "/v1/completions", "/tokenize"
+ID_PREFIX = "token_id:"
+
+
+@SERVERS.register("vllm")
+class VllmServer(InferenceServer):
+    """Speculative counters are there exactly where a draft is configured, and have one position a drafted token."""
+
+    name: ClassVar[str] = "vllm"
+    title: ClassVar[str] = "vLLM"
+    owner: ClassVar[str] = "vllm"
+    counter_names: ClassVar[CounterNames] = CounterNames(
+        num_drafts="vllm:spec_decode_num_drafts",
+        num_draft_tokens="vllm:spec_decode_num_draft_tokens",
+        num_accepted_tokens="vllm:spec_decode_num_accepted_tokens",
+        per_pos_accepted="vllm:spec_decode_num_accepted_tokens_per_pos",
+        num_requests="vllm:request_success",
+        num_tokens="vllm:generation_tokens",
+    )
+    how_to_report: ClassVar[str] = "--speculative-config, and without --disable-log-stats"
+    how_to_report_steps: ClassVar[str] = "--per-request-spec-decode-metrics detailed (vLLM 0.29 or newer)"
+
+    def describe(self) -> ServerFacts:
+        version = self.client.find("/version")
+        release = version.get("version") if isinstance(version, dict) else None
+        counters = self.counters()
+        return ServerFacts(
+            engine=self.name,
+            release=release,
+            model=self.model,
+            is_drafting=counters is not None,
+            num_draft_tokens=len(counters.per_pos_accepted) or None if counters is not None else None,
+        )
+
+    def answer(self, prompt_ids: Sequence[int], asked: Asked) -> ServedAnswer:
+        body = {
+            "model": self.model,
+            "prompt": list(prompt_ids),
+            "max_tokens": asked.max_new_tokens,
+            "temperature": asked.temperature,
+            "ignore_eos": asked.ignore_eos,
+            "return_token_ids": True,
+        } | ({"seed": asked.seed} if asked.temperature else {})
+        document = self.client.post(COMPLETIONS, body)
+        try:
+            choice = document["choices"][0]
+            return ServedAnswer(
+                token_ids=tuple(ids_of(choice, "token_ids")),
+                text=choice["text"],
+                finish_reason=choice["finish_reason"],
+                steps=_steps(document),
+                num_draft_tokens=_acceptance(document).get("num_spec_tokens"),
+            )
+        except (LookupError, TypeError, AttributeError, ValueError) as error:
+            raise self.no_answer(COMPLETIONS, error) from error
+
+    def next_logprobs(self, text_ids: Sequence[int]) -> Mapping[int, float]:
+        body = {
+            "model": self.model,
+            "prompt": list(text_ids),
+            "max_tokens": 1,
+            "temperature": 0,
+            "logprobs": 5,
+            "return_tokens_as_token_ids": True,
+        }
+        document = self.client.post(COMPLETIONS, body)
+        try:
+            top = document["choices"][0]["logprobs"]["top_logprobs"][0]
+            return {int(name.removeprefix(ID_PREFIX)): float(value) for name, value in top.items()}
+        except (LookupError, TypeError, AttributeError, ValueError) as error:
+            raise self.no_answer(COMPLETIONS, error) from error
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenize({"prompt": text})
+
+    def render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> list[int]:
+        return self._tokenize(
+            {"messages": list(messages), "add_generation_prompt": True, "chat_template_kwargs": dict(options)}
+        )
+
+    def _tokenize(self, body: Mapping[str, Any]) -> list[int]:
+        document = self.client.post(TOKENIZE, {"model": self.model, **body})
+        try:
+            return ids_of(document, "tokens")
+        except (LookupError, TypeError) as error:
+            raise self.no_answer(TOKENIZE, error) from error
+
+
+def _acceptance(document: Mapping[str, Any]) -> Mapping[str, Any]:
+    return (document.get("metrics") or {}).get("speculative_decoding") or {}
+
+
+def _steps(document: Mapping[str, Any]) -> ServedSteps | None:
+    """The steps in order; without order but by how many drafts they had; or by accepted drafts alone."""
+    found = _acceptance(document)
+    if not found:
+        return None
+    if found.get("per_step_accepted"):
+        return ServedSteps(
+            accepted=tuple(found["per_step_accepted"]), drafted=tuple(found["per_step_drafted"]), is_ordered=True
+        )
+    by_length = found.get("acceptance_histogram_by_draft_length")
+    if not by_length:
+        return ServedSteps.of_histogram(found["acceptance_histogram"])
+    pairs = [
+        (accepted, int(drafted))
+        for drafted, histogram in by_length.items()
+        for accepted, count in enumerate(histogram)
+        for _ in range(count)
+    ]
+    return ServedSteps(accepted=tuple(pair[0] for pair in pairs), drafted=tuple(pair[1] for pair in pairs))

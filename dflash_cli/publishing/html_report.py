@@ -1,0 +1,89 @@
+"""A report as one HTML page that needs nothing else: no network, no script, light and dark by the reader's setting."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from dflash_cli.acceptance.acceptance_report import (
+    REJECTED,
+    Evaluation,
+    command_line,
+    headline,
+    legend,
+    provenance,
+    tables,
+)
+from dflash_cli.acceptance.intervals.statistics import Summary
+from dflash_cli.comparing.comparison_report import letter
+from dflash_cli.comparing.stored_evaluation import StoredEvaluation
+from dflash_cli.publishing.figures import find_figures
+from dflash_cli.publishing.svg_figure import draw_svg
+
+MARKS = "●■◆"
+
+
+def to_html(results: Sequence[StoredEvaluation]) -> str:
+    """The page; whatever a result says is escaped in it."""
+    folder = FileSystemLoader(Path(__file__).parent)
+    page = Environment(loader=folder, autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True)
+    figures = [
+        {
+            "title": figure.title,
+            "caption": figure.caption,
+            "drawing": draw_svg(figure, number),
+            "columns": figure.columns,
+            "rows": figure.rows,
+        }
+        for number, figure in enumerate(find_figures(results))
+    ]
+    evaluations = [item.evaluation for item in results]
+    return page.get_template("page.html").render(
+        title="Acceptance of " + " and ".join(dict.fromkeys(str(item.settings.get("draft")) for item in evaluations)),
+        subtitle="Tokens that each verify step commits, in total, by position and by category",
+        results=[_result(place, item) for place, item in enumerate(results)],
+        notes=[item.source.warning for item in evaluations[:1] if item.source.warning],
+        legend=legend(evaluations[0]).replace("\n", "; "),
+        figures=figures,
+        rejected=REJECTED,
+    )
+
+
+def _result(place: int, stored: StoredEvaluation) -> dict[str, Any]:
+    evaluation = stored.evaluation
+    return {
+        "letter": letter(place),
+        "mark": MARKS[place % len(MARKS)],
+        "name": stored.name,
+        "length": f"{evaluation.total.counts.acceptance_len:.3f}",
+        "interval": _interval_text(evaluation.total),
+        "facts": _facts(evaluation),
+        "shapes": evaluation.shapes,
+        "tables": [
+            (title.capitalize(), *_without_bars(columns, rows)) for title, (columns, rows) in tables(evaluation).items()
+        ],
+        "failures": [failure.error for failure in evaluation.failures],
+        "command": command_line(evaluation),
+        "provenance": [(name, str(value)) for name, value in provenance(evaluation).items()],
+    }
+
+
+def _interval_text(total: Summary) -> str:
+    found = total.interval
+    if found is None:
+        return f"tokens a step; no interval: {total.no_interval}"
+    return f"tokens a step; {100 * found.confidence:g}% interval [{found.low:.3f}, {found.high:.3f}]"
+
+
+def _facts(evaluation: Evaluation) -> str:
+    total, settings = evaluation.total, evaluation.settings
+    pair = f"{settings.get('draft')} for {settings.get('target')}"
+    more = headline(evaluation).partition(", at most ")[2]
+    return f"{pair}; {total.num_conversations} prompts, {total.counts.num_drafts} steps; at most {more}"
+
+
+def _without_bars(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> tuple[Sequence[str], list[list[str]]]:
+    """A table without the column that a terminal draws in, which has no name: the page has figures."""
+    kept = [place for place, column in enumerate(columns) if column]
+    return [columns[place] for place in kept], [[row[place] for place in kept] for row in rows]

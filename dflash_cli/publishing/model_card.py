@@ -1,0 +1,165 @@
+"""What a model card says of a draft's measured acceptance: YAML metadata, and a block of Markdown.
+
+The metadata is what the Hub reads: `model-index` as huggingface_hub writes it from `EvalResult`s.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+from huggingface_hub import EvalResult, ModelCardData
+
+from dflash_cli.acceptance.acceptance_report import Evaluation, command_line, headline, markdown_table
+from dflash_cli.acceptance.intervals.statistics import Summary
+from dflash_cli.comparing.stored_evaluation import StoredEvaluation
+from dflash_cli.publishing.exports.export_format import name_of
+
+TAGS = ("dflash", "speculative-decoding")
+METRIC = "acceptance_length"
+CONDITIONS = (
+    "mode", "chat", "chat_template_kwargs", "max_new_tokens", "temperature", "top_p", "top_k", "dtype",
+    "draft_sampling",
+)  # fmt: skip
+"""Settings without which a figure means little."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCard:
+    """The metadata of a card, and its block of Markdown."""
+
+    metadata: Mapping[str, Any]
+    block: str
+
+    @property
+    def metadata_yaml(self) -> str:
+        return to_yaml(self.metadata)
+
+
+def to_yaml(metadata: Mapping[str, Any]) -> str:
+    """Metadata as the head of a card has it."""
+    return str(yaml.safe_dump(dict(metadata), sort_keys=False, allow_unicode=True))
+
+
+def make_card(
+    stored: StoredEvaluation,
+    serve_commands: Mapping[str, str],
+    *,
+    name: str | None = None,
+    base_model: str | None = None,
+) -> ModelCard:
+    """The card of one result. `serve_commands` are by engine.
+
+    `name` is the draft's on the Hub, in place of the measured one. `base_model` is the target's; without it, it is the
+    measured target where that was taken from the Hub.
+    """
+    evaluation = stored.evaluation
+    name = name or name_of(evaluation, "draft") or "draft"
+    target = base_model or name_of(evaluation, "target") or "its target"
+    data = ModelCardData(
+        base_model=base_model or _hub_name(evaluation),
+        pipeline_tag="text-generation",
+        tags=list(TAGS),
+        model_name=name.rpartition("/")[2],
+        eval_results=_results(evaluation),
+    )
+    metadata = {key: value for key, value in data.to_dict().items() if value is not None}
+    return ModelCard(metadata, "\n".join(_block(evaluation, name, target, serve_commands)))
+
+
+def _hub_name(evaluation: Evaluation) -> str | None:
+    """The target, where its name is one of the Hub and not of a directory."""
+    target = name_of(evaluation, "target")
+    return target if target is not None and target.count("/") == 1 else None
+
+
+def _results(evaluation: Evaluation) -> list[EvalResult]:
+    """The acceptance length over all prompts, and by category."""
+    groups: list[tuple[str | None, Summary]] = [(None, evaluation.total), *evaluation.categories.items()]
+    source = evaluation.source.name.rpartition("/")[2]
+    return [
+        EvalResult(
+            task_type="text-generation",
+            dataset_type="prompts",
+            dataset_name=source if category is None else f"{source}, {category}",
+            dataset_config=category,
+            metric_type=METRIC,
+            metric_name=f"tokens a verify step, of at most {summary.counts.num_speculative_tokens + 1}",
+            metric_value=round(summary.counts.acceptance_len, 3),
+            metric_args=_metric_args(summary),
+            verified=False,
+        )
+        for category, summary in groups
+        if summary.counts.acceptance_len is not None
+    ]
+
+
+def _metric_args(summary: Summary) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "num_speculative_tokens": summary.counts.num_speculative_tokens,
+        "num_prompts": summary.num_conversations,
+    }
+    if summary.interval is not None:
+        ends = [round(summary.interval.low, 3), round(summary.interval.high, 3)]
+        found |= {"interval": ends, "confidence": summary.interval.confidence}
+    return found
+
+
+def _block(evaluation: Evaluation, name: str, target: str, serve_commands: Mapping[str, str]) -> list[str]:
+    total, source = evaluation.total, evaluation.source
+    lines = [
+        "## Acceptance",
+        "",
+        f"**{headline(evaluation)}**",
+        "",
+        "Tokens that a verify step commits on average, the target's own token included (vLLM's definition), where",
+        f"{name} drafts {total.counts.num_speculative_tokens} tokens a step for {target}. {_interval_line(total)}",
+        "",
+    ]
+    if source.warning is not None:
+        lines += [f"Note: {source.warning}.", ""]
+    lines += [*markdown_table(("category", "prompts", "steps", "acceptance length"), _rows(evaluation)), ""]
+    lines += ["Share of the steps that accept each position: " + _shares(total), ""]
+    lines += ["Measured with " + "; ".join(_conditions(evaluation)) + ".", ""]
+    for engine, command in serve_commands.items():
+        lines += [f"Serve it with {engine}:", "", "```sh", command, "```", ""]
+    return [*lines, "Measure it again:", "", "```sh", command_line(evaluation), "```", ""]
+
+
+def _interval_line(total: Summary) -> str:
+    if total.interval is None:
+        return f"There is no interval: {total.no_interval}."
+    return f"In brackets is the {100 * total.interval.confidence:g}% interval over prompts."
+
+
+def _rows(evaluation: Evaluation) -> Sequence[Sequence[str]]:
+    groups = [*evaluation.categories.items(), ("all", evaluation.total)]
+    return [
+        (category, str(summary.num_conversations), str(summary.counts.num_drafts), _length(summary))
+        for category, summary in groups
+    ]
+
+
+def _length(summary: Summary) -> str:
+    if summary.counts.acceptance_len is None:
+        return "-"
+    interval = summary.interval
+    ends = f" [{interval.low:.3f}, {interval.high:.3f}]" if interval is not None else ""
+    return f"{summary.counts.acceptance_len:.3f}{ends}"
+
+
+def _shares(total: Summary) -> str:
+    counts = total.counts
+    pairs = zip(counts.per_pos_acceptance_rates, counts.per_pos_verified, strict=True)
+    return ", ".join(f"{rate:.3f}" for rate, verified in pairs if verified)
+
+
+def _conditions(evaluation: Evaluation) -> list[str]:
+    settings, measured = evaluation.settings, evaluation.measured
+    packages = measured.get("packages") or {}
+    found = [f"prompts `{evaluation.source.name.rpartition('/')[2]}` (digest {measured.get('prompts_digest')})"]
+    found += [f"{key} {settings[key]}" for key in CONDITIONS if settings.get(key) is not None]
+    found += [
+        f"{role} digest {settings[f'{role}_digest']}" for role in ("draft", "target") if f"{role}_digest" in settings
+    ]
+    return [*found, f"dflash-cli {packages.get('dflash-cli')} on {measured.get('device_name')}, {measured.get('date')}"]

@@ -1,0 +1,306 @@
+"""Rules on whether a draft fits the target that is given. Without a target they find nothing."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from dflash_cli.checkpoints.opening import lacks_embedding_scale
+from dflash_cli.rules.rule import BFLOAT16, FIX_OTHER_TARGET, FIX_RUN_LEVEL, Problem, check
+from dflash_cli.rules.subject import CONFIG_FILE, Subject
+from dflash_cli.rules.themes.target_identity import TOKENIZER_CONFIG
+from dflash_runtime.checkpoint.canonical_names import find_quantization
+from dflash_runtime.checkpoint.files import TensorInfo
+from dflash_runtime.checkpoint.hf_config import read_rope
+from dflash_runtime.checkpoint.pair import TargetExpectations, find_misfits
+from dflash_runtime.checkpoint.target_facts import decoder_config
+from dflash_runtime.errors import CheckpointError, InvalidConfig
+from dflash_runtime.json_values import as_object, is_int
+
+EMBEDDINGS = ("model.embed_tokens.weight", "model.language_model.embed_tokens.weight", "embed_tokens.weight")
+
+
+@check(
+    "P01",
+    effect="the draft borrows the target's embedding and head, which have another width",
+    fix=FIX_OTHER_TARGET,
+    source="vllm-project/vllm#48113",
+)
+def widths_fit(subject: Subject) -> Iterator[Problem]:
+    """The draft is as wide as the target."""
+    yield from _misfits(subject, "target_hidden_size", subject.location("target_hidden_size"))
+    yield from _misfits(subject, "hidden_size", subject.body_location("hidden_size"))
+
+
+@check(
+    "P02",
+    effect="vLLM maps ids through a map of zeros; with an older release nothing was accepted",
+    fix=(
+        "if only the padding differs, write the target's vocab_size, then check it: dflash validate {draft} "
+        "--target {target}"
+    ),
+    source="vllm-project/vllm#46435",
+    outcome="drops",
+    stops_runtime=True,
+)
+def vocabularies_fit(subject: Subject) -> Iterator[Problem]:
+    """The draft's vocab_size is the target's, padding included."""
+    yield from _misfits(subject, "vocab_size", subject.body_location("vocab_size"))
+
+
+@check(
+    "P03",
+    effect="SGLang refuses the id; vLLM reads past the end of the embedding",
+    fix=FIX_OTHER_TARGET,
+    source="NVIDIA/Model-Optimizer#1621; SGLang 0.5.23 dflash_worker_v2.py",
+)
+def mask_has_a_row(subject: Subject) -> Iterator[Problem]:
+    """The mask token has a row in the target's embedding."""
+    location, value = subject.location("mask_token_id"), subject.stated("mask_token_id")
+    yield from _misfits(subject, "mask_token_id", location)
+    target = subject.target
+    if target is not None and is_int(value) and value < target.vocab_size and value in target.eos_token_ids:
+        yield Problem(
+            location,
+            f"{value} is a stop token of the target",
+            effect="the draft cannot tell a masked position from the end of the text",
+            severity="warning",
+        )
+
+
+@check(
+    "P04",
+    "warning",
+    effect="SGLang refuses a pair whose tokenizer names another mask token",
+    fix=f"{FIX_RUN_LEVEL} # tries the target's special tokens",
+    source="SGLang 0.5.23 dflash_worker_v2.py",
+)
+def tokenizer_names_the_mask(subject: Subject) -> Iterator[Problem]:
+    """If the target's tokenizer names a mask token, the draft uses that one."""
+    value = subject.stated("mask_token_id")
+    tokenizer = _target_file(subject, TOKENIZER_CONFIG)
+    if not is_int(value) or not tokenizer:
+        return
+    added = as_object(tokenizer.get("added_tokens_decoder"))
+    named = tokenizer.get("mask_token")
+    content = as_object(named).get("content", named)
+    ids = [key for key, entry in added.items() if content and as_object(entry).get("content") == content]
+    if ids and str(value) not in ids:
+        yield Problem(
+            subject.location("mask_token_id"), f"found {value}, the tokenizer's mask token {content!r} is {ids[0]}"
+        )
+
+
+@check(
+    "P05",
+    "warning",
+    effect="another base is right only if the draft was trained with it",
+    fix=f"{FIX_RUN_LEVEL} # tries the target's base",
+    source="NVIDIA/Model-Optimizer hf_spec_export.py; Luce-Org/lucebox#447",
+)
+def rope_bases_fit(subject: Subject) -> Iterator[Problem]:
+    """The draft's rope base is the target's.
+
+    Some drafts differ on purpose.
+    """
+    if subject.target is None or subject.target.rope is None:
+        return
+    try:
+        theta = read_rope(subject.body, subject.path).theta
+    except InvalidConfig:  # C22 and C23 report it
+        return
+    if theta != subject.target.rope.theta:
+        yield Problem(
+            subject.body_location("rope_theta"), f"found {theta}, the target's is {subject.target.rope.theta}"
+        )
+
+
+@check(
+    "C25",
+    "warning",
+    effect="longer texts are cut short or drafted badly; vLLM raises the limit for plain rope only",
+    fix="dflash serve-command {draft} --target {target} --engine vllm # limits the context to the draft's positions",
+    source="vllm-project/vllm#48894, #57941",
+)
+def positions_reach_as_far(subject: Subject) -> Iterator[Problem]:
+    """The draft has as many positions as the target."""
+    stated = subject.body.get("max_position_embeddings")
+    reach = subject.target.max_position_embeddings if subject.target is not None else None
+    if reach is not None and is_int(stated) and stated < reach:
+        yield Problem(subject.body_location("max_position_embeddings"), f"found {stated}, the target's is {reach}")
+
+
+@check(
+    "C11",
+    effect="the draft was made for another target, or the number is wrong; SGLang only warns",
+    fix=FIX_OTHER_TARGET,
+    source="SGLang 0.5.23 spec_aux_hidden_state.py",
+    outcome="drops",
+    stops_runtime=True,
+)
+def target_depth_fits(subject: Subject) -> Iterator[Problem]:
+    """num_target_layers is the target's number of layers."""
+    location = next(iter(subject.homes("num_target_layers")), subject.location("num_target_layers"))
+    yield from _misfits(subject, "num_target_layers", location)
+    stated = subject.stated("num_target_layers")
+    if stated is None and not subject.is_speculators:
+        yield Problem(
+            subject.location("num_target_layers"),
+            "missing, expected the target's number of layers",
+            effect="the z-lab reference code and MLX stop",
+            fix="dflash validate {draft} --target {target} --fix-out {out}",
+            severity="warning",
+            outcome="serves",
+        )
+
+
+@check(
+    "P06",
+    effect="engines stop, or never capture the layer's output",
+    fix=FIX_OTHER_TARGET,
+    source="charlie12345/ROCmFPX#44",
+)
+def taps_exist_in_the_target(subject: Subject) -> Iterator[Problem]:
+    """Every tapped layer exists in the target that is given."""
+    yield from _misfits(subject, "target_layer_ids", subject.tap_location)
+
+
+@check(
+    "P10",
+    "warning",
+    effect="engines differ: SGLang feeds it the embedding as the target scales it, vLLM and z-lab's code the raw one",
+    fix="write the scale used in training (1 for none), then check it: dflash validate {draft} --target {target}",
+    source="vllm-project/vllm#41703; SGLang 0.5.23 models/gemma4_causal.py; z-lab/dflash 0.1.0 model.py",
+)
+def embedding_scale_is_known(subject: Subject) -> Iterator[Problem]:
+    """A draft for a target that scales its embedding states input_embedding_scale."""
+    if subject.target is not None and lacks_embedding_scale(subject.config, subject.target):
+        yield Problem(
+            subject.location("dflash_config.input_embedding_scale"),
+            f"missing, although this is a {subject.target.model_type.lower()} target",
+        )
+
+
+@check(
+    "P11",
+    "warning",
+    effect="the draft computes plain products with the head it borrows, as if it were not packed",
+    fix="use a target whose head and embedding are not packed; dflash inspect {target} --tensors # lists the types",
+    source="sgl-project/sglang#39362; sgl-project/SpecForge#473",
+    outcome="stops",
+)
+def head_is_plain(subject: Subject) -> Iterator[Problem]:
+    """The target's head and embedding, which the draft borrows, are plain floats."""
+    for name, info in _target_tensors(subject).items():
+        is_borrowed = name.startswith(("lm_head.", "model.embed_tokens.", "model.language_model.embed_tokens."))
+        if is_borrowed and info.dtype not in ("F16", "BF16", "F32", "F64"):
+            yield Problem(
+                f"target {info.file.name}:{name}", f"found packed weights ({info.dtype}), expected plain floats"
+            )
+
+
+@check(
+    "P13",
+    "warning",
+    effect="engines count layers in every loop, so a tapped layer may mean another pass",
+    fix=FIX_RUN_LEVEL,
+    source="SGLang 0.5.23 spec_aux_hidden_state.py",
+)
+def target_does_not_loop(subject: Subject) -> Iterator[Problem]:
+    """The target runs each of its layers once."""
+    decoder, _ = decoder_config(subject.target_json, subject.path)
+    loops = subject.target_json.get("num_loops", decoder.get("num_loops"))
+    if is_int(loops) and loops > 1:
+        yield Problem(f"target {CONFIG_FILE}:num_loops", f"{loops}: the target runs its layers more than once")
+
+
+@check(
+    "P14",
+    "warning",
+    effect="engines run the draft in the target's type, and DFlash activations overflow float16",
+    fix="dflash serve-command {draft} --target {target} --engine vllm # sets bfloat16",
+    source="vllm-project/vllm#55250, #55294",
+    serve_flag=BFLOAT16,
+)
+def target_is_not_float16(subject: Subject) -> Iterator[Problem]:
+    """The target is served in another type than float16."""
+    if subject.target is not None and subject.target.dtype == "float16":
+        yield Problem(f"target {CONFIG_FILE}:dtype", "float16, expected another type such as bfloat16")
+
+
+@check(
+    "P15",
+    effect="ids past the embedding's end have no row; the padded size is the one that counts",
+    fix="correct vocab_size in the target's config.json; dflash inspect {target} --tensors # lists the rows",
+    source="NVIDIA/Model-Optimizer#1621",
+)
+def target_counts_its_rows(subject: Subject) -> Iterator[Problem]:
+    """The target's embedding has vocab_size rows."""
+    tensors = _target_tensors(subject)
+    for name in EMBEDDINGS:
+        info = tensors.get(name)
+        if info is not None and subject.target is not None and info.shape[:1] != (subject.target.vocab_size,):
+            yield Problem(
+                f"target {info.file.name}:{name}",
+                f"found {list(info.shape)}, the target's vocab_size is {subject.target.vocab_size}",
+            )
+
+
+@check(
+    "P17",
+    "info",
+    effect="dflash checks this pair and gives commands to serve it, and does not run it itself",
+    fix="dflash serve-command {draft} --target {target} --engine vllm # then measure acceptance in the engine",
+    source="dflash_runtime/checkpoint/hf_config.py",
+)
+def target_can_be_run_here(subject: Subject) -> Iterator[Problem]:
+    """The target is one that dflash can run: dense attention with one rope, and weights that are not packed.
+
+    What dflash does not know of a target is named. Whether an engine serves it is for the engine's own rules.
+    """
+    source = subject.target_source
+    if source is None:
+        return
+    for part in source.facts.not_known:
+        yield Problem(f"target {CONFIG_FILE}", f"not known to dflash: {part}")
+    try:
+        packing = find_quantization(source.checkpoint)
+    except CheckpointError:  # a target may be given by its config alone
+        packing = source.facts.quantization
+    if packing is not None:
+        yield Problem(f"target {CONFIG_FILE}", f"packed weights ({packing})", severity="warning")
+
+
+def _misfits(subject: Subject, field: str, location: str) -> Iterator[Problem]:
+    """Where one field of the draft does not fit the target that is given."""
+    if subject.target is None:
+        return
+    expected = TargetExpectations(
+        hidden_size=subject.body.get("hidden_size"),
+        target_hidden_size=subject.config.get("target_hidden_size"),
+        vocab_size=subject.body.get("vocab_size"),
+        mask_token_id=subject.stated("mask_token_id"),
+        target_layer_ids=tuple(subject.taps or ()),
+        num_target_layers=subject.stated("num_target_layers"),
+    )
+    for misfit in find_misfits(expected, subject.target):
+        if misfit.field == field:
+            yield Problem(location, f"{misfit.found}, {misfit.target}")
+
+
+def _target_tensors(subject: Subject) -> Mapping[str, TensorInfo]:
+    """The tensors of the target, from its headers; empty if they cannot be read, as a config alone may be given."""
+    if subject.target_source is None:
+        return {}
+    try:
+        return subject.target_source.checkpoint.tensors
+    except CheckpointError:
+        return {}
+
+
+def _target_file(subject: Subject, name: str) -> Mapping[str, Any]:
+    """A JSON file of the target; empty if there is none that can be read."""
+    if subject.target_source is None:
+        return {}
+    try:
+        return subject.target_source.checkpoint.read_optional_json(name) or {}
+    except CheckpointError:
+        return {}

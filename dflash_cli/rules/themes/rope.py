@@ -1,0 +1,145 @@
+"""Rules on rotary embeddings."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from dflash_cli.formats.decoder_body import ROPE_KEYS, ROPE_KINDS
+from dflash_cli.rules.rule import FIX_REEXPORT, Problem, check
+from dflash_cli.rules.subject import Subject
+from dflash_runtime.checkpoint.hf_config import rope_parameters
+from dflash_runtime.json_values import as_object, is_number
+
+
+@check(
+    "C22",
+    effect="vLLM assumes 1000000, SGLang and transformers assume 10000",
+    fix=(
+        "write the rope_theta used in training; if it is unknown, write the target's and run dflash validate "
+        "{draft} --target {target} --level run"
+    ),
+    source="vLLM 0.33.0 qwen3_dflash.py; transformers modeling_rope_utils.py",
+    outcome="drops",
+)
+def rope_theta_is_stated(subject: Subject) -> Iterator[Problem]:
+    """The rope base, rope_theta, is stated.
+
+    Without it readers assume 10,000 or 1,000,000.
+    """
+    thetas = _values(subject, "rope_theta")
+    if not thetas:
+        yield Problem(subject.body_location("rope_theta"), "missing")
+    for location, value in thetas.items():
+        if not is_number(value) or value <= 0:
+            yield Problem(location, f"found {value!r}, expected a positive number")
+
+
+@check(
+    "C23",
+    effect="vLLM stops; other readers use one of the two values",
+    fix=(
+        "correct or delete the wrong value, then test what is left: dflash validate {draft} --target {target} "
+        "--level run"
+    ),
+    source="vLLM 0.33.0 transformers_utils/config.py; Luce-Org/lucebox#447",
+)
+def rope_is_stated_once(subject: Subject) -> Iterator[Problem]:
+    """Every spelling of the rope settings gives the same values."""
+    thetas = _values(subject, "rope_theta")
+    kinds = {**_values(subject, "rope_type"), **_values(subject, "type")}
+    parts = [part for key in ROPE_KEYS for part in rope_parameters(as_object(subject.body.get(key)))]
+    others = {name: _values(subject, name) for name in dict.fromkeys(parts)}
+    for name, values in {"rope_theta": thetas, "rope_type": kinds, **others}.items():
+        if any(value != next(iter(values.values())) for value in values.values()):
+            stated = ", ".join(f"{location.split(':')[1]} {value}" for location, value in values.items())
+            yield Problem(subject.body_location(name), f"stated twice with different values: {stated}")
+
+
+@check(
+    "C24",
+    effect="readers stop, or stretch positions by a length they assume",
+    fix="write the value used in training, then check it: dflash validate {draft}",
+    source="Avarok/atlas#78",
+)
+def yarn_is_complete(subject: Subject) -> Iterator[Problem]:
+    """YaRN rope states its factor and its original length."""
+    for key in ROPE_KEYS:
+        rope = as_object(subject.body.get(key))
+        if rope.get("rope_type", rope.get("type")) != "yarn":
+            continue
+        for field in ("factor", "original_max_position_embeddings"):
+            if not is_number(rope.get(field)):
+                yield Problem(subject.body_location(f"{key}.{field}"), "missing for rope type yarn")
+
+
+@check(
+    "C46",
+    "warning",
+    effect="positions are stretched where they need not be, so drafts get worse everywhere",
+    fix="write original_max_position_embeddings as in training, then check it: dflash validate {draft}",
+    source="transformers modeling_rope_utils.py; Avarok/atlas#78",
+)
+def yarn_stretches(subject: Subject) -> Iterator[Problem]:
+    """YaRN's original length lies within the draft's max_position_embeddings."""
+    limit = subject.body.get("max_position_embeddings")
+    for location, value in _values(subject, "original_max_position_embeddings").items():
+        if is_number(value) and is_number(limit) and value > limit:
+            yield Problem(location, f"found {value}, expected at most max_position_embeddings {limit}")
+
+
+@check(
+    "C26",
+    "warning",
+    effect="SGLang applies the setting, the reference code does not",
+    fix="dflash convert {draft} {out} --to sglang # or --to vllm: removes it; keep it if trained with it",
+    source="SGLang 0.5.23 models/dflash.py; z-lab/dflash#170",
+    outcome="drops",
+)
+def rope_is_whole(subject: Subject) -> Iterator[Problem]:
+    """The draft states no partial or multimodal rope, which only some readers apply."""
+    for key in ("partial_rotary_factor", "mrope_section", "mrope_interleaved"):
+        for location, value in _values(subject, key).items():
+            if value not in (1, 1.0, False):
+                yield Problem(location, f"found {value!r}, expected none")
+
+
+@check(
+    "C40",
+    effect="readers stop at a type they do not know, or apply plain rope",
+    fix=FIX_REEXPORT,
+    source="transformers modeling_rope_utils.py ROPE_INIT_FUNCTIONS",
+)
+def rope_kind_is_known(subject: Subject) -> Iterator[Problem]:
+    """The rope type is one that transformers defines."""
+    for key in ("rope_type", "type"):
+        for location, value in _values(subject, key).items():
+            if not isinstance(value, str) or value not in ROPE_KINDS:
+                yield Problem(location, f"found {value!r}, expected one of {', '.join(sorted(ROPE_KINDS))}")
+
+
+@check(
+    "S06",
+    effect="vLLM refuses layers that differ; speculators uses the sliding layers' rope for all",
+    fix="train or export the draft with one rope, then check it: dflash validate {draft}",
+    source="vLLM 0.33.0 qwen3_dflash.py; speculators 0.9.0 models/utils.py",
+)
+def rope_is_one_for_all_layers(subject: Subject) -> Iterator[Problem]:
+    """Rope settings stated by layer type are the same for every type."""
+    for key in ROPE_KEYS:
+        parts = [item for item in as_object(subject.body.get(key)).values() if isinstance(item, dict)]
+        if parts and any(item != parts[0] for item in parts):
+            yield Problem(
+                subject.body_location(key),
+                f"{len(parts)} layer types with different values",
+            )
+
+
+def _values(subject: Subject, key: str) -> dict[str, Any]:
+    """Every location that states a rope key: the body itself and its two rope objects."""
+    found = {}
+    if subject.body.get(key) is not None and key != "type":
+        found[subject.body_location(key)] = subject.body[key]
+    for container in ROPE_KEYS:
+        rope = as_object(subject.body.get(container))
+        if rope.get(key) is not None:
+            found[subject.body_location(f"{container}.{key}")] = rope[key]
+    return found

@@ -1,0 +1,197 @@
+"""Rules on whether the target that is given is the very one a draft was made for: its name, tokenizer and weights."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from dflash_cli.checkpoints.fingerprint import TargetFingerprint, target_fingerprint
+from dflash_cli.checkpoints.references import TINY, TINY_TARGET_NAME
+from dflash_cli.formats.dialect import named_architectures
+from dflash_cli.rules.rule import FIX_OTHER_TARGET, FIX_RUN_LEVEL, Problem, check
+from dflash_cli.rules.subject import Subject
+from dflash_runtime.checkpoint.files import Checkpoint
+from dflash_runtime.errors import CheckpointError
+from dflash_runtime.json_values import as_object
+
+TOKENIZER_FILE = "tokenizer.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+MANIFEST = "conversion.json"
+PUBLISHED = {
+    "qwen/qwen3-8b": ((16, (1, 9, 17, 25, 33)), (8, None)),
+    "qwen/qwen3-4b": ((16, (1, 9, 17, 25, 33)),),
+    "openai/gpt-oss-20b": ((8, (1, 6, 11, 16, 21)),),
+    "qwen/qwen3.6-27b": ((16, (1, 16, 31, 46, 61)),),
+    "qwen/qwen3.5-27b": ((16, (1, 16, 31, 46, 61)),),
+}
+"""Hub id of a target -> (block size, taps) of drafts published for it; taps None where they are not known."""
+
+
+@check(
+    "P08",
+    "warning",
+    effect="a draft accepts fewer tokens with another target, even one of the same shape",
+    fix="dflash eval-acceptance {draft} --target {target} # measures it; or use the target that the draft names",
+    source="z-lab/dflash#149; AEON-7#6",
+    is_about_training=True,
+)
+def verifier_is_the_target(subject: Subject) -> Iterator[Problem]:
+    """The target that is given is the verifier that the draft names."""
+    name = as_object(_verifier(subject)).get("name_or_path")
+    reference = subject.target_reference
+    if not isinstance(name, str) or not name or reference is None:
+        return
+    given = TINY_TARGET_NAME if reference == TINY else reference.partition("@")[0].rstrip("/")
+    if given != name and given.rpartition("/")[2] != name.rpartition("/")[2]:
+        yield Problem(
+            subject.location("speculators_config.verifier.name_or_path"),
+            f"names {name}, but {reference} is given",
+        )
+
+
+@check(
+    "P16",
+    "warning",
+    effect="a draft is trained on the hidden states of one model, and the config names one of another kind",
+    fix=FIX_OTHER_TARGET,
+    source="speculators 0.9.0 VerifierConfig",
+    is_about_training=True,
+)
+def verifier_is_of_the_targets_kind(subject: Subject) -> Iterator[Problem]:
+    """The target has the architecture that the draft names for its verifier."""
+    stated, given = named_architectures(_verifier(subject)), named_architectures(subject.target_json)
+    if stated and given and not set(stated) & set(given):
+        yield Problem(
+            subject.location("speculators_config.verifier.architectures"),
+            f"found {', '.join(stated)}, the target is {', '.join(given)}",
+        )
+
+
+@check(
+    "P12",
+    "info",
+    effect="none by itself, but a block or tapped layers other than usual are worth a second look",
+    fix=FIX_RUN_LEVEL,
+    source="configs of published drafts, 2026",
+    is_about_training=True,
+)
+def settings_are_the_published_ones(subject: Subject) -> Iterator[Problem]:
+    """Block size and tapped layers are those of published drafts for this target."""
+    reference = (subject.target_reference or "").partition("@")[0].lower()
+    known = PUBLISHED.get(reference)
+    if known is None or subject.taps is None or subject.block_size is None:
+        return
+    mine = (subject.block_size, tuple(subject.taps))
+    if not any(block == mine[0] and taps in (None, mine[1]) for block, taps in known):
+        stated = "; ".join(
+            f"block {block}" + (f", tapped layers {list(taps)}" if taps else "") for block, taps in known
+        )
+        yield Problem(subject.tap_location, f"block {mine[0]}, tapped layers {list(mine[1])}; published: {stated}")
+
+
+@check(
+    "P09",
+    "warning",
+    effect="if the draft was trained with its own tokenizer, ids mean other text here and hardly any is accepted",
+    fix=FIX_OTHER_TARGET,
+    source="ggml-org/llama.cpp#25733",
+)
+def tokenizers_agree(subject: Subject) -> Iterator[Problem]:
+    """A tokenizer that lies beside the draft is the target's.
+
+    Compared by the special tokens of tokenizer_config.json, which differ between model families.
+    """
+    if TOKENIZER_CONFIG not in subject.files or subject.target_source is None:
+        return
+    ours, theirs = (_special_tokens(item) for item in (subject.checkpoint, subject.target_source.checkpoint))
+    for key in sorted(ours.keys() & theirs.keys(), key=str):
+        if ours[key] != theirs[key]:
+            yield Problem(
+                f"{TOKENIZER_CONFIG}:added_tokens_decoder.{key}",
+                f"found {ours[key]!r}, the target's is {theirs[key]!r}",
+            )
+            return
+
+
+@check(
+    "P31",
+    "warning",
+    level="weights",
+    effect="if the draft was trained with its own tokenizer, ids mean other text here and hardly any is accepted",
+    fix=FIX_OTHER_TARGET,
+    source="ggml-org/llama.cpp#25733",
+    outcome="drops",
+)
+def vocabularies_are_the_same(subject: Subject) -> Iterator[Problem]:
+    """A tokenizer.json that lies beside the draft gives every token the id it has in the target's."""
+    if TOKENIZER_FILE not in subject.files or subject.target_source is None:
+        return
+    ours, theirs = (_vocabulary(item) for item in (subject.checkpoint, subject.target_source.checkpoint))
+    if not ours or not theirs:
+        return
+    moved = [token for token, number in ours.items() if theirs.get(token, number) != number]
+    missing = len(ours.keys() ^ theirs.keys())
+    if moved:
+        first = min(moved)
+        yield Problem(
+            f"{TOKENIZER_FILE}:model.vocab",
+            f"{len(moved)} of {len(ours)} tokens have other ids than in the target's: {first!r} is {ours[first]!r}, "
+            f"there {theirs[first]!r}",
+        )
+    elif missing:
+        yield Problem(
+            f"{TOKENIZER_FILE}:model.vocab",
+            f"{missing} tokens are in one of the two tokenizers only",
+            effect="text with these tokens is drafted badly, or the draft was made for another target",
+        )
+
+
+@check(
+    "P32",
+    "warning",
+    level="weights",
+    effect="if the draft was trained on the other target's hidden states, it accepts less with these",
+    fix=FIX_OTHER_TARGET,
+    source="MiaAI-Lab#67 (revision drift)",
+    outcome="drops",
+)
+def target_is_the_one_of_the_conversion(subject: Subject) -> Iterator[Problem]:
+    """The target is the one that conversion.json names, by names and shapes of its tensors and some of its rows."""
+    if MANIFEST not in subject.files or subject.target_source is None or subject.checkpoint is None:
+        return
+    stated = as_object(as_object(_read(subject.checkpoint, MANIFEST).get("target")).get("fingerprint"))
+    known = TargetFingerprint.from_json(stated)
+    if known is None:
+        return
+    try:
+        found = target_fingerprint(subject.target_source)
+    except CheckpointError:
+        return
+    difference = known.difference(found)
+    if difference is not None:
+        yield Problem(f"{MANIFEST}:target.fingerprint", f"the target differs from the one converted for: {difference}")
+
+
+def _verifier(subject: Subject) -> Mapping[str, Any]:
+    return as_object(as_object(subject.config.get("speculators_config")).get("verifier"))
+
+
+def _special_tokens(checkpoint: Checkpoint | None) -> dict[str, Any]:
+    """Id -> text of the tokens that tokenizer_config.json lists; empty for others."""
+    if checkpoint is None:
+        return {}
+    entries = as_object(_read(checkpoint, TOKENIZER_CONFIG).get("added_tokens_decoder"))
+    return {key: as_object(entry).get("content") for key, entry in entries.items()}
+
+
+def _vocabulary(checkpoint: Checkpoint | None) -> Mapping[str, Any]:
+    """Token -> id, of a tokenizer that lists them so; empty for others."""
+    if checkpoint is None:
+        return {}
+    model = as_object(_read(checkpoint, TOKENIZER_FILE).get("model"))
+    return as_object(model.get("vocab"))
+
+
+def _read(checkpoint: Checkpoint, name: str) -> Mapping[str, Any]:
+    try:
+        return checkpoint.read_optional_json(name) or {}
+    except CheckpointError:
+        return {}

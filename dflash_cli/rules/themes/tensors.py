@@ -1,0 +1,288 @@
+"""Rules on the weights' headers: names, shapes, element types."""
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+
+from dflash_cli.formats.decoder_body import STORED_AS
+from dflash_cli.rules.rule import FIX_COPY, FIX_INSPECT, FIX_REEXPORT, Problem, check
+from dflash_cli.rules.subject import Subject
+from dflash_runtime.checkpoint import layout
+from dflash_runtime.checkpoint.canonical_names import QUANTIZATION_FILE
+from dflash_runtime.checkpoint.files import TensorInfo
+from dflash_runtime.checkpoint.layout import (
+    DRAFT_TO_TARGET,
+    EMBEDDING,
+    HEAD,
+    TARGET_TO_DRAFT,
+    body_shapes,
+    canonical_name,
+    compare_tensors,
+    layer_indices,
+    owned_shapes,
+)
+from dflash_runtime.json_values import is_int
+
+WEIGHTS = "model.safetensors"
+PREFIXES = ("model.", "dflash_module.", "draft_model.", "encoder.")
+ALIASES = tuple(layout.ALIASES)
+FLOATS = frozenset({"F16", "BF16", "F32", "F64"})
+HEAD_NORM = re.compile(r"self_attn\.[qk]_norm\.")
+FUSED = re.compile(r".*\b(qkv_proj|gate_up_proj)\.")
+EXPLAINED = (
+    (r"(embed_tokens|lm_head)\.", "the target's, which a draft borrows"),
+    (r"prefix_gru\.|embed_proj\.|logit_head\.", "part of a Domino head"),
+    (r"markov_|confidence_", "part of a DSpark head"),
+    (r".*(exp_avg|optimizer|step$)", "left over from training"),
+    (r".*(weight_scale|weight_packed|weight_zero_point|input_scale)", "packed weights"),
+    (r".*self_attn\.(attention_sink_bias|sinks)$", "attention sinks, which the config does not state"),
+    (r".*mlp\.(experts|shared_expert|gate)\.", "experts, which a DFlash draft does not have"),
+    (r".*mask_(hidden|embedding)", "a learned mask embedding, which this tool does not serve"),
+)
+
+
+@check(
+    "N01",
+    effect="vLLM and SGLang load the rest and leave the missing tensors at random values",
+    fix=FIX_REEXPORT,
+    source="vLLM 0.33.0 and SGLang 0.5.23 load_weights report no missing tensor",
+    outcome="drops",
+    stops_runtime=True,
+)
+def every_tensor_is_there(subject: Subject) -> Iterator[Problem]:
+    """Every tensor that the config calls for is there.
+
+    A draft has 3 tensors, and 11 a layer, or 15 a layer with attention bias, and one more with attention sinks.
+    """
+    if subject.dims is None or subject.tensors is None or _states_packing(subject):
+        return
+    if common_prefix(subject) is not None or fused_names(subject):
+        return
+    missing, _, _ = compare_tensors(body_shapes(subject.dims), _shapes(subject))
+    if missing:
+        has_no_norms = all(HEAD_NORM.search(name) for name in missing)
+        why = "; DFlash normalises queries and keys" if has_no_norms else ""
+        yield Problem(WEIGHTS, f"missing: {_listed(missing)}{why}")
+
+
+@check(
+    "N02",
+    effect="engines stop at the tensor, or leave out something the draft was trained with",
+    fix=(
+        "remove the tensor if it is a leftover, otherwise use an engine made for such drafts; then dflash validate "
+        "{draft}"
+    ),
+    source="jundot/omlx#1299; charlie12345/ROCmFPX#44",
+    stops_runtime=True,
+)
+def no_tensor_is_unexpected(subject: Subject) -> Iterator[Problem]:
+    """Every tensor is one that a DFlash draft has."""
+    if (
+        subject.dims is None
+        or subject.tensors is None
+        or _states_packing(subject)
+        or common_prefix(subject) is not None
+    ):
+        return
+    _, unexpected, _ = compare_tensors(owned_shapes(subject.dims), _shapes(subject))
+    layers = subject.dims.num_layers
+    beyond = [name for name in unexpected if any(index >= layers for index in layer_indices([name]))]
+    biases = [name for name in unexpected if name.endswith(".bias") and name not in beyond]
+    for name in unexpected:
+        if name in beyond or name in biases or FUSED.match(name):  # N06, N07 and N08 report these
+            continue
+        reason = next((text for pattern, text in EXPLAINED if re.match(pattern, name)), "")
+        yield Problem(f"{WEIGHTS}:{name}", f"unexpected{f': {reason}' if reason else ''}")
+    dims = subject.dims
+    if not subject.is_speculators and not dims.has_reduced_vocab and not dims.has_own_width:
+        for name in (HEAD, EMBEDDING):
+            if name in subject.tensors:
+                effect = "vLLM uses it if it differs from the target's, other engines ignore it"
+                yield Problem(
+                    f"{WEIGHTS}:{name}",
+                    "a copy of the target's weights",
+                    effect,
+                    severity="warning",
+                    outcome="serves",
+                    fix="if it is an exact copy, drop it: dflash convert {draft} {out} --to native --target {target}",
+                )
+
+
+@check(
+    "N04",
+    effect="loading stops at the wrong shape, in vLLM only at the first forward pass",
+    fix="correct the sizes in config.json or export the draft again, then check it: dflash validate {draft}",
+    source="vllm-project/vllm#48113, #42505, #42704",
+)
+def shapes_fit(subject: Subject) -> Iterator[Problem]:
+    """Every tensor has the shape that follows from the config."""
+    if subject.dims is None or subject.tensors is None or _states_packing(subject):
+        return
+    expected = body_shapes(subject.dims)
+    if subject.taps is None:
+        del expected["fc.weight"]
+    _, _, wrong = compare_tensors(expected, _shapes(subject))
+    for name, (found, wanted) in wrong.items():
+        dims = subject.dims
+        why = f" = {dims.num_taps} tapped layers x {dims.feature_size}" if name == "fc.weight" else ""
+        yield Problem(f"{WEIGHTS}:{name}", f"found {found}, expected {wanted}{why}")
+
+
+@check(
+    "N05",
+    effect="the first forward pass stops: the target's features have another width than fc.weight reads",
+    fix="check the draft against the target it was trained for: dflash validate {draft} --target ORG/REPO",
+    source="vllm-project/vllm#48113",
+)
+def features_fit_the_target(subject: Subject) -> Iterator[Problem]:
+    """fc.weight reads one target width for each tapped layer."""
+    info, taps = (subject.tensors or {}).get("fc.weight"), subject.taps
+    if subject.target is None or info is None or taps is None or len(info.shape) != 2:
+        return
+    width = subject.target.hidden_size
+    if info.shape[1] != len(taps) * width:
+        yield Problem(
+            f"{WEIGHTS}:fc.weight",
+            f"reads {info.shape[1]}, expected {len(taps)} tapped layers x the target's {width} = {len(taps) * width}",
+        )
+
+
+@check(
+    "N06",
+    effect="layers are left out, or stay at random values",
+    fix="correct num_hidden_layers or export the draft again, then check it: dflash validate {draft}",
+    source="vLLM 0.33.0 and SGLang 0.5.23 load_weights",
+    outcome="drops",
+    stops_runtime=True,
+)
+def layers_are_counted(subject: Subject) -> Iterator[Problem]:
+    """The file holds the layers 0 to num_hidden_layers - 1."""
+    count = subject.body.get("num_hidden_layers")
+    if subject.tensors is None or not is_int(count) or common_prefix(subject) is not None:
+        return
+    found = layer_indices(subject.tensors)
+    if len(found) != 0 and (len(found) != count or found != list(range(len(found)))):
+        yield Problem(WEIGHTS, f"found the layers {_numbers(found)}, expected 0..{count - 1}")
+
+
+@check(
+    "N07",
+    effect="readers leave out a bias that the config does not call for",
+    fix="set attention_bias as in training, then check it: dflash validate {draft}",
+    source="z-lab/gpt-oss-20b-DFlash",
+    outcome="drops",
+    stops_runtime=True,
+)
+def biases_fit(subject: Subject) -> Iterator[Problem]:
+    """Attention biases, o_proj's included, are there exactly if attention_bias is true."""
+    if subject.tensors is None:
+        return
+    pattern = re.compile(r"layers\.\d+\.self_attn\.[qkvo]_proj\.bias$")
+    biases = [name for name in subject.tensors if pattern.match(name)]
+    if biases and subject.body.get("attention_bias") is not True:
+        yield Problem(f"{WEIGHTS}:{biases[0]}", f"found {len(biases)} biases, but attention_bias is not true")
+
+
+@check(
+    "N09",
+    "warning",
+    effect="loaders cast all weights to one type",
+    fix=FIX_REEXPORT,
+    source="InternLM/lmdeploy#4991; vllm-project/vllm#55250",
+)
+def one_element_type(subject: Subject) -> Iterator[Problem]:
+    """All weights have one element type other than float16."""
+    counts = Counter(info.dtype for info in _body_tensors(subject).values())
+    if len(counts) > 1 and not _states_packing(subject):
+        yield Problem(WEIGHTS, f"mixed element types: {', '.join(f'{n} {kind}' for kind, n in counts.most_common())}")
+    if "F16" in counts:
+        yield Problem(
+            WEIGHTS,
+            "float16 weights",
+            effect="DFlash activations overflow float16, so nearly nothing is accepted",
+            fix="export the draft in bfloat16, then check it: dflash validate {draft}",
+            severity="error",
+            outcome="drops",
+        )
+
+
+@check(
+    "N10",
+    "warning",
+    effect="loaders that trust the config cast the weights",
+    fix=FIX_COPY,
+    source="transformers from_pretrained dtype=auto",
+)
+def dtype_is_told_truly(subject: Subject) -> Iterator[Problem]:
+    """The dtype in the config is the element type of the weights."""
+    stated = subject.body.get("dtype") or subject.body.get("torch_dtype") or subject.config.get("dtype")
+    kinds = {info.dtype for info in _body_tensors(subject).values()} & FLOATS
+    if isinstance(stated, str) and stated in STORED_AS and kinds and STORED_AS[stated] not in kinds:
+        fix = "" if len(kinds) == 1 else "correct dtype in config.json, then check it: dflash validate {draft}"
+        message = f"{stated}, but the weights are {'/'.join(sorted(kinds))}"
+        yield Problem(subject.body_location("dtype"), message, fix=fix)
+
+
+@check(
+    "N11",
+    effect="readers take packed numbers for plain ones",
+    fix=f"{FIX_INSPECT} # lists the element types; serve the draft with the engine it was packed for",
+    source="nvidia Nemotron 3.5 NVFP4 draft; sgl-project/sglang#39087",
+)
+def weights_are_plain(subject: Subject) -> Iterator[Problem]:
+    """Weights are plain floats, or quantization_config says how they are packed.
+
+    This tool does not read packed weights.
+    """
+    packed = sorted(
+        {info.dtype for info in _body_tensors(subject).values() if info.dtype not in FLOATS and len(info.shape) > 1}
+    )
+    if _states_packing(subject):
+        yield Problem(
+            subject.location("quantization_config"),
+            "quantised weights",
+            effect="names and shapes are the quantiser's own: dflash does not judge them and cannot run the draft",
+            severity="warning",
+            outcome="serves",
+        )
+    elif packed:
+        yield Problem(WEIGHTS, f"packed weights ({', '.join(packed)}) without a quantization_config")
+
+
+def _states_packing(subject: Subject) -> bool:
+    """Whether the draft says that its weights are quantised; the rules then expect no particular tensors."""
+    stated = subject.config.get("quantization_config") or subject.body.get("quantization_config")
+    return bool(stated) or QUANTIZATION_FILE in subject.files
+
+
+def _shapes(subject: Subject) -> dict[str, tuple[int, ...]]:
+    """Shapes by name, where the two tensors that have another name too go by their usual one."""
+    return {
+        canonical_name(name) if name.startswith(ALIASES) else name: info.shape
+        for name, info in (subject.tensors or {}).items()
+    }
+
+
+def fused_names(subject: Subject) -> list[str]:
+    return [name for name in subject.tensors or () if FUSED.match(name)]
+
+
+def _body_tensors(subject: Subject) -> Mapping[str, TensorInfo]:
+    """The tensors that are the draft's own: no map, and no copy of the target's."""
+    skipped = {EMBEDDING, HEAD, DRAFT_TO_TARGET, TARGET_TO_DRAFT}
+    return {name: info for name, info in (subject.tensors or {}).items() if name not in skipped}
+
+
+def common_prefix(subject: Subject) -> str | None:
+    """The prefix that the names of all layer tensors share."""
+    names = [name for name in subject.tensors or () if "layers." in name]
+    return next((prefix for prefix in PREFIXES if names and all(name.startswith(prefix) for name in names)), None)
+
+
+def _listed(names: list[str], limit: int = 6) -> str:
+    rest = len(names) - limit
+    return ", ".join(names[:limit]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def _numbers(found: list[int], limit: int = 20) -> str:
+    return str(found) if len(found) <= limit else f"[{', '.join(map(str, found[:limit]))}, ...]"

@@ -1,0 +1,70 @@
+"""Whether an engine can serve a draft, and with how much of its acceptance, judged from the findings."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dflash_cli.rules.rule import Finding
+from dflash_cli.rules.subject import NamedEngine, Subject
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What one engine does with the draft. `causal` is None where it is not known for the release.
+
+    `trained` is what the config is read as; with `is_stated` the config says so itself. `outcome` is the worst of
+    the findings', or "unknown" for a draft of another kind than DFlash, which the engine may well serve as that kind.
+    """
+
+    engine: NamedEngine
+    outcome: str
+    reasons: tuple[str, ...]
+    causal: tuple[bool, ...] | None
+    trained: tuple[bool, ...] | None
+    is_stated: bool = True
+
+    @property
+    def text(self) -> str:
+        """`vllm 0.33: loads, runs 5 of 5 layers causally (trained with 0 of 5 causal) -> acceptance drops (C20)`."""
+        because = f" ({', '.join(self.reasons)})" if self.reasons else ""
+        if self.outcome == "unknown":
+            return f"{self.engine}: not judged, since the draft is not a DFlash draft{because}"
+        if self.outcome == "stops":
+            return f"{self.engine}: cannot serve the draft{because}"
+        ending = f" -> acceptance drops{because}" if self.outcome == "drops" else ""
+        return f"{self.engine}: loads{self._attention()}{ending}"
+
+    def _attention(self) -> str:
+        if self.causal is None:
+            return "" if self.trained is None else ", not known whether causally in this release"
+        served, total = sum(self.causal), len(self.causal)
+        text = f", runs {served} of {total} layers causally" if served else f", runs all {total} layers non-causally"
+        if self.trained is not None and self.trained != self.causal:
+            said = "trained with" if self.is_stated else "not stated, read as"
+            text += f" ({said} {sum(self.trained)} of {total} causal)"
+        return text
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "engine": str(self.engine),
+            "outcome": self.outcome,
+            "reasons": list(self.reasons),
+            "causal": None if self.causal is None else list(self.causal),
+            "text": self.text,
+        }
+
+
+def judge(subject: Subject, findings: Sequence[Finding]) -> tuple[Verdict, ...]:
+    """One verdict for each engine that was named."""
+    return tuple(_judge(subject, findings, engine) for engine in subject.engines)
+
+
+def _judge(subject: Subject, findings: Sequence[Finding], engine: NamedEngine) -> Verdict:
+    about = [item for item in findings if item.severity == "error" and item.concerns(engine.name)]
+    identity = tuple(dict.fromkeys(item.id for item in about if item.stage == "identity"))
+    if identity:
+        return Verdict(engine, "unknown", identity, None, None)
+    outcome = next((kind for kind in ("stops", "drops") if any(item.outcome == kind for item in about)), "serves")
+    reasons = tuple(dict.fromkeys(item.id for item in about if item.outcome == outcome))
+    served, trained = engine.served_causality(subject), subject.trained_causality
+    return Verdict(engine, outcome, reasons, served, trained, subject.is_causality_stated)

@@ -1,0 +1,266 @@
+"""Measure how fast a pair decodes, with its draft and without. Knows no terminal.
+
+Only decoding is timed, and only while every request of a batch runs: prompts are in before, and a round ends when the
+first answer does. A draft's gain depends on its acceptance, so texts are real prompts, answered greedily. What of a
+drafting step is the draft's and what the target's is found by leaving each out, over fewer steps.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import cycle, islice
+from typing import Any
+
+import torch
+
+from dflash_cli.generation.answers import plural
+from dflash_cli.generation.loaded_pair import PairSession
+from dflash_cli.generation.prompts import Conversation, PromptRow
+from dflash_cli.tuning.step_parts import StepParts, silence_draft, silence_target
+from dflash_runtime.config import EngineConfig
+from dflash_runtime.device.loading import LoadedPair
+from dflash_runtime.errors import DFlashError, GateFailed, UsageError
+from dflash_runtime.llm import LLM
+from dflash_runtime.scheduling.request import Request, SamplingParams
+
+MIN_STEPS = 4
+"""Fewer steps than this in a round are no measurement."""
+
+Window = tuple[int, int, float]
+"""Tokens, steps and seconds of a round while all its requests were at work."""
+
+PART_TOKENS = 32
+"""Tokens of an answer with either model left out; all but the first take a step each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speed:
+    """Decoding at one batch size, over all its rounds. `tokens_per_step` is that of one request."""
+
+    tokens_per_second: float
+    step_ms: float
+    tokens_per_step: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchSpeed:
+    """A pair's speed with so many requests at a time: decoding plainly, with the draft, and with adaptive width.
+
+    `adaptive` is None where steps are not CUDA graphs, without which widths do not adapt.
+    """
+
+    batch: int
+    plain: Speed
+    speculative: Speed
+    parts: StepParts | None = None
+    adaptive: Speed | None = None
+
+    @property
+    def speedup(self) -> float:
+        """How many times as fast drafting makes decoding."""
+        return self.speculative.tokens_per_second / self.plain.tokens_per_second
+
+    @property
+    def adaptive_speedup(self) -> float | None:
+        """The same with adaptive width."""
+        return self.adaptive.tokens_per_second / self.plain.tokens_per_second if self.adaptive is not None else None
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "speedup": self.speedup, "adaptive_speedup": self.adaptive_speedup}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeedRequest:
+    """Prompts of token ids, batch sizes, and how long to measure each.
+
+    Every round takes the next prompts, from the beginning again where they are used up.
+    """
+
+    prompts: Sequence[Sequence[int]]
+    batches: Sequence[int]
+    max_new_tokens: int
+    num_rounds: int
+
+    def rounds(self, batch: int) -> list[list[Sequence[int]]]:
+        """The prompts of each round of a batch size."""
+        turns = cycle(self.prompts)
+        return [list(islice(turns, batch)) for _ in range(self.num_rounds)]
+
+    def num_runs(self, pair: LoadedPair) -> int:
+        """Rounds of all batches in every way of decoding, and a short one of each part; each has one more before it."""
+        num_ways = 2 if _adapting(pair) is None else 3
+        return len(self.batches) * (num_ways * (self.num_rounds + 1) + 2 * 2)
+
+
+def smallest(config: EngineConfig) -> EngineConfig:
+    """The config of a session to measure: what is measured gets a KV cache of its own, so that its own is tiny."""
+    return replace(config, num_pages=2 + config.max_num_requests, max_num_requests=1)
+
+
+def speed_request(
+    session: PairSession,
+    rows: Sequence[PromptRow],
+    batches: Sequence[int],
+    *,
+    max_new_tokens: int,
+    num_rounds: int,
+    chat: bool,
+) -> SpeedRequest:
+    """Rows as prompts, as many as the rounds of the largest batch can take.
+
+    Raises:
+        UsageError: nothing to draft with, or no batch.
+    """
+    if session.llm.num_draft_tokens == 0:
+        raise UsageError("-k 0 runs without a draft, so there is nothing to compare")
+    if not batches or min(batches) < 1:
+        raise UsageError(f"batches {list(batches)}, expected numbers of requests, such as 1, 4, 16")
+    turns = rows[: max(batches) * num_rounds]
+    prompts = [Conversation(row).next_prompt(session.tokenizer, chat=chat) for row in turns]
+    return SpeedRequest(prompts=prompts, batches=batches, max_new_tokens=max_new_tokens, num_rounds=num_rounds)
+
+
+def measure_speeds(
+    pair: LoadedPair, request: SpeedRequest, observe: Callable[[int], None] = lambda num_done: None
+) -> Iterator[BatchSpeed]:
+    """Each batch size in turn; `observe` hears how many rounds are done.
+
+    Raises:
+        UsageError: answers are too short to measure.
+        RequestError: a prompt that does not fit the model.
+    """
+    num_done = 0
+
+    def count() -> None:
+        nonlocal num_done
+        num_done += 1
+        observe(num_done)
+
+    for batch in request.batches:
+        plain, speculative = (_measure(item, request, batch, count) for item in (pair.without_draft(), pair))
+        adapting = _adapting(pair)
+        yield BatchSpeed(
+            batch=batch,
+            plain=plain,
+            speculative=speculative,
+            parts=_measure_parts(pair, request, batch, speculative.step_ms, count),
+            adaptive=_measure(adapting, request, batch, count) if adapting is not None else None,
+        )
+
+
+def check_speedup(speeds: Sequence[BatchSpeed], minimum: float) -> None:
+    """Require that drafting is so many times as fast as plain decoding at every batch size.
+
+    Raises:
+        GateFailed: naming the batch size at which it gains least.
+    """
+    worst = min(speeds, key=lambda item: item.speedup)
+    if worst.speedup < minimum:
+        raise GateFailed(f"speedup {worst.speedup:.2f} at batch {worst.batch}, expected at least {minimum:g}")
+
+
+def _measure(pair: LoadedPair, request: SpeedRequest, batch: int, count: Callable[[], None]) -> Speed:
+    """All rounds of a batch size as one."""
+    (windows,) = measure_rounds([(pair, None)], request, batch, count)
+    num_tokens, num_steps, seconds = (sum(column) for column in zip(*windows, strict=True))
+    return Speed(
+        tokens_per_second=num_tokens / seconds,
+        step_ms=1000 * seconds / num_steps,
+        tokens_per_step=num_tokens / num_steps / batch,
+    )
+
+
+def measure_rounds(
+    arms: Sequence[tuple[LoadedPair, int | None]], request: SpeedRequest, batch: int, count: Callable[[], None]
+) -> list[list[Window]]:
+    """Every round of a batch size, for each pair and its verify width; None is the whole block.
+
+    Rounds take turns, so that what disturbs the machine for a while disturbs all. The first is run twice: once more
+    before, to compile kernels and capture graphs.
+    """
+    rounds = request.rounds(batch)
+    llms = [(LLM(_sized(pair, rounds, request.max_new_tokens)), width) for pair, width in arms]
+    windows: list[list[Window]] = [[] for _ in arms]
+    for prompts in [rounds[0], *rounds]:
+        for (llm, width), of_arm in zip(llms, windows, strict=True):
+            of_arm.append(_run(llm, prompts, request.max_new_tokens, width))
+            _check_steps(of_arm[-1][1])
+            count()
+    return [of_arm[1:] for of_arm in windows]
+
+
+def _measure_parts(
+    pair: LoadedPair, request: SpeedRequest, batch: int, whole_ms: float, count: Callable[[], None]
+) -> StepParts:
+    """One round without the draft's work, and one without the target's, each run twice as in `_measure`."""
+    rounds, num_tokens = request.rounds(batch)[:1], min(PART_TOKENS, request.max_new_tokens)
+    times = []
+    for silent in (silence_draft(pair), silence_target(pair)):
+        llm = LLM(_sized(silent, rounds, num_tokens))
+        for _ in range(2):
+            _, num_steps, seconds = _run(llm, rounds[0], num_tokens)
+            count()
+        times.append(1000 * seconds / num_steps)
+    return StepParts.of_steps(whole_ms, *times)
+
+
+def _adapting(pair: LoadedPair) -> LoadedPair | None:
+    """The pair with adaptive width, where steps are captured and so have times."""
+    return replace(pair, config=replace(pair.config, adaptive_width=True)) if pair.has_graphs else None
+
+
+def _sized(pair: LoadedPair, rounds: list[list[Sequence[int]]], max_new_tokens: int) -> LoadedPair:
+    """The pair with room for these requests and no more, all prompts of a round prefilled in one step."""
+    limits, size, batch = pair.limits, pair.config.page_size, len(rounds[0])
+    longest = max(len(prompt) for prompts in rounds for prompt in prompts) + max_new_tokens
+    pages = -(-(longest + (pair.config.max_in_flight + 2) * limits.num_lookahead_tokens) // size)
+    config = replace(pair.config, max_num_requests=batch, num_pages=batch * pages + 1, prefix_cache=False)
+    num_rows = max(sum(map(len, prompts)) for prompts in rounds)
+    return replace(pair, config=config, limits=replace(limits, max_num_requests=batch, max_batched_tokens=num_rows))
+
+
+def _run(llm: LLM, prompts: list[Sequence[int]], max_new_tokens: int, verify_width: int | None = None) -> Window:
+    """One round: fill the batch, then step until the first answer ends -> tokens, steps and seconds of that time."""
+    params = SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True, verify_width=verify_width)
+    requests = [
+        Request(index=index, prompt_token_ids=tuple(prompt), params=params) for index, prompt in enumerate(prompts)
+    ]
+    engine, num_steps = llm.engine, 0
+    try:
+        for request in requests:
+            engine.add(request)
+        while not all(request.output_token_ids or request.is_finished for request in requests):
+            engine.step()
+        _wait(llm.device)
+        before, started = _num_tokens(requests), time.perf_counter()
+        while not any(request.is_finished for request in requests):
+            engine.step()
+            num_steps += 1
+        _wait(llm.device)
+        seconds, num_tokens = time.perf_counter() - started, _num_tokens(requests) - before
+    finally:
+        engine.abort()
+    _check(requests)
+    return num_tokens, num_steps, seconds
+
+
+def _check(requests: Sequence[Request]) -> None:
+    failed = next((request.error for request in requests if request.error is not None), None)
+    if failed is not None:
+        raise DFlashError(failed.message, hint=failed.hint)
+
+
+def _check_steps(num_steps: int) -> None:
+    if num_steps < MIN_STEPS:
+        raise UsageError(
+            f"an answer ended after {plural(num_steps, 'step')}, expected at least {MIN_STEPS} to time", hint="raise -n"
+        )
+
+
+def _num_tokens(requests: Sequence[Request]) -> int:
+    return sum(len(request.output_token_ids) for request in requests)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,220 @@
+"""How many times as fast a candidate decodes, how sure that is, and which candidate is best for what.
+
+    speed-up = acceptance length x milliseconds of a plain step / milliseconds of a drafting step
+
+Acceptance length and times are measured apart, so that each has an interval of its own: that of the length by
+resampling prompts, that of the ratio of times by Student's t over the rounds that were timed, which both sides have in
+common. On a log scale the speed-up is a sum, whose interval is recovered from those of its terms (MOVER: Zou and Donner
+2008). A time that is given once is taken as it is.
+
+Against the best candidate a plain step plays no part, and prompts are paired: what counts is tokens a millisecond. A
+candidate is level with the best unless an interval that is corrected for how many are compared says that it is slower.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
+from typing import Any, Literal
+
+from dflash_cli.acceptance.acceptance_report import Evaluation
+from dflash_cli.acceptance.conversation_counts import ConversationCounts
+from dflash_cli.acceptance.intervals.acceptance_difference import paired_difference, tokens_per_step
+from dflash_cli.acceptance.intervals.statistics import Interval
+from dflash_cli.acceptance.intervals.student import student_quantile
+from dflash_cli.tuning.candidates import Candidate
+from dflash_cli.tuning.step_costs import StepCosts, Times
+
+Payoff = Literal["pays", "does not pay", "undecided"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speedup:
+    """How many times as fast a candidate makes decoding; without an `interval` too few prompts were measured."""
+
+    candidate: Candidate
+    value: float
+    interval: Interval | None
+
+    @property
+    def payoff(self) -> Payoff:
+        """Whether it is shown to be faster than plain decoding, or slower."""
+        if self.interval is None or self.interval.low <= 1 <= self.interval.high:
+            return "undecided"
+        return "pays" if self.interval.low > 1 else "does not pay"
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "num_speculative_tokens": self.candidate.num_draft_tokens,
+            "way": self.candidate.way,
+            "speedup": self.value,
+            "interval": self.interval.to_json() if self.interval else None,
+            "payoff": self.payoff,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """Every candidate for the prompts of a category, or for all, at a batch size; the best stands first.
+
+    `level` are candidates that cannot be told from the best.
+    """
+
+    category: str | None
+    batch: int
+    speedups: tuple[Speedup, ...]
+    level: tuple[Candidate, ...]
+
+    @property
+    def best(self) -> Speedup:
+        return self.speedups[0]
+
+    @property
+    def payoff(self) -> Payoff:
+        """Drafting pays where the best candidate does, and does not where every candidate is shown to be slower."""
+        if self.best.payoff == "pays":
+            return "pays"
+        is_hopeless = all(item.payoff == "does not pay" for item in self.speedups)
+        return "does not pay" if is_hopeless else "undecided"
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "category": self.category,
+            "batch": self.batch,
+            "payoff": self.payoff,
+            "level": [item.name for item in self.level],
+            "speedups": [item.to_json() for item in self.speedups],
+        }
+
+
+def choose(evaluations: Mapping[Candidate, Evaluation], costs: StepCosts, confidence: float) -> list[Choice]:
+    """A choice for all prompts and for those of each category, at each batch size of which step times are known."""
+    names = [None, *next(iter(evaluations.values())).categories]
+    found = (_choose(evaluations, costs, name, batch, confidence) for name in names for batch in costs.batches)
+    return [item for item in found if item is not None]
+
+
+def overall_best(choices: Sequence[Choice]) -> Candidate | None:
+    """The candidate that an engine with one K for all batch sizes is given: the highest speed-up in the geometric mean.
+
+    Engines resize the block, so those that only verify less of it are left out. None where drafting pays nowhere.
+    """
+    choices = [item for item in choices if item.category is None]
+    if all(item.payoff == "does not pay" for item in choices):
+        return None
+    logs: dict[Candidate, list[float]] = {}
+    for choice in choices:
+        for item in choice.speedups:
+            if item.candidate.way != "narrowed":
+                logs.setdefault(item.candidate, []).append(math.log(item.value))
+    return max(logs, key=lambda candidate: fmean(logs[candidate]), default=None)
+
+
+def batch_schedule(choices: Sequence[Choice]) -> list[tuple[int, int, int]]:
+    """(first batch size, last one, K), without gaps: the best K that engines can be given, 0 where none pays.
+
+    Between two batch sizes that were measured, the nearer one decides, on a log scale. Ranges of one K are one.
+    """
+    measured = sorted((item.batch, _scheduled(item)) for item in choices if item.category is None)
+    ranges: list[tuple[int, int, int]] = []
+    for place, (batch, number) in enumerate(measured):
+        is_last = place + 1 == len(measured)
+        last = batch if is_last else max(batch, math.ceil(math.sqrt(batch * measured[place + 1][0])) - 1)
+        first = ranges[-1][1] + 1 if ranges else 1
+        if ranges and ranges[-1][2] == number:
+            first = ranges.pop()[0]
+        ranges.append((first, last, number))
+    return ranges
+
+
+def _scheduled(choice: Choice) -> int:
+    resized = [item for item in choice.speedups if item.candidate.way != "narrowed"]
+    pays = any(item.payoff != "does not pay" for item in resized)
+    return resized[0].candidate.num_draft_tokens if resized and pays else 0
+
+
+def _choose(
+    evaluations: Mapping[Candidate, Evaluation], costs: StepCosts, category: str | None, batch: int, confidence: float
+) -> Choice | None:
+    """None where no candidate has both steps and a time."""
+    found = [
+        item
+        for candidate, evaluation in evaluations.items()
+        if (item := speedup(evaluation, costs, candidate, category, batch)) is not None
+    ]
+    if not found:
+        return None
+    best, *others = sorted(found, key=lambda item: -item.value)
+    level = 1 - (1 - confidence) / max(1, len(others))  # so that all comparisons hold together (Bonferroni)
+    sides = {
+        item.candidate: _arm(evaluations[item.candidate], category, costs.of(item.candidate, batch)) for item in found
+    }
+    tied = [item.candidate for item in others if not is_slower(sides[item.candidate], sides[best.candidate], level)]
+    return Choice(category=category, batch=batch, speedups=(best, *others), level=tuple(tied))
+
+
+def speedup(
+    evaluation: Evaluation, costs: StepCosts, candidate: Candidate, category: str | None, batch: int
+) -> Speedup | None:
+    """A candidate's speed-up on the prompts of a category; None where steps or times are not known."""
+    summary = evaluation.total if category is None else evaluation.categories[category]
+    length, times = summary.counts.acceptance_len, costs.of(candidate, batch)
+    if length is None or times is None:
+        return None
+    plain = costs.plain[batch]
+    value = length * fmean(plain) / fmean(times)
+    if summary.interval is None:
+        return Speedup(candidate=candidate, value=value, interval=None)
+    confidence = summary.interval.confidence
+    of_times = _ratio_width(plain, times, confidence)
+    above = math.hypot(math.log(summary.interval.high / length), of_times)
+    below = math.hypot(math.log(length / summary.interval.low), of_times)
+    interval = Interval(value * math.exp(-below), value * math.exp(above), confidence)
+    return Speedup(candidate=candidate, value=value, interval=interval)
+
+
+@dataclass(frozen=True, slots=True)
+class _Arm:
+    """What one side of a comparison gave: its conversations, and the times of its steps."""
+
+    conversations: Sequence[ConversationCounts]
+    times: Times
+
+    @property
+    def counts(self) -> list[tuple[float, int]]:
+        return [(item.num_tokens, item.num_steps) for item in self.conversations]
+
+
+def _arm(evaluation: Evaluation, category: str | None, times: Times | None) -> _Arm:
+    assert times is not None, "a candidate that has a speed-up"
+    return _Arm([item for item in evaluation.conversations if category in (None, item.category)], times)
+
+
+def is_slower(arm: _Arm, best: _Arm, confidence: float) -> bool:
+    """Whether an arm is shown to give fewer tokens a millisecond than the best one, on the same prompts.
+
+    Its tokens a step are counted in steps of the best, which makes of both a difference of two ratios; to the error of
+    that comes the error of how long the steps are.
+    """
+    ratio = fmean(best.times) / fmean(arm.times)
+    scaled = [(tokens * ratio, steps) for tokens, steps in arm.counts]
+    difference, length = paired_difference(best.counts, scaled, confidence), tokens_per_step(scaled)
+    if difference is None or length is None:
+        return False
+    of_times = _ratio_width(best.times, arm.times, confidence)
+    return difference.value + math.hypot(difference.interval.high - difference.value, length * of_times) < 0
+
+
+def _ratio_width(times: Times, others: Times, confidence: float) -> float:
+    """Half the width of an interval of the logarithm of a ratio of times, paired by round where they can be."""
+    if len(times) == len(others):
+        logs = [math.log(one / other) for one, other in zip(times, others, strict=True)]
+        return _half_width(logs, confidence)
+    return math.hypot(*(_half_width([math.log(item) for item in side], confidence) for side in (times, others)))
+
+
+def _half_width(values: Sequence[float], confidence: float) -> float:
+    """Of an interval of their mean; 0 for one value, whose spread is not known."""
+    if len(values) < 2:
+        return 0.0
+    return student_quantile((1 + confidence) / 2, len(values) - 1) * stdev(values) / math.sqrt(len(values))

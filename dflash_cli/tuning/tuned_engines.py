@@ -1,0 +1,39 @@
+"""What engines are told of a K that was found best, and of one for each range of batch sizes."""
+
+from dataclasses import replace
+from typing import Any
+
+from dflash_cli.checkpoints.pair_references import complete_pair, served_name
+from dflash_cli.checkpoints.references import find_checkpoint
+from dflash_cli.engines.pair_serving import JudgedPair, judge_pair
+from dflash_cli.engines.serving_engine import ServingEngine, parse_engines
+from dflash_cli.tuning.tensorrt_llm import NAME as TENSORRT_LLM
+from dflash_cli.tuning.tensorrt_llm import speculative_settings, without
+
+Schedule = tuple[tuple[int, int, int], ...]
+
+
+def tuned_engines(
+    engines: str, draft: str, target: str, num_draft_tokens: int, schedule: Schedule
+) -> list[dict[str, Any]]:
+    """For each engine of `vllm,tensorrt-llm` the settings as text, or why it would not serve the pair.
+
+    A schedule that has one K for all batch sizes is none.
+    """
+    several = schedule if len(schedule) > 1 else ()
+    pair = complete_pair(draft, target, find=find_checkpoint)
+    named = parse_engines(without(engines))
+    judged = judge_pair(pair, named, num_draft_tokens)
+    rows = [_row(engine, judged, several) for engine in named]
+    if without(engines) != engines:
+        text = speculative_settings(served_name(draft, judged.locations[0]), num_draft_tokens, several)
+        rows.append({"engine": TENSORRT_LLM, "text": text, "refusal": None})
+    return rows
+
+
+def _row(engine: ServingEngine, judged: JudgedPair, schedule: Schedule) -> dict[str, Any]:
+    refusal = judged.refusals[engine.name]
+    if refusal is not None:
+        return {"engine": str(engine), "text": None, "refusal": refusal.message}
+    served = replace(judged.served, schedule=schedule)
+    return {"engine": str(engine), "text": engine.serve_command(served).text, "refusal": None}

@@ -1,0 +1,268 @@
+"""Measure every candidate, what its steps take, and what other number formats would change. Knows no terminal."""
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+from dflash_cli.acceptance.acceptance_progress import AcceptanceProgress
+from dflash_cli.acceptance.acceptance_report import Evaluation
+from dflash_cli.acceptance.intervals.acceptance_difference import holm
+from dflash_cli.acceptance.journal import check_journal
+from dflash_cli.acceptance.measure import EvaluationRequest
+from dflash_cli.comparing.measured_result import MeasuredResult, ResultFile
+from dflash_cli.comparing.result_comparison import Contrast, compare_results
+from dflash_cli.documents.atomic_file import atomic_text, json_line
+from dflash_cli.generation.loaded_pair import PairSession
+from dflash_cli.tuning.candidates import Candidate, candidates_for, default_numbers, measure_candidate
+from dflash_cli.tuning.speed import speed_request
+from dflash_cli.tuning.speedups import Choice, batch_schedule, choose, overall_best
+from dflash_cli.tuning.step_costs import (
+    WAYS,
+    StepCosts,
+    check_complete,
+    measure_step_costs,
+    num_timed_rounds,
+    read_step_costs,
+)
+from dflash_cli.tuning.what_if import WhatIf, changes_nothing, rounded
+from dflash_runtime.config import EngineConfig
+from dflash_runtime.errors import UsageError
+
+DEFAULT_BATCHES = (1, 8, 32)
+TIMED_TOKENS = 64
+"""Tokens of an answer while steps are timed, at most: their number changes a step's time little."""
+STEP_TIMES_FILE = "step-times.json"
+
+
+class TuningProgress(Protocol):
+    """Who shows how far a run is."""
+
+    def answers(self, name: str, num_answers: int) -> AbstractContextManager[AcceptanceProgress | None]:
+        """While so many answers are generated for what `name` says."""
+        ...
+
+    def rounds(self, total: int) -> AbstractContextManager[Callable[[int], None]]:
+        """While so many rounds are timed; what is given is told how many are done."""
+        ...
+
+
+class _Silence:
+    """Progress that nobody sees."""
+
+    def answers(self, name: str, num_answers: int) -> AbstractContextManager[AcceptanceProgress | None]:
+        return nullcontext()
+
+    def rounds(self, total: int) -> AbstractContextManager[Callable[[int], None]]:
+        return nullcontext(lambda num_done: None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuningRequest:
+    """What is tried on which prompts; None leaves the numbers of drafted tokens, or batch sizes, to the pair or a file.
+
+    `config` is how the engine runs while acceptance is measured. With a `folder` every answer, and the step times, are
+    kept in it, and `resume` and `force` of `evaluation` are about its files.
+    """
+
+    evaluation: EvaluationRequest
+    config: EngineConfig
+    numbers: Sequence[int] | None = None
+    batches: Sequence[int] | None = None
+    num_rounds: int = 4
+    step_times: Path | None = None
+    what_ifs: Sequence[WhatIf] = ()
+    folder: Path | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuning:
+    """What `dflash tune` found.
+
+    `ways` has for each K below the trained one how far the narrowed block's acceptance is above the resized one's;
+    `what_ifs` has how far that of rounded pairs is above that of the pair as it is.
+    """
+
+    evaluations: Mapping[Candidate, Evaluation]
+    costs: StepCosts
+    choices: Sequence[Choice]
+    ways: Mapping[int, Contrast]
+    what_ifs: Mapping[str, Contrast]
+    session: PairSession
+    request: TuningRequest
+    seconds: float
+
+    @property
+    def overall(self) -> Candidate | None:
+        """See `overall_best`."""
+        return overall_best(self.choices)
+
+    @property
+    def schedule(self) -> list[tuple[int, int, int]]:
+        """See `batch_schedule`."""
+        return batch_schedule(self.choices)
+
+    @property
+    def whole(self) -> Evaluation:
+        """That of the trained block."""
+        return next(item for candidate, item in self.evaluations.items() if candidate.way == "whole")
+
+
+def tune(session: PairSession, request: TuningRequest, progress: TuningProgress | None = None) -> Tuning:
+    """Measure every candidate on all prompts, and choose.
+
+    `session` is loaded as `speed.smallest` says, since each candidate has a KV cache of its own.
+
+    Raises:
+        UsageError: a K, a batch size or a file of step times that does not suit the pair.
+        RequestError: a prompt that cannot be served.
+    """
+    shown, started = progress or _Silence(), time.perf_counter()
+    trained, confidence = session.llm.num_draft_tokens, request.evaluation.confidence
+    given = read_step_costs(request.step_times, trained) if request.step_times is not None else None
+    candidates = candidates_for(_numbers(request, trained, given), trained)
+    if given is not None:
+        given = _at_batches(given, request)
+    _check_journals(request, [*candidates, *request.what_ifs])
+    evaluations = {item: _measure(session, item, request, shown) for item in candidates}
+    costs = given or _find_step_costs(session, candidates, request, shown)
+    what_ifs = {
+        item.name: _measure(session, candidates[-1], request, shown, item)
+        for item in request.what_ifs
+        if not changes_nothing(item, session.llm.pair)
+    }
+    return Tuning(
+        evaluations=evaluations,
+        costs=costs,
+        choices=choose(evaluations, costs, confidence),
+        ways=_compare_ways(evaluations, confidence),
+        what_ifs=_contrasts(evaluations[candidates[-1]], what_ifs, confidence),
+        session=session,
+        request=request,
+        seconds=time.perf_counter() - started,
+    )
+
+
+def _at_batches(given: StepCosts, request: TuningRequest) -> StepCosts:
+    """The times of a file at the batch sizes that are asked for, by default all of them."""
+    batches = request.batches or given.batches
+    check_complete(given, request.numbers or (), batches)
+    return replace(given, plain={batch: given.plain[batch] for batch in batches})
+
+
+def _numbers(request: TuningRequest, trained: int, given: StepCosts | None) -> Sequence[int]:
+    if request.numbers is not None:
+        return request.numbers
+    if given is None:
+        return default_numbers(trained)
+    numbers = sorted({item.num_draft_tokens for item in given.drafting})
+    if numbers[-1] > trained:
+        fitting = ",".join(str(number) for number in numbers if number <= trained)
+        raise UsageError(
+            f"{request.step_times}: has steps of {numbers[-1]} speculative tokens, expected 1 to {trained}, those that "
+            "the draft was trained for",
+            hint=f"choose among them: --num-speculative-tokens-list {fitting or trained}",
+        )
+    return numbers
+
+
+def _check_journals(request: TuningRequest, measured: Sequence[Candidate | WhatIf]) -> None:
+    """Refuse before anything is measured what would be refused when its turn has come."""
+    for item in measured:
+        path = _journal_of(item, request)
+        if path is not None:
+            check_journal(path, resume=request.evaluation.resume, force=request.evaluation.force)
+
+
+def _journal_of(item: Candidate | WhatIf, request: TuningRequest) -> Path | None:
+    return None if request.folder is None else request.folder / f"{_name_of(item)}.jsonl"
+
+
+def _name_of(item: Candidate | WhatIf) -> str:
+    return item.name if isinstance(item, Candidate) else item.file_name
+
+
+def _measure(
+    session: PairSession,
+    candidate: Candidate,
+    request: TuningRequest,
+    progress: TuningProgress,
+    what_if: WhatIf | None = None,
+) -> Evaluation:
+    """A candidate's acceptance, as the pair is or rounded; the journal and progress have its name."""
+    item = what_if or candidate
+    name, asked = _name_of(item), replace(request.evaluation, journal=_journal_of(item, request))
+    pair = session.llm.pair if what_if is None else rounded(session.llm.pair, session.target, what_if)
+    with progress.answers(name, sum(row.num_turns for row in asked.rows)) as answers:
+        return measure_candidate(session, candidate, asked, request.config, pair=pair, progress=answers)
+
+
+def _find_step_costs(
+    session: PairSession, candidates: Sequence[Candidate], request: TuningRequest, progress: TuningProgress
+) -> StepCosts:
+    """Those that an interrupted run has kept, where they are of the same; else measured now, and kept."""
+    asked, batches = request.evaluation, list(request.batches or DEFAULT_BATCHES)
+    timed = speed_request(
+        session,
+        asked.rows,
+        batches,
+        max_new_tokens=min(TIMED_TOKENS, asked.params.max_new_tokens),
+        num_rounds=request.num_rounds,
+        chat=asked.chat,
+    )
+    path = request.folder / STEP_TIMES_FILE if request.folder is not None else None
+    settings = session.run_settings(asked.params, chat=asked.chat) | {
+        "candidates": [item.name for item in candidates], "batches": batches, "num_rounds": request.num_rounds,
+    }  # fmt: skip
+    settings = json.loads(json.dumps(settings))
+    if path is not None and asked.resume and _settings_of(path) == settings:
+        return read_step_costs(path, session.llm.num_draft_tokens)
+    with progress.rounds(num_timed_rounds(candidates, timed)) as observe:
+        costs = measure_step_costs(session.llm.pair, candidates, timed, request.config, observe)
+    if path is not None:
+        with atomic_text(path) as stream:
+            stream.write(json_line({**costs.to_json(), "settings": settings}))
+    return costs
+
+
+def _settings_of(path: Path) -> object:
+    """Under which settings the times of a file were measured; None where there is no such file."""
+    document = ResultFile(path).document if path.exists() else None
+    return document.get("settings") if isinstance(document, dict) else None
+
+
+def _compare_ways(evaluations: Mapping[Candidate, Evaluation], confidence: float) -> dict[int, Contrast]:
+    """For each K below the trained one: by how much the narrowed block's acceptance is above the resized one's."""
+    numbers = [item.num_draft_tokens for item in evaluations if item.way == "resized"]
+    found = {}
+    for number in numbers:
+        sides = [_result(way, evaluations[Candidate(number, way)]) for way in WAYS]
+        found[number] = compare_results(sides, confidence=confidence)[0].total
+    return _correct(found)
+
+
+def _correct(lines: Mapping[int, Contrast]) -> dict[int, Contrast]:
+    """P-values corrected for the number of lines; without an interval a line has none."""
+    tested = {name: line.difference.p_value for name, line in lines.items() if line.difference is not None}
+    values = dict(zip(tested, holm(list(tested.values())), strict=True))
+    return {name: replace(line, p_value=values.get(name)) for name, line in lines.items()}
+
+
+def _contrasts(whole: Evaluation, what_ifs: Mapping[str, Evaluation], confidence: float) -> dict[str, Contrast]:
+    """Rounded pairs against the pair as it is, corrected for their number."""
+    if not what_ifs:
+        return {}
+    results = [_result(name, item) for name, item in (("as it is", whole), *what_ifs.items())]
+    return {item.other.name: item.total for item in compare_results(results, confidence=confidence)}
+
+
+def _result(name: str, evaluation: Evaluation) -> MeasuredResult:
+    return MeasuredResult(
+        name=name,
+        source="dflash tune",
+        acceptance_len=evaluation.total.counts.acceptance_len or 1.0,
+        conversations=evaluation.conversations,
+    )

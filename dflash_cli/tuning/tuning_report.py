@@ -1,0 +1,209 @@
+"""What `tune` found as JSON, as tables of at most 80 columns, and as advice in words."""
+
+from collections.abc import Iterator, Sequence
+from statistics import fmean
+from typing import Any
+
+from dflash_cli.acceptance.acceptance_report import Evaluation, Table
+from dflash_cli.acceptance.intervals.statistics import Interval, Summary
+from dflash_cli.comparing.comparison_report import contrast_json, difference_text, p_value_text
+from dflash_cli.comparing.result_comparison import Contrast
+from dflash_cli.tuning.candidates import Candidate
+from dflash_cli.tuning.speedups import Choice, Speedup
+from dflash_cli.tuning.tuner import Tuning
+
+CATEGORY_WIDTH = 14
+WAYS_LEGEND = """resized: the draft is given a block of K + 1 rows, as engines do
+narrowed: it fills its trained block, of which K + 1 rows are verified
+difference: narrowed - resized, paired by prompt; p is corrected (Holm)"""
+SPEED_LEGEND = """times as fast as plain decoding: acceptance length x plain ms / drafting ms
+* best at its batch size, = not to be told from the best"""
+CATEGORY_LEGEND = """the best K by category, and its speed-up; r resized, n narrowed
+? undecided whether any pays, - none pays"""
+WHAT_IF_LEGEND = """simulated: values are rounded to the format and computed with in {dtype}
+what a format does to step times is not part of it"""
+
+
+def to_json(tuning: Tuning) -> dict[str, Any]:
+    """The document of `dflash tune --json`, but for the engines' flags."""
+    whole = tuning.whole
+    return {
+        "draft": tuning.session.references["draft"],
+        "target": tuning.session.references["target"],
+        "candidates": [_candidate_json(candidate, item) for candidate, item in tuning.evaluations.items()],
+        "ways": [{"num_speculative_tokens": number, **contrast_json(line)} for number, line in tuning.ways.items()],
+        "step_times": tuning.costs.to_json(),
+        "choices": [item.to_json() for item in tuning.choices],
+        "num_speculative_tokens": tuning.overall.num_draft_tokens if tuning.overall else None,
+        "schedule": [list(item) for item in tuning.schedule],
+        "advice": list(advice(tuning.choices)),
+        "what_ifs": [{"what_if": name, **contrast_json(line)} for name, line in tuning.what_ifs.items()],
+        "settings": dict(whole.settings),
+        "prompts": whole.source.to_json(),
+        "measured": dict(whole.measured),
+        "seconds": round(tuning.seconds, 6),
+    }
+
+
+def _candidate_json(candidate: Candidate, evaluation: Evaluation) -> dict[str, Any]:
+    return {
+        "num_speculative_tokens": candidate.num_draft_tokens,
+        "way": candidate.way,
+        **_length_json(evaluation.total),
+        "categories": {name: _length_json(summary) for name, summary in evaluation.categories.items()},
+    }
+
+
+def _length_json(summary: Summary) -> dict[str, Any]:
+    return {
+        "acceptance_len": summary.counts.acceptance_len,
+        "acceptance_len_interval": summary.interval.to_json() if summary.interval else None,
+        "num_conversations": summary.num_conversations,
+    }
+
+
+def advice(choices: Sequence[Choice]) -> Iterator[str]:
+    """A sentence for each batch size, over all prompts."""
+    for choice in choices:
+        if choice.category is None:
+            yield _advice(choice)
+
+
+def _advice(choice: Choice) -> str:
+    best, start = choice.best, f"batch {choice.batch}: "
+    number = f"K {best.candidate.num_draft_tokens}{_way(best.candidate)}"
+    gain = f"{best.value:.2f}{_span(best.interval)}"
+    if choice.payoff == "pays":
+        level = ", ".join(f"{item.num_draft_tokens}{_way(item)}" for item in sorted(choice.level))
+        return f"{start}{number} pays, {gain} times as fast" + (f"; level with it: {level}" if level else "")
+    if choice.payoff == "does not pay":
+        return f"{start}drafting does not pay: the best, {number}, is {gain} times as fast; decode plainly"
+    more = "measure more prompts or rounds" if best.interval is not None else "measure more prompts"
+    return f"{start}undecided whether drafting pays: the best, {number}, is {gain} times as fast; {more}"
+
+
+def settings_line(tuning: Tuning) -> str:
+    """What the settings of engines are of."""
+    assert tuning.overall is not None, "a pair for which drafting pays somewhere"
+    number = tuning.overall.num_draft_tokens
+    line = f"engines resize the block: of those K {number} is best over these batch sizes, in the geometric mean"
+    if len(tuning.schedule) < 2:
+        return line
+    ranges = ", ".join(f"{number} up to {last}" for _, last, number in tuning.schedule)
+    return f"{line}\nwhere an engine takes a K for each batch size, it is told {ranges}"
+
+
+def ways_table(tuning: Tuning) -> Table:
+    """K -> acceptance length in both ways, and how far they are apart."""
+    columns = ("K", "resized", "narrowed", "difference", "p", "verdict")
+    rows: list[tuple[str, ...]] = [
+        (str(number), _number(line.base_len), _number(line.other_len), difference_text(line),
+         p_value_text(line.p_value), line.verdict)
+        for number, line in tuning.ways.items()
+    ]  # fmt: skip
+    whole = next(candidate for candidate in tuning.evaluations if candidate.way == "whole")
+    length = tuning.whole.total.counts.acceptance_len
+    rows.append((str(whole.num_draft_tokens), _number(length), _number(length), "the whole block", "", ""))
+    return columns, rows
+
+
+def times_table(tuning: Tuning, batches: Sequence[int]) -> Table:
+    """Batch sizes -> milliseconds of a step, plainly and of each candidate."""
+    rows = [("plain", *(f"{fmean(tuning.costs.plain[batch]):.2f}" for batch in batches))]
+    for candidate in sorted(tuning.costs.drafting.keys() & tuning.evaluations.keys()):
+        times = tuning.costs.drafting[candidate]
+        cells = [f"{fmean(times[batch]):.2f}" if batch in times else "-" for batch in batches]
+        rows.append((_name(candidate), *cells))
+    return _columns("ms of a step", batches), rows
+
+
+def speed_table(tuning: Tuning, batches: Sequence[int]) -> Table:
+    """Candidates -> speed-up at each batch size, over all prompts."""
+    choices = [item for item in tuning.choices if item.category is None and item.batch in batches]
+    candidates = sorted({item.candidate for choice in choices for item in choice.speedups})
+    rows = [(_name(item), *(_mark(choice, item) for choice in choices)) for item in candidates]
+    return _columns("speed-up", batches), rows
+
+
+def category_table(tuning: Tuning, batches: Sequence[int]) -> Table:
+    """Categories -> the best K at each batch size."""
+    found: dict[str, dict[int, Choice]] = {}
+    for choice in tuning.choices:
+        if choice.category is not None:
+            found.setdefault(choice.category, {})[choice.batch] = choice
+    rows = [(_short(name), *(_best(of.get(batch)) for batch in batches)) for name, of in found.items()]
+    return _columns("best K", batches), rows
+
+
+def _columns(first: str, batches: Sequence[int]) -> tuple[str, ...]:
+    return (first, *(f"batch {batch}" for batch in batches))
+
+
+def what_if_table(tuning: Tuning) -> Table:
+    """Roundings -> acceptance length, and how far it is from that of the pair as it is."""
+    columns = ("what if", "length", "difference", "p", "verdict")
+    length = tuning.whole.total.counts.acceptance_len
+    rows: list[tuple[str, ...]] = [("as it is", _number(length), "", "", "")]
+    rows += [_what_if_row(name, line) for name, line in tuning.what_ifs.items()]
+    return columns, rows
+
+
+def _what_if_row(name: str, line: Contrast) -> tuple[str, ...]:
+    return (name, _number(line.other_len), difference_text(line), p_value_text(line.p_value), line.verdict)
+
+
+def tables(tuning: Tuning) -> Iterator[tuple[str, Table]]:
+    """Legends, and the tables below them; one with many batch sizes is cut in several."""
+    if tuning.ways:
+        yield WAYS_LEGEND, ways_table(tuning)
+    for batches in _cut(tuning.costs.batches, 6):
+        yield f"step times: {tuning.costs.source}", times_table(tuning, batches)
+    for batches in _cut(tuning.costs.batches, 3):
+        yield SPEED_LEGEND, speed_table(tuning, batches)
+    if any(item.category is not None for item in tuning.choices):
+        for batches in _cut(tuning.costs.batches, 5):
+            yield CATEGORY_LEGEND, category_table(tuning, batches)
+    if tuning.what_ifs:
+        legend = WHAT_IF_LEGEND.format(dtype=tuning.session.llm.pair.placement.dtype_name)
+        yield legend, what_if_table(tuning)
+
+
+def _cut(batches: Sequence[int], size: int) -> Iterator[Sequence[int]]:
+    return (batches[start : start + size] for start in range(0, len(batches), size))
+
+
+def _mark(choice: Choice, candidate: Candidate) -> str:
+    item = next((item for item in choice.speedups if item.candidate == candidate), None)
+    if item is None:
+        return "-"
+    mark = "*" if item is choice.best else "=" if candidate in choice.level else " "
+    return f"{item.value:.2f}{_span(item.interval)}{mark}"
+
+
+def _best(choice: Choice | None) -> str:
+    if choice is None:
+        return ""
+    best: Speedup = choice.best
+    sign = {"pays": "", "undecided": "?", "does not pay": "-"}[choice.payoff]
+    way = {"whole": "", "resized": "r", "narrowed": "n"}[best.candidate.way]
+    return f"{best.candidate.num_draft_tokens}{way} {best.value:.2f}{sign}"
+
+
+def _name(candidate: Candidate) -> str:
+    return f"{candidate.num_draft_tokens} {candidate.way}"
+
+
+def _way(candidate: Candidate) -> str:
+    return "" if candidate.way == "whole" else f" {candidate.way}"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def _span(interval: Interval | None) -> str:
+    return "" if interval is None else f" [{interval.low:.2f}, {interval.high:.2f}]"
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= CATEGORY_WIDTH else f"{name[: CATEGORY_WIDTH - 1]}…"

@@ -1,0 +1,168 @@
+"""Reading `--workers`, and starting Ray on this machine or joining a cluster that runs already."""
+
+import logging
+import os
+import re
+import secrets
+import shutil
+import signal
+import tempfile
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from dflash_cli.workers.ray_cluster import RayCluster
+from dflash_runtime.errors import CheckpointNotFound, UnsupportedError, UsageError
+
+LOCAL = "local"
+AUTO = "auto"
+STORE_BYTES = 100 * 2**20
+"""Little more than what Ray takes at least; answers are small."""
+ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # Ray writes what happens to processes to stdout, which is for results; of a lost worker we tell.
+    "RAY_DEDUP_LOGS_SKIP_REGEX": ".",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}
+SECRET = "RAY_AUTH_TOKEN"
+"""By which the processes of one cluster know each other; without it Ray writes one into the user's home."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkersRequest:
+    """Which cluster, and how many workers: None is one for each of its GPUs or, where it has none, each machine."""
+
+    address: str
+    count: int | None
+
+
+def parse_workers(text: str) -> WorkersRequest:
+    """Read `4`, `auto`, `ray://host:10001`, or one of the latter with a number of workers, as `auto#4`.
+
+    Raises:
+        UsageError: anything else.
+    """
+    address, mark, count = text.partition("#") if not text.isdecimal() else (LOCAL, "#", text)
+    is_known = address == AUTO or text.isdecimal() or re.fullmatch(r"ray://[^\s/]+:\d+", address)
+    if not is_known or (mark and not (count.isdecimal() and int(count))):
+        raise UsageError(
+            f"--workers {text!r}: expected a number of 1 or more, auto, or ray://host:port",
+            hint="auto is the Ray cluster that this machine is part of; auto#4 and ray://host:port#4 take 4 workers",
+        )
+    return WorkersRequest(address, int(count) if count else None)
+
+
+@contextmanager
+def joined(request: WorkersRequest, device: str) -> Iterator[tuple[RayCluster, int]]:
+    """A Ray cluster and how many workers it is to run; one that was started for it ends with the block.
+
+    Raises:
+        UnsupportedError: Ray is not installed.
+        CheckpointNotFound: no cluster answers at the address.
+        UsageError: the cluster has fewer GPUs than that.
+    """
+    ray = _import_ray()
+    with _own_cluster(ray, request, device) if request.address == LOCAL else _other_cluster(ray, request.address):
+        num_gpus = 0 if device == "cpu" else int(ray.cluster_resources().get("GPU", 0))
+        count = count_workers(request, device, num_gpus=num_gpus, num_machines=sum(n["Alive"] for n in ray.nodes()))
+        cluster = RayCluster(ray, request.address, has_gpus=num_gpus > 0)
+        try:
+            yield cluster, count
+        finally:
+            cluster.close()
+
+
+def count_workers(request: WorkersRequest, device: str, *, num_gpus: int, num_machines: int) -> int:
+    """How many workers there are to be.
+
+    Raises:
+        UsageError: there are fewer GPUs than that, or none although `device` asks for one.
+    """
+    where = "this machine" if request.address == LOCAL else "the cluster"
+    if device.startswith("cuda") and not num_gpus:
+        raise UsageError(f"--device {device}: {where} has no GPU for a worker", hint="leave --device out")
+    count = request.count or num_gpus or num_machines
+    if num_gpus and count > num_gpus:
+        raise UsageError(f"--workers: found {num_gpus} GPUs on {where}, expected {count}, one for each worker")
+    return count
+
+
+def _import_ray() -> ModuleType:
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    try:
+        import ray
+        import ray.exceptions
+    except ModuleNotFoundError as error:
+        raise UnsupportedError(
+            f"--workers needs {error.name}, which is not installed", hint="pip install 'dflash-cli[ray]'"
+        ) from error
+    return ray
+
+
+@contextmanager
+def _own_cluster(ray: ModuleType, request: WorkersRequest, device: str) -> Iterator[None]:
+    """A cluster of this machine alone, with its files in a folder that is gone afterwards."""
+    import torch
+
+    folder = tempfile.mkdtemp(prefix="dflash-ray-")
+    has_secret = any(name in os.environ for name in (SECRET, f"{SECRET}_PATH", "RAY_AUTH_MODE"))
+    if not has_secret:
+        os.environ[SECRET] = secrets.token_hex(32)
+    try:
+        with _left_afterwards(ray):
+            _init(
+                ray,
+                address=LOCAL,
+                num_cpus=request.count,
+                num_gpus=0 if device == "cpu" else torch.cuda.device_count(),
+                include_dashboard=False,
+                object_store_memory=STORE_BYTES,
+                _temp_dir=str(Path(folder).resolve()),
+            )
+            yield
+    finally:
+        if not has_secret:
+            os.environ.pop(SECRET, None)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _other_cluster(ray: ModuleType, address: str) -> Iterator[None]:
+    """A cluster that runs already, and goes on afterwards."""
+    with _left_afterwards(ray):
+        try:
+            _init(ray, address=address)
+        except (ConnectionError, RuntimeError, TimeoutError) as error:
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            hint = f"is that the port of its Ray Client server, and {SECRET} the cluster's own?"
+            raise CheckpointNotFound(
+                f"--workers {address}: no Ray cluster: {reason}",
+                hint="start one with ray start --head" if address == AUTO else hint,
+            ) from error
+        yield
+
+
+@contextmanager
+def _left_afterwards(ray: ModuleType) -> Iterator[None]:
+    """Leave Ray at the end, whether or not it was joined."""
+    try:
+        yield
+    finally:
+        with suppress(Exception):
+            ray.shutdown()
+
+
+def _init(ray: ModuleType, **settings: Any) -> None:
+    """Start or join Ray without a word; SIGTERM goes on doing what it did, since Ray's way of it keeps nothing."""
+    handler = signal.getsignal(signal.SIGTERM)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        ray.init(log_to_driver=False, logging_level=logging.CRITICAL, **settings)
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, handler)

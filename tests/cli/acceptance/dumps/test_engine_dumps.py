@@ -1,0 +1,170 @@
+"""Dumps of vLLM and SGLang are read as what they are; their layouts are written by `dflash_testing.engine_dumps`."""
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from dflash_cli.acceptance.dumps.dump_format import Dump, open_dump
+from dflash_runtime.errors import CheckpointError, DFlashError, UnknownFormat, UsageError
+from dflash_runtime.scheduling.request import SamplingParams
+from dflash_testing.dumps import bundled_rows, dump_to, replayed, request_for
+from dflash_testing.engine_dumps import save_as_sglang, save_as_vllm
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> Dump:
+    """A dump without what follows its answers, as no engine writes that."""
+    folder = tmp_path_factory.mktemp("own") / "dump"
+    return dump_to(folder, bundled_rows(3), SamplingParams(max_new_tokens=24), num_overhang=0)
+
+
+def same_steps(one: Dump, other: Dump) -> None:
+    """Equal texts, and every anchor and step of them alike."""
+    for found, expected in zip(replayed(request_for(one)), replayed(request_for(other)), strict=True):
+        assert found.text.token_ids == expected.text.token_ids
+        assert len(expected.sampled) > 10
+        assert found.sampled == expected.sampled
+        assert found.walked == expected.walked
+
+
+def test_files_of_vllm_give_the_same_steps(own: Dump, tmp_path: Path) -> None:
+    ids = save_as_vllm(own, tmp_path / "vllm")
+    assert ids == [1, 3, 4, 5]
+    dump = open_dump(tmp_path / "vllm", ids)
+    assert (dump.format, dump.taps, dump.hidden_size, dump.note) == ("vllm", own.taps, 192, None)
+    same_steps(dump, own)
+
+
+def test_responses_of_sglang_give_the_same_steps(own: Dump, tmp_path: Path) -> None:
+    ids = save_as_sglang(own, tmp_path / "responses.jsonl")
+    assert ids == [0, 2, 3, 4]
+    dump = open_dump(tmp_path / "responses.jsonl", ids)
+    assert (dump.format, dump.taps, dump.hidden_size) == ("sglang", own.taps, 192)
+    assert dump.texts[1].row.id == "rid-1"
+    # Numbers as text are those of float64, which the reader takes as float32.
+    for found, expected in zip(dump.texts, own.texts, strict=True):
+        assert torch.equal(found.read(), expected.read().float())
+    same_steps(dump, own)
+
+
+def test_chunks_of_prefill_cost_the_last_rows_and_shift_none(own: Dump, tmp_path: Path) -> None:
+    ids = save_as_sglang(own, tmp_path / "responses.jsonl", chunk_len=5)
+    dump = open_dump(tmp_path / "responses.jsonl", ids)
+    for text, whole in zip(dump.texts, own.texts, strict=True):
+        num_chunks = -(-whole.prompt_len // 5)
+        assert text.num_rows == whole.num_rows - (num_chunks - 1)
+        assert torch.equal(text.read(), whole.read()[: text.num_rows].float())
+    for found, expected in zip(replayed(request_for(dump)), replayed(request_for(own)), strict=True):
+        text = found.text
+        known = [step for step in expected.sampled if text.prompt_len + step.start - 1 <= text.num_rows]
+        assert 0 < len(known) < len(expected.sampled)
+        assert list(found.sampled) == known
+
+
+def test_prompts_of_vllm_without_responses_are_judged_whole_and_it_is_said(own: Dump, tmp_path: Path) -> None:
+    ids = save_as_vllm(own, tmp_path / "vllm", responses=False)
+    dump = open_dump(tmp_path / "vllm", ids)
+    assert dump.note is not None
+    assert "no responses.jsonl says where prompts end" in dump.note
+    for text, whole in zip(dump.texts, own.texts, strict=True):
+        assert (text.prompt_len, text.num_rows) == (1, whole.num_rows)
+        assert text.token_ids == whole.token_ids[:-1]
+
+
+def edit(file: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change the first line of JSON Lines."""
+    first, *rest = file.read_text().splitlines()
+    line = json.loads(first)
+    change(line)
+    file.write_text("\n".join([json.dumps(line), *rest]))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda line: line.pop("prompt_token_ids"), r":1: prompt_token_ids: missing, expected a list of token ids"),
+        (lambda line: line.update(output_ids="x"), r":1: output_ids: found x, expected a list"),
+        (lambda line: line["meta_info"].pop("hidden_states"), r":1: meta_info.hidden_states: missing"),
+        (lambda line: line["meta_info"].update(cached_tokens=3), r":1: meta_info.cached_tokens: found 3, expected 0"),
+        (lambda line: line["meta_info"]["hidden_states"].pop(0), r":1: meta_info.hidden_states has 23 rows, expected"),
+        (lambda line: line["meta_info"]["hidden_states"][2].pop(), r":1: .*: row \d+ is not 768 numbers"),
+    ],
+)
+def test_responses_that_are_not_what_they_must_be_are_named(
+    change: Callable[[dict[str, Any]], object], message: str, own: Dump, tmp_path: Path
+) -> None:
+    file = tmp_path / "responses.jsonl"
+    ids = save_as_sglang(own, file)
+    edit(file, change)
+    with pytest.raises(CheckpointError, match=re.escape(str(file)) + message):
+        open_dump(file, ids)
+
+
+def test_a_file_of_responses_that_was_cut_off_is_named(own: Dump, tmp_path: Path) -> None:
+    file = tmp_path / "responses.jsonl"
+    ids = save_as_sglang(own, file)
+    file.write_bytes(file.read_bytes()[:-20])
+    with pytest.raises(CheckpointError, match=r"responses.jsonl:3: not valid JSON"):
+        open_dump(file, ids)
+
+
+def shift(file: Path) -> None:
+    """Another token than the response says."""
+    tensors = load_file(file)
+    tensors["token_ids"][0] += 1
+    save_file(tensors, file)
+
+
+def flatten(file: Path) -> None:
+    tensors = load_file(file)
+    save_file(tensors | {"hidden_states": tensors["hidden_states"].flatten(1)}, file)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (shift, "token_ids is not what its response in responses.jsonl says"),
+        (flatten, r"hidden_states is F64 \[\d+, 768\], expected 3 axes"),
+        (lambda file: file.write_bytes(file.read_bytes()[:-8]), "truncated"),
+        (lambda file: file.rename(file.with_name("a.safetensors")), "responses.jsonl has no response with this file"),
+    ],
+)
+def test_files_that_are_not_what_they_must_be_are_named(
+    change: Callable[[Path], object], message: str, own: Dump, tmp_path: Path
+) -> None:
+    ids = save_as_vllm(own, tmp_path / "vllm")
+    change(tmp_path / "vllm" / "cmpl-0-0.safetensors")
+    with pytest.raises(CheckpointError, match=message):
+        open_dump(tmp_path / "vllm", ids)
+
+
+def test_layers_have_to_be_named_and_as_many_as_there_are(own: Dump, tmp_path: Path) -> None:
+    ids = save_as_vllm(own, tmp_path / "vllm")
+    save_as_sglang(own, tmp_path / "responses.jsonl")
+    for path in (tmp_path / "vllm", tmp_path / "responses.jsonl"):
+        with pytest.raises(UsageError, match="do not say which layers they hold"):
+            open_dump(path)
+    with pytest.raises(CheckpointError, match=r"hidden_states is \[\d+, 4, 192\], expected \[\d+, 3, 192\]"):
+        open_dump(tmp_path / "vllm", ids[1:])
+    with pytest.raises(CheckpointError, match="has rows of 768, expected a multiple of the 5 layers"):
+        open_dump(tmp_path / "responses.jsonl", [0, 1, 2, 3, 4])
+    with pytest.raises(UsageError, match="leave out --dump-layer-ids"):
+        open_dump(own.path, ids)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UnknownFormat, match=r"no dump of a known format \(dflash, sglang, vllm\)"):
+        open_dump(tmp_path / "empty")
+
+
+def test_ids_that_no_vocabulary_has_are_refused_before_anything_is_drafted(own: Dump, tmp_path: Path) -> None:
+    ids = save_as_vllm(own, tmp_path / "vllm", responses=False)
+    dump = open_dump(tmp_path / "vllm", ids)
+    text = replace(dump.texts[0], token_ids=(*dump.texts[0].token_ids[:-1], 2048))
+    with pytest.raises(DFlashError, match=r"token_ids: found 2048, expected ids in \[0, 2048\)"):
+        replayed(request_for(replace(dump, texts=(text,))))

@@ -1,0 +1,155 @@
+"""Figures by hand, and intervals: one bootstrap and one quantile rule, for one sample and for the difference of two."""
+
+import json
+import random
+import time
+
+import pytest
+
+from dflash_cli.acceptance.intervals.statistics import (
+    Interval,
+    StepCounts,
+    bootstrap_interval,
+    paired_interval,
+    pooled_acceptance_len,
+    summarise,
+)
+from dflash_runtime.scheduling.request import FinishReason, RequestOutput
+
+
+def compare(base: StepCounts, other: StepCounts) -> Interval | None:
+    return paired_interval(base, other, confidence=0.95, num_resamples=2000, seed=0)
+
+
+def sample(seed: int, mean: float, count: int = 40) -> list[tuple[int, int]]:
+    """Requests of ten steps each."""
+    generator = random.Random(seed)
+    return [(sum(1 + (generator.random() < mean) for _ in range(10)), 10) for _ in range(count)]
+
+
+def test_pooled_length_is_tokens_over_steps() -> None:
+    assert pooled_acceptance_len([(6, 2), (2, 2)]) == 2.0
+    assert pooled_acceptance_len([(0, 0)]) == 1.0
+
+
+def test_a_sample_does_not_differ_from_itself() -> None:
+    base = sample(0, 0.5)
+    interval = compare(base, base)
+    assert interval is not None
+    assert (interval.low, interval.high, interval.confidence) == (0.0, 0.0, 0.95)
+
+
+def test_a_constant_difference_is_known_exactly() -> None:
+    """Pairs share their chance, so an interval over them is narrower than one over either side."""
+    base = sample(0, 0.5)
+    other = [(tokens + 5, steps) for tokens, steps in base]
+    interval = compare(base, other)
+    assert interval is not None
+    assert abs(interval.low - 0.5) < 1e-9
+    assert abs(interval.high - 0.5) < 1e-9
+
+
+def test_an_independent_difference_is_covered() -> None:
+    interval = compare(sample(1, 0.3, 400), sample(2, 0.6, 400))
+    assert interval is not None
+    assert 0.2 < interval.low < 0.3 < interval.high < 0.4
+
+
+def test_pairs_without_steps_do_not_count() -> None:
+    assert compare([(3, 1), (0, 0)], [(3, 1), (4, 1)]) is None
+
+
+def output(lengths: list[int], kept: list[int] | None = None, prefill: int = 1) -> RequestOutput:
+    kept = kept or lengths
+    return RequestOutput(
+        index=0,
+        prompt_token_ids=(1,),
+        token_ids=(1,) * (sum(kept) + prefill),
+        finish_reason=FinishReason.LENGTH,
+        acceptance_lengths=tuple(lengths),
+        committed_lengths=tuple(kept),
+    )
+
+
+def test_every_definition_by_hand() -> None:
+    """Two requests, K = 3; the second one's last step is cut from 4 to 2 by its limit."""
+    summary = summarise([output([1, 4, 2]), output([3, 4], kept=[3, 2])], 3, num_resamples=0)
+    assert summary.definitions == pytest.approx(
+        {
+            "vllm": 14 / 5,
+            "zlab": (7 / 3 + 5 / 2) / 2,
+            "zlab_untruncated": (7 / 3 + 7 / 2) / 2,
+            "sglang": (8 / 3 + 6 / 2) / 2,
+            "committed": 12 / 5,
+            "mlx_ratio": 9 / 14,
+        }
+    )
+    assert summary.histogram == (1, 1, 1, 2)
+    assert summary.conditional_rates == [4 / 5, 3 / 4, 2 / 3]
+
+
+def test_no_steps_are_no_figures() -> None:
+    summary = summarise([output([])], 3)
+    assert summary.counts.acceptance_len is None
+    assert summary.interval is None
+    assert set(summary.definitions.values()) == {None}
+    json.dumps(summary.to_json(), allow_nan=False)
+
+
+def draw_length(generator: random.Random, accept: float) -> int:
+    """Tokens that a step gives, of 8 at most, where each drafted token is accepted with a chance of its own."""
+    length = 1
+    while length < 8 and generator.random() < accept:
+        length += 1
+    return length
+
+
+def test_the_summary_of_a_large_set_is_quick() -> None:
+    """1,319 prompts and 10,000 resamples, positions included, by the processor's clock: 0.2 s alone on a core."""
+    generator = random.Random(0)
+    outputs = [output([draw_length(generator, 0.6) for _ in range(20)]) for _ in range(1319)]
+    started = time.process_time()
+    summarise(outputs, 7)
+    assert time.process_time() - started < 1
+
+
+def test_an_interval_needs_enough_conversations_and_is_repeatable() -> None:
+    outputs = [output([1, 2]), output([5, 6]), output([3]), output([2, 2])] * 3
+    assert bootstrap_interval(outputs[:11], confidence=0.9, num_resamples=100, seed=0) is None
+    turns = [0, *range(11)]
+    assert bootstrap_interval(outputs, turns, confidence=0.9, num_resamples=100, seed=0) is None
+    first, again = (bootstrap_interval(outputs, confidence=0.9, num_resamples=100, seed=3) for _ in range(2))
+    assert first is not None
+    assert first == again
+    few, enough = summarise(outputs[:11], 7, num_resamples=100), summarise(outputs, 7, num_resamples=100)
+    assert (few.interval, few.no_interval) == (None, "11 prompts, and an interval takes 12 or more")
+    assert enough.no_interval is None
+    assert enough.interval is not None
+    assert summarise(outputs, 7, num_resamples=0).no_interval == "no bootstrap was asked for"
+    assert summarise([], 7).no_interval == "no verify steps"
+    assert summarise(outputs[:1], 7).no_interval == "1 prompt, and an interval takes 12 or more"
+    assert paired_interval(sample(0, 0.5, 11), sample(1, 0.5, 11), confidence=0.9, num_resamples=9, seed=0) is None
+
+
+def test_positions_of_few_prompts_have_no_interval() -> None:
+    outputs = [output([1, 2, index % 3 + 1]) for index in range(32)]
+    few, enough = (summarise(outputs[:count], 7, num_resamples=50) for count in (31, 32))
+    assert few.interval is not None
+    assert few.per_pos_intervals == (None,) * 7
+    assert enough.per_pos_intervals[0] is not None
+
+
+def test_positions_have_the_interval_of_their_share_of_steps() -> None:
+    """The interval of a position is that of the ratio of its counts; one in which prompts do not differ has none."""
+    generator = random.Random(3)
+    outputs = [output([1 + draw_length(generator, 0.5) for _ in range(10)]) for _ in range(40)]
+    summary = summarise(outputs, 8, num_resamples=500)
+    assert summary.per_pos_intervals[0] is None
+    for place, rate in enumerate(summary.counts.per_pos_acceptance_rates[1:], start=2):
+        interval = summary.per_pos_intervals[place - 1]
+        assert interval is not None
+        assert 0 <= interval.low < rate < interval.high <= 1
+        counts = [(sum(length > place for length in item.acceptance_lengths), 10) for item in outputs]
+        exact = paired_interval([(0, 10)] * 40, counts, confidence=0.95, num_resamples=500, seed=0)
+        assert exact is not None
+        assert (interval.low, interval.high) == pytest.approx((exact.low, exact.high))

@@ -1,0 +1,88 @@
+"""The running acceptance length: the value is the pooled one, and its interval is close to the bootstrap's."""
+
+import random
+
+import pytest
+
+from dflash_cli.acceptance.acceptance_progress import AcceptanceProgress, RunningAcceptance
+from dflash_cli.acceptance.intervals.statistics import bootstrap_interval, summarise
+from dflash_cli.generation.answers import Answer, Event
+from dflash_cli.generation.prompts import PromptRow
+from dflash_runtime.scheduling.request import FinishReason, RequestOutput
+
+
+def output(index: int, lengths: list[int]) -> RequestOutput:
+    return RequestOutput(
+        index=index,
+        prompt_token_ids=(1,),
+        token_ids=(1,) * sum(lengths),
+        finish_reason=FinishReason.LENGTH,
+        acceptance_lengths=tuple(lengths),
+        committed_lengths=tuple(lengths),
+    )
+
+
+def outputs(count: int) -> list[RequestOutput]:
+    generator = random.Random(1)
+    made = []
+    for index in range(count):
+        most = generator.choice([3, 5, 8])
+        made.append(output(index, [generator.randint(1, most) for _ in range(generator.randint(5, 40))]))
+    return made
+
+
+def test_value_and_interval_agree_with_the_result() -> None:
+    running = RunningAcceptance()
+    made = outputs(64)
+    for item in made:
+        running.add(item, item.index)
+    assert running.value == pytest.approx(summarise(made, 7, num_resamples=0).counts.acceptance_len)
+    exact = bootstrap_interval(made, confidence=0.95, num_resamples=4000, seed=0)
+    assert exact is not None
+    assert running.interval == pytest.approx((exact.low, exact.high), abs=0.15 * (exact.high - exact.low))
+
+
+def test_few_requests_have_no_interval_and_none_no_value() -> None:
+    running = RunningAcceptance()
+    assert (running.value, running.interval, running.text) == (None, None, "")
+    running.add(output(0, []), 0)
+    running.add(output(1, [1, 4]), 1)
+    assert (running.interval, running.text) == (None, "2.50")
+    for index in range(2, 12):
+        running.add(output(index, [3, 4]), index)
+    assert running.interval is None
+    running.add(output(12, [3, 4]), 12)
+    assert running.text.startswith("3.42 [")
+
+
+def test_turns_of_one_conversation_are_one_unit() -> None:
+    """The interval over conversations of five turns is that over their sums."""
+    by_turn, by_sum = RunningAcceptance(), RunningAcceptance()
+    turns = outputs(60)
+    for index, item in enumerate(turns):
+        by_turn.add(item, index // 5)
+    for index in range(12):
+        lengths = [length for item in turns[5 * index : 5 * index + 5] for length in item.acceptance_lengths]
+        by_sum.add(output(index, lengths), index)
+    assert by_turn.interval == pytest.approx(by_sum.interval)
+
+
+def test_a_resumed_run_counts_what_is_there(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [PromptRow(index=index, kind="prompt", value="x") for index in range(4)]
+    answers = [Answer(row, 0, output(row.index, [2, 3]), "x") for row in rows]
+    with AcceptanceProgress(4) as progress:
+        progress.resume(answers[:3])
+        progress._meter.SECONDS = 0.0
+        progress(Event(rows[3], (1,), "x", answers[3]))
+    assert capsys.readouterr().err == "4/4 prompts  2.50\n"
+
+
+def test_a_prompt_is_one_conversation_under_all_conditions() -> None:
+    progress = AcceptanceProgress(24)
+    for index in range(24):
+        row = PromptRow(index=index, kind="prompt", value="x", prompt_index=index % 12)
+        progress(Event(row, (), None, Answer(row, 0, output(index, [2 + index % 12 % 3] * 10), "")))
+    running = RunningAcceptance()
+    for index in range(12):
+        running.add(output(index, [2 + index % 3] * 20), index)
+    assert progress.text == f"24 of 24 answered, acceptance length {running.text} so far"

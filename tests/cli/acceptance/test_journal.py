@@ -1,0 +1,163 @@
+"""The file of answers: lines are only added, nothing of another experiment is taken, and failures are no answers."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dflash_cli.acceptance.journal import Journal
+from dflash_cli.generation.answers import Answer
+from dflash_cli.generation.prompts import PromptRow
+from dflash_runtime.errors import UsageError
+from dflash_runtime.scheduling.request import FinishReason, RequestOutput
+
+SETTINGS = {"draft_digest": "a", "seed": 0}
+ROWS = [PromptRow(index=index, kind="prompt", value=f"prompt {index}") for index in range(4)]
+TURNS = PromptRow(index=4, kind="turns", value=["one", "two"])
+
+
+def answer(row: PromptRow, turn: int = 0, *, error: str | None = None, token: int = 7) -> Answer:
+    output = RequestOutput(
+        index=row.index,
+        prompt_token_ids=(1,),
+        token_ids=() if error else (token,),
+        finish_reason=FinishReason.ERROR if error else FinishReason.STOP,
+        acceptance_lengths=() if error else (2,),
+        committed_lengths=() if error else (1,),
+        error=error,
+    )
+    return Answer(row, turn, output, None if error else "x")
+
+
+def keep(path: Path, answers: list[Answer], rows: list[PromptRow], settings: Any = SETTINGS) -> Journal:
+    """Add answers to a file, which is gone on from where it exists."""
+    with Journal(path, settings, rows, resume=True) as journal:
+        for item in answers:
+            journal.add(item)
+    return journal
+
+
+def test_a_file_says_what_it_is(tmp_path: Path) -> None:
+    keep(tmp_path / "rows.jsonl", [], ROWS)
+    first = json.loads((tmp_path / "rows.jsonl").read_text())
+    assert first == {"settings": SETTINGS, "schema_version": 1, "kind": "answers"}
+
+
+def test_a_smaller_run_deletes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    keep(path, [answer(row) for row in ROWS], ROWS)
+    before = path.read_bytes()
+    smaller = keep(path, [], ROWS[:2])
+    assert [item.row.index for item in smaller.answers] == [0, 1]
+    assert path.read_bytes() == before
+    other = keep(path, [answer(TURNS, 0), answer(TURNS, 1)], [TURNS])
+    assert len(other.answers) == 2
+    assert path.read_bytes().startswith(before)
+    assert [item.row.index for item in keep(path, [], [*ROWS, TURNS]).answers] == [0, 1, 2, 3, 4, 4]
+
+
+@pytest.mark.parametrize("cut", [1, 5, 40])
+def test_a_line_that_was_cut_off_is_asked_again(cut: int, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    keep(path, [answer(row) for row in ROWS], ROWS)
+    data = path.read_bytes()
+    whole = data[: data[:-cut].rfind(b"\n") + 1]
+    path.write_bytes(data[:-cut])
+    journal = keep(path, [answer(ROWS[3])], ROWS)
+    assert len(journal.answers) == 4
+    assert path.read_bytes() == data
+    assert data.startswith(whole)
+
+
+@pytest.mark.parametrize("length", range(0, 15, 2))
+def test_a_first_line_that_was_cut_off_is_written_again(length: int, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    keep(path, [], ROWS)
+    first = path.read_bytes()
+    path.write_bytes(first[:length])
+    keep(path, [], ROWS)
+    assert path.read_bytes() == first
+
+
+@pytest.mark.parametrize("content", ["mine", "mine\n", "[]\n", '{"index": 0}\n'])
+def test_a_file_of_something_else_is_refused_and_left(content: str, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(content)
+    with pytest.raises(UsageError, match="not a file of --rows"):
+        Journal(path, SETTINGS, ROWS, resume=True)
+    assert path.read_text() == content
+
+
+@pytest.mark.parametrize("line", ["mine", "[]", '{"half": '])
+def test_a_broken_line_is_named_and_nothing_is_dropped(line: str, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    keep(path, [answer(ROWS[0])], ROWS)
+    path.write_text(path.read_text() + line + "\n")
+    before = path.read_bytes()
+    with pytest.raises(UsageError, match=r"rows\.jsonl:3: is no answer"):
+        Journal(path, SETTINGS, ROWS, resume=True)
+    assert path.read_bytes() == before
+
+
+def test_an_answer_that_lacks_a_field_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    keep(path, [], ROWS)
+    path.write_text(path.read_text() + json.dumps({"index": 0, "digest": ROWS[0].digest, "turn": 0}) + "\n")
+    with pytest.raises(UsageError, match=r"rows\.jsonl:2: is no answer"):
+        Journal(path, SETTINGS, ROWS, resume=True)
+
+
+def test_another_experiment_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    keep(path, [], ROWS)
+    with pytest.raises(UsageError, match="made with draft_digest 'a', but this run has 'b'") as raised:
+        Journal(path, SETTINGS | {"draft_digest": "b"}, ROWS, resume=True)
+    assert "the checkpoint is another one" in str(raised.value.hint)
+    with pytest.raises(UsageError, match="made with kernels None, but this run has 'triton'"):
+        Journal(path, SETTINGS | {"kernels": "triton"}, ROWS, resume=True)
+
+
+def test_a_prompt_that_was_changed_is_asked_again(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    keep(path, [answer(row) for row in ROWS], ROWS)
+    changed = [PromptRow(index=0, kind="prompt", value="another"), *ROWS[1:]]
+    assert [row.index for row in Journal(path, SETTINGS, changed, resume=True).pending] == [0]
+
+
+def test_a_failure_is_not_kept_and_an_older_files_failure_is_no_answer(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    journal = keep(path, [answer(ROWS[0], error="too long"), answer(ROWS[1])], ROWS[:2])
+    assert [item.row.index for item in journal.answers] == [1]
+    assert len(path.read_text().splitlines()) == 2
+    failed = {"index": 0, "digest": ROWS[0].digest, "turn": 0, "error": "too long", "finish_reason": "error"}
+    path.write_text(path.read_text() + json.dumps(failed) + "\n")
+    assert [row.index for row in Journal(path, SETTINGS, ROWS[:2], resume=True).pending] == [0]
+
+
+def test_a_conversation_is_taken_whole_and_its_last_answers_count(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    keep(path, [answer(TURNS, 0, token=1)], [TURNS])
+    assert keep(path, [], [TURNS]).answers == []
+    keep(path, [answer(TURNS, 0, token=2), answer(TURNS, 1, token=3)], [TURNS])
+    again = Journal(path, SETTINGS, [TURNS], resume=True)
+    assert [item.output.token_ids for item in again.answers] == [(2,), (3,)]
+    assert len(path.read_text().splitlines()) == 4
+
+
+def test_two_runs_do_not_write_to_one_file(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    with (
+        Journal(path, SETTINGS, ROWS, resume=True),
+        pytest.raises(UsageError, match="another run is writing to it"),
+        Journal(path, SETTINGS, ROWS, resume=True),
+    ):
+        pass
+
+
+def test_a_link_stays_a_link(tmp_path: Path) -> None:
+    real, link = tmp_path / "real", tmp_path / "link"
+    link.symlink_to(real)
+    keep(link, [answer(ROWS[0])], ROWS)
+    assert link.is_symlink()
+    assert len(real.read_text().splitlines()) == 2

@@ -1,0 +1,118 @@
+"""Replay: what a draft accepts along a dump is what it accepts in a run, step for step."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dflash_cli.acceptance.replay import replay
+from dflash_cli.checkpoints.references import TINY
+from dflash_cli.generation.answers import answer_rows
+from dflash_cli.generation.loaded_pair import open_session
+from dflash_cli.generation.prompts import PromptRow
+from dflash_runtime.scheduling.request import RequestOutput, SamplingParams
+from dflash_testing.dumps import EXACT, TAPS, bundled_rows, draft_of, dump_to, replayed, request_for, rows_of
+from dflash_testing.paths import GOLDEN
+
+
+def live(name: str, rows: Sequence[PromptRow], params: SamplingParams) -> list[RequestOutput]:
+    session = open_session(name, TINY, EXACT)
+    answers = [item.answer for item in answer_rows(session, rows, lambda row: params) if item.answer is not None]
+    return [item.output for item in sorted(answers, key=lambda item: item.row.index)]
+
+
+SAMPLED = {"temperature": 0.8, "top_k": 40, "seed": 3}
+
+
+@pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
+def test_the_walk_is_a_run_step_for_step(sampling: dict[str, Any], tmp_path: Path) -> None:
+    """Drafts, what was accepted of them, and what was committed: also past stop tokens and at an answer's end."""
+    rows = bundled_rows(4)
+    session = open_session(None, TINY, replace(EXACT, num_draft_tokens=0))
+    params = SamplingParams(max_new_tokens=32, **sampling).with_stops(session.stop_token_ids)
+    dump = dump_to(tmp_path / "dump", rows, params)
+    for name in (TINY, "tiny:reduced"):
+        outputs = live(name, rows, params)
+        found = [item.output(item.walked) for item in replayed(request_for(dump, name))]
+        assert sum(len(output.drafts) for output in outputs) > 20
+        for one, other in zip(found, outputs, strict=True):
+            assert one.token_ids == other.token_ids
+            assert one.drafts == other.drafts
+            assert one.acceptance_lengths == other.acceptance_lengths
+            assert one.committed_lengths == other.committed_lengths
+            assert one.finish_reason == other.finish_reason
+
+
+def test_every_anchor_at_once_says_what_each_says_alone(tmp_path: Path) -> None:
+    """The mean's steps at the anchors of the walk are the walk's, which is drafted one anchor a text at a time."""
+    dump = dump_to(tmp_path / "dump", bundled_rows(3), SamplingParams(max_new_tokens=32))
+    every, alone = replayed(request_for(dump)), replayed(request_for(dump, every=0))
+    for one, other in zip(every, alone, strict=True):
+        by_start = {step.start: step for step in one.sampled}
+        assert other.sampled == ()
+        assert len(one.sampled) == 31
+        assert one.walked == other.walked == tuple(by_start[step.start] for step in other.walked)
+    third = replayed(request_for(dump, every=3))
+    assert [item.sampled for item in third] == [item.sampled[::3] for item in every]
+    assert [item.walked for item in third] == [item.walked for item in every]
+
+
+RECORDED = json.loads((GOLDEN / "zlab_traces.json").read_text())
+
+
+def test_the_walk_is_the_reference_loop(tmp_path: Path) -> None:
+    """z-lab's recorded traces, under every reading of the draft; their loop shortens blocks near the end."""
+    length = RECORDED["provenance"]["max_new_tokens"]
+    traces = {reading: [item for item in RECORDED["traces"] if item["reading"] == reading][:4]
+              for reading in ("full", "sliding causal")}  # fmt: skip
+    config = replace(EXACT, dtype="float32")
+    prompts = [trace["prompt_token_ids"] for trace in traces["full"]]
+    dump = dump_to(tmp_path / "dump", rows_of(prompts), SamplingParams(max_new_tokens=length), config, num_overhang=0)
+    for reading, items in traces.items():
+        window = RECORDED["provenance"]["window"] if "sliding" in reading else None
+        base = draft_of(TINY).config
+        draft = draft_of(TINY, causal=("causal" in reading,) * base.num_layers, windows=(window,) * base.num_layers)
+        for item, trace in zip(replayed(request_for(dump, config=config, draft=draft)), items, strict=True):
+            assert list(item.output(()).token_ids) == trace["token_ids"]
+            walked = [step.num_accepted + 1 for step in item.walked]
+            assert len(walked) > 5
+            assert walked == trace["acceptance_lengths"][: len(walked)]
+
+
+def test_a_block_whose_end_is_not_known_is_not_judged(tmp_path: Path) -> None:
+    rows, params = bundled_rows(2), SamplingParams(max_new_tokens=24)
+    whole = replayed(request_for(dump_to(tmp_path / "whole", rows, params)))
+    cut = replayed(request_for(dump_to(tmp_path / "cut", rows, params, num_overhang=0)))
+    for one, other in zip(cut, whole, strict=True):
+        assert len(one.sampled) == 24 - 7
+        assert one.sampled == other.sampled[: 24 - 7]
+        assert one.walked == tuple(step for step in other.walked if step.start <= 24 - 7)
+
+
+def test_blocks_past_the_drafts_positions_are_not_judged(tmp_path: Path) -> None:
+    dump = dump_to(tmp_path / "dump", bundled_rows(2), SamplingParams(max_new_tokens=24))
+    text = min(dump.texts, key=lambda item: item.prompt_len)
+    draft = draft_of(TINY, max_position_embeddings=text.prompt_len + 10)
+    found, whole = replayed(request_for(dump, draft=draft)), replayed(request_for(dump))
+    assert sum(len(item.sampled) for item in found) == 3
+    for one, other in zip(found, whole, strict=True):
+        assert one.sampled == other.sampled[: len(one.sampled)]
+
+
+def test_an_evaluation_says_that_the_mean_is_another_quantity(tmp_path: Path) -> None:
+    dump = dump_to(tmp_path / "dump", bundled_rows(8), SamplingParams(max_new_tokens=16))
+    evaluation = replay(request_for(dump))
+    assert evaluation.anchors is not None
+    assert evaluation.anchors.counts.num_drafts == 8 * 15
+    document = evaluation.to_json()
+    assert document["anchors"]["mean_over_anchors"] != document["acceptance_len"]
+    assert document["settings"]["mode"] == "replay"
+    assert document["settings"]["max_new_tokens"] == 16
+    assert document["measured"]["dump"]["taps"] == list(TAPS)
+    assert document["measured"]["num_blocks"] == 8 * 15
+    alone = replay(request_for(dump, every=0)).to_json()
+    assert alone["anchors"] is None
+    assert alone["measured"]["num_blocks"] == alone["num_drafts"] == document["num_drafts"]

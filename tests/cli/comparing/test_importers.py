@@ -1,0 +1,232 @@
+"""Results of other tools, in the layouts that their own code writes; each sample names what it was taken from."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dflash_cli.comparing.measured_result import RESULT_FORMATS, MeasuredResult, read_result
+from dflash_runtime.errors import UsageError
+from dflash_testing import checkpoints as support
+
+VLLM = {  # vllm 0.33, benchmarks/serve.py: `benchmark`, and `main` around it, without --save-detailed
+    "date": "20261120-101112", "endpoint_type": "openai-chat", "backend": "openai-chat", "label": None,
+    "model_id": "Qwen/Qwen3-8B", "tokenizer_id": "Qwen/Qwen3-8B", "num_prompts": 80, "request_rate": "inf",
+    "burstiness": 1.0, "max_concurrency": 8, "duration": 41.5, "completed": 80, "failed": 0,
+    "total_input_tokens": 9000, "total_output_tokens": 20000, "request_throughput": 1.93,
+    "spec_decode_acceptance_rate": 30.0, "spec_decode_acceptance_length": 3.1, "spec_decode_num_drafts": 1000,
+    "spec_decode_draft_tokens": 7000, "spec_decode_accepted_tokens": 2100,
+    "spec_decode_per_position_acceptance_rates": [0.8, 0.5, 0.3, 0.2, 0.15, 0.1, 0.05],
+    "mean_ttft_ms": 52.0, "median_tpot_ms": 8.1,
+}  # fmt: skip
+SPECFORGE = {  # SpecForge, specforge/benchmarks/sglang.py: asdict(BenchmarkResult)
+    "average_acceptance_length": 4.21, "backend": "sglang", "dataset": "gsm8k", "latency_seconds": 12.5,
+    "output_tokens": 8192, "samples": 64, "spec_verify_count": 1946, "throughput_tokens_per_second": 655.4,
+}  # fmt: skip
+SPECULATORS = """\
+subset,num_drafts,num_draft_tokens,num_accepted_tokens,acceptance_length,acceptance_at_pos_0,acceptance_at_pos_1
+HumanEval,100.0,200.0,120.0,2.2,0.8,0.4
+qa,300.0,600.0,240.0,1.8,0.6,0.2
+"""  # speculators, scripts/evaluate/perf_utils.py: acceptance_csv_columns, CsvWriter
+GUIDELLM = {"benchmarks": [{"config": {"strategy": {"type_": "throughput"}}, "metrics": {}}]}
+AIPERF = {  # aiperf 0.13, profile_export_aiperf.json
+    "schema_version": "1.1", "request_count": {"unit": "requests", "avg": 64.0},
+    "total_spec_decode_steps": {"unit": "count", "avg": 100.0},
+    "total_accepted_draft_tokens": {"unit": "tokens", "avg": 140.0},
+    "pooled_spec_decode_acceptance_histogram": {"0": 40, "1": 20, "3": 40},
+}  # fmt: skip
+
+
+def aiperf_record(name: str, turn: int, steps: dict[str, int], **changes: Any) -> dict[str, Any]:
+    """A line of profile_export.jsonl of aiperf 0.13 at --export-level records."""
+    num_steps = sum(steps.values())
+    accepted = sum(int(count) * number for count, number in steps.items())
+    return {
+        "metadata": {
+            "session_num": 1, "x_request_id": "7609a2e7", "conversation_id": name, "turn_index": turn,
+            "request_start_ns": 1759813207532900363, "benchmark_phase": "profiling", "was_cancelled": False,
+        },
+        "metrics": {"input_sequence_length": {"value": 550 + turn, "unit": "tokens"}},
+        "spec_decode_acceptance": {
+            "engine": "vllm", "mean_acceptance_length": 1 + accepted / num_steps, "acceptance_histogram": steps,
+            "draft_acceptance_rate": 0.4, "num_accepted_draft_tokens": accepted, "num_draft_tokens": 3 * num_steps,
+            "num_spec_steps": num_steps, "num_spec_tokens": 3,
+        },
+        "error": None,
+    } | changes  # fmt: skip
+
+
+def specdec_bench(*lengths: float) -> list[dict[str, Any]]:
+    """acceptance_rate.json of Model-Optimizer's examples/specdec_bench, metrics/acceptance_rate.py."""
+    return [
+        {
+            "Request_AL": {str(index): {"0": length} for index, length in enumerate(lengths)},
+            "Average_AL": sum(lengths) / len(lengths),
+            "Acceptance_Length_Histogram": {"1": 30, "2": 20, "4": 10},
+            "Conditional_Acceptance_Rate": {"1": 1.0, "2": 0.5, "4": 0.33},
+            "Joint_Acceptance_Rate": {"1": 1.0, "2": 0.5, "4": 0.17},
+        }
+    ]
+
+
+def read(folder: Path, content: Any, name: str = "result") -> MeasuredResult:
+    path = folder / name
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return read_result(path)
+
+
+def lines(*rows: dict[str, Any]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def test_vllm_bench_is_totals(tmp_path: Path) -> None:
+    result = read(tmp_path, VLLM)
+    assert (result.acceptance_len, result.conversations) == (3.1, ())
+    assert result.counts is not None
+    assert result.counts.per_pos_accepted == [800, 500, 300, 200, 150, 100, 50]
+    assert result.counts.acceptance_len == result.acceptance_len
+    assert result.facts == {"target": "Qwen/Qwen3-8B", "num_speculative_tokens": 7}
+
+
+def test_aiperf_has_a_row_for_each_request(tmp_path: Path) -> None:
+    """Two turns of one conversation are one; a warm-up, a failed request and one without steps do not count."""
+    other = aiperf_record("b", 0, {"3": 4})
+    warm_up = {"metadata": other["metadata"] | {"benchmark_phase": "warmup"}}
+    result = read(
+        tmp_path,
+        lines(
+            aiperf_record("a", 0, {"0": 5, "2": 5}),
+            aiperf_record("a", 1, {"1": 10}),
+            other,
+            aiperf_record("c", 0, {"0": 9}, **warm_up),
+            aiperf_record("d", 0, {"0": 9}, spec_decode_acceptance=None, error={"code": 500}),
+        ),
+    )
+    assert [(item.name, item.num_tokens, item.num_steps) for item in result.conversations] == [
+        ("a", 40, 20),
+        ("b", 16, 4),
+    ]
+    assert result.counts is not None
+    assert (result.counts.num_drafts, result.counts.per_pos_accepted) == (24, [19, 9, 4])
+    assert result.acceptance_len == pytest.approx(56 / 24)
+    assert result.facts == {"num_speculative_tokens": 3, "serving_engine": "vllm"}
+
+
+def test_conversations_of_aiperf_are_the_same_where_name_and_length_are(tmp_path: Path) -> None:
+    one, same, longer = (aiperf_record("a", 0, {"0": 5}) for _ in range(3))
+    longer["metrics"]["input_sequence_length"]["value"] = 9
+    digests = [read(tmp_path, lines(row)).conversations[0].digest for row in (one, same, longer)]
+    assert digests[0] == digests[1] != digests[2]
+
+
+def test_the_summary_of_aiperf_is_totals(tmp_path: Path) -> None:
+    result = read(tmp_path, AIPERF)
+    assert result.acceptance_len == 2.4
+    assert result.counts is not None
+    assert (result.counts.per_pos_accepted, result.counts.acceptance_len) == ([60, 40, 40], 2.4)
+    assert "--export-level records" in str(result.why_no_rows)
+
+
+def test_specdec_bench_has_means_of_requests(tmp_path: Path) -> None:
+    """Both forms: turns by number, or a mean of all turns (MT-Bench, SPEC-Bench). Its total is the mean of them."""
+    turns = {"Request_AL": {"0": {"0": 3.0, "1": 5.0}, "1": {"0": 1.0}}, "Average_AL": 3.0}
+    result = read(tmp_path, [turns])
+    assert [(item.num_tokens, item.num_steps) for item in result.conversations] == [(8.0, 2), (1.0, 1)]
+    assert result.acceptance_len == 9 / 3
+    assert "specdec_bench" in result.definition
+    result = read(tmp_path, {"Request_AL": {"81": 3.0, "82": 2.0}, "Category_AL": {"coding": 2.5}, "Average_AL": 2.5})
+    assert [item.name for item in result.conversations] == ["request 81", "request 82"]
+
+
+def test_specforge_is_a_mean_by_the_definition_of_sglang(tmp_path: Path) -> None:
+    result = read(tmp_path, SPECFORGE)
+    assert (result.acceptance_len, result.definition, result.conversations) == (4.21, "sglang", ())
+    assert result.facts == {"dataset": "gsm8k"}
+
+
+def test_speculators_is_totals_of_all_subsets(tmp_path: Path) -> None:
+    result = read(tmp_path, SPECULATORS)
+    assert result.acceptance_len == 1 + 360 / 400
+    assert result.counts is not None
+    assert result.counts.per_pos_accepted == [260, 100]
+
+
+@pytest.mark.parametrize(("content", "message"), [
+    ({"model_id": "a", "request_throughput": 1.0}, "vllm bench serve found no speculative counters"),
+    (GUIDELLM, "GuideLLM's JSON has no acceptance"),
+    (lines({"metadata": {}, "metrics": {}}), "AIPerf found no acceptance of single requests"),
+    (SPECFORGE | {"average_acceptance_length": None}, "told specforge benchmark of no acceptance"),
+    (specdec_bench(1.0) * 2, "holds 2 runs, expected one"),
+    (SPECULATORS.splitlines()[0] + "\n", "is no speculators' acceptance.csv as expected"),
+    (AIPERF | {"total_spec_decode_steps": {"avg": 0.0}}, "is no AIPerf profile_export_aiperf.json as expected"),
+    ("", "holds no acceptance that can be compared"),
+    (lines({"settings": {}}) + "{broken\n" + lines({"index": 0}), "result:2: found '{broken', expected a JSON object"),
+    ([], "holds no acceptance that can be compared"),
+    ("1\n2\n", "holds no acceptance that can be compared"),
+])  # fmt: skip
+def test_what_lacks_acceptance_is_refused_in_a_line(tmp_path: Path, content: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message) as caught:
+        read(tmp_path, content)
+    assert "\n" not in caught.value.message
+
+
+def test_rows_of_an_interrupted_run_are_read_up_to_the_line_that_was_cut_off(tmp_path: Path) -> None:
+    """Also rows of a release that kept no widths; a later line about a turn overrules an earlier one."""
+    row = {"index": 0, "turn": 0, "digest": "d", "category": None, "prompt_token_ids": [1, 2]}
+    first, second, again = (
+        row | {"turn": turn, "acceptance_lengths": lengths, "committed_lengths": lengths}
+        for turn, lengths in ((0, [1, 1]), (1, [4]), (0, [3, 2]))
+    )
+    text = lines({"settings": {"num_speculative_tokens": 3}}, first, second, again) + '{"index": 1, "tu'
+    result = read(tmp_path, text)
+    assert [(item.name, item.num_tokens, item.num_steps) for item in result.conversations] == [("prompt 1", 9, 3)]
+    assert result.counts is not None
+    assert (result.counts.per_pos_accepted, result.acceptance_len) == ([3, 2, 1], 3.0)
+
+
+def test_each_sample_is_known_by_one_format_only(tmp_path: Path) -> None:
+    from dflash_cli.comparing.measured_result import PACKAGE, ResultFile
+
+    RESULT_FORMATS.discover(PACKAGE)
+    samples = [
+        VLLM,
+        SPECFORGE,
+        SPECULATORS,
+        GUIDELLM,
+        AIPERF,
+        lines(aiperf_record("a", 0, {"0": 5})),
+        specdec_bench(1.0),
+    ]
+    for number, content in enumerate(samples):
+        path = tmp_path / str(number)
+        path.write_text(content if isinstance(content, str) else json.dumps(content))
+        known = [kind.title for kind in RESULT_FORMATS.values() if kind().recognises(ResultFile(path))]
+        assert len(known) == 1, (number, known)
+
+
+def test_totals_are_compared_without_an_interval_and_the_reason_is_said(tmp_path: Path) -> None:
+    for name, content in (("a.json", VLLM), ("b.json", VLLM | {"spec_decode_acceptance_length": 3.3})):
+        (tmp_path / name).write_text(json.dumps(content))
+    outcome = support.run_main("compare", str(tmp_path / "a.json"), str(tmp_path / "b.json"))
+    assert outcome.code == 0
+    assert "B against A: +0.200, no interval" in outcome.out
+    assert "a.json: vllm bench serve writes totals of the server, not rows of prompts" in outcome.out
+
+
+def test_runs_of_specdec_bench_are_paired_by_request(tmp_path: Path) -> None:
+    lengths = [2.0 + 0.3 * (index % 7) for index in range(16)]
+    better = [length + 0.2 + 0.01 * (index % 3) for index, length in enumerate(lengths)]
+    for name, content in (("a.json", specdec_bench(*lengths)), ("b.json", specdec_bench(*better))):
+        (tmp_path / name).write_text(json.dumps(content))
+    outcome = support.run_main("compare", str(tmp_path / "a.json"), str(tmp_path / "b.json"), "--json")
+    (found,) = json.loads(outcome.out)["comparisons"]
+    assert (found["is_paired"], found["verdict"]) == (True, "higher")
+    assert found["difference"] == pytest.approx(0.21, abs=0.01)
+
+
+def test_another_definition_is_warned_of(tmp_path: Path) -> None:
+    for name, content in (("a.json", VLLM), ("b.json", SPECFORGE)):
+        (tmp_path / name).write_text(json.dumps(content))
+    outcome = support.run_main("compare", str(tmp_path / "a.json"), str(tmp_path / "b.json"))
+    assert "definition vllm -> sglang" in outcome.err

@@ -1,0 +1,127 @@
+"""An evaluation that is read back says what it said; what is none is refused in one line."""
+
+import csv
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from dflash_cli.acceptance.acceptance_report import Evaluation, legend, to_markdown
+from dflash_cli.acceptance.condition_results import ConditionResult
+from dflash_cli.acceptance.exact_match import ExactMatch, PlainMatch
+from dflash_cli.acceptance.intervals.statistics import Interval, summarise
+from dflash_cli.comparing.stored_evaluation import read_evaluations, refuse_capped
+from dflash_cli.generation.conditions import Condition
+from dflash_cli.publishing.csv_report import to_csv
+from dflash_cli.publishing.exports.export_format import ExportRequest, Thinking
+from dflash_cli.publishing.exports.golden_al import GoldenLength
+from dflash_runtime.errors import CheckpointNotFound, UsageError
+from dflash_testing.evaluations import drawn_evaluation, request_output, write_evaluation
+
+
+def conditions(evaluation: Evaluation) -> tuple[ConditionResult, ...]:
+    first, second = list(evaluation.categories.values())[:2]
+    return (
+        ConditionResult(condition=Condition(thinking="on"), summary=first, num_failed=0, prompt_len=10.5),
+        ConditionResult(
+            condition=Condition(thinking="off"), summary=second, num_failed=1, prompt_len=9.0, num_pairs=12,
+            difference=-0.2, difference_interval=Interval(-0.3, -0.1, 0.95),
+        ),
+    )  # fmt: skip
+
+
+def test_a_golden_length_is_of_the_condition_that_thinks_as_is_asked(tmp_path: Path) -> None:
+    evaluation = drawn_evaluation()
+    evaluation = replace(evaluation, conditions=conditions(evaluation))
+    (stored,) = read_evaluations([write_evaluation(tmp_path / "asked.json", evaluation)])
+    modes: tuple[Thinking, ...] = ("on", "off")
+    for thinking, item in zip(modes, evaluation.conditions, strict=True):
+        exported = GoldenLength().export(ExportRequest(stored=stored, thinking=thinking, model="m"))
+        (length,) = yaml.safe_load(exported.text)["m"][f"thinking_{thinking}"].values()
+        assert length == round(item.summary.counts.acceptance_len or 0, 2)
+
+
+def test_a_document_comes_back_as_it_was(tmp_path: Path) -> None:
+    evaluation = drawn_evaluation()
+    (stored,) = read_evaluations([write_evaluation(tmp_path / "drawn.json", evaluation)])
+    assert stored.name == "drawn"
+    assert stored.evaluation.to_json() == evaluation.to_json()
+    assert to_markdown(stored.evaluation) == to_markdown(evaluation)
+
+
+def test_the_mean_over_anchors_of_a_replay_comes_back(tmp_path: Path) -> None:
+    anchors = summarise([request_output([1, 3, 5, 2, 2], index) for index in range(12)], 4, num_resamples=200)
+    evaluation = replace(drawn_evaluation(mode="replay"), anchors=anchors)
+    (stored,) = read_evaluations([write_evaluation(tmp_path / "replayed.json", evaluation)])
+    assert stored.evaluation.to_json() == evaluation.to_json()
+    assert legend(stored.evaluation) == legend(evaluation)
+    assert "mean over 60 anchors 2.600" in legend(evaluation)
+
+
+def test_conditions_and_exact_matches_come_back(tmp_path: Path) -> None:
+    evaluation = drawn_evaluation()
+    plain = PlainMatch(num_pairs=9, num_correct=6, num_only_draft=1, num_only_plain=2, num_same_text=7, confidence=0.95)
+    evaluation = replace(
+        evaluation,
+        conditions=conditions(evaluation),
+        exact_match=(
+            ExactMatch(condition="thinking on", num_scored=9, num_correct=5, num_cut=1, confidence=0.95, plain=plain),
+        ),
+    )
+    (stored,) = read_evaluations([write_evaluation(tmp_path / "asked.json", evaluation)])
+    assert stored.evaluation.to_json() == evaluation.to_json()
+    assert to_markdown(stored.evaluation) == to_markdown(evaluation)
+    assert "-0.20 [-0.30, -0.10]" in to_markdown(stored.evaluation)
+    rows = list(csv.DictReader(io.StringIO(to_csv([stored]))))
+    assert {row["condition"] for row in rows} == {"", "thinking on", "thinking off"}
+
+
+def test_a_document_of_an_earlier_release_is_read(tmp_path: Path) -> None:
+    document = drawn_evaluation().to_json() | {"kind": "eval-acceptance"}
+    for name in ("rejected_tokens", "metrics", "per_pos_conditional_intervals"):
+        del document[name]
+    for part in (document, *document["categories"].values()):
+        part.pop("per_pos_conditional_intervals", None)
+    path = tmp_path / "old.json"
+    path.write_text(json.dumps(document))
+    (stored,) = read_evaluations([path])
+    assert stored.evaluation.rejected_tokens == ()
+    assert set(stored.evaluation.total.conditional_intervals) == {None}
+
+
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        ("[]", "found no document of dflash, expected kind 'eval-acceptance'"),
+        ('{"kind": "generate"}', "found kind 'generate', expected kind 'eval-acceptance'"),
+        ('{"kind": "eval-acceptance"}', "is no document of eval-acceptance as expected: KeyError"),
+    ],
+)
+def test_another_file_is_refused(content: str, found: str, tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    path.write_text(content)
+    with pytest.raises(UsageError, match=r"result\.json") as caught:
+        read_evaluations([path])
+    assert found in caught.value.message
+    assert "\n" not in caught.value.message
+
+
+def test_a_result_without_steps_with_drafts_is_refused(tmp_path: Path) -> None:
+    empty: dict[str, Any] = {"num_drafts": 0, "per_pos_accepted": [0] * 4, "per_pos_verified": [0] * 4}
+    path = write_evaluation(tmp_path / "plain.json", drawn_evaluation(), **empty)
+    with pytest.raises(UsageError, match="has no steps with drafts"):
+        read_evaluations([path])
+    with pytest.raises(CheckpointNotFound):
+        read_evaluations([tmp_path / "absent.json"])
+
+
+def test_a_capped_result_is_refused_where_all_positions_are_needed(tmp_path: Path) -> None:
+    evaluation = drawn_evaluation()
+    verified = [evaluation.total.counts.num_drafts] * 3 + [0]
+    (stored,) = read_evaluations([write_evaluation(tmp_path / "c.json", evaluation, per_pos_verified=verified)])
+    with pytest.raises(UsageError, match=r"c: steps verified 3.0 of 4 drafted tokens, expected all"):
+        refuse_capped(stored)

@@ -1,0 +1,335 @@
+"""`--level run`: a draft whose config is falsified is caught by what it accepts, and a sound one is not."""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from dflash_cli.checkpoints.opening import open_draft, open_target
+from dflash_cli.checkpoints.references import TINY, Role, fetch_directory
+from dflash_cli.diagnosis import alternatives
+from dflash_cli.diagnosis.alternatives import ReadingSpace, alternative_readings
+from dflash_cli.diagnosis.mask_candidates import find_specials
+from dflash_cli.diagnosis.pair_validation import RunReport, validate_running
+from dflash_cli.diagnosis.reading_runner import AnchorFirst, ReadingRunner
+from dflash_cli.diagnosis.readings import (
+    ReadingSearch,
+    SearchBudget,
+    search_readings,
+)
+from dflash_cli.diagnosis.run_settings import RunSettings
+from dflash_cli.rules.validator import ValidationRequest
+from dflash_runtime.config import EngineConfig
+from dflash_runtime.errors import UsageError
+from dflash_runtime.llm import LLM
+from dflash_runtime.scheduling.request import RequestOutput
+from dflash_testing import checkpoints as support
+from dflash_testing.pairs import DenseAttention, bundled_draft, random_draft, random_target
+from dflash_testing.searches import shorten_search
+
+TARGET = fetch_directory(TINY, Role.TARGET)
+
+
+def run(draft: Path, *factors: str, num_prompts: int = 16, prompts: Any = None, max_new_tokens: int = 48) -> RunReport:
+    budget = SearchBudget(
+        num_prompts=num_prompts, max_new_tokens=max_new_tokens, factors=frozenset(factors) if factors else None
+    )
+    settings = RunSettings(EngineConfig(max_num_requests=32), budget, lambda *_: None, lambda: prompts)
+    return validate_running(ValidationRequest(draft=draft, target=TARGET, target_reference=TINY), settings)
+
+
+def falsify(path: Path, change: Callable[[dict[str, Any]], object], name: str = TINY) -> Path:
+    """The bundled draft with another config."""
+    shutil.copytree(fetch_directory(name, Role.DRAFT), path)
+    config = json.loads((path / "config.json").read_text())
+    change(config)
+    support.write_config(path, config)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "num_prompts"),
+    [
+        ("tiny:reduced", 8),
+        pytest.param("tiny", 16, marks=pytest.mark.slow),  # by default in test_diagnose.py
+        pytest.param("tiny:reduced", 16, marks=pytest.mark.slow),
+    ],
+)
+def test_sound_drafts_pass(name: str, num_prompts: int) -> None:
+    report = run(fetch_directory(name, Role.DRAFT), num_prompts=num_prompts)
+    assert report.findings == ()
+    assert report.search is not None
+    assert report.search.acceptance_len > 2
+    assert {item.reading.factor for item in report.search.results} >= {"taps", "causality", "rope", "mask", "weights"}
+    assert report.search.explanation is None
+
+
+@pytest.mark.parametrize(
+    ("rule", "factor", "location", "change", "message"),
+    [
+        pytest.param(  # by default in test_diagnose.py
+            "R01", "taps", "config.json:dflash_config.target_layer_ids",
+            lambda config: config["dflash_config"].update(target_layer_ids=[1, 3, 4, 5]),
+            "with tapped layers one earlier [0, 2, 3, 4] a step commits", marks=pytest.mark.slow,
+        ),
+        pytest.param(  # by default through the command
+            "R04", "rope", "config.json:rope_theta",
+            lambda config: config.update(rope_theta=10000.0), "rope base 1000000", marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "R04", "rope", "config.json:rope_theta",
+            lambda config: config.update(rope_scaling={"rope_type": "linear", "factor": 8.0}), "target's rope (default",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "R07", "window", "config.json:sliding_window",
+            lambda config: config.update(
+                sliding_window=5, use_sliding_window=True, layer_types=["sliding_attention"] * 3
+            ),
+            "with no attention window a step commits", marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "R01", "taps", "config.json:dflash_config.target_layer_ids",
+            lambda config: config["dflash_config"].update(target_layer_ids=[2, 4, 3, 0]),
+            "with tapped layers in the order [0, 2, 3, 4] a step commits", marks=pytest.mark.slow,
+        ),
+        (
+            "R03", "mask", "config.json:dflash_config.mask_token_id",
+            lambda config: config["dflash_config"].update(mask_token_id=4), "mask <|mask|> (3)",
+        ),
+    ],
+    ids=["taps", "rope", "scaling", "window", "order", "mask"],
+)  # fmt: skip
+def test_a_falsified_config_is_caught(
+    rule: str, factor: str, location: str, change: Any, message: str, tmp_path: Path
+) -> None:
+    report = run(falsify(tmp_path / "draft", change), factor, num_prompts=8, max_new_tokens=32)
+    found = [item for item in report.findings if item.id == rule]
+    assert [(item.severity, item.location) for item in found] == [("error", location)]
+    assert message in found[0].message
+    assert " on 32 new prompts; 8 prompts chose it of " in found[0].message
+    assert report.fails()
+
+
+def rewrite(path: Path, change: Callable[[dict[str, torch.Tensor]], object], name: str = TINY) -> Path:
+    """The bundled draft with other tensors."""
+    shutil.copytree(fetch_directory(name, Role.DRAFT), path)
+    tensors = load_file(path / "model.safetensors")
+    change(tensors)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+def lower_norms(tensors: dict[str, torch.Tensor]) -> None:
+    tensors.update({name: item - 1 for name, item in tensors.items() if name.endswith("norm.weight")})
+
+
+def exchange(first: str, second: str) -> Callable[[dict[str, torch.Tensor]], None]:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        old = dict(tensors)
+        for name in old:
+            if first in name:
+                other = name.replace(first, second)
+                tensors[name], tensors[other] = old[other], old[name]
+
+    return change
+
+
+def interleave(tensors: dict[str, torch.Tensor]) -> None:
+    """Rows of queries and keys as pairs side by side, as a model trained with interleaved rope has them."""
+    for name, item in tensors.items():
+        if any(part in name for part in ("q_proj", "k_proj", "q_norm", "k_norm")):
+            halves = item.unflatten(0, (-1, 2, 16))
+            tensors[name] = halves.transpose(1, 2).flatten(0, 2).contiguous()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        pytest.param(lower_norms, "norm weights read as 1 + w", marks=pytest.mark.slow),
+        (interleave, "rope over interleaved pairs"),
+        pytest.param(exchange("gate_proj", "up_proj"), "gate and up exchanged", marks=pytest.mark.slow),
+        pytest.param(exchange("k_proj", "v_proj"), "keys and values exchanged", marks=pytest.mark.slow),
+        pytest.param(
+            exchange("input_layernorm", "post_attention_layernorm"),
+            "each layer's two norms exchanged",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(exchange("layers.0.", "layers.1."), "layers in the order [1, 0, 2]", marks=pytest.mark.slow),
+    ],
+    ids=["norms", "interleaved", "gate", "values", "layer norms", "layers"],
+)
+def test_rewritten_tensors_are_named(
+    change: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shorten_search(monkeypatch)
+    report = run(rewrite(tmp_path / "draft", change), "weights", num_prompts=8, max_new_tokens=32)
+    (found,) = [item for item in report.findings if item.level == "run"]
+    assert (found.id, found.severity) == ("R09", "error")
+    assert found.message.startswith(f"with {message} ")
+
+
+def search(name: str, causality: Any, *factors: str) -> ReadingSearch:
+    """The search on a bundled draft that is read with another causality."""
+    budget = SearchBudget(num_prompts=8, max_new_tokens=48, factors=frozenset(factors))
+    draft = open_draft(fetch_directory(name, Role.DRAFT), causality=causality)
+    config = EngineConfig(max_num_requests=32)
+    return search_readings(draft, open_target(TARGET), None, config=config, budget=budget, observe=lambda *_: None)
+
+
+def test_a_causal_flag_is_caught() -> None:
+    """The reduced draft loses 14 % of its accepted tokens."""
+    found = search("tiny:reduced", "causal", "causality").explanation
+    assert found is not None
+    assert found.reading.name == "no layer causal"
+
+
+@pytest.mark.slow
+def test_a_causal_flag_that_costs_little_is_no_cause() -> None:
+    """The full draft loses 4 %; by default `test_what_explains_a_draft` holds how much it takes."""
+    assert search("tiny", "causal", "causality").explanation is None
+
+
+def test_a_mask_is_found_among_rarely_used_ids() -> None:
+    """What no special token names is searched for where the embedding looks unused."""
+    space = ReadingSpace(config=bundled_draft().config, target=open_target(TARGET).config, rare_ids=(7, 11))
+    guesses = [item for item in alternative_readings(space) if item.is_guess]
+    assert [item.config.mask_token_id for item in guesses] == [7, 11]
+
+
+def test_an_untrained_draft_has_no_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Noise reads as noise whatever is changed, so no reading is named."""
+    shorten_search(monkeypatch)
+    generator = torch.Generator().manual_seed(0)
+
+    def forget(tensors: dict[str, torch.Tensor]) -> None:
+        for name, item in tensors.items():
+            if item.dim() == 2:
+                tensors[name] = (torch.randn(item.shape, generator=generator) * 0.02).to(item.dtype)
+
+    report = run(rewrite(tmp_path / "draft", forget), num_prompts=8, max_new_tokens=32)
+    (found,) = report.findings
+    assert (found.id, found.severity) == ("R06", "error")
+    assert "none of" in found.message
+
+
+def test_a_reading_is_tested_on_text_that_did_not_choose_it() -> None:
+    """Made prompts start from other ids; given ones are continued, by samples that differ from one another."""
+    draft, target = open_draft(fetch_directory(TINY, Role.DRAFT)), open_target(TARGET)
+    budget = SearchBudget(num_prompts=4, max_new_tokens=16)
+    runner = ReadingRunner(draft, target, EngineConfig(device="cpu"), budget, longest=12)
+    first, new = runner.make_prompts(range(4)), runner.make_prompts(range(4, 12))
+    assert len({tuple(prompt[: budget.start_len]) for prompt in [*first, *new]}) == 12
+    given = [list(range(30 + index, 42 + index)) for index in range(4)]
+    longer = runner.make_prompts(range(4, 12), given)
+    assert [prompt[:12] for prompt in longer] == given * 2
+    assert len(set(map(tuple, longer))) == 8
+
+
+def test_through_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With prompts of ids, exit 3, the table on stdout and progress on stderr; README's commands try every reading."""
+    shorten_search(monkeypatch)
+    monkeypatch.setattr(alternatives, "FAMILIES", (alternatives._rope,))
+    draft = falsify(tmp_path / "draft", lambda config: config.update(rope_theta=10000.0))
+    rows = [{"prompt_token_ids": list(range(30 + index, 60 + index))} for index in range(6)]
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("\n".join(json.dumps(row) for row in rows))
+    outcome = support.invoke(
+        "validate", draft, "--target", TINY, "--level", "run", "--prompts", prompts, "-n", 24, "--device", "cpu"
+    )
+    assert outcome.code == 3
+    assert "R04 error" in outcome.out
+    assert "95% interval" in outcome.out
+    assert outcome.err.startswith(f"loading draft {draft} and target tiny on cpu ...\n")
+
+
+def test_a_pair_that_cannot_run_is_not_run(tmp_path: Path) -> None:
+    draft = falsify(tmp_path / "draft", lambda config: config.update(hidden_size=100))
+    report = run(draft)
+    assert report.search is None
+    assert "not run" in report.notes[0]
+    assert "P01" in report.notes[0]
+
+
+def test_a_prompt_that_fails_is_left_out_of_every_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shorten_search(monkeypatch)
+    prompts = six_prompts()
+    path = falsify(tmp_path / "draft", lambda config: config.update(rope_theta=10000.0))
+    alone = run(path, "rope", prompts=prompts, max_new_tokens=16)
+    mixed = run(path, "rope", prompts=[prompts[0], [99_999], *prompts[1:]], max_new_tokens=16)
+    assert [item.id for item in alone.findings if item.level == "run"] == ["R04"]
+    assert [item.to_json() for item in mixed.findings] == [item.to_json() for item in alone.findings]
+    assert mixed.notes == ("left out: prompt 2: token id 99999, expected ids in [0, 2048)",)
+    with pytest.raises(UsageError, match=r"3 of 4 prompts answered, expected 4 or more; prompt 4: token id 99999"):
+        run(path, "rope", prompts=[*prompts[:3], [99_999]], max_new_tokens=16)
+
+
+def six_prompts() -> list[list[int]]:
+    return [list(range(30 + index, 60 + index)) for index in range(6)]
+
+
+@pytest.mark.slow
+def test_a_prompt_that_fails_under_one_reading_is_left_out_of_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Counts stay those of one prompt under two readings."""
+    prompts = six_prompts()
+    path = falsify(tmp_path / "draft", lambda config: config["dflash_config"].update(mask_token_id=4))
+    alone = run(path, "mask", prompts=prompts, max_new_tokens=24)
+    generate = LLM.generate
+    calls = []
+
+    def failing(self: LLM, *arguments: Any) -> list[RequestOutput]:
+        first, *others = generate(self, *arguments)
+        calls.append(first)
+        return [replace(first, error="not finite") if len(calls) > 1 else first, *others]
+
+    monkeypatch.setattr(LLM, "generate", failing)
+    fewer = run(path, "mask", prompts=prompts, max_new_tokens=24)
+    assert [item.id for item in fewer.findings] == [item.id for item in alone.findings]
+
+
+def test_too_few_prompts_are_refused() -> None:
+    with pytest.raises(UsageError, match="at least 4"):
+        run(fetch_directory(TINY, Role.DRAFT), prompts=[[1, 2, 3]])
+
+
+def test_no_target_is_refused(tmp_path: Path) -> None:
+    draft = support.make_native(tmp_path / "draft")
+    assert support.invoke("validate", draft, "--level", "run").code == 2
+
+
+def test_readings_change_one_factor() -> None:
+    config, target = bundled_draft().config, open_target(TARGET)
+    space = ReadingSpace(config=config, target=target.config, masks=find_specials(target), text_len=100)
+    names = {
+        "taps": "target_layer_ids", "causality": "causal", "rope": "rope", "mask": "mask_token_id",
+        "window": "windows", "block": "block_size",
+    }  # fmt: skip
+    for reading in alternative_readings(space):
+        key = names.get(reading.factor)
+        kept = replace(reading.config, **{key: getattr(config, key)}) if key is not None else reading.config
+        assert kept == config, reading.name
+        assert key is None or getattr(reading.config, key) != getattr(config, key)
+        assert (key is None) == (reading.rewrite is not None or reading.is_anchor_first)
+        assert reading.cause
+
+
+def test_special_tokens_put_masks_first() -> None:
+    assert next(iter(find_specials(open_target(TARGET)).items())) == (3, "<|mask|>")
+
+
+def test_anchor_first_reads_the_rows_before() -> None:
+    """Row i of the other reading is row i - 1 of the usual one, and the anchor's row is new."""
+    draft = random_draft(random_target())
+    ids, positions = torch.tensor([[5, 96, 96, 96]]), torch.arange(10, 14)[None]
+    attend = DenseAttention(is_causal=False)
+    usual, shifted = draft.logits(ids, positions, attend), AnchorFirst(draft).logits(ids, positions, attend)
+    torch.testing.assert_close(shifted[:, 1:], usual[:, :-1])
+    assert not torch.allclose(shifted[:, 0], usual[:, 0])

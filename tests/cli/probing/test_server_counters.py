@@ -1,0 +1,102 @@
+"""Counters of servers: each engine's names and forms, what they rose by, and what is no text of counters."""
+
+import pytest
+
+from dflash_cli.probing.inference_server import SERVERS, server_engines
+from dflash_cli.probing.server_counters import CounterNames, ServerCounters, read_counters
+from dflash_runtime.errors import UnsupportedError
+from dflash_testing.fake_engines import FakeEngine, Text
+from dflash_testing.server_forms import METRICS
+
+TEXT = Text(tuple(range(20)), (3, 0, 7, 2))
+"""Four steps: positions 1 to 7 are accepted 3, 3, 2, 1, 1, 1, 1 times."""
+POSITIONS = (3, 3, 2, 1, 1, 1, 1)
+
+
+def names(engine: str) -> CounterNames:
+    server_engines()
+    return SERVERS[engine].counter_names
+
+
+def counted(style: str, text: str | None = None) -> ServerCounters:
+    engine = FakeEngine(style=style)  # type: ignore[arg-type]
+    engine.count(TEXT)
+    found = read_counters(text or METRICS[style](engine), names(style), "metrics")
+    assert found is not None
+    return found
+
+
+def test_counters_of_vllm_as_prometheus_client_prints_them() -> None:
+    expected = ServerCounters(
+        num_drafts=4,
+        num_draft_tokens=28,
+        num_accepted_tokens=12,
+        per_pos_accepted=POSITIONS,
+        num_requests=1,
+        num_tokens=20,
+    )
+    assert counted("vllm") == expected
+
+
+def test_a_name_stands_for_itself_with_and_without_total() -> None:
+    engine = FakeEngine()
+    engine.count(TEXT)
+    text = METRICS["vllm"](engine)
+    assert counted("vllm", text.replace("_total", "")) == counted("vllm", text)
+
+
+def test_counters_of_several_engines_of_one_server_are_added_up() -> None:
+    engine = FakeEngine()
+    engine.count(TEXT)
+    second = [
+        line.replace('engine="0"', 'engine="1"') for line in METRICS["vllm"](engine).splitlines() if line[0] != "#"
+    ]
+    found = counted("vllm", METRICS["vllm"](engine) + "\n".join(second) + "\n")
+    assert (found.num_drafts, found.per_pos_accepted) == (8, tuple(2 * count for count in POSITIONS))
+
+
+def test_counters_of_llama_cpp_have_positions_from_the_first_drafted_answer_on() -> None:
+    before = read_counters(METRICS["llama.cpp"](FakeEngine(style="llama.cpp")), names("llama.cpp"), "metrics")
+    assert before is not None
+    assert before.per_pos_accepted == ()
+    risen = counted("llama.cpp").since(before)
+    assert risen is not None
+    assert (risen.num_drafts, risen.num_accepted_tokens, risen.per_pos_accepted) == (4, 12, POSITIONS)
+
+
+def test_counters_of_sglang_have_neither_accepted_tokens_nor_positions() -> None:
+    found = counted("sglang")
+    assert (found.num_drafts, found.num_requests, found.num_tokens) == (4, 1, 20)
+    assert (found.num_accepted_tokens, found.histogram) == (None, None)
+
+
+def test_without_a_count_of_drafts_there_are_no_counters() -> None:
+    assert read_counters(METRICS["vllm"](FakeEngine(has_draft=False)), names("vllm"), "metrics") is None
+    assert read_counters("", names("vllm"), "metrics") is None
+
+
+def test_what_is_no_text_of_counters_is_refused_on_one_line() -> None:
+    with pytest.raises(UnsupportedError, match=r"^http://x/metrics: found no text in Prometheus' format") as error:
+        read_counters('vllm:spec_decode_num_drafts_total{engine="0 what\n', names("vllm"), "http://x/metrics")
+    assert "\n" not in error.value.message
+
+
+def test_steps_by_accepted_drafts_follow_from_positions() -> None:
+    assert counted("vllm").histogram == (1, 0, 1, 1, 0, 0, 0, 1)
+
+
+def test_counters_that_contradict_each_other_tell_no_steps() -> None:
+    assert ServerCounters(num_drafts=2, per_pos_accepted=(3, 1)).histogram is None
+
+
+def test_a_counter_that_fell_is_a_server_that_was_started_anew() -> None:
+    before, after = counted("vllm"), ServerCounters(num_drafts=1, per_pos_accepted=(0,) * 7)
+    assert after.since(before) is None
+    assert before.since(before) == ServerCounters(
+        num_drafts=0,
+        num_draft_tokens=0,
+        num_accepted_tokens=0,
+        per_pos_accepted=(0,) * 7,
+        num_requests=0,
+        num_tokens=0,
+    )

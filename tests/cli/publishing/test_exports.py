@@ -1,0 +1,157 @@
+"""Exports: each in the form its reader takes, by hand; what is not known is refused."""
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from dflash_cli.commands.export import export
+from dflash_cli.publishing.exports.export_format import EXPORTS, PACKAGE
+from dflash_testing import checkpoints as support
+from dflash_testing.evaluations import drawn_evaluation, write_evaluation
+
+BY_HAND: dict[str, Any] = {
+    "num_drafts": 10,
+    "num_accepted_tokens": 18,
+    "per_pos_accepted": [8, 6, 4, 0],
+    "per_pos_verified": [10] * 4,
+    "histogram": [2, 2, 2, 4, 0],
+}
+"""Ten steps: 2 accepted nothing, 2 one draft, 2 two and 4 three of four; 2.8 tokens a step."""
+
+
+@pytest.fixture(autouse=True)
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_evaluation(tmp_path / "r.json", drawn_evaluation(), **BY_HAND)
+
+
+def exported(to: str, *arguments: str) -> str:
+    done = support.run_main("export", "r.json", "--to", to, *arguments)
+    assert done.code == 0, done.err
+    return done.out
+
+
+def test_the_command_names_every_format() -> None:
+    EXPORTS.discover(PACKAGE)
+    to = export.__annotations__["to"].__args__[0].__args__
+    assert sorted(to) == sorted(EXPORTS)
+
+
+def test_vllm_gets_marginal_rates_as_it_checks_them() -> None:
+    option, text = shlex.split(exported("vllm-rates"))
+    config = json.loads(text)
+    assert option == "--speculative-config"
+    rates = config["synthetic_acceptance_rates"]
+    assert rates == [0.8, 0.6, 0.4, 0.0]
+    assert (config["rejection_sample_method"], config["num_speculative_tokens"], len(rates)) == ("synthetic", 4, 4)
+    assert "synthetic_acceptance_length" not in config, "the two exclude each other"
+    length = json.loads(shlex.split(exported("vllm-length"))[1])
+    assert length["synthetic_acceptance_length"] == 2.8 == 1 + sum(rates)
+    assert "synthetic_acceptance_rates" not in length
+
+
+def test_tensorrt_counts_no_bonus_and_sglang_does() -> None:
+    assert exported("tensorrt-llm-length") == "TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS=1.8\n"
+    assert exported("sglang-length").splitlines()[0] == "SGLANG_SIMULATE_ACC_LEN=2.8"
+
+
+def test_a_profile_has_both_conventions_and_agrees_with_itself() -> None:
+    found = json.loads(exported("speculation-profile"))
+    assert found["marginal_accept_rates"] == [0.8, 0.6, 0.4, 0.0]
+    assert found["conditional_accept_rates"] == [0.8, 0.75, round(4 / 6, 6), 0.0]
+    assert found["acceptance_length_histogram"] == {"1": 2, "2": 2, "3": 2, "4": 4, "5": 0}
+    assert found["mean_accept_length"] == 2.8
+    assert found["mean_accept_length_per_request"] == round(
+        drawn_evaluation().total.definitions["zlab_untruncated"] or 0, 6
+    )
+    assert found["validation"]["mean_consistency"]["passed"]
+    assert found["validation"]["marginal_monotonicity"] == {"passed": True, "violations": []}
+    assert (found["measured"], found["method"], found["accept_length_model"]) == (True, "dflash", "measured_per_k")
+    assert (found["num_speculative_tokens"], found["block_size"], found["max_supported_k"]) == (4, 5, 4)
+    assert found["status"].startswith("draft: ")
+    assert found["draft_checkpoint"]["commit"] == "a" * 40
+    assert found["measurement_conditions"]["dataset"] == "my prompts.jsonl"
+
+
+@pytest.mark.parametrize("to", ["speculation-profile", "vllm-rates", "golden-al", "sglang-length"])
+def test_a_run_without_a_draft_or_with_narrow_steps_is_not_exported(to: str) -> None:
+    plain: dict[str, Any] = {"num_drafts": 0, "per_pos_accepted": [], "per_pos_verified": [], "histogram": [0]}
+    for name, changes in (("plain", plain), ("narrow", BY_HAND | {"per_pos_verified": [10, 10, 10, 0]})):
+        write_evaluation(Path(f"{name}.json"), drawn_evaluation(), **changes)
+        done = support.run_main("export", f"{name}.json", "--to", to, "-o", "out", "--thinking", "on")
+        assert (done.code, done.out) == (2, "")
+        assert not Path("out").exists()
+        assert "Traceback" not in done.err
+
+
+def test_golden_lengths_are_gathered_in_one_file() -> None:
+    exported("golden-al", "--thinking", "on", "-o", "golden.yaml")
+    head = Path("golden.yaml").read_text().partition("_metadata")[0]
+    assert head.startswith("# ")
+    write_evaluation(Path("r.json"), drawn_evaluation(num_drafted=3, chat_template_kwargs='{"enable_thinking": false}'))
+    exported("golden-al", "-o", "golden.yaml")
+    exported("golden-al", "-o", "golden.yaml")
+    exported("golden-al", "-o", "golden.yaml", "--thinking", "on")
+    text = Path("golden.yaml").read_text()
+    assert text.startswith(head)
+    curves = yaml.safe_load(text)
+    length = round(drawn_evaluation(num_drafted=3).total.counts.acceptance_len or 0, 2)
+    assert curves == {
+        "_metadata": {"draft-model": "org/draft"},
+        "target": {"thinking_on": {3: length, 4: 2.8}, "thinking_off": {3: length}},
+    }
+    assert list(curves["target"]["thinking_on"]) == [3, 4]
+
+
+def test_a_golden_length_is_of_the_coding_prompts_where_there_are_some() -> None:
+    evaluation = drawn_evaluation(max_new_tokens=4096)
+    coding = evaluation.to_json()["categories"]["code"]
+    write_evaluation(Path("r.json"), evaluation, **BY_HAND, categories={"coding": coding})
+    done = support.run_main("export", "r.json", "--to", "golden-al", "--thinking", "off", "--model", "my-model")
+    assert yaml.safe_load(done.out)["my-model"]["thinking_off"] == {4: round(coding["acceptance_len"], 2)}
+    assert "warning" not in done.err
+
+
+def test_what_a_golden_file_says_already_is_not_replaced() -> None:
+    exported("golden-al", "--thinking", "on", "-o", "golden.yaml")
+    before = Path("golden.yaml").read_text()
+    write_evaluation(Path("r.json"), drawn_evaluation(0.9))
+    refused = support.run_main("export", "r.json", "--to", "golden-al", "--thinking", "on", "-o", "golden.yaml")
+    assert refused.code == 2
+    assert "target, thinking_on, K = 4: the file has 2.8, and the result " in refused.err
+    assert Path("golden.yaml").read_text() == before
+    exported("golden-al", "--thinking", "on", "-o", "golden.yaml", "--force")
+    assert Path("golden.yaml").read_text() != before
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "found"),
+    [
+        ("m:\n  thinking_on:\n    4: 2.8  # mine\n", 5, "comments among its figures, which would be lost"),
+        ("m: [1\n", 2, "the file is no YAML"),
+        ("- 1\n", 2, "the file holds something else"),
+        ("_metadata:\n  draft-model: other\nm: {}\n", 2, "the file is of draft other, and the result of org/draft"),
+    ],
+)
+def test_a_file_that_cannot_be_added_to_stays(text: str, code: int, found: str) -> None:
+    Path("golden.yaml").write_text(text)
+    done = support.run_main("export", "r.json", "--to", "golden-al", "--thinking", "on", "-o", "golden.yaml")
+    assert done.code == code
+    assert found in done.err
+    assert Path("golden.yaml").read_text() == text
+
+
+def test_thinking_has_to_be_known() -> None:
+    done = support.run_main("export", "r.json", "--to", "golden-al")
+    assert done.code == 2
+    assert "does not say whether the model was thinking" in done.err
+
+
+def test_the_document_has_the_content() -> None:
+    document = json.loads(exported("sglang-length", "--json"))
+    assert (document["kind"], document["to"], document["output"]) == ("export", "sglang-length", None)
+    assert document["content"] == exported("sglang-length")

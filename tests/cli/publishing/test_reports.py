@@ -1,0 +1,246 @@
+"""Reports: complete in each form, safe whatever a result says, whole or not written."""
+
+import csv
+import io
+import json
+import re
+import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from dflash_cli.comparing.stored_evaluation import read_evaluations
+from dflash_cli.publishing.csv_report import COLUMNS
+from dflash_cli.publishing.figures import find_figures
+from dflash_cli.publishing.report_format import WRITERS
+from dflash_testing import checkpoints as support
+from dflash_testing.evaluations import HOSTILE, drawn_evaluation, write_evaluation
+from dflash_testing.paths import ROOT
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """`a.json` of 40 prompts, and `b.json` of fewer and shorter blocks, which has no intervals by position."""
+    monkeypatch.chdir(tmp_path)
+    write_evaluation(tmp_path / "a.json", drawn_evaluation(0.7))
+    write_evaluation(tmp_path / "b.json", drawn_evaluation(0.4, count=20, num_drafted=3))
+    return tmp_path
+
+
+def written(*arguments: str) -> str:
+    done = support.run_main("report", *arguments)
+    assert done.code == 0, done.err
+    return Path(done.out.strip()).read_text()
+
+
+class Tags(HTMLParser):
+    """Checks that tags are closed in order, and keeps what a page refers to and which tags it has."""
+
+    VOID = ("meta", "br", "hr", "img", "link", "line", "circle", "rect", "polyline", "polygon")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[str] = []
+        self.references: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append(tag)
+        self.references += [value or "" for name, value in attrs if name in ("src", "href", "srcset", "data", "action")]
+        if tag not in self.VOID or tag in ("circle", "rect"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if self.open and self.open[-1] == tag:
+            self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_a_page_needs_nothing_but_itself_and_is_well_formed(files: Path) -> None:
+    page = written("a.json", "b.json", "-o", "report.html")
+    tags = Tags()
+    tags.feed(page)
+    assert tags.open == []
+    assert tags.references == []
+    assert not {"script", "link", "img", "iframe"} & set(tags.seen)
+    assert not re.search(r"https?://|url\(|@import", page)
+    assert "prefers-color-scheme: dark" in page
+    drawings = re.findall(r"<svg.*?</svg>", page, re.DOTALL)
+    assert len(drawings) == 4
+    for drawing in drawings:
+        parts = ElementTree.fromstring(drawing)
+        assert parts.find("title") is not None
+        assert parts.find("desc") is not None
+        named = set((parts.get("aria-labelledby") or "").split())
+        assert named == {item.get("id") for item in parts if item.get("id")}
+    assert page.count("<table>") == page.count('<th scope="col">definition</th>') * 5 + len(drawings)
+
+
+def test_what_a_result_says_is_text_in_a_page(files: Path) -> None:
+    page = written("a.json", "-o", "report.html")
+    assert HOSTILE not in page
+    assert "<b>more</b>" not in page
+    assert "&lt;/td&gt;&lt;script" in page
+
+
+def test_a_page_has_what_was_measured(files: Path) -> None:
+    page = written("a.json", "b.json", "-o", "report.html")
+    evaluation = drawn_evaluation(0.7)
+    interval = evaluation.total.interval
+    assert interval is not None
+    for text in (
+        f"{evaluation.total.counts.acceptance_len:.3f}",
+        f"95% interval [{interval.low:.3f}, {interval.high:.3f}]",
+        "Tokens most often rejected", "By each project&#39;s own definition", "line 100: too long",
+        "dflash eval-acceptance org/draft -p &#39;my prompts.jsonl&#39;", "draft.commit", "a" * 40, "4567",
+    ):  # fmt: skip
+        assert text in page, text
+
+
+def test_bands_are_there_where_intervals_are(files: Path) -> None:
+    stored = read_evaluations([Path("a.json"), Path("b.json")])
+    figures = {figure.title: figure for figure in find_figures(stored)}
+    first, second = figures["Accepted by position"].series
+    assert [point is not None and point.interval is not None for point in first.points] == [True] * 4
+    assert second.points[3] is None, "its blocks are shorter"
+    assert all(point is not None and point.interval is None for point in second.points[:3])
+    conditional = figures["Accepted where the position before was"].series[0].points
+    assert conditional[0] is not None
+    assert conditional[0].interval == first.points[0].interval if first.points[0] else False
+    assert [figure.columns for figure in figures.values()] == [
+        [name, "A", "B"] for name in ("position", "position", "tokens", "category")
+    ]
+    page = written("a.json", "b.json", "-o", "report.html")
+    assert page.count('class="band s0"') == 2
+    assert page.count('class="band s1"') == 0
+
+
+def test_a_shape_is_named_with_its_test(tmp_path: Path) -> None:
+    write_evaluation(tmp_path / "low.json", drawn_evaluation(0.1, count=60))
+    page = written(str(tmp_path / "low.json"), "-o", str(tmp_path / "low.html"))
+    assert "Shape: flat and low" in page
+    assert "dflash diagnose org/draft --target org/target" in page
+
+
+def test_a_table_is_tidy(files: Path) -> None:
+    rows = list(csv.DictReader(io.StringIO(written("a.json", "b.json", "-o", "report.csv"))))
+    assert tuple(rows[0]) == COLUMNS
+    assert {row["result"] for row in rows} == {"a", "b"}
+    keys = [(row["result"], row["category"], row["quantity"], row["position"]) for row in rows]
+    assert len(keys) == len(set(keys))
+    evaluation = drawn_evaluation(0.7)
+    (length,) = [
+        row for row in rows if row["result"] == "a" and not row["category"] and row["quantity"] == "acceptance_len"
+    ]
+    assert float(length["value"]) == evaluation.total.counts.acceptance_len
+    assert evaluation.total.interval is not None
+    assert float(length["low"]) == evaluation.total.interval.low
+    steps = [row for row in rows if row["result"] == "a" and not row["category"] and row["quantity"] == "steps_giving"]
+    assert [int(row["count"]) for row in steps] == list(evaluation.total.histogram)
+
+
+def test_markdown_of_one_is_that_of_the_evaluation_and_of_several_has_all(files: Path) -> None:
+    one = support.run_main("report", "a.json").out
+    assert one.startswith("# Acceptance\n")
+    assert "| `[ a\\|b] 2` |" in one
+    assert f"| `[{HOSTILE[:14]}…` |" in one, "a token is code, so that nothing in it is taken for HTML"
+    both = written("a.json", "b.json", "-o", "report.md")
+    assert both.startswith("# Acceptance of several results\n")
+    assert one.partition("\n")[2] in both
+    assert "# B: b\n" in both
+
+
+def test_the_form_is_that_of_the_name_or_as_asked(files: Path) -> None:
+    assert written("a.json", "-o", "report.txt", "--format", "csv").startswith("result,")
+    assert support.run_main("report", "a.json", "--format", "csv").out.startswith("result,")
+    wrong = support.run_main("report", "a.json", "-o", "report.pdf")
+    assert (wrong.code, wrong.out) == (2, "")
+    assert "error: report.pdf: ends with '.pdf', expected one of .html, .png, .md, .csv" in wrong.err
+    document = json.loads(support.run_main("report", "a.json", "-o", "r.md", "--json").out)
+    assert (document["kind"], document["format"], document["output"]) == ("report", "md", "r.md")
+
+
+def test_nothing_is_replaced_or_half_written(files: Path) -> None:
+    Path("report.html").write_text("mine")
+    assert support.run_main("report", "a.json", "-o", "report.html").code == 2
+    assert support.run_main("report", "a.json", "absent.json", "-o", "report.html", "--force").code == 4
+    assert Path("report.html").read_text() == "mine"
+    assert sorted(path.name for path in files.iterdir()) == ["a.json", "b.json", "report.html"]
+    assert support.run_main("report", "a.json", "-o", "/dev/null", "--format", "html").code == 0
+    assert Path("/dev/null").is_char_device()
+
+
+def test_a_picture_without_matplotlib_is_refused_in_one_line(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    done = support.run_main("report", "a.json", "-o", "report.png")
+    assert done.code == 5
+    assert done.err == (
+        "error: a PNG is drawn with matplotlib, which is not installed\nhint: pip install 'dflash-cli[plot]'\n"
+    )
+    assert not Path("report.png").exists()
+
+
+def test_a_picture_is_drawn_and_the_same_each_time(files: Path) -> None:
+    pytest.importorskip("matplotlib")
+    first, again = (WRITERS["png"](read_evaluations([Path("a.json"), Path("b.json")])) for _ in range(2))
+    assert first.startswith(b"\x89PNG")
+    assert first == again
+
+
+CHROMIUM = next(
+    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
+)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="no browser")
+@pytest.mark.parametrize(("scheme", "setting"), [("dark", 0), ("light", 1)])
+def test_a_browser_draws_the_page_in_light_and_dark(scheme: str, setting: int, files: Path) -> None:
+    """In the colours of the reader's setting, in a browser that runs no script of it."""
+    page = written("a.json", "b.json", "-o", "report.html").replace(
+        "</body>",
+        "<div style='position:absolute;top:0;left:0;width:8px;height:8px;background:var(--c0)'></div></body>",
+    )
+    Path("probe.html").write_text(page)
+    subprocess.run(
+        [
+            str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=500,700",
+            f"--user-data-dir={files / 'profile'}", f"--blink-settings=preferredColorScheme={setting}",
+            f"--screenshot={files / 'shot.png'}", (files / "probe.html").as_uri(),
+        ],
+        check=True, capture_output=True, timeout=120,
+    )  # fmt: skip
+    pixels = first_pixels(files / "shot.png")
+    assert pixels[0] == {"light": (0x1F, 0x66, 0xC1), "dark": (0x74, 0xB0, 0xF4)}[scheme]
+    assert pixels[-1] == {"light": (0xFB, 0xFB, 0xFA), "dark": (0x14, 0x17, 0x1A)}[scheme]
+
+
+def first_pixels(path: Path) -> list[tuple[int, ...]]:
+    """The first row of a PNG of 8 bits a channel, without a library."""
+    import struct
+    import zlib
+
+    data = path.read_bytes()
+    width, _, _, kind = struct.unpack(">IIBB", data[16:26])
+    size = {2: 3, 6: 4}[kind]
+    place, packed = 8, b""
+    while place < len(data):
+        (length,) = struct.unpack(">I", data[place : place + 4])
+        packed += data[place + 8 : place + 8 + length] if data[place + 4 : place + 8] == b"IDAT" else b""
+        place += 12 + length
+    row = bytearray(zlib.decompress(packed)[: 1 + width * size])
+    assert row[0] != 3, "with nothing above, the other filters are the bytes as they are, or differences from the left"
+    for index in range(1 + size, len(row)) if row[0] in (1, 4) else ():
+        row[index] = (row[index] + row[index - size]) % 256
+    return [tuple(row[1 + size * place : 4 + size * place]) for place in range(width)]
+
+
+def test_the_page_is_part_of_the_package() -> None:
+    assert (ROOT / "dflash_cli" / "evaluation" / "publishing" / "page.html").is_file()

@@ -1,0 +1,235 @@
+"""Every rule fires on what it is about, and none fires on a sound draft."""
+
+import ast
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dflash_cli.checkpoints.references import TINY, Role, fetch_directory
+from dflash_cli.checkpoints.target_copies import find_difference
+from dflash_cli.engines.serving_engine import parse_engines
+from dflash_cli.rules.rule import PLACEHOLDER, all_rules
+from dflash_cli.rules.themes import rows
+from dflash_cli.rules.validator import ValidationRequest, validate_draft
+from dflash_testing import checkpoints as support
+from dflash_testing.paths import ROOT
+from dflash_testing.rule_cases.base import SLIDING, SPEC, Case, body, both, check, edit, nested, nothing, without
+from dflash_testing.rule_cases.collected import CASES
+
+ENGINES = "vllm,sglang,transformers,llama.cpp"
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.rule}-{case.message[:24]}")
+def test_rule_fires(case: Case, tmp_path: Path) -> None:
+    report = check(case, tmp_path)
+    found = [finding for finding in report.findings if finding.id == case.rule]
+    assert [item for item in found if case.message in item.message and item.severity == case.severity], report.findings
+    assert not [item.fix for item in report.findings if PLACEHOLDER.search(item.fix) or "DRAFT" in item.fix.split()]
+
+
+def test_every_rule_has_a_case() -> None:
+    covered = {case.rule for case in CASES}
+    assert {rule.id for rule in all_rules() if rule.level not in ("run", "kv-transfer")} == covered
+
+
+def test_no_id_of_a_rule_steers_anything() -> None:
+    """An id stands in its rule's decorator and nowhere else; what follows from a rule is said by flags beside it."""
+    ids = {rule.id for rule in all_rules()}
+    for file in (ROOT / "dflash_cli").rglob("*.py"):
+        tree = ast.parse(file.read_text())
+        decorators = {
+            node.args[0]
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "check" and node.args
+        }
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and node.value in ids:
+                assert node in decorators, f"{file.relative_to(ROOT)}:{node.lineno}: {node.value}"
+
+
+@pytest.mark.parametrize("rule", all_rules(), ids=lambda rule: rule.id)
+def test_every_rule_says_what_it_is_for(rule: Any) -> None:
+    assert rule.title.endswith(".")
+    assert rule.effect
+    assert "dflash " in rule.fix
+    assert len(rule.source) > 5
+
+
+@pytest.mark.parametrize("level", ["headers", "weights"])
+@pytest.mark.parametrize("dialect", ["native", "speculators", "reduced"])
+@pytest.mark.parametrize("shape", [support.SMALL, SLIDING, replace(support.SMALL, bias=True)])
+def test_silent_on_sound_drafts(dialect: str, shape: support.Shape, level: Any, tmp_path: Path) -> None:
+    target = support.make_target(tmp_path / "target", shape)
+    if dialect == "native":
+        draft = support.make_native(tmp_path / "dflash-draft", shape)
+    else:
+        reduced = replace(shape, draft_vocab=12) if dialect == "reduced" else shape
+        draft = support.make_speculators(tmp_path / "dflash-draft", reduced)
+    request = ValidationRequest(
+        draft=draft,
+        draft_reference=str(draft),
+        target=target,
+        target_reference=str(target),
+        engines=parse_engines("vllm"),
+        level=level,
+        num_speculative_tokens=shape.block - 1,
+    )
+    assert validate_draft(request).findings == ()
+
+
+@pytest.mark.parametrize("level", ["headers", "weights"])
+@pytest.mark.parametrize("name", ["tiny", "tiny:reduced"])
+def test_silent_on_the_bundled_drafts(name: str, level: Any) -> None:
+    engines = ENGINES if name == "tiny" else "vllm"
+    request = ValidationRequest(
+        draft=fetch_directory(name, Role.DRAFT),
+        target=fetch_directory(TINY, Role.TARGET),
+        target_reference=TINY,
+        engines=parse_engines(engines),
+        level=level,
+    )
+    report = validate_draft(request)
+    assert report.findings == ()
+    assert [verdict.outcome for verdict in report.verdicts] == ["serves"] * len(report.engines)
+
+
+def test_a_relative_gets_one_finding(tmp_path: Path) -> None:
+    case = Case(rule="C01", message="", config=nested(conv_kernel_size=2, mask_token_id=None))
+    assert [finding.id for finding in check(case, tmp_path).findings] == ["C01"]
+
+
+@pytest.mark.parametrize("rule", ["C04", "C30"])
+def test_what_one_engine_makes_of_a_config_is_no_cause_here(rule: str, tmp_path: Path) -> None:
+    """Such a finding names its engine, so that `diagnose`, which runs the draft here, does not blame it."""
+    case = next(item for item in CASES if item.rule == rule and not item.engines)
+    (found,) = [item for item in check(case, tmp_path).findings if item.id == rule]
+    assert (found.severity, found.engines) == ("warning", ("vllm",))
+
+
+def test_a_tap_outside_the_target_is_one_finding(tmp_path: Path) -> None:
+    config = nested(target_layer_ids=[0, 4])
+    report = check(Case(rule="", message="", config=config, target=lambda config: None), tmp_path)
+    assert [item.id for item in report.findings if "layer 4" in item.message] == ["P06"]
+
+
+def test_forms_of_a_rule_have_effects_of_their_own(tmp_path: Path) -> None:
+    """A weaker form does not claim what the strongest one does."""
+    for rule in ("N13", "P31"):
+        cases = [item for item in CASES if item.rule == rule]
+        found = {
+            item.effect
+            for number, case in enumerate(cases)
+            for item in check(case, tmp_path / f"{rule}-{number}").findings
+            if item.id == rule and case.message in item.message
+        }
+        assert len(found) > 1, rule
+
+
+def test_a_broken_config_is_still_held_to_the_other_rules(tmp_path: Path) -> None:
+    case = Case(
+        rule="", message="", config=nested(mask_token_id=None, target_layer_ids=[0, 9]), tensors=without("norm.weight")
+    )
+    assert {"C06", "C12", "N01"} <= {finding.id for finding in check(case, tmp_path).findings}
+
+
+def test_a_wrong_vocab_size_is_laid_to_the_config_where_the_tensors_fit_the_target(tmp_path: Path) -> None:
+    wrong = Case(rule="", message="", dialect=SPEC, shape=support.REDUCED, config=body(vocab_size=31))
+    alone = {finding.id for finding in check(wrong, tmp_path).findings}
+    beside = {finding.id for finding in check(replace(wrong, target=nothing), tmp_path / "pair").findings}
+    assert "M03" in alone
+    assert "P02" in beside
+    assert "M03" not in beside
+
+
+@pytest.mark.parametrize(
+    ("rule", "change"),
+    [
+        ("M05", edit("t2d", lambda item: item | (np.arange(32) == np.flatnonzero(~item)[0]))),
+        ("M06", edit("d2t", lambda item: item + np.arange(12))),
+        ("M07", edit("d2t", np.zeros_like)),
+        ("M01", lambda arrays: arrays.pop("d2t")),
+        ("M03", edit("d2t", lambda item: item[:-1])),
+    ],
+)
+def test_rows_are_not_compared_through_a_broken_map(rule: str, change: Any, tmp_path: Path) -> None:
+    """The embedding has a row for every id and needs no map."""
+    embedding = np.roll(support.target_arrays(support.REDUCED)["model.embed_tokens.weight"], 1, axis=0)
+    head = edit("lm_head.weight", lambda item: np.roll(item, 1, axis=0))
+    case = Case(
+        rule="", message="", dialect=SPEC, shape=support.REDUCED, level="weights", target=nothing,
+        tensors=both(change, head, lambda arrays: arrays.update({"embed_tokens.weight": embedding})),
+    )  # fmt: skip
+    found = [(finding.id, finding.location) for finding in check(case, tmp_path).findings]
+    assert rule in {item for item, _ in found}
+    assert {location for item, location in found if item in ("M10", "M12")} == {"model.safetensors:embed_tokens.weight"}
+
+
+def test_two_rules_on_the_copies_compare_them_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A comparison reads all of head and embedding, on both sides."""
+    compared: list[str] = []
+
+    def counting(draft: Any, name: str, target: Any) -> str | None:
+        compared.append(name)
+        return find_difference(draft, name, target)
+
+    monkeypatch.setattr(rows, "find_difference", counting)
+    wrong = next(case for case in CASES if case.rule == "M12")
+    assert {"M10", "M12"} <= {finding.id for finding in check(wrong, tmp_path).findings}
+    assert compared == ["lm_head.weight"]
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data(), dialect=st.sampled_from(["native", "speculators"]))
+def test_junk_in_any_key_is_a_finding_at_most(data: st.DataObject, dialect: str, tmp_path: Path) -> None:
+    """No rule stumbles over a value of the wrong type, in whatever key it stands."""
+    draft, target = tmp_path / "draft", tmp_path / "target"
+    if not draft.exists():
+        support.make_speculators(draft, support.REDUCED)
+        support.make_target(target, support.REDUCED)
+    config = support.native_config() if dialect == "native" else support.speculators_config(support.REDUCED)
+    config |= {"is_causal": False, "eagle_aux_hidden_state_layer_ids": [1, 3], "eos_token_id": 1}
+    for _ in range(data.draw(st.integers(1, 2))):
+        inner = data.draw(
+            st.sampled_from(["", *sorted(key for key, value in config.items() if isinstance(value, dict))])
+        )
+        container = config[inner] if inner else config
+        if container:
+            container[data.draw(st.sampled_from(sorted(container)))] = data.draw(support.json_junk())
+    support.write_config(draft, config)
+    validate_draft(
+        ValidationRequest(
+            draft=draft,
+            target=target,
+            target_reference=str(target),
+            engines=parse_engines(ENGINES),
+            level="weights",
+            num_speculative_tokens=3,
+        )
+    )
+
+
+def test_a_sound_quantised_checkpoint_is_not_judged_by_the_shapes_of_a_plain_one(tmp_path: Path) -> None:
+    """Names, types and shapes are the packer's; the one finding is a warning that says so."""
+    import numpy as np
+    from safetensors.numpy import load_file, save_file
+
+    draft, target = tmp_path / "draft", tmp_path / "target"
+    support.make_native(draft)
+    support.make_target(target)
+    weights = {}
+    for name, tensor in load_file(draft / "model.safetensors").items():
+        if name.endswith("proj.weight"):
+            weights[f"{name}_packed"] = np.zeros((tensor.shape[0], tensor.shape[1] // 2), dtype=np.uint8)
+            weights[f"{name}_scale"] = np.ones((tensor.shape[0], 1), dtype=np.float32)
+        else:
+            weights[name] = tensor
+    save_file(weights, draft / "model.safetensors")
+    support.write_config(draft, support.native_config() | {"quantization_config": {"quant_method": "modelopt"}})
+    request = ValidationRequest(draft=draft, target=target, target_reference=str(target))
+    found = [(finding.id, str(finding.severity)) for finding in validate_draft(request).findings]
+    assert found == [("N11", "warning")]

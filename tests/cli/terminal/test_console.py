@@ -1,0 +1,102 @@
+"""The meter: what it says of a run, on a terminal and in a log; and what quiet lets through."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from dflash_cli.terminal import console
+from dflash_cli.terminal.console import Meter
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+@pytest.fixture(autouse=True)
+def loud_again() -> Iterator[None]:
+    yield
+    console.configure(quiet=False)
+
+
+def test_the_line_has_count_estimate_and_time_left() -> None:
+    clock = Clock()
+    meter = Meter(64, "prompts", clock=clock)
+    assert meter.line(0, "") == "0/64 prompts"
+    clock.seconds = 3.0
+    assert meter.line(12, "3.41 [3.2, 3.6]") == "12/64 prompts  3.41 [3.2, 3.6]  0:13 left"
+    assert meter.line(64, "3.41 [3.2, 3.6]") == "64/64 prompts  3.41 [3.2, 3.6]"
+    clock.seconds = 3600.0
+    assert meter.line(16, "").endswith("3:00:00 left")
+
+
+def test_what_was_done_before_does_not_count_as_speed() -> None:
+    clock = Clock()
+    meter = Meter(100, "prompts", clock=clock)
+    meter.resume(80)
+    clock.seconds = 10.0
+    assert meter.line(80, "") == "80/100 prompts"
+    assert meter.line(90, "") == "90/100 prompts  0:10 left"
+
+
+def test_a_log_gets_a_line_when_both_time_and_work_have_passed(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = Clock()
+    with Meter(100, "prompts", clock=clock) as meter:
+        for done in range(1, 101):
+            clock.seconds += 0.5
+            meter.update(done, "3.0")
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split()[0] for line in lines] == ["20/100", "40/100", "60/100", "80/100", "100/100"]
+    with Meter(10, "prompts", clock=clock) as meter:
+        for done in range(1, 11):
+            clock.seconds += 60
+            meter.update(done)
+    assert len(capsys.readouterr().err.splitlines()) == 10
+
+
+def test_quiet_silences_all_but_results_warnings_and_errors(capsys: pytest.CaptureFixture[str]) -> None:
+    console.configure(quiet=True)
+    console.status("status")
+    console.note("note")
+    clock = Clock()
+    with Meter(2, "prompts", clock=clock) as meter:
+        clock.seconds = 100
+        meter.update(1)
+    console.result("result")
+    console.warn("warn")
+    console.error("error")
+    out, err = capsys.readouterr()
+    assert out == "result\n"
+    assert err == "warning: warn\nerror: error\n"
+
+
+def test_a_bar_fits_80_columns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERM", "xterm")
+    with Meter(1319, "prompts") as meter:
+        meter.update(1234, "13.41 [13.2, 13.6]")
+        assert meter._display is not None
+        meter._display.refresh()
+    shown = capsys.readouterr().err
+    assert "1234/1319 prompts  13.41 [13.2, 13.6]  0:00 left" in shown
+    assert "…" not in shown
+
+
+def test_a_piped_table_is_aligned_whole_and_ends_in_no_spaces(capsys: pytest.CaptureFixture[str]) -> None:
+    long = "x" * 300
+    console.table(("name", "count", ""), [("a", "1", ""), ("中文", "20", long), ("b", "3", "y")], title="title")
+    assert capsys.readouterr().out.splitlines() == [
+        "title",
+        "name  count",
+        "a         1",
+        f"中文     20  {long}",
+        "b         3  y",
+    ]
+    console.table(("name", "share of"), [("a", "0.5"), ("b", "-")])
+    assert capsys.readouterr().out == "name  share of\na          0.5\nb            -\n"
+    console.table(("", ""), [("only", "rows")])
+    assert capsys.readouterr().out == "only  rows\n"

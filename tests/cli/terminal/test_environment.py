@@ -1,0 +1,20 @@
+"""What a result says of the command: all of it but the secrets."""
+
+import pytest
+
+from dflash_cli.terminal.environment import REDACTED, redacted
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["--hf-token", "abc", "-n", "8"], ["--hf-token", REDACTED, "-n", "8"]),
+        (["--api-key=abc"], [f"--api-key={REDACTED}"]),
+        (["x", "hf_" + "a" * 30], ["x", REDACTED]),
+        (["https://me:pass@host/v1"], [f"https://{REDACTED}@host/v1"]),
+        (["--stop-token-id", "7", "--max-new-tokens=8"], ["--stop-token-id", "7", "--max-new-tokens=8"]),
+        (["org/draft@main", "https://host/a@b"], ["org/draft@main", "https://host/a@b"]),
+    ],
+)
+def test_secrets_are_left_out_and_nothing_else(argv: list[str], expected: list[str]) -> None:
+    assert redacted(argv) == expected

@@ -1,0 +1,253 @@
+"""What ends a run from outside, through the real entry: signals, readers that go, closed streams, full disks."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dflash_testing import checkpoints as support
+from dflash_testing.paths import ROOT
+
+DFLASH = [sys.executable, "-c", "from dflash_cli.main import main; main()"]
+ENV = {**os.environ, **support.IMPORT_PATHS, "NO_COLOR": "1"}
+FULL = Path("/dev/full")
+SCRIPT = Path(sys.executable).with_name("dflash")
+
+
+def start(*arguments: object) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [*DFLASH, *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENV
+    )
+
+
+def shell(line: str) -> support.Outcome:
+    """A line for bash in which `dflash` is the command, under `pipefail`."""
+    function = f'dflash() {{ "{sys.executable}" -c "from dflash_cli.main import main; main()" "$@"; }}\n'
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", function + line], capture_output=True, text=True, env=ENV, check=False
+    )
+    return support.Outcome(done.returncode, done.stdout, done.stderr)
+
+
+def end_when(
+    process: "subprocess.Popen[str]", is_time: Callable[[], bool], number: signal.Signals = signal.SIGINT
+) -> support.Outcome:
+    """Send a signal as soon as something is so, and wait for the end."""
+    until = time.monotonic() + 60
+    while not is_time() and process.poll() is None and time.monotonic() < until:
+        time.sleep(0.01)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert "Traceback" not in err
+    return support.Outcome(process.returncode, out, err)
+
+
+def num_lines(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+@pytest.mark.parametrize(
+    ("number", "word"),
+    [pytest.param(signal.SIGINT, "interrupted", marks=pytest.mark.slow), (signal.SIGTERM, "terminated")],
+)
+def test_an_evaluation_says_what_is_kept_and_how_to_go_on(number: signal.Signals, word: str, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    options = ["eval-acceptance", "--rows", rows, "--max-num-requests", "1", "-n", "64", "--bootstrap", "0"]
+    done = end_when(start(*options), lambda: num_lines(rows) >= 3, number)
+    assert done.code == 128 + number
+    kept = num_lines(rows) - 1
+    said, hint = done.err.splitlines()[-2:]
+    assert said.startswith(f"error: {word}: {kept} of 64 answered, acceptance length ")
+    assert hint == f"hint: the answers are kept in {rows}; give the same command with --resume to go on"
+    assert done.out == ""
+
+
+def test_text_that_is_interrupted_ends_its_line() -> None:
+    process = start("generate", "x", "-n", "2000", "--ignore-eos")
+    assert process.stdout is not None
+    first = process.stdout.read(1)
+    done = end_when(process, lambda: True)
+    assert done.code == 130
+    assert (first + done.out).endswith("\n")
+    assert done.err.splitlines()[-1] == "error: interrupted: 0 of 1 answered"
+
+
+@pytest.mark.slow
+def test_an_interruption_while_loading_is_said() -> None:
+    process = start("generate", "x")
+    assert process.stderr is not None
+    first = process.stderr.readline()
+    done = end_when(process, lambda: True)
+    assert first.startswith("loading ")
+    assert (done.code, done.out) == (130, "")
+    assert done.err.splitlines()[-1] == "error: interrupted"
+
+
+@pytest.mark.parametrize("entry", ["from dflash_cli.__main__ import main; main()", None], ids=["script", "-m"])
+def test_an_interruption_while_modules_are_imported_ends_without_a_traceback(entry: str | None, tmp_path: Path) -> None:
+    """A Typer that is slow to import stands in for a cold disk."""
+    (tmp_path / "typer.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(30)\n")
+    path = os.pathsep.join([str(tmp_path), ENV["PYTHONPATH"]])
+    process = subprocess.Popen(
+        [sys.executable, *(["-c", entry] if entry is not None else ["-m", "dflash_cli"]), "--version"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**ENV, "PYTHONPATH": path},
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stdout.readline() == "importing\n"
+    done = end_when(process, lambda: True)
+    assert (done.code, done.err) == (-signal.SIGINT, "")
+
+
+def test_the_installed_commands_are_quiet_from_the_first_import_on() -> None:
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert set(scripts.values()) == {"dflash_cli.__main__:main"}
+
+
+def test_an_ignored_interruption_stays_ignored() -> None:
+    """A job in the background of a shell has SIGINT ignored."""
+    assert shell("trap '' INT; dflash inspect tiny & p=$!; sleep 0.4; kill -INT $p; wait $p").code == 0
+
+
+@pytest.mark.parametrize(
+    "line", ["dflash explain | head -1", "dflash --help | head -c 1", "dflash explain --json | head -c 1"]
+)
+def test_a_reader_that_goes_is_no_error(line: str) -> None:
+    done = shell(line)
+    assert (done.code, done.err) == (0, "")
+
+
+def test_a_text_whose_reader_goes_is_no_error() -> None:
+    done = shell("dflash generate x -n 2000 --ignore-eos | head -c 1")
+    assert done.code == 0
+    assert [text for text in done.err.splitlines() if not text.startswith("loading ")] == []
+
+
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [
+        ("dflash inspect tiny >&-", 0),
+        ("dflash inspect tiny <&- >&- 2>&-", 0),
+        ("dflash inspect absent 2>&-", 4),
+        ("dflash generate - <&-", 2),
+        ("dflash generate -p - <&-", 2),
+    ],
+)
+def test_closed_streams_are_empty_ones(line: str, code: int) -> None:
+    done = shell(line)
+    assert done.code == code
+    assert "Traceback" not in done.err
+
+
+def test_a_file_that_is_opened_is_never_the_closed_stdout(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    assert shell(f"dflash eval-acceptance --num-prompts 2 -n 8 --rows {rows} >&-").code == 0
+    assert all(isinstance(json.loads(line), dict) for line in rows.read_text().splitlines())
+    assert num_lines(rows) == 3
+
+
+needs_full = pytest.mark.skipif(not FULL.is_char_device(), reason="needs /dev/full")
+
+
+@needs_full
+@pytest.mark.parametrize(
+    "line",
+    ["dflash inspect tiny > /dev/full", pytest.param("dflash generate x -n 4 > /dev/full", marks=pytest.mark.slow)],
+)
+def test_a_full_stdout_is_named(line: str) -> None:
+    done = shell(line)
+    assert done.code == 6
+    assert done.err.splitlines()[-1] == "error: stdout: no space left on the device"
+
+
+@needs_full
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["generate", "x", "-n", "4", "--output"],
+        ["eval-acceptance", "--num-prompts", "1", "-n", "4", "--rows"],
+        ["eval-acceptance", "--num-prompts", "1", "-n", "4", "--report"],
+    ],
+    ids=" ".join,
+)
+def test_a_full_disk_is_named(arguments: list[str]) -> None:
+    done = support.run_main(*arguments, FULL)
+    assert done.code == 6
+    assert done.err.splitlines()[-1] == "error: /dev/full: no space left on the device"
+    assert FULL.is_char_device()
+
+
+@pytest.mark.slow
+def test_what_a_full_disk_holds_is_gone_on_from(tmp_path: Path) -> None:
+    """A limit on the size of files stands for the disk. What was cut off is asked again, nothing else."""
+    rows = tmp_path / "rows.jsonl"
+    options = ["--num-prompts", "8", "-n", "16", "--max-num-requests", "1", "--bootstrap", "0", "--rows", str(rows)]
+    done = shell(f"ulimit -f 4; dflash eval-acceptance {' '.join(options)}")
+    assert done.code == 6
+    assert done.err.splitlines()[-1] == f"error: {rows}: larger than a file may be here"
+    whole = rows.read_bytes()[: rows.read_bytes().rfind(b"\n") + 1]
+    assert 1 < whole.count(b"\n") < 9
+    assert support.run_main("eval-acceptance", *options, "--resume").code == 0
+    assert rows.read_bytes().startswith(whole)
+    assert num_lines(rows) == 9
+
+
+@pytest.mark.parametrize("option", ["--rows", "--report"])
+def test_pipes_and_links_are_written_to(option: str, tmp_path: Path) -> None:
+    """--output is the same code; see test_atomic_file."""
+    pipe, real, link = tmp_path / "pipe", tmp_path / "real", tmp_path / "link"
+    os.mkfifo(pipe)
+    real.write_text("old")
+    link.symlink_to(real)
+    read: list[str] = []
+    reader = threading.Thread(target=lambda: read.append(pipe.read_text()), daemon=True)
+    reader.start()
+    small = ["eval-acceptance", "--num-prompts", "1", "-n", "8"]
+    assert support.run_main(*small, option, pipe).code == 0
+    reader.join(timeout=10)
+    assert pipe.is_fifo()
+    assert support.run_main(*small, option, link, "--force").code == 0
+    assert link.is_symlink()
+    assert real.read_text().split(":")[0] == read[0].split(":")[0]
+
+
+@pytest.mark.slow
+def test_a_pipe_whose_reader_goes_is_named(tmp_path: Path) -> None:
+    """Only stdout may lose its reader in silence."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    done = shell(f"head -c 1 < {pipe} > {tmp_path / 'first'} & dflash eval-acceptance --num-prompts 4 --rows {pipe}")
+    assert done.code != 0
+    assert done.err.splitlines()[-1] == f"error: {pipe}: its reader has gone"
+
+
+@pytest.mark.skipif(not SCRIPT.exists(), reason="needs the installed script")
+def test_the_installed_script_ends_as_main_does() -> None:
+    """What pip writes for the console script, on the code of this tree."""
+    assert shell(f"{SCRIPT} explain | head -1").code == 0
+    assert shell(f"{SCRIPT} inspect tiny >&-").code == 0
+    process = subprocess.Popen([SCRIPT, "generate", "x"], stderr=subprocess.PIPE, text=True, env=ENV)
+    assert process.stderr is not None
+    process.stderr.readline()
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=60)[1].splitlines()[-1] == "error: interrupted"
+    assert process.returncode == 130
+
+
+def test_a_second_interruption_while_the_first_is_reported_shows_no_traceback(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As `timeout -s INT` sends it: once to the process, and once to its group."""
+
+    def interrupt(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("dflash_cli.terminal.console.error", interrupt)
+    assert support.run_main("inspect", "no/such/folder").code == 130

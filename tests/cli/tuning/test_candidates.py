@@ -1,0 +1,62 @@
+"""Numbers of drafted tokens that are tried, and that each candidate is the run it says it is."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from dflash_cli.acceptance.acceptance_report import PromptSource
+from dflash_cli.acceptance.measure import EvaluationRequest, measure
+from dflash_cli.checkpoints.references import TINY
+from dflash_cli.generation.loaded_pair import open_session
+from dflash_cli.tuning.candidates import Candidate, candidates_for, default_numbers, measure_candidate
+from dflash_cli.tuning.speed import smallest
+from dflash_runtime.errors import RequestError, UsageError
+from dflash_runtime.scheduling.request import SamplingParams
+from dflash_testing.dumps import EXACT, bundled_rows, rows_of
+
+
+@pytest.mark.parametrize(("trained", "numbers"), [(1, [1]), (7, [1, 3, 7]), (10, [1, 3, 7, 10]), (15, [1, 3, 7, 15])])
+def test_blocks_of_powers_of_two_are_tried(trained: int, numbers: list[int]) -> None:
+    assert default_numbers(trained) == numbers
+
+
+def test_each_number_below_the_trained_one_is_tried_in_both_ways() -> None:
+    names = ["resized-1", "narrowed-1", "resized-3", "narrowed-3", "whole-7"]
+    assert [item.name for item in candidates_for([3, 1, 3], 7)] == names
+    with pytest.raises(UsageError, match="8 speculative tokens, expected 1 to 7"):
+        candidates_for([8], 7)
+
+
+def request_for(count: int, **params: Any) -> EvaluationRequest:
+    return EvaluationRequest(
+        rows=bundled_rows(count),
+        params=SamplingParams(max_new_tokens=16, **params),
+        source=PromptSource(name="bundled", num_available=count),
+        num_resamples=0,
+    )
+
+
+@pytest.mark.parametrize(
+    ("candidate", "engine", "params"),
+    [
+        (Candidate(3, "resized"), {"num_draft_tokens": 3}, {}),
+        (Candidate(3, "narrowed"), {}, {"verify_width": 4}),
+    ],
+    ids=["resized", "narrowed"],
+)
+def test_a_candidate_is_the_run_with_its_options(
+    candidate: Candidate, engine: dict[str, Any], params: dict[str, Any]
+) -> None:
+    """A resized block is that of `-k`, a narrowed one that of `--verify-width`, conversation by conversation."""
+    found = measure_candidate(open_session(TINY, None, smallest(EXACT)), candidate, request_for(2), EXACT)
+    expected = measure(open_session(TINY, None, replace(EXACT, **engine)), request_for(2, **params))
+    assert found.conversations == expected.conversations
+    assert found.settings == expected.settings
+    assert sum(item.num_steps for item in found.conversations) > 8
+
+
+def test_a_prompt_that_cannot_be_served_ends_the_run() -> None:
+    long = replace(request_for(1), rows=rows_of([list(range(5, 400)) * 6]))
+    with pytest.raises(RequestError, match=r"2370 tokens, expected fewer.*\(of whole-7\)"):
+        measure_candidate(open_session(TINY, None, smallest(EXACT)), Candidate(7, "whole"), long, EXACT)

@@ -1,0 +1,68 @@
+"""Roundings: values of a format stay, others go to the nearest; and where keys and values are rounded."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from dflash_cli.tuning.roundings import (
+    GROUP,
+    KV,
+    WEIGHTS,
+    round_weights,
+    to_bfloat16,
+    to_fp8,
+    to_int4,
+    to_int8,
+    to_scaled_fp8,
+)
+
+VALUES = torch.randn(6, 4 * GROUP, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3, 2, 6)[:, None]
+
+
+@pytest.mark.parametrize("rounding", dict.fromkeys((*WEIGHTS.values(), *KV.values())), ids=lambda item: item.__name__)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_what_is_rounded_keeps_its_dtype_and_stays(rounding: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
+    """The second rounding changes nothing but for the last bit of a scale."""
+    once = rounding(VALUES.to(dtype))
+    assert (once.dtype, once.shape) == (dtype, VALUES.shape)
+    torch.testing.assert_close(rounding(once), once, rtol=2**-7 if dtype == torch.bfloat16 else 1e-6, atol=0)
+
+
+def test_fp8_has_the_values_of_its_format() -> None:
+    """Three bits after the leading one, steps of 2^-9 below 2^-6, and 448 as the largest."""
+    values = torch.tensor([1.0, 1.06, 1.07, 448.0, 1e6, -1e6, 2**-9, 0.4 * 2**-9, 0.0])
+    expected = torch.tensor([1.0, 1.0, 1.125, 448.0, 448.0, -448.0, 2**-9, 0.0, 0.0])
+    assert torch.equal(to_fp8(values), expected)
+
+
+def test_a_scale_saves_what_is_too_large_or_too_small() -> None:
+    rows = torch.tensor([[1000.0, 900.0], [1e-4, 0.9e-4], [0.0, 0.0]])
+    relative = (to_scaled_fp8(rows) / rows - 1).abs()[:2]
+    assert relative.max() < 2**-4
+    assert torch.equal(to_fp8(rows)[1], torch.zeros(2))
+    assert torch.equal(to_scaled_fp8(rows)[2], torch.zeros(2))
+
+
+def test_the_error_is_half_a_step() -> None:
+    for rounding, step, width in ((to_int8, 127, VALUES.shape[1]), (to_int4, 7, GROUP)):
+        groups = VALUES.unflatten(-1, (-1, width))
+        steps = groups.abs().amax(-1, keepdim=True) / step
+        errors = (rounding(VALUES).unflatten(-1, (-1, width)) - groups).abs()
+        assert (errors <= steps / 2 * 1.0001).all()
+        assert (errors > steps / 4).any()
+        assert len(torch.unique((rounding(VALUES[:1]) / steps[:1, 0]).round()[0, :width])) <= 2 * step + 1
+
+
+def test_bfloat16_has_eight_bits() -> None:
+    assert torch.equal(to_bfloat16(torch.tensor([1.0, 1 + 2**-9, 1 + 2**-7])), torch.tensor([1.0, 1.0, 1 + 2**-7]))
+
+
+def test_matrices_are_rounded_and_nothing_else() -> None:
+    matrix, vector, ids = VALUES.clone(), VALUES[0].clone(), torch.arange(4).view(2, 2)
+    weights = {"layers.0.qkv_proj.weight": matrix, "experts.down_proj.weight": matrix[None], "norm.weight": vector,
+               "model.embed_tokens.weight": matrix, "lm_head.weight": matrix, "d2t": ids}  # fmt: skip
+    found = round_weights(weights, "int8")
+    changed = {name for name, tensor in weights.items() if not torch.equal(found[name], tensor)}
+    assert changed == {"layers.0.qkv_proj.weight", "experts.down_proj.weight"}

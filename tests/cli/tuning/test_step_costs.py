@@ -1,0 +1,109 @@
+"""Step times from a file: what is read, what is refused, and that what is written is read again."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dflash_cli.checkpoints.references import TINY
+from dflash_cli.generation.loaded_pair import open_session
+from dflash_cli.tuning.candidates import Candidate, candidates_for
+from dflash_cli.tuning.speed import smallest, speed_request
+from dflash_cli.tuning.step_costs import (
+    check_complete,
+    measure_step_costs,
+    num_timed_rounds,
+    read_step_costs,
+)
+from dflash_runtime.config import EngineConfig
+from dflash_runtime.errors import CheckpointNotFound, UsageError
+from dflash_testing.dumps import rows_of
+from dflash_testing.paths import ROOT
+
+
+def written(path: Path, document: Any) -> Path:
+    file = path / "times.json"
+    file.write_text(json.dumps(document))
+    return file
+
+
+TIMES = {"plain": {"1": 5.0, "8": [5.0, 6.0]}, "resized": {"3": {"1": 6.0}, "7": {"1": 8, "8": [9.0, 10.0]}}}
+
+
+def test_times_are_numbers_or_lists_of_them(tmp_path: Path) -> None:
+    costs = read_step_costs(written(tmp_path, TIMES | {"narrowed": {"3": {"1": 7.5}}, "source": "vLLM 0.33"}), 7)
+    assert (costs.batches, costs.source) == ([1, 8], "vLLM 0.33")
+    assert costs.plain == {1: (5.0,), 8: (5.0, 6.0)}
+    assert costs.of(Candidate(7, "whole"), 8) == (9.0, 10.0)
+    assert costs.of(Candidate(3, "narrowed"), 1) == (7.5,)
+    assert costs.of(Candidate(3, "resized"), 8) is None
+
+
+def test_what_is_written_is_read_again(tmp_path: Path) -> None:
+    """As it is, and as part of what `dflash tune --json` prints."""
+    costs = read_step_costs(written(tmp_path, TIMES), 7)
+    for document in (costs.to_json(), {"kind": "tune", "step_times": costs.to_json()}):
+        assert read_step_costs(written(tmp_path, document), 7) == costs
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        ([1], "is no JSON object of step times"),
+        ({"plane": {}}, "plane: not known, expected plain"),
+        ({"resized": TIMES["resized"]}, "plain: found None, expected an object"),
+        ({"plain": {"1": 5}}, "resized: found none"),
+        ({**TIMES, "plain": {"1": "5 ms"}}, r"plain\.1: found '5 ms', expected milliseconds"),
+        ({**TIMES, "plain": {"1": []}}, r"plain\.1: found \[\], expected milliseconds"),
+        ({**TIMES, "plain": {"1": 0}}, r"plain\.1: found 0, expected milliseconds"),
+        ({**TIMES, "resized": {"7": {"x": 5}}}, r"resized\.7: found the key 'x', expected a whole number"),
+    ],
+)
+def test_another_form_is_refused_with_the_field(document: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=message):
+        read_step_costs(written(tmp_path, document), 7)
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointNotFound, match=r"times\.json: no such file"):
+        read_step_costs(tmp_path / "times.json", 7)
+
+
+def test_what_is_asked_for_has_to_be_there(tmp_path: Path) -> None:
+    costs = read_step_costs(written(tmp_path, TIMES), 7)
+    check_complete(costs, [7], [1, 8])
+    with pytest.raises(UsageError, match=r"plain\.4: missing"):
+        check_complete(costs, [7], [4])
+    with pytest.raises(UsageError, match=r"resized\.3\.8: missing"):
+        check_complete(costs, [3, 7], [1, 8])
+
+
+def test_every_candidate_is_timed_as_often_as_asked() -> None:
+    """How long steps took is not looked at, only that they were timed, in turns, and that each was counted."""
+    config, seen = EngineConfig(device="cpu"), list[int]()
+    session = open_session(TINY, None, smallest(config))
+    request = speed_request(session, rows_of([[5, 6, 7], [8, 9]]), [2, 1], max_new_tokens=16, num_rounds=2, chat=False)
+    candidates = candidates_for([3], 7)
+    costs = measure_step_costs(session.llm.pair, candidates, request, config, seen.append)
+    assert seen == list(range(1, num_timed_rounds(candidates, request) + 1))
+    assert costs.drafting.keys() == set(candidates)
+    for times in (costs.plain, *costs.drafting.values()):
+        assert {batch: len(values) for batch, values in times.items()} == {1: 2, 2: 2}
+        assert all(value > 0 for values in times.values() for value in values)
+
+
+def test_the_times_that_come_with_the_examples_are_whole() -> None:
+    """Measured on one H200 for a draft with blocks of 16; docs/tuning.md has what they say."""
+    costs = read_step_costs(ROOT / "examples" / "step_times" / "qwen3-8b-h200.json", 15)
+    check_complete(costs, (1, 3, 7, 15), (1, 8, 32))
+    assert set(costs.drafting) == set(candidates_for((1, 3, 7), 15))
+    rows = [line.split() for line in (ROOT / "docs" / "tuning.md").read_text().splitlines()]
+    assert ["plain", *means(costs.plain)] in rows
+    assert ["7", "whole", *means(costs.drafting[Candidate(7, "resized")])] in rows
+
+
+def means(times: Mapping[int, Sequence[float]]) -> list[str]:
+    """Milliseconds by batch size, as the table of `tune` says them."""
+    return [f"{sum(values) / len(values):.2f}" for values in times.values()]

@@ -1,0 +1,118 @@
+"""What-ifs: which parts of a pair are rounded, and that nothing else is."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from dflash_cli.checkpoints.references import TINY
+from dflash_cli.generation.loaded_pair import PairSession, open_session
+from dflash_cli.tuning.roundings import to_fp8
+from dflash_cli.tuning.what_if import FORMATS, WhatIf, changes_nothing, parse_what_ifs, rounded
+from dflash_runtime.config import EngineConfig
+from dflash_runtime.device.loading import LoadedPair
+from dflash_runtime.errors import UnsupportedError, UsageError
+from dflash_runtime.llm import LLM
+from dflash_runtime.scheduling.request import RequestOutput, SamplingParams
+from dflash_testing.pairs import bundled_prompts
+
+PARAMS = SamplingParams(max_new_tokens=24)
+
+
+@pytest.fixture(scope="module")
+def session() -> PairSession:
+    return open_session(TINY, None, EngineConfig(device="cpu", num_pages=60))
+
+
+def pair_of(session: PairSession, text: str) -> LoadedPair:
+    (what_if,) = parse_what_ifs(text)
+    return rounded(session.llm.pair, session.target, what_if)
+
+
+def answers(pair: LoadedPair) -> tuple[list[RequestOutput], LLM]:
+    llm = LLM(pair)
+    return llm.generate(bundled_prompts()[:2], PARAMS), llm
+
+
+def test_parts_and_formats_are_parsed() -> None:
+    first, second = parse_what_ifs("draft=fp8, kv=fp8+target=int4")
+    assert first == WhatIf((("draft", "fp8"),))
+    assert (second.name, second.file_name) == ("kv=fp8+target=int4", "what-if-kv-fp8-target-int4")
+    assert len(parse_what_ifs("all")) == sum(map(len, FORMATS.values()))
+    for text in ("draft", "draft=fp9", "head=fp8", "", "kv=int4"):
+        with pytest.raises(UsageError, match=r"--what-if .*: expected PART=FORMAT, of draft=bf16\|fp8"):
+            parse_what_ifs(text)
+
+
+def test_a_rounded_draft_changes_acceptance_and_no_text(session: PairSession) -> None:
+    before, _ = answers(session.llm.pair)
+    after, _ = answers(pair_of(session, "draft=int4"))
+    assert [item.token_ids for item in after] == [item.token_ids for item in before]
+    assert [item.drafts for item in after] != [item.drafts for item in before]
+
+
+def test_a_rounded_target_is_another_one(session: PairSession) -> None:
+    """It says other text, and what it says is what it says without a draft."""
+    before, _ = answers(session.llm.pair)
+    pair = pair_of(session, "target=int4")
+    after, _ = answers(pair)
+    alone, _ = answers(pair.without_draft())
+    assert [item.token_ids for item in after] == [item.token_ids for item in alone]
+    assert [item.token_ids for item in after] != [item.token_ids for item in before]
+    assert torch.equal(pair.target.embedding, session.llm.pair.target.embedding)
+
+
+def kept_rows(llm: LLM) -> list[Tensor]:
+    """Keys and values of target and draft, without page 0, which nothing reads."""
+    runner = llm.engine.runner
+    assert runner.draft_kv is not None
+    return [item[:, 1:] for cache in (runner.target_kv, runner.draft_kv) for item in (cache.keys, cache.values)]
+
+
+def test_keys_and_values_are_kept_in_the_format(session: PairSession) -> None:
+    """Of prompts and of decoded tokens, of both models; without a what-if they are no values of it."""
+    outputs, llm = answers(pair_of(session, "kv=fp8"))
+    _, plain = answers(session.llm.pair)
+    for rows, others in zip(kept_rows(llm), kept_rows(plain), strict=True):
+        assert torch.equal(to_fp8(rows), rows)
+        assert not torch.equal(to_fp8(others), others)
+        assert 0.8 < int(rows.count_nonzero()) / int(others.count_nonzero()) < 1.2
+    alone, _ = answers(pair_of(session, "kv=fp8").without_draft())
+    assert [item.token_ids for item in outputs] == [item.token_ids for item in alone]
+
+
+def test_a_run_tells_what_was_rounded(session: PairSession) -> None:
+    """So that answers of one pair are not taken for those of another."""
+    own = replace(session, llm=LLM(pair_of(session, "kv=fp8+draft=int8")))
+    assert own.run_settings(PARAMS, chat=False)["rounding"] == "kv=fp8+draft=int8"
+    assert "rounding" not in session.run_settings(PARAMS, chat=False)
+
+
+def test_bfloat16_is_nothing_new_in_bfloat16(session: PairSession) -> None:
+    (what_if,) = parse_what_ifs("draft=bf16")
+    pair = session.llm.pair
+    assert not changes_nothing(what_if, pair)
+    half = replace(pair, placement=replace(pair.placement, dtype=torch.bfloat16))
+    assert changes_nothing(what_if, half)
+    assert not changes_nothing(WhatIf((("draft", "bf16"), ("kv", "fp8"))), half)
+
+
+def test_a_hosted_target_is_not_rounded(session: PairSession) -> None:
+    hosted = replace(session.llm.pair, target_runtime="transformers")
+    for text in ("target=fp8", "kv=fp8"):
+        with pytest.raises(UnsupportedError, match="transformers' code runs the target"):
+            rounded(hosted, session.target, parse_what_ifs(text)[0])
+    assert rounded(hosted, session.target, parse_what_ifs("draft=fp8")[0]).rounding == "draft=fp8"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_captured_steps_keep_the_format_too(dtype: str) -> None:
+    own = open_session(TINY, None, EngineConfig(device="cuda", dtype=dtype, num_pages=60))
+    pair = pair_of(own, "kv=fp8")
+    assert pair.has_graphs
+    _, llm = answers(pair)
+    for rows in kept_rows(llm):
+        assert torch.equal(to_fp8(rows), rows)
+        assert rows.count_nonzero() > 1000

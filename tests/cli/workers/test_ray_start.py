@@ -1,0 +1,144 @@
+"""What `--workers` may say, and Ray as it is started here: quiet, with nothing left behind."""
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+
+from dflash_cli.workers import ray_cluster
+from dflash_cli.workers.messages import Lost, WorkerSpec
+from dflash_cli.workers.ray_cluster import RayCluster
+from dflash_cli.workers.ray_start import SECRET, WorkersRequest, count_workers, joined, parse_workers
+from dflash_runtime.config import EngineConfig
+from dflash_runtime.errors import CheckpointNotFound, UsageError
+from dflash_testing import checkpoints as support
+from dflash_testing.processes import are_gone
+
+AUTO = WorkersRequest("auto", None)
+SPEC = WorkerSpec(draft="tiny", target="tiny", config=EngineConfig())
+
+
+def light_worker(package: str = "os") -> type:
+    """A worker without models, which needs `package`. Ray carries a class that is made here to where it runs."""
+
+    class LightWorker:
+        def __init__(self) -> None:
+            __import__(package)
+
+        def place(self) -> None: ...
+
+        def load(self, spec: object) -> int:
+            import os
+
+            return os.getpid()
+
+        def begin(self, batch: str) -> str:
+            import os
+
+            return f"answered {batch}" if batch != "end" else os._exit(1)
+
+    return LightWorker
+
+
+@pytest.mark.parametrize(
+    ("text", "address", "count"),
+    [
+        ("4", "local", 4),
+        ("auto", "auto", None),
+        ("auto#8", "auto", 8),
+        ("ray://head:10001", "ray://head:10001", None),
+        ("ray://head:10001#2", "ray://head:10001", 2),
+    ],
+)
+def test_workers_are_a_number_or_a_cluster(text: str, address: str, count: int | None) -> None:
+    assert parse_workers(text) == WorkersRequest(address, count)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "0", "-1", "two", "auto#", "auto#0", "local", "ray://head", "http://head:1", "4#2"]
+)
+def test_anything_else_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="expected a number of 1 or more, auto, or ray://host:port"):
+        parse_workers(text)
+
+
+def test_there_is_a_worker_for_each_gpu_or_machine() -> None:
+    assert count_workers(AUTO, "auto", num_gpus=8, num_machines=2) == 8
+    assert count_workers(AUTO, "auto", num_gpus=0, num_machines=2) == 2
+    assert count_workers(WorkersRequest("local", 3), "auto", num_gpus=0, num_machines=1) == 3
+    with pytest.raises(UsageError, match="found 2 GPUs on this machine, expected 3"):
+        count_workers(WorkersRequest("local", 3), "auto", num_gpus=2, num_machines=1)
+    with pytest.raises(UsageError, match="--device cuda: the cluster has no GPU"):
+        count_workers(AUTO, "cuda", num_gpus=0, num_machines=2)
+
+
+def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    done = support.run_main("eval-acceptance", "tiny", "--workers", "2")
+    assert (done.code, done.out) == (5, "")
+    assert "error: --workers needs ray, which is not installed\nhint: pip install 'dflash-cli[ray]'\n" in done.err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--device", "cuda:1"], "--device cuda:1 does not go with --workers"),
+        (["--device-map", "auto"], "--device-map does not go with --workers"),
+        (["--mode", "replay", "--dump", "d"], "--workers does not go with --mode replay"),
+    ],
+)
+def test_options_that_mean_nothing_for_workers_are_refused(options: list[str], message: str) -> None:
+    done = support.run_main("eval-acceptance", "tiny", "--workers", "2", *options)
+    assert done.code == 2
+    assert message in done.err
+
+
+def test_a_cluster_that_is_not_there_is_named() -> None:
+    pytest.importorskip("ray")
+    with pytest.raises(CheckpointNotFound, match="--workers auto: no Ray cluster"), joined(AUTO, "cpu"):
+        raise AssertionError("there is none to join")
+
+
+def test_ray_says_when_a_worker_has_ended_and_leaves_nothing_behind(capfd: pytest.CaptureFixture[str]) -> None:
+    ray = pytest.importorskip("ray")
+    handler, before = signal.getsignal(signal.SIGTERM), set(os.environ)
+    with joined(WorkersRequest("local", 2), "cpu") as (_, count):
+        assert count == 2
+        cluster: Any = RayCluster(ray, "local", has_gpus=False, kind=light_worker())
+        assert [cluster.hire(SPEC), cluster.hire(SPEC)] == [0, 1]
+        processes = {report.worker: report.found for report in (cluster.wait(), cluster.wait())}
+        cluster.give(0, "end")
+        assert cluster.wait().found == Lost("its process has ended")
+        cluster.dismiss(0)
+        cluster.give(1, "one")
+        assert cluster.wait().found == "answered one"
+        assert cluster.hire(SPEC) == 2
+        assert cluster.wait().found not in processes.values()
+        cluster.close()
+        without: Any = RayCluster(ray, "local", has_gpus=False, kind=light_worker("absent_package"))
+        without.hire(SPEC)
+        assert without.wait().found == Lost("it could not start: ModuleNotFoundError: No module named 'absent_package'")
+        folder = Path(ray._private.worker._global_node.get_session_dir_path())
+        assert signal.getsignal(signal.SIGTERM) is handler
+    assert not folder.parent.exists()
+    assert are_gone(processes.values())
+    assert SECRET not in set(os.environ) - before
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_worker_that_nobody_has_room_for_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a cluster that has lost a machine, say."""
+
+    ray = MagicMock()
+    ray.wait = lambda calls, **_: ([], calls)
+    monkeypatch.setattr(ray_cluster, "START_S", -1.0)
+    cluster = RayCluster(ray, "local", has_gpus=True)
+    number = cluster.hire(SPEC)
+    report = cluster.wait()
+    assert report.worker == number
+    assert isinstance(report.found, Lost)
+    assert "no machine of the cluster had room for it" in report.found.reason
