@@ -1,4 +1,4 @@
-"""Settings every test shares. They must be made before torch starts threads and before Triton is imported."""
+"""Settings of all tests: threads, the interpreter of Triton, and skipped tests."""
 
 import gc
 import os
@@ -7,46 +7,53 @@ import sys
 
 import pytest
 
-# A draft names its target, and looking for it must ask nobody; tests of the hub start a server of their own.
+# A draft names its target. Looking the target up must not ask the hub; tests of the hub start a server of their own.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-# Bytecode is kept whatever the environment says, or each process that a test starts compiles this project anew.
+# Python keeps bytecode even if the environment forbids it. Otherwise each process of a test compiles this project anew.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Prepare a process that runs tests; the one that only hands them out needs no torch."""
-    # What a shell starts in the background ignores Ctrl-C, and so would the commands that tests interrupt.
+    """Prepare a process that runs tests. The process that only distributes tests does not import torch."""
+    # A shell makes its background processes ignore Ctrl-C. Commands that tests interrupt would inherit this.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
         return
-    gc.disable()  # until all tests are collected: what is imported stays
+    gc.disable()  # until all tests are collected: imported modules stay in memory
     import torch
 
-    # Small models gain nothing from threads, and two processes that spin for the same cores lose a factor of ten.
+    # Threads do not speed up small models. Two processes that spin for the same cores are ten times slower.
     torch.set_num_threads(1)
     if torch.cuda.is_available():
         return
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported
     from dflash_testing.interpreter import quicken
 
     quicken()
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs a GPU where there is none."""
+    """Skip tests that this machine cannot run."""
     import torch
 
-    if torch.cuda.is_available():
-        return
+    from dflash_kernels.launch_config import HAS_TRITON, IS_INTERPRETED
+
+    requirements = (
+        ("gpu", torch.cuda.is_available(), "needs a CUDA device"),
+        ("triton", HAS_TRITON, "needs Triton"),
+        ("interpreter", IS_INTERPRETED, "needs Triton's interpreter"),
+    )
     for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        for marker, is_met, reason in requirements:
+            if not is_met and item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 def pytest_collection_finish() -> None:
-    """Let no later search for garbage look through what was imported and collected: it stays to the end."""
+    """Exclude imported modules and collected tests from garbage collection: they stay until the end."""
     gc.collect()
     gc.freeze()
     gc.enable()

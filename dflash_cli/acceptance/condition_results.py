@@ -3,43 +3,27 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
+from typing import Annotated
 
 from dflash_cli.acceptance.conversation_counts import count_conversations
 from dflash_cli.acceptance.intervals.acceptance_difference import paired_difference
 from dflash_cli.acceptance.intervals.statistics import Interval, Summary
 from dflash_cli.generation.answers import Answer
 from dflash_cli.generation.conditions import Condition
+from dflash_runtime.documents import INLINE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConditionResult:
-    """What was measured under one condition. `difference` is to the first one, over the prompts of both.
+    """What was measured under one condition, and the difference to the first condition over the prompts of both."""
 
-    `prompt_len` is the mean number of tokens of what was asked first.
-    """
-
-    condition: Condition
-    summary: Summary
+    condition: Annotated[Condition, INLINE]
+    summary: Annotated[Summary, INLINE]
+    prompt_len: Annotated[float | None, "tokens of a prompt on average"]
     num_failed: int
-    prompt_len: float | None
-    num_pairs: int = 0
-    difference: float | None = None
+    num_pairs: Annotated[int, "prompts that were also measured under the first condition"] = 0
+    difference: Annotated[float | None, "of the acceptance length to the first condition's"] = None
     difference_interval: Interval | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        interval = self.difference_interval
-        return {
-            **self.summary.to_json(),
-            "name": self.condition.name,
-            "thinking": self.condition.thinking,
-            "context_len": self.condition.context_len,
-            "prompt_len": self.prompt_len,
-            "num_failed": self.num_failed,
-            "num_pairs": self.num_pairs,
-            "difference": self.difference,
-            "difference_interval": interval.to_json() if interval is not None else None,
-        }
 
 
 def compare_conditions(

@@ -4,11 +4,15 @@ import hashlib
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated
+
+from dflash_runtime.documents import Limits
+from dflash_runtime.json_values import is_number
 
 if TYPE_CHECKING:
     from dflash_cli.generation.answers import Answer
 
+AT_LEAST_0 = Limits(least=0)
 FAR = 256
 """Tokens by which a context has to be longer than at a conversation's first step, and twice as long, to be far."""
 
@@ -22,23 +26,20 @@ class ConversationCounts:
     answered, where there were several.
     """
 
-    digest: str
+    digest: Annotated[str, "of the prompt; results are paired by it"]
     name: str
     category: str | None = None
-    condition: str | None = None
-    num_tokens: float
-    num_steps: int
-    num_far_tokens: float = 0
-    num_far_steps: int = 0
+    condition: Annotated[str | None, "under which the prompt was answered, if there were several"] = None
+    num_tokens: Annotated[float, AT_LEAST_0, "tokens that the conversation's verify steps gave"]
+    num_steps: Annotated[int, AT_LEAST_0]
+    num_far_tokens: Annotated[float, AT_LEAST_0, "of steps whose context is much longer than at the first step"] = 0
+    num_far_steps: Annotated[int, AT_LEAST_0] = 0
 
     def __post_init__(self) -> None:
         for name in ("num_tokens", "num_steps", "num_far_tokens", "num_far_steps"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+            if not is_number(value) or not 0 <= value < math.inf:  # counts may come from another program's file
                 raise ValueError(f"{name} of {self.name}: found {value!r}, expected a number, 0 or more")
-
-    def to_json(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
 
 @dataclass(frozen=True, slots=True)

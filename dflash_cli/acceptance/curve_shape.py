@@ -10,7 +10,7 @@ import shlex
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from dflash_cli.acceptance.conversation_counts import ConversationCounts
 from dflash_cli.acceptance.intervals.acceptance_difference import paired_difference, tokens_per_step
@@ -35,13 +35,10 @@ DECAY = 0.8
 class CurveShape:
     """A shape that was found: its name, the figures that show it, what may cause it, and a command that tests that."""
 
-    name: str
+    name: Annotated[str, "docs/shapes.md lists the names"]
     evidence: str
     causes: str
-    test: str
-
-    def to_json(self) -> dict[str, str]:
-        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+    test: Annotated[str, "the command that tests the causes"]
 
     @property
     def lines(self) -> list[str]:

@@ -5,21 +5,55 @@ a run does not ask for stay, and what is not taken as an answer any more is over
 cut off in the middle, where the process or the machine stopped, is taken away when the file is opened again.
 """
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
 from dflash_cli.documents.atomic_file import Output, atomic_text, is_stream, json_line, naming_output, open_output
-from dflash_cli.generation.answers import Answer
+from dflash_cli.documents.reading import parse_object, read_document
+from dflash_cli.generation.answers import Answer, AnswerRow
 from dflash_cli.generation.prompts import PromptRow
-from dflash_cli.terminal import console
+from dflash_runtime.documents import from_json, to_json
 from dflash_runtime.errors import UsageError
-from dflash_runtime.scheduling.request import FinishReason, RequestOutput
+from dflash_runtime.scheduling.request import RequestOutput
+
+
+@dataclass(frozen=True, slots=True)
+class JournalHead:
+    """The first line of a file of `eval-acceptance --output`; every further line is an answer."""
+
+    KIND: ClassVar[str] = "answers"
+
+    settings: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JournalRow(AnswerRow):
+    """One answer, as `dflash eval-acceptance --output` writes it."""
+
+    turn: int
+    digest: Annotated[str, "of the prompt"]
+    category: str | None
+    committed_lengths: Annotated[tuple[int, ...], "tokens of each verify step that the answer keeps"]
+
+    def answer(self, row: PromptRow) -> Answer:
+        """The answer to a prompt."""
+        output = RequestOutput(
+            index=row.index,
+            prompt_token_ids=self.prompt_token_ids,
+            token_ids=self.token_ids,
+            finish_reason=self.finish_reason,
+            acceptance_lengths=self.acceptance_lengths,
+            committed_lengths=self.committed_lengths,
+            verify_widths=self.verify_widths,
+            rejected_ids=self.rejected_ids,
+            num_loaded=self.num_loaded,
+        )
+        return Answer(row, self.turn, output, self.text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +98,8 @@ class Journal:
         force: bool = False,
     ) -> None:
         self._path = path
-        self._settings = json.loads(json.dumps(dict(settings)))
+        self._settings: dict[str, Any] = to_json(settings)
+        self._head = JournalHead(self._settings)
         self._rows = rows
         self._output: Output | None = None
         self._open_files = ExitStack()
@@ -75,11 +110,6 @@ class Journal:
             if resume:
                 self._stored = _read(path)
                 self._take(path, self._stored)
-
-    @property
-    def _head(self) -> dict[str, Any]:
-        """The first line; the settings stand first in it, by which one that was cut off is known."""
-        return {"settings": self._settings, "schema_version": console.SCHEMA_VERSION, "kind": "answers"}
 
     @property
     def pending(self) -> list[PromptRow]:
@@ -97,7 +127,17 @@ class Journal:
         """Keep an answer, in memory and on disk, unless it failed."""
         if answer.output.error is None:
             self._answers[answer.row.index, answer.turn] = answer
-            self._write(_to_json(answer, self._settings.get("num_speculative_tokens", 0)))
+            row, number = answer.row, self._settings.get("num_speculative_tokens", 0)
+            self._write(
+                JournalRow.of(
+                    answer,
+                    number,
+                    turn=answer.turn,
+                    digest=row.digest,
+                    category=row.category,
+                    committed_lengths=answer.output.committed_lengths,
+                )
+            )
 
     def drop_unfinished(self) -> None:
         """Take out what there is of conversations that lack a turn; on disk it stays."""
@@ -129,7 +169,7 @@ class Journal:
     ) -> None:
         self._open_files.__exit__(kind, error, trace)
 
-    def _write(self, row: dict[str, Any]) -> None:
+    def _write(self, row: JournalHead | JournalRow) -> None:
         if self._output is not None:
             self._output.write(json_line(row))
             self._output.flush()
@@ -143,23 +183,24 @@ class Journal:
             if was != is_now:
                 raise UsageError(
                     f"{path}: made with {key} {was!r}, but this run has {is_now!r}",
-                    hint=HINTS.get(key, "give the same options again, or name another file with --rows"),
+                    hint=HINTS.get(key, "give the same options again, or name another file with --output"),
                 )
         by_index = {row.index: row for row in self._rows}
         for number, record in stored.records.items():
             row = by_index.get(record.get("index", -1))
             if row is None or row.digest != record.get("digest") or "error" in record:
                 continue
-            try:
-                self._answers[row.index, record["turn"]] = _from_json(record, row)
-            except (KeyError, TypeError, ValueError) as error:
-                raise UsageError(f"{path}:{number}: is no answer of --rows: {error!r}") from error
+            stored_row = from_json(JournalRow, record, path=f"{path}:{number}", error=UsageError, hint=TAKE_OUT)
+            self._answers[row.index, stored_row.turn] = stored_row.answer(row)
         self.drop_unfinished()
 
 
+HEAD_START = json_line(JournalHead({}))[: -len("{}}\n")].encode()
+HEAD_HINT = "a file of --output starts with its settings"
+TAKE_OUT = "take the line out, and the prompt is asked again"
 HINTS = dict.fromkeys(
     ("draft_digest", "target_digest", "draft_modified_ns", "target_modified_ns"),
-    "the checkpoint is another one than it was: name another file with --rows",
+    "the checkpoint is another one than it was: name another file with --output",
 )
 
 
@@ -167,29 +208,17 @@ def _read(path: Path) -> _Stored:
     """Parse a file of answers.
 
     Raises:
-        UsageError: it is none, or one of its lines is not.
+        UsageError: the first line is not the head of such a file, or a further line is not a JSON object.
     """
     with naming_output(path):
         data = path.read_bytes()
     whole = data[: data.rfind(b"\n") + 1]
-    if not whole:
-        # Nothing, or the beginning of the first line: the run was stopped before it had asked anything.
-        if data and not data.startswith(b'{"settings"'[: len(data)]):
-            raise UsageError(f"{path}: not a file of --rows, which starts with its settings")
-        return _Stored({}, {}, 0)
-    records = {number: _parse(line) for number, line in enumerate(whole.split(b"\n")[:-1], start=1)}
-    first = records.pop(1)
-    settings = first.get("settings") if first is not None else None
-    if not isinstance(settings, dict):
-        raise UsageError(f"{path}: not a file of --rows, which starts with its settings")
-    found = {}
-    for number, record in records.items():
-        if record is None:
-            raise UsageError(
-                f"{path}:{number}: is no answer of --rows", hint="take the line out, to have it asked again"
-            )
-        found[number] = record
-    return _Stored(settings, found, len(whole))
+    if not whole and HEAD_START.startswith(data[: len(HEAD_START)]):
+        return _Stored({}, {}, 0)  # the run was stopped while it wrote the first line
+    first, *lines = whole.split(b"\n")[:-1] or [data]
+    settings = read_document(JournalHead, first, path, hint=HEAD_HINT).settings
+    records = {number: parse_object(line, f"{path}:{number}") for number, line in enumerate(lines, start=2)}
+    return _Stored(settings, records, len(whole))
 
 
 def _lock(output: Output) -> None:
@@ -207,35 +236,3 @@ def _lock(output: Output) -> None:
             fcntl.flock(output.stream.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise UsageError(f"{output.path}: another run is writing to it") from error
-
-
-def _to_json(answer: Answer, num_speculative_tokens: int) -> dict[str, Any]:
-    return answer.to_json(num_speculative_tokens) | {
-        "turn": answer.turn,
-        "digest": answer.row.digest,
-        "category": answer.row.category,
-        "committed_lengths": list(answer.output.committed_lengths),
-    }
-
-
-def _from_json(record: Mapping[str, Any], row: PromptRow) -> Answer:
-    output = RequestOutput(
-        index=row.index,
-        prompt_token_ids=tuple(record["prompt_token_ids"]),
-        token_ids=tuple(record["token_ids"]),
-        finish_reason=FinishReason(record["finish_reason"]),
-        acceptance_lengths=tuple(record["acceptance_lengths"]),
-        committed_lengths=tuple(record["committed_lengths"]),
-        verify_widths=tuple(record.get("verify_widths", ())),
-        rejected_ids=tuple(record.get("rejected_ids", ())),
-        num_loaded=record.get("num_loaded", 0),
-    )
-    return Answer(row, record["turn"], output, record["text"])
-
-
-def _parse(line: bytes) -> dict[str, Any] | None:
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    return record if isinstance(record, dict) else None

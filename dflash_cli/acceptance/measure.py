@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from dflash_cli.acceptance.acceptance_progress import AcceptanceProgress
-from dflash_cli.acceptance.acceptance_report import Evaluation, Failure, PromptSource
+from dflash_cli.acceptance.acceptance_report import Evaluation
 from dflash_cli.acceptance.condition_results import compare_conditions
 from dflash_cli.acceptance.conversation_counts import count_conversations
 from dflash_cli.acceptance.exact_match import score
@@ -19,18 +19,21 @@ from dflash_cli.acceptance.rejected_tokens import find_rejected
 from dflash_cli.generation.answers import Answer, Answering, Event, Tally, plural
 from dflash_cli.generation.conditions import Condition
 from dflash_cli.generation.outputs import Sink
+from dflash_cli.generation.prompt_source import Failure, PromptSource
 from dflash_cli.generation.prompts import PromptRow, digest_rows
+from dflash_cli.generation.run_facts import EvaluationRun
 from dflash_runtime.errors import GateFailed
 from dflash_runtime.scheduling.request import SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluationRequest:
+class EvaluationPlan:
     """Prompts, how to answer them, and the interval to compute.
 
     A row says under which of the `conditions`, if any, it is answered; with `scores`, final numbers are compared with
     those that rows state. Each answer is written to `journal` as it ends. With `resume`, prompts answered in that file
-    are not run again; with `force` alone, the file is replaced.
+    are not run again; with `force` alone, the file is replaced. `lock_sha256` is the hash of the lock that the pair was
+    checked against.
     """
 
     rows: Sequence[PromptRow]
@@ -44,11 +47,12 @@ class EvaluationRequest:
     journal: Path | None = None
     resume: bool = False
     force: bool = False
+    lock_sha256: str | None = None
 
 
 def measure(
     session: Answering,
-    request: EvaluationRequest,
+    request: EvaluationPlan,
     *,
     tally: Tally | None = None,
     progress: AcceptanceProgress | None = None,
@@ -84,17 +88,17 @@ def measure(
         ),
         exact_match=score(journal.answers, request.confidence) if request.scores else (),
         settings={**session.references, **settings},
-        source=request.source,
+        prompts=request.source,
         conversations=count_conversations(answers),
         rejected_tokens=find_rejected([answer.output for answer in answers], session.tokenizer),
-        measured={
-            "workers": None,
-            **session.describe(),
-            "num_prompts": len({row.prompt_index for row in request.rows}),
-            "prompts_digest": digest_rows(request.rows),
-            "rendered_prompts_digest": _digest_rendered(answers),
-        },
-        failures=tuple(failures),
+        measured=EvaluationRun.of(
+            session.describe(),
+            num_prompts=len({row.prompt_index for row in request.rows}),
+            prompts_digest=digest_rows(request.rows),
+            rendered_prompts_digest=_digest_rendered(answers),
+            lock_sha256=request.lock_sha256,
+        ),
+        failed=tuple(failures),
         seconds=time.perf_counter() - started,
     )
 
@@ -120,7 +124,7 @@ def _failure(answer: Answer, known: Sequence[Failure]) -> list[Failure]:
     condition = row.condition.name if row.condition is not None else None
     if output.error is None or any((item.index, item.condition) == (row.prompt_index, condition) for item in known):
         return []
-    return [Failure(row.prompt_index, row.id, output.error, output.exit_code, condition)]
+    return [Failure(row.prompt_index, row.id, output.error, condition, output.exit_code)]
 
 
 def check_gate(evaluation: Evaluation, minimum: float, *, use_lower_bound: bool) -> None:
@@ -129,15 +133,22 @@ def check_gate(evaluation: Evaluation, minimum: float, *, use_lower_bound: bool)
     Raises:
         GateFailed: the value is below the minimum, or there were too few steps for one.
     """
-    name = "lower confidence bound" if use_lower_bound else "acceptance length"
     for item in evaluation.conditions:
-        _check_summary(item.summary, minimum, f"{item.condition.name}: {name}", use_lower_bound=use_lower_bound)
+        check_summary(item.summary, minimum, item.condition.name, use_lower_bound=use_lower_bound)
     if not evaluation.conditions:
-        _check_summary(evaluation.total, minimum, name, use_lower_bound=use_lower_bound)
+        check_summary(evaluation.total, minimum, use_lower_bound=use_lower_bound)
 
 
-def _check_summary(total: Summary, minimum: float, name: str, *, use_lower_bound: bool) -> None:
-    lower = total.interval.low if total.interval is not None else None
+def check_summary(total: Summary, minimum: float, condition: str = "", *, use_lower_bound: bool) -> None:
+    """Require the acceptance length of one summary to be at least `minimum`.
+
+    Raises:
+        GateFailed: see `check_gate`.
+    """
+    name = f"{condition}: " if condition else ""
+    name += "lower confidence bound" if use_lower_bound else "acceptance length"
+    interval = total.acceptance_len_interval
+    lower = interval.low if interval is not None else None
     value = lower if use_lower_bound else total.counts.acceptance_len
     if value is None and 0 < total.num_conversations < MIN_UNITS and use_lower_bound:
         raise GateFailed(
@@ -150,7 +161,7 @@ def _check_summary(total: Summary, minimum: float, name: str, *, use_lower_bound
         raise GateFailed(f"{name} {value:.3f}, expected at least {minimum:g}")
 
 
-def _pool(answers: Sequence[Answer], session: Answering, request: EvaluationRequest) -> Summary:
+def _pool(answers: Sequence[Answer], session: Answering, request: EvaluationPlan) -> Summary:
     return summarise(
         [answer.output for answer in answers],
         session.num_draft_tokens,

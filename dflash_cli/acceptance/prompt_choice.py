@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from dflash_cli.acceptance.acceptance_report import PromptSource
 from dflash_cli.acceptance.exact_match import parse_number
 from dflash_cli.generation.conditions import Condition
 from dflash_cli.generation.padding import pad_row
 from dflash_cli.generation.prompt_sets import BUNDLED, PromptSet, default_prompts
+from dflash_cli.generation.prompt_source import PromptSource
 from dflash_cli.generation.prompts import Conversation, PromptRow, Sample, sample_rows
 from dflash_cli.terminal import console
 from dflash_runtime.errors import UsageError

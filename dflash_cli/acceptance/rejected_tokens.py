@@ -7,10 +7,11 @@ what was drafted behind it is not. So the share of a token is of the times it wa
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated
 
 from dflash_cli.generation.outputs import visible
 from dflash_cli.generation.tokenizer import Tokenizer
+from dflash_runtime.documents import Limits, computed_key
 from dflash_runtime.scheduling.request import RequestOutput
 
 MOST = 20
@@ -33,22 +34,16 @@ class RejectedToken:
     """A drafted token: how often it was judged, how often refused, and what the target chose most often instead."""
 
     token_id: int
-    text: str
-    num_rejected: int
-    num_judged: int
-    replacements: tuple[Replacement, ...]
+    text: Annotated[str, "on one line, with white space and control characters escaped"]
+    num_rejected: Annotated[int, "steps in which the target replaced the token by its own"]
+    num_judged: Annotated[int, Limits(least=1), "steps that accepted or replaced the token"]
+    replacements: Annotated[tuple[Replacement, ...], "tokens that the target chose most often instead"]
 
     @property
+    @computed_key
     def rate(self) -> float:
-        """Share of the times it was judged in which it was refused."""
+        """Rejected divided by judged."""
         return self.num_rejected / self.num_judged
-
-    def to_json(self) -> dict[str, Any]:
-        names = ("token_id", "text", "num_rejected", "num_judged", "rate")
-        replacements = [
-            {"token_id": item.token_id, "text": item.text, "count": item.count} for item in self.replacements
-        ]
-        return {name: getattr(self, name) for name in names} | {"replacements": replacements}
 
 
 @dataclass(slots=True)

@@ -9,17 +9,17 @@ mean over anchors takes each as often as the others, and is another quantity: a 
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from dflash_cli.acceptance.acceptance_report import Evaluation, PromptSource
+from dflash_cli.acceptance.acceptance_report import Evaluation
 from dflash_cli.acceptance.borrowed_ends import borrow_ends
 from dflash_cli.acceptance.dumps.dump_format import Dump, DumpedText, check_ids_within
-from dflash_cli.acceptance.intervals.statistics import Summary, summarise
+from dflash_cli.acceptance.intervals.statistics import Anchors, Summary, summarise
 from dflash_cli.acceptance.journal import Journal
 from dflash_cli.acceptance.measure import by_category
 from dflash_cli.acceptance.rejected_tokens import find_rejected
@@ -27,8 +27,10 @@ from dflash_cli.checkpoints.checkpoint_identity import identify
 from dflash_cli.checkpoints.fingerprint import digest_ends
 from dflash_cli.checkpoints.opening import Causality, DraftCheckpoint
 from dflash_cli.generation.answers import Answer
-from dflash_cli.generation.loaded_pair import describe_run
+from dflash_cli.generation.loaded_pair import device_name
+from dflash_cli.generation.prompt_source import PromptSource
 from dflash_cli.generation.prompts import digest_rows
+from dflash_cli.generation.run_facts import BorrowedEnds, ReplayRun, RunFacts, to_fields
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.config import EngineConfig
 from dflash_runtime.device.attention import check_capability
@@ -37,7 +39,6 @@ from dflash_runtime.device.settings import resolve_device, resolve_dtype, resolv
 from dflash_runtime.device.text_pages import Anchor, TextPages
 from dflash_runtime.drafts.draft import Draft, build_draft, load_draft_weights
 from dflash_runtime.errors import CheckpointError, PairMismatch, UsageError
-from dflash_runtime.json_values import as_object
 from dflash_runtime.models.placement import Placement
 from dflash_runtime.scheduling.request import DraftStep, RequestOutput
 
@@ -229,34 +230,31 @@ def replay(request: ReplayRequest) -> Evaluation:
     answers = [Answer(item.text.row, item.text.turn, item.output(item.walked), None) for item in found]
     sampled = [Answer(item.text.row, item.text.turn, item.output(item.sampled), None) for item in found]
     rows = list({item.text.row.index: item.text.row for item in found}.values())
-    settings = _settings(ready)
+    settings, head = _settings(ready), request.head_from
     with Journal(request.journal, settings, rows, resume=False, force=request.force) as journal:
         for answer in answers:
             journal.add(answer)
     return Evaluation(
         total=_summarise(answers, ready),
         categories={name: _summarise(members, ready) for name, members in by_category(answers).items()},
-        anchors=_summarise(sampled, ready) if request.every else None,
+        anchors=Anchors.of(_summarise(sampled, ready)) if request.every else None,
         settings=settings,
         rejected_tokens=find_rejected([answer.output for answer in answers], None),
-        source=_source(request.dump, len(rows)),
-        measured={
-            **_describe(request),
-            **describe_run(ready.placement.device),
-            "num_blocks": ready.num_blocks,
-            "num_prompts": len(rows),
-            "prompts_digest": digest_rows(rows),
-        },
+        prompts=request.dump.prompts or PromptSource(name=request.dump.path.name, num_available=len(rows)),
+        measured=ReplayRun(
+            **to_fields(RunFacts.here(device_name(ready.placement.device))),
+            draft=identify(request.draft.checkpoint, request.draft_reference),
+            target=request.dump.target,
+            head_from=None
+            if head is None
+            else BorrowedEnds(name=head.checkpoint.path.name, ends_digest=digest_ends(head)),
+            dump=request.dump.facts,
+            num_blocks=ready.num_blocks,
+            num_prompts=len(rows),
+            prompts_digest=digest_rows(rows),
+        ),
         seconds=seconds,
     )
-
-
-def _source(dump: Dump, num_rows: int) -> PromptSource:
-    """Where the prompts of a dump come from: what it says, or the dump itself."""
-    stated = as_object(dump.prompts)
-    if "name" not in stated or "num_available" not in stated:
-        return PromptSource(name=dump.path.name, num_available=num_rows)
-    return PromptSource(**{name: stated[name] for name in PromptSource.__dataclass_fields__ if name in stated})
 
 
 def check_dump(draft: DraftCheckpoint, dump: Dump, head_from: TargetSource | None) -> None:
@@ -304,13 +302,13 @@ def _summarise(answers: Sequence[Answer], ready: Replay) -> Summary:
 
 def _settings(ready: Replay) -> dict[str, object]:
     request, placement = ready.request, ready.placement
-    target: Mapping[str, object] = request.dump.target or {}
+    target = request.dump.target
     return {
         "mode": "replay",
         "draft": request.draft_reference,
-        "target": target.get("name"),
+        "target": target.name if target is not None else None,
         "draft_digest": identify(request.draft.checkpoint, request.draft_reference).digest,
-        "target_digest": target.get("digest"),
+        "target_digest": target.digest if target is not None else None,
         "num_speculative_tokens": ready.num_drafts,
         "every": request.every,
         "dtype": placement.dtype_name,
@@ -318,18 +316,6 @@ def _settings(ready: Replay) -> dict[str, object]:
         "kernels": placement.kernels.name,
         "causality": request.causality,
         **{name: request.dump.settings[name] for name in TEXT_SETTINGS if name in request.dump.settings},
-    }
-
-
-def _describe(request: ReplayRequest) -> dict[str, object]:
-    """What was judged, and on what."""
-    head = request.head_from
-    borrowed = None if head is None else {"name": head.checkpoint.path.name, "ends_digest": digest_ends(head)}
-    return {
-        "draft": identify(request.draft.checkpoint, request.draft_reference).to_json(),
-        "target": request.dump.target,
-        "head_from": borrowed,
-        "dump": request.dump.to_json(),
     }
 
 

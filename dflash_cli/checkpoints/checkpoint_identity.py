@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
 from dflash_cli.checkpoints.references import TINY, is_bundled
 from dflash_runtime.checkpoint.files import Checkpoint
@@ -24,19 +24,12 @@ SNAPSHOT = re.compile(r"models--(?P<repo>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """One checkpoint, to be told from every other.
+    """One checkpoint: its name, and a digest that tells it from every other."""
 
-    `modified_ns` is when its weights were last written, where they are too large to be read for the digest and no
-    commit names them.
-    """
-
-    name: str
-    digest: str
-    commit: str | None = None
-    modified_ns: int | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        return {"name": self.name, "commit": self.commit, "digest": self.digest, "modified_ns": self.modified_ns}
+    name: Annotated[str, "without a path of the machine"]
+    digest: Annotated[str, "of config, tokenizer, template and weights; large weights are sampled"]
+    commit: Annotated[str | None, "on the hub"] = None
+    modified_ns: Annotated[int | None, "time of the weights, if they were sampled and no commit names them"] = None
 
 
 def identify(checkpoint: Checkpoint, reference: str) -> Identity:

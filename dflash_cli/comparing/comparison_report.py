@@ -1,11 +1,15 @@
 """Comparisons as JSON and as tables of at most 80 columns."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from string import ascii_uppercase
-from typing import Any
+from typing import Annotated, Any, ClassVar, Literal
 
+from dflash_cli.acceptance.curve_shape import CurveShape
+from dflash_cli.acceptance.intervals.statistics import Interval
 from dflash_cli.comparing.measured_result import MeasuredResult
 from dflash_cli.comparing.result_comparison import Comparison, Contrast
+from dflash_runtime.documents import INLINE
 
 CATEGORY_WIDTH = 14
 
@@ -89,48 +93,106 @@ def warning(comparison: Comparison) -> str | None:
     return f"{comparison.other.name} was measured otherwise than {comparison.base.name}: {fields}"
 
 
-def to_json(comparisons: Sequence[Comparison], tolerance: float | None) -> dict[str, Any]:
-    """The document of `dflash compare --json`."""
-    results = [comparisons[0].base, *(item.other for item in comparisons)]
-    return {
-        "results": [_result_json(item) for item in results],
-        "tolerance": tolerance,
-        "comparisons": [
-            {
-                "base": item.base.name,
-                "other": item.other.name,
-                "is_paired": item.is_paired,
-                **contrast_json(item.total),
-                "categories": {line.category: contrast_json(line) for line in item.categories},
-                "unlike": {name: list(values) for name, values in item.unlike.items()},
-            }
-            for item in comparisons
-        ],
-    }
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContrastEntry:
+    """The difference between two results, over all conversations or over the conversations of one category."""
+
+    acceptance_lens: tuple[float | None, float | None]
+    num_conversations: int
+    difference: float | None
+    interval: Interval | None
+    p_value: Annotated[float | None, "corrected for the number of results, or of categories"]
+    equivalence_p_value: float | None
+    verdict: Literal["higher", "lower", "equivalent", "same", "undecided"] | None
+    reason: Annotated[str | None, "why there is no interval"]
+
+    @classmethod
+    def of(cls, line: Contrast) -> "ContrastEntry":
+        """The entry of a line of a comparison."""
+        return cls(
+            acceptance_lens=(line.base_len, line.other_len),
+            num_conversations=line.num_conversations,
+            difference=line.change,
+            interval=line.difference.interval if line.difference is not None else None,
+            p_value=line.p_value,
+            equivalence_p_value=line.equivalence_p_value,
+            verdict=None if line.verdict == "-" else line.verdict,
+            reason=line.reason,
+        )
 
 
-def _result_json(result: MeasuredResult) -> dict[str, Any]:
-    return {
-        "name": result.name,
-        "source": result.source,
-        "acceptance_len": result.acceptance_len,
-        "num_conversations": len(result.conversations),
-        "why_no_rows": result.why_no_rows,
-        "shapes": [shape.to_json() for shape in result.shapes],
-    }
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResultEntry:
+    """One of the results that are compared."""
+
+    name: str
+    source: Annotated[str, "the program that wrote the file"]
+    acceptance_len: float
+    num_conversations: Annotated[int, "0 if the file has totals only"]
+    why_no_rows: str | None
+    shapes: tuple[CurveShape, ...]
+
+    @classmethod
+    def of(cls, result: MeasuredResult) -> "ResultEntry":
+        """The entry of a result."""
+        return cls(
+            name=result.name,
+            source=result.source,
+            acceptance_len=result.acceptance_len,
+            num_conversations=len(result.conversations),
+            why_no_rows=result.why_no_rows,
+            shapes=tuple(result.shapes),
+        )
 
 
-def contrast_json(line: Contrast) -> Mapping[str, Any]:
-    return {
-        "acceptance_lens": [line.base_len, line.other_len],
-        "num_conversations": line.num_conversations,
-        "difference": line.change,
-        "interval": line.difference.interval.to_json() if line.difference else None,
-        "p_value": line.p_value,
-        "equivalence_p_value": line.equivalence_p_value,
-        "verdict": None if line.verdict == "-" else line.verdict,
-        "reason": line.reason,
-    }
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComparisonEntry:
+    """A further result compared with the first one."""
+
+    base: str
+    other: str
+    is_paired: bool
+    total: Annotated[ContrastEntry, INLINE]
+    categories: Mapping[str, ContrastEntry]
+    unlike: Annotated[Mapping[str, tuple[Any, Any]], "facts that differ: the value of each result"]
+
+    @classmethod
+    def of(cls, comparison: Comparison) -> "ComparisonEntry":
+        """The entry of a comparison."""
+        return cls(
+            base=comparison.base.name,
+            other=comparison.other.name,
+            is_paired=comparison.is_paired,
+            total=ContrastEntry.of(comparison.total),
+            categories={line.category or "": ContrastEntry.of(line) for line in comparison.categories},
+            unlike=comparison.unlike,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompareDocument:
+    """Result of `dflash compare`."""
+
+    KIND: ClassVar[str] = "compare"
+
+    results: tuple[ResultEntry, ...]
+    tolerance: float | None
+    comparisons: Annotated[tuple[ComparisonEntry, ...], "each further result compared with the first"]
+
+
+def compare_document(comparisons: Sequence[Comparison], tolerance: float | None) -> CompareDocument:
+    """The document of comparisons with one first result."""
+    return CompareDocument(
+        results=result_entries(comparisons),
+        tolerance=tolerance,
+        comparisons=tuple(map(ComparisonEntry.of, comparisons)),
+    )
+
+
+def result_entries(comparisons: Sequence[Comparison]) -> tuple[ResultEntry, ...]:
+    """The first result, and every result that is compared with it; empty without comparisons."""
+    results = [*(item.base for item in comparisons[:1]), *(item.other for item in comparisons)]
+    return tuple(map(ResultEntry.of, results))
 
 
 def _length(length: float | None) -> str:

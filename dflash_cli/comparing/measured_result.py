@@ -10,16 +10,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from dflash_cli.acceptance.conversation_counts import ConversationCounts
 from dflash_cli.acceptance.curve_shape import CurveShape, find_shapes
 from dflash_cli.documents.atomic_file import naming_output
+from dflash_cli.documents.reading import parse_object
+from dflash_runtime.documents import from_json
 from dflash_runtime.errors import CheckpointNotFound, UsageError
 from dflash_runtime.metrics import AcceptanceCounts
 from dflash_runtime.registry import Registry
 
 PACKAGE = "dflash_cli.comparing.importers"
+Read = TypeVar("Read")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,27 +67,60 @@ class ResultFile:
 
     @cached_property
     def document(self) -> Any:
-        """The JSON document that the file is, or None."""
+        """The JSON document of the file, or None if the file is not JSON."""
         try:
             return json.loads(self.text)
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
 
     @cached_property
-    def rows(self) -> list[dict[str, Any]]:
-        """The objects of its lines, empty where the first is none; a last line that was cut off is left out.
+    def parsed(self) -> dict[str, Any]:
+        """The JSON object of the file, parsed strictly.
 
         Raises:
-            UsageError: another line is no object.
+            UsageError: the file is not JSON, or holds something else than an object.
+        """
+        return parse_object(self.text.encode(), self.path)
+
+    def read(self, kind: type[Read], hint: str | None = None) -> Read:
+        """Read the file strictly as a document of ours.
+
+        Raises:
+            UsageError: the file is not JSON, or a key is missing, unknown or holds a wrong value.
+        """
+        return from_json(kind, self.parsed, path=self.path, error=UsageError, hint=hint)
+
+    def read_rows(self, kind: type[Read]) -> list[Read]:
+        """Read every line after the first strictly as a document of ours.
+
+        Raises:
+            UsageError: naming the line and the key.
+        """
+        rows = list(self.numbered_rows.items())[1:]
+        return [from_json(kind, row, path=f"{self.path}:{number}", error=UsageError) for number, row in rows]
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """The objects of its lines; see `numbered_rows`."""
+        return [*self.numbered_rows.values()]
+
+    @cached_property
+    def numbered_rows(self) -> dict[int, dict[str, Any]]:
+        """The objects of its lines by line number, without a last line that was cut off.
+
+        Empty if the first line is not an object.
+
+        Raises:
+            UsageError: another line is not an object.
         """
         lines = self.text.splitlines()
         parsed = [_parse_object(line) for line in lines]
         if not parsed or parsed[0] is None:
-            return []
+            return {}
         for number, (line, row) in enumerate(zip(lines, parsed, strict=True), start=1):
             if row is None and line.strip() and number < len(lines):
                 raise UsageError(f"{self.path}:{number}: found {line[:20]!r}, expected a JSON object")
-        return [row for row in parsed if row is not None]
+        return {number: row for number, row in enumerate(parsed, start=1) if row is not None}
 
     def refuse(self, what: str, hint: str | None = None) -> UsageError:
         """An error about this file, to be raised."""
@@ -94,7 +130,7 @@ class ResultFile:
 def _parse_object(line: str) -> dict[str, Any] | None:
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return row if isinstance(row, dict) else None
 

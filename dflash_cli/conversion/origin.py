@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from dflash_cli.checkpoints.fingerprint import target_fingerprint
-from dflash_cli.conversion.request import ConversionRequest
+from dflash_cli.conversion.request import ConversionSpec
 from dflash_cli.terminal.environment import redacted
 
 SNAPSHOTS = "snapshots"
 REPO_PREFIX = "models--"
 
 
-def describe_origin(source: Path, request: ConversionRequest) -> dict[str, Any]:
+def describe_origin(source: Path, request: ConversionSpec) -> dict[str, Any]:
     """Source, target, command and date, for the manifest."""
     target = request.target
     return {

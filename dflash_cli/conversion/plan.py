@@ -9,7 +9,7 @@ from dflash_cli.checkpoints.safetensors_writer import WrittenTensor
 from dflash_cli.conversion.changes import Change, key_changes
 from dflash_cli.conversion.inverse_map import with_inverse
 from dflash_cli.conversion.origin import describe_origin
-from dflash_cli.conversion.request import ConversionRequest
+from dflash_cli.conversion.request import ConversionSpec
 from dflash_cli.conversion.result_config import result_config, with_stored_type
 from dflash_cli.conversion.side_files import SideFile, choose_side_files, left_behind
 from dflash_cli.conversion.tap_order import normalise_taps
@@ -26,7 +26,7 @@ class ConversionPlan:
     """Everything that will be written, and why. `files` are the weights by file name."""
 
     draft: DraftCheckpoint
-    request: ConversionRequest
+    request: ConversionSpec
     format: Format
     config: DraftConfig
     config_json: Json
@@ -83,7 +83,7 @@ class ConversionPlan:
         }
 
 
-def plan_conversion(draft: DraftCheckpoint, request: ConversionRequest) -> ConversionPlan:
+def plan_conversion(draft: DraftCheckpoint, request: ConversionSpec) -> ConversionPlan:
     """Plan a conversion, or refuse it. Writes nothing.
 
     Raises:

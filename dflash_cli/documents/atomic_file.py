@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
+from dflash_runtime.documents import to_json
 from dflash_runtime.errors import UsageError
 
 
@@ -132,6 +133,6 @@ def naming_output(path: Path) -> Iterator[None]:
         raise
 
 
-def json_line(row: dict[str, Any]) -> str:
-    """One row of JSON Lines."""
-    return json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n"
+def json_line(row: Any) -> str:
+    """A document as one line of JSON Lines."""
+    return json.dumps(to_json(row), ensure_ascii=False, allow_nan=False) + "\n"

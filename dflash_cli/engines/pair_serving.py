@@ -9,7 +9,7 @@ from dflash_cli.engines.serving_engine import ServedPair, ServingEngine
 from dflash_cli.rules.report import Report
 from dflash_cli.rules.rule import Finding
 from dflash_cli.rules.subject import Subject
-from dflash_cli.rules.validator import ValidationRequest, open_requested, validate_subject
+from dflash_cli.rules.validator import ValidationPlan, open_requested, validate_subject
 from dflash_cli.rules.verdict import Verdict
 from dflash_runtime.errors import CheckpointError, UnsupportedError, UsageError
 
@@ -40,7 +40,7 @@ class JudgedPair:
         """
         subject = self.subject
         if subject.parsed is None and subject.parse_error is not None:
-            if subject.block_size is None and subject.num_speculative_tokens is None:
+            if subject.stated.block_size is None and subject.num_speculative_tokens is None:
                 raise UsageError(
                     f"{subject.path}: states no block_size, so how many tokens to draft is not known",
                     hint="pass -k with the number that it was trained to draft",
@@ -77,7 +77,7 @@ def judge_pair(
     assert location is not None
     assert pair.draft is not None
     assert pair.target is not None
-    request = ValidationRequest(
+    request = ValidationPlan(
         draft=location,
         draft_reference=pair.draft,
         target=target_location,

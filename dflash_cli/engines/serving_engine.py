@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, ClassVar, Literal
 
+from dflash_cli.formats.dialect import COMMON, Format
 from dflash_cli.rules.rule import EngineNames, Outcome, Problem
 from dflash_cli.rules.subject import Subject
 from dflash_runtime.checkpoint.hf_config import SLIDING
@@ -78,25 +79,29 @@ class ServedPair:
 class ServingEngine:
     """A serving engine at one release. The release is a tuple of numbers, empty if the engine has no releases.
 
-    habits                 what it does about a habit of exporters, where it does not serve it as meant
-    releases               those the rules speak of, oldest first; the last is assumed where none is given
-    dialect                the dialect a draft is written in for it
-    serves_as_is           dialects it serves without being rewritten
-    strictness             of several engines, the one with the highest decides the dialect that suits them all
-    follows_reference      it reads drafts as z-lab's code does: the native dialect, and the target's head
-    finds_by_architecture  it looks its model up under a name in `architectures`
-    takes_other_widths     it serves a draft of another width than its target
+    reads                  the dialects it loads, by their classes
+    dialect                the dialect in which a draft is written for it
+    serves_as_is           names of dialects that it serves without a rewritten config
+    habits                 habit of exporters -> what it does, if it does not serve the habit as meant
+    releases               the known releases, oldest first; the last is assumed if the user names none
+    strictness             of several engines, the one with the highest decides the dialect of a corrected copy
+    follows_reference      it reads drafts as z-lab's code does, and takes the target's head
+    finds_by_architecture  it looks up its model by a name in `architectures`
+    takes_other_widths     it serves a draft whose hidden_size differs from the target's
+    has_dialect_rule       a rule of its own file reports dialects that it does not read
     """
 
     name: ClassVar[str]
+    reads: ClassVar[tuple[type[Format], ...]]
     habits: ClassVar[Mapping[Habit, Outcome]] = {}
     releases: ClassVar[tuple[Release, ...]] = ()
-    dialect: ClassVar[str] = "native"
+    dialect: ClassVar[str] = COMMON
     serves_as_is: ClassVar[frozenset[str]] = frozenset()
     strictness: ClassVar[int] = 1
     follows_reference: ClassVar[bool] = False
     finds_by_architecture: ClassVar[bool] = False
     takes_other_widths: ClassVar[bool] = True
+    has_dialect_rule: ClassVar[bool] = False
 
     release: Release = ()
 
@@ -113,7 +118,11 @@ class ServingEngine:
         return self.habits.get(habit, "serves")
 
     def served_causality(self, subject: Subject) -> tuple[bool, ...] | None:
-        """Causality of each layer as the engine serves it; None where that is not known for the release."""
+        """Causality of each layer as the engine serves it; None if it does not read the dialect, or is not known to."""
+        return self.causality(subject) if isinstance(subject.format, self.reads) else None
+
+    def causality(self, subject: Subject) -> tuple[bool, ...] | None:
+        """`served_causality` of a draft in a dialect that the engine reads; None if it is not known for the release."""
         return None
 
     def serve_command(self, pair: ServedPair) -> ServeCommand:
@@ -169,10 +178,11 @@ def problems_of(habit: Habit, subject: Subject, problem: Problem, effects: Mappi
             )
 
 
-def one_stated_causality(subject: Subject) -> dict[str, bool]:
-    """The repair of a draft whose causality is stated where an engine does not look, and is one for all layers."""
+def one_stated_causality(subject: Subject) -> dict[str, Any]:
+    """The repair of a draft that states one causality for all layers, under a key that an engine does not read."""
     trained = subject.trained_causality or ()
-    return {"is_causal": trained[0]} if subject.is_causality_stated and len(set(trained)) == 1 else {}
+    is_one = subject.stated.states_causality and len(set(trained)) == 1
+    return subject.stated.change("causal", trained[0]) if is_one else {}
 
 
 def problem_of_causality(name: str, subject: Subject) -> Problem | None:
@@ -186,10 +196,10 @@ def problem_of_causality(name: str, subject: Subject) -> Problem | None:
         return None
     message = f"{engine} serves {sum(served)} of {len(served)} layers causally, {subject.causality_in_words(trained)}"
     return Problem(
-        subject.body_location("is_causal"),
+        subject.expected_at("causal"),
         message,
-        severity=None if subject.is_causality_stated else "warning",
-        outcome=None if subject.is_causality_stated else "serves",
+        severity=None if subject.stated.states_causality else "warning",
+        outcome=None if subject.stated.states_causality else "serves",
     )
 
 
@@ -219,12 +229,12 @@ def release_text(release: Release) -> str:
 
 def causality_by_kind(subject: Subject) -> tuple[bool, ...]:
     """Sliding layers causal, full layers not: what readers take where a native draft states nothing."""
-    return tuple(kind == SLIDING for kind in subject.layer_types)
+    return tuple(kind == SLIDING for kind in subject.stated.layer_types)
 
 
 def stated_once(stated: object, subject: Subject) -> tuple[bool, ...]:
     """One stated causality for every layer, or that of the layers' kinds where none is stated."""
-    return (stated,) * len(subject.layer_types) if isinstance(stated, bool) else causality_by_kind(subject)
+    return (stated,) * len(subject.stated.layer_types) if isinstance(stated, bool) else causality_by_kind(subject)
 
 
 def _parse(text: str) -> ServingEngine:

@@ -2,16 +2,23 @@
 
 from collections.abc import Iterator
 
-from dflash_cli.engines.serving_engine import Habit, engines_that_differ, engines_where, problems_of
-from dflash_cli.formats.dialect import named_architectures
-from dflash_cli.rules.rule import FIX_COPY, FIX_REEXPORT, FIX_TO_NATIVE, Problem, check
+from dflash_cli.engines.serving_engine import (
+    Habit,
+    ServingEngine,
+    all_engines,
+    engines_that_differ,
+    engines_where,
+    problems_of,
+)
+from dflash_cli.formats.dialect import COMMON, named_architectures
+from dflash_cli.rules.rule import FIX_COPY, FIX_REEXPORT, FIX_TO_COMMON, Problem, check
+from dflash_cli.rules.shapes import reduced_vocabulary
 from dflash_cli.rules.subject import Subject
 from dflash_cli.rules.themes.tensors import ALIASES, WEIGHTS, common_prefix, fused_names
 from dflash_runtime.checkpoint.files import INDEX_FILE
-from dflash_runtime.checkpoint.hf_config import SLIDING
 
 FIX_VLLM = "dflash serve-command {draft} --target {target} --engine vllm # vLLM serves it"
-NORMALISE = "dflash convert {draft} {out} --to native --normalise-taps"
+NORMALISE = f"dflash convert {{draft}} {{out}} --to {COMMON} --normalise-taps"
 FIX_ROPE_STYLE = (
     "serve it with vLLM, from a copy that states is_neox_style, the key it reads: dflash convert {draft} {out} "
     "--to vllm --target {target}"
@@ -23,7 +30,7 @@ LIKE_THE_REFERENCE = engines_where(lambda engine: engine.follows_reference)
 @check(
     "C36",
     effect="vLLM, SGLang and llama.cpp's converter have no model registered under this name",
-    fix=FIX_TO_NATIVE,
+    fix=FIX_TO_COMMON,
     source="NVIDIA-NeMo/Automodel serve_vllm.py; vLLM 0.33.0 model registry",
     engines=engines_where(lambda engine: engine.finds_by_architecture),
     unnamed="warning",
@@ -33,16 +40,13 @@ def architecture_is_known(subject: Subject) -> Iterator[Problem]:
 
     Automodel writes Qwen3DFlashDraftModel; a config saved through another class carries that class's name.
     """
-    named = named_architectures(subject.config)
-    if "DFlashDraftModel" in named or subject.is_speculators:
-        return
-    said = ", ".join(named) or "no architecture"
-    whose = ", which is Automodel's own name" if "Qwen3DFlashDraftModel" in named else ""
-    yield Problem(
-        subject.location("architectures"),
-        f"found {said}{whose}; expected DFlashDraftModel",
-        repair={"architectures": ["DFlashDraftModel"]},
-    )
+    named, expected = named_architectures(subject.config), subject.format.architecture
+    if expected is not None and expected not in named:
+        yield Problem(
+            subject.location("architectures"),
+            f"found {', '.join(named) or 'no architecture'}; expected {expected}",
+            repair={"architectures": [expected]},
+        )
 
 
 @check(
@@ -58,25 +62,24 @@ def draft_is_as_wide_as_its_target(subject: Subject) -> Iterator[Problem]:
 
     Only vLLM serves a draft of another width than its target.
     """
-    stated, width = subject.config.get("target_hidden_size"), subject.body.get("hidden_size")
+    stated, width = subject.stated.value("target_hidden_size"), subject.stated.body.get("hidden_size")
     if stated is not None and stated != width:
-        yield Problem(subject.location("target_hidden_size"), f"found {stated!r}, but hidden_size is {width!r}")
+        yield Problem(subject.expected_at("target_hidden_size"), f"found {stated!r}, but hidden_size is {width!r}")
 
 
 @check(
     "S14",
-    effect="transformers has no class for the dialect; z-lab's code and llama.cpp's converter read the native one only",
-    fix=FIX_TO_NATIVE,
-    source="transformers 5.23 modeling_auto.py; z-lab/dflash model.py",
-    engines=LIKE_THE_REFERENCE,
+    effect="the engine does not know the dialect and cannot load the draft",
+    fix=FIX_TO_COMMON,
+    source="transformers 5.23 modeling_auto.py; z-lab/dflash model.py; llama.cpp conversion/qwen.py",
+    engines=engines_where(lambda engine: not engine.has_dialect_rule),
 )
-def dialect_is_native(subject: Subject) -> Iterator[Problem]:
-    """The draft is in the native dialect, the only one transformers and llama.cpp can read.
+def dialect_is_read(subject: Subject) -> Iterator[Problem]:
+    """The draft is in a dialect that the engine reads.
 
-    llama.cpp reads it through its converter.
+    Every engine reads the native dialect. vLLM also reads the speculators dialect.
     """
-    if subject.is_speculators:
-        yield Problem(subject.location("speculators_config"), "found the speculators dialect, expected the native one")
+    yield from unknown_dialect(subject, *(engine for engine in all_engines() if not engine.has_dialect_rule))
 
 
 @check(
@@ -89,9 +92,7 @@ def dialect_is_native(subject: Subject) -> Iterator[Problem]:
 )
 def head_is_the_targets(subject: Subject) -> Iterator[Problem]:
     """A draft for transformers or llama.cpp proposes over the target's whole vocabulary."""
-    found = subject.vocabulary_sizes
-    if found is not None and found[0] < found[1]:
-        yield Problem(subject.location("draft_vocab_size"), f"{found[0]} of the target's {found[1]} ids")
+    yield from reduced_vocabulary(subject)
 
 
 @check(
@@ -168,16 +169,16 @@ def taps_ascend(subject: Subject) -> Iterator[Problem]:
     by it. Putting them in order changes nothing if the columns of fc.weight move along, as they do with
     --normalise-taps.
     """
-    taps = subject.taps or []
-    stated = subject.stated(subject.tap_key)
+    taps = subject.stated.taps or []
+    stated = subject.stated.value("target_layer_ids")
     sorting = "it takes the features in order of the layers, fc.weight has them as listed"
     missing = "it takes each layer once, so fc.weight gets fewer features than it has columns"
     if len(set(taps)) != len(taps):
         fix = f"{NORMALISE} --allow-lossy # adds up the columns of one layer, which rounds"
-        problem = Problem(subject.tap_location, f"{stated} repeats a layer", fix=fix)
+        problem = Problem(subject.at("target_layer_ids"), f"{stated} repeats a layer", fix=fix)
         yield from problems_of("repeated-taps", subject, problem, {"stops": missing, "drops": sorting})
     elif taps != sorted(taps):
-        problem = Problem(subject.tap_location, f"{stated} is not in ascending order")
+        problem = Problem(subject.at("target_layer_ids"), f"{stated} is not in ascending order")
         yield from problems_of("unsorted-taps", subject, problem, {"stops": missing, "drops": sorting})
 
 
@@ -199,11 +200,11 @@ def rope_rotates_halves(subject: Subject) -> Iterator[Problem]:
     drops = "it does not go by the key, and rotates halves"
     keys: dict[str, Habit] = {"is_neox_style": "interleaved-rope", "rope_is_neox_style": "interleaved-rope-by-its-name"}
     for key, habit in keys.items():
-        for location, value in subject.homes(key).items():
-            if value is False:
-                is_nested = location != subject.location(key)
+        for item in subject.stated.statements(key):
+            if item.value is False:
+                is_nested = not _is_outermost(subject, item.key)
                 fix = FIX_ROPE_STYLE if is_nested or key == "rope_is_neox_style" else ""
-                problem = Problem(location, "false: the draft rotates interleaved pairs", fix=fix)
+                problem = Problem(subject.location(item.key), "false: the draft rotates interleaved pairs", fix=fix)
                 found: Habit = "nested-style" if is_nested else habit
                 yield from problems_of(found, subject, problem, {"stops": drops, "drops": drops})
 
@@ -223,10 +224,10 @@ def norms_are_plain(subject: Subject) -> Iterator[Problem]:
     SGLang reads use_gemma_norm as asking for the other kind; vLLM, this tool and the z-lab reference code do not look
     at it.
     """
-    for location, value in subject.homes("use_gemma_norm").items():
-        if value is True:
-            habit: Habit = "gemma-norms" if location == subject.location("use_gemma_norm") else "nested-style"
-            problem = Problem(location, "true, which only SGLang reads, and at the top level only")
+    for item in subject.stated.statements("use_gemma_norm"):
+        if item.value is True:
+            habit: Habit = "gemma-norms" if _is_outermost(subject, item.key) else "nested-style"
+            problem = Problem(subject.location(item.key), "true, which only SGLang reads, and at the top level only")
             drops = "it multiplies by the weight alone, where the config asks for one plus the weight"
             yield from problems_of(habit, subject, problem, {"stops": drops, "drops": drops})
 
@@ -234,15 +235,15 @@ def norms_are_plain(subject: Subject) -> Iterator[Problem]:
 @check(
     "S29",
     effect="engines that do not read use_swa attend to the whole context on every layer",
-    fix=FIX_TO_NATIVE,
+    fix=FIX_TO_COMMON,
     source="z-lab 0.1.0, run; SGLang 0.5.23 models/dflash.py; llama.cpp conversion/qwen.py; vllm-project/vllm#46104",
     engines=engines_that_differ("use-swa"),
 )
 def windows_are_where_engines_look(subject: Subject) -> Iterator[Problem]:
     """Windows are stated in layer_types, where every engine looks, and not in use_swa alone."""
-    if subject.nested.get("use_swa") and SLIDING not in subject.layer_types:
-        problem = Problem(subject.location("dflash_config.use_swa"), "true, expected the sliding layers in layer_types")
-        drops = "it does not read the key, and attends to the whole context"
+    drops = "it does not read the key, and attends to the whole context"
+    for key in subject.stated.window_keys:
+        problem = Problem(subject.location(key), "true, expected the sliding layers in layer_types")
         yield from problems_of("use-swa", subject, problem, {"stops": drops, "drops": drops})
 
 
@@ -271,3 +272,21 @@ def no_mask_embedding(subject: Subject) -> Iterator[Problem]:
         if INDEX_FILE in subject.files:
             stops = drops
         yield from problems_of("mask-safetensors", subject, problem, {"stops": stops, "drops": drops})
+
+
+def unknown_dialect(subject: Subject, *engines: type[ServingEngine]) -> Iterator[Problem]:
+    """A problem about the engines among those that the user named that do not read the draft's dialect."""
+    unable = tuple(
+        engine.name
+        for engine in engines
+        if subject.engine(engine.name) is not None and not isinstance(subject.format, engine.reads)
+    )
+    if unable:
+        location = subject.location(next(iter(subject.format.signs), "architectures"))
+        message = f"found the {subject.format.name} dialect, expected the {COMMON} one"
+        yield Problem(location, message, engines=unable)
+
+
+def _is_outermost(subject: Subject, key: str) -> bool:
+    """Whether a key is stated where engines look for it: at the top level, or among the decoder keys."""
+    return "." not in key.removeprefix(subject.format.body)

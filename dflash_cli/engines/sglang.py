@@ -17,10 +17,12 @@ from dflash_cli.engines.serving_engine import (
     release_text,
     stated_once,
 )
-from dflash_cli.engines.several_engines import FIX_VLLM
-from dflash_cli.formats.dialect import FORMATS
+from dflash_cli.engines.several_engines import FIX_VLLM, unknown_dialect
+from dflash_cli.formats.dialect import FORMATS, Format
 from dflash_cli.formats.engine_native import EngineNative
+from dflash_cli.formats.native import Native
 from dflash_cli.rules.rule import BFLOAT16, Outcome, Problem, check
+from dflash_cli.rules.shapes import reduced_vocabulary, stated_scales
 from dflash_cli.rules.subject import CONFIG_FILE, Subject
 from dflash_runtime.config import DraftConfig
 from dflash_runtime.errors import LossyConversion
@@ -59,6 +61,8 @@ class SglangEngine(ServingEngine):
     """SGLang, which reads the native dialect only."""
 
     name: ClassVar[str] = NAME
+    reads: ClassVar[tuple[type[Format], ...]] = (Native,)
+    has_dialect_rule: ClassVar[bool] = True
     releases: ClassVar[tuple[Release, ...]] = RELEASES
     dialect: ClassVar[str] = NAME
     strictness: ClassVar[int] = 2
@@ -74,9 +78,9 @@ class SglangEngine(ServingEngine):
     }
     """Read in 0.5.23: models/dflash.py load_weights, models/qwen3.py layers_to_capture, dflash_worker_v2.py."""
 
-    def served_causality(self, subject: Subject) -> tuple[bool, ...] | None:
+    def causality(self, subject: Subject) -> tuple[bool, ...]:
         """The top-level is_causal, else the layers' kinds. Source: SGLang 0.5.23 models/dflash.py."""
-        return None if subject.is_speculators else stated_once(subject.config.get("is_causal"), subject)
+        return stated_once(subject.config.get("is_causal"), subject)
 
     def serve_command(self, pair: ServedPair) -> ServeCommand:
         """--speculative-num-draft-tokens is block_size, the anchor included."""
@@ -108,10 +112,10 @@ class SglangEngine(ServingEngine):
 )
 def block_is_the_trained_one(subject: Subject) -> Iterator[Problem]:
     """--speculative-num-draft-tokens is block_size on SGLang, which counts the anchor."""
-    asked, block = subject.num_speculative_tokens, subject.block_size
+    asked, block = subject.num_speculative_tokens, subject.stated.block_size
     if asked is not None and block is not None and asked != block - 1:
         yield Problem(
-            subject.location("block_size"), f"{block}, but {asked} drafted tokens make a block of {asked + 1}"
+            subject.expected_at("block_size"), f"{block}, but {asked} drafted tokens make a block of {asked + 1}"
         )
 
 
@@ -124,8 +128,7 @@ def block_is_the_trained_one(subject: Subject) -> Iterator[Problem]:
 )
 def sglang_reads_the_dialect(subject: Subject) -> Iterator[Problem]:
     """The draft is in the native dialect, the only one that SGLang reads."""
-    if subject.is_speculators:
-        yield Problem(subject.location("speculators_config"), "found the speculators dialect, expected the native one")
+    yield from unknown_dialect(subject, SglangEngine)
 
 
 @check(
@@ -138,9 +141,7 @@ def sglang_reads_the_dialect(subject: Subject) -> Iterator[Problem]:
 )
 def sglang_has_no_reduced_head(subject: Subject) -> Iterator[Problem]:
     """A draft for SGLang proposes over the target's whole vocabulary."""
-    found = subject.vocabulary_sizes
-    if found is not None and found[0] < found[1]:
-        yield Problem(subject.location("draft_vocab_size"), f"{found[0]} of the target's {found[1]} ids")
+    yield from reduced_vocabulary(subject)
 
 
 @check(
@@ -169,9 +170,9 @@ def sglang_captures_every_tap(subject: Subject) -> Iterator[Problem]:
     """Tapped layers stop before the last one if SGLang cannot hand out its output."""
     depth = subject.num_target_layers
     kind = subject.target.model_type if subject.target is not None else None
-    is_last = depth is not None and depth - 1 in (subject.taps or ())
+    is_last = depth is not None and depth - 1 in (subject.stated.taps or ())
     if is_last and kind in NO_LAST_LAYER:
-        yield Problem(subject.tap_location, f"lists the last of {depth} layers of a {kind} target")
+        yield Problem(subject.at("target_layer_ids"), f"lists the last of {depth} layers of a {kind} target")
 
 
 @check(
@@ -187,9 +188,7 @@ def sglang_scales_no_embedding(subject: Subject) -> Iterator[Problem]:
 
     SGLang applies the other two scales, output_multiplier and final_logit_softcapping.
     """
-    value = subject.stated("input_embedding_scale")
-    if value not in (None, 1):
-        yield Problem(next(iter(subject.homes("input_embedding_scale"))), f"found {value}, expected 1 or none")
+    yield from stated_scales(subject, ("input_embedding_scale",))
 
 
 @check(

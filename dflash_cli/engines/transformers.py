@@ -18,7 +18,8 @@ from dflash_cli.engines.serving_engine import (
     problem_of_causality,
     stated_once,
 )
-from dflash_cli.formats.unserved import SINK_KEY
+from dflash_cli.formats.dialect import Format
+from dflash_cli.formats.native import Native
 from dflash_cli.rules.rule import Outcome, Problem, check
 from dflash_cli.rules.subject import CONFIG_FILE, Subject
 from dflash_runtime.checkpoint.layer_kinds import STATE_KINDS
@@ -33,6 +34,7 @@ class Transformers(ServingEngine):
     """z-lab's package on a release of transformers."""
 
     name: ClassVar[str] = NAME
+    reads: ClassVar[tuple[type[Format], ...]] = (Native,)
     releases: ClassVar[tuple[Release, ...]] = ((5, 23),)
     follows_reference: ClassVar[bool] = True
     takes_other_widths: ClassVar[bool] = False
@@ -50,9 +52,9 @@ class Transformers(ServingEngine):
     }
     """Recorded from z-lab 0.1.0, see tests/golden/engine_habits.json."""
 
-    def served_causality(self, subject: Subject) -> tuple[bool, ...] | None:
+    def causality(self, subject: Subject) -> tuple[bool, ...]:
         """The top-level is_causal, else the layers' kinds. Source: z-lab/dflash 0.1.0 model.py."""
-        return None if subject.is_speculators else stated_once(subject.config.get("is_causal"), subject)
+        return stated_once(subject.config.get("is_causal"), subject)
 
     def serve_command(self, pair: ServedPair) -> ServeCommand:
         """A program; the package's script shares our name, and so is not called."""
@@ -84,7 +86,7 @@ def keys_are_where_the_reference_looks(subject: Subject) -> Iterator[Problem]:
 
     That is where z-lab's first code, of April 2026, reads them.
     """
-    if subject.is_speculators:
+    if not isinstance(subject.format, Native):
         return
     for key in ("block_size", "num_target_layers"):
         if subject.config.get(key) is None:
@@ -134,5 +136,5 @@ def reference_serves_the_trained_causality(subject: Subject) -> Iterator[Problem
 )
 def reference_has_no_sinks(subject: Subject) -> Iterator[Problem]:
     """The draft has no attention sinks, which z-lab's code does not compute."""
-    if subject.nested.get(SINK_KEY) is True:
-        yield Problem(subject.location(f"dflash_config.{SINK_KEY}"), "true")
+    if subject.stated.value("has_sinks") is True:
+        yield Problem(subject.at("has_sinks"), "true")

@@ -7,7 +7,6 @@ transformers_utils/configs/speculators/algos.py, v1/spec_decode/dflash.py and v1
 import json
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Any, ClassVar
 
 from dflash_cli.engines.serving_engine import (
@@ -22,14 +21,15 @@ from dflash_cli.engines.serving_engine import (
     stated_once,
 )
 from dflash_cli.formats.decoder_body import LAYER_KINDS
-from dflash_cli.formats.dialect import FORMATS, Json
+from dflash_cli.formats.dialect import FORMATS, Format, Json
 from dflash_cli.formats.engine_native import EngineNative
-from dflash_cli.formats.native import refuse_common
-from dflash_cli.formats.native_fields import SCALES, write_scales
+from dflash_cli.formats.fields import SCALES, scales_in_use
+from dflash_cli.formats.native import Native, refuse_common
+from dflash_cli.formats.speculators import SpeculatorsFormat
 from dflash_cli.formats.speculators_updaters import NON_CAUSAL_FLAG
 from dflash_cli.rules.rule import BFLOAT16, FIX_COPY, Outcome, Problem, check
+from dflash_cli.rules.shapes import stated_scales
 from dflash_cli.rules.subject import CONFIG_FILE, NamedEngine, Subject
-from dflash_cli.rules.themes.drafting import NEUTRAL
 from dflash_cli.rules.themes.tensors import WEIGHTS
 from dflash_runtime.checkpoint.hf_config import SLIDING
 from dflash_runtime.checkpoint.layout import DRAFT_TO_TARGET
@@ -68,6 +68,7 @@ class VllmEngine(ServingEngine):
     """vLLM, which reads native and speculators drafts."""
 
     name: ClassVar[str] = NAME
+    reads: ClassVar[tuple[type[Format], ...]] = (Native, SpeculatorsFormat)
     releases: ClassVar[tuple[Release, ...]] = RELEASES
     dialect: ClassVar[str] = NAME
     serves_as_is: ClassVar[frozenset[str]] = frozenset({"speculators"})
@@ -97,18 +98,20 @@ class VllmEngine(ServingEngine):
         first, before = self.learnt.get(habit, ((), "serves"))
         return before if self.release < first else self.habits.get(habit, "serves")
 
-    def served_causality(self, subject: Subject) -> tuple[bool, ...]:
+    def causality(self, subject: Subject) -> tuple[bool, ...]:
         """The keys that this release reads, else the layers' kinds, where it looks at these."""
-        stated = subject.body.get("is_causal") if self.release >= READS_IS_CAUSAL else None
+        stated = subject.stated.body.get("is_causal") if self.release >= READS_IS_CAUSAL else None
         if not isinstance(stated, bool):
             stated = self._flag(subject)
         return stated_once(stated, subject)
 
     def _flag(self, subject: Subject) -> object:
-        """What stands in dflash_config.causal after vLLM has read the config (`update_dflash` writes it there)."""
+        """The value of dflash_config.causal once vLLM has read the config (`update_dflash` writes it)."""
+        is_speculators = isinstance(subject.format, SpeculatorsFormat)
+        nested = None if is_speculators else as_object(subject.config.get("dflash_config")).get("causal")
         if self.release < READS_KINDS:
-            return subject.nested.get("causal") is True
-        return subject.config.get(NON_CAUSAL_FLAG) is False if subject.is_speculators else subject.nested.get("causal")
+            return nested is True
+        return subject.config.get(NON_CAUSAL_FLAG) is False if is_speculators else nested
 
     def serve_command(self, pair: ServedPair) -> ServeCommand:
         """num_speculative_tokens is block_size - 1."""
@@ -147,9 +150,9 @@ class VllmEngine(ServingEngine):
 )
 def activation_is_silu(subject: Subject) -> Iterator[Problem]:
     """hidden_act is silu, the only activation that vLLM's DFlash model has."""
-    value = subject.body.get("hidden_act", "silu")
+    value = subject.stated.body.get("hidden_act", "silu")
     if value != "silu":
-        yield Problem(subject.body_location("hidden_act"), f"found {value!r}, expected 'silu'")
+        yield Problem(subject.body_at("hidden_act"), f"found {value!r}, expected 'silu'")
 
 
 @check(
@@ -162,7 +165,7 @@ def activation_is_silu(subject: Subject) -> Iterator[Problem]:
 )
 def full_vocabulary_has_no_map(subject: Subject) -> Iterator[Problem]:
     """A draft with the whole output vocabulary has no id map (d2t)."""
-    found = subject.vocabulary_sizes
+    found = subject.stated.vocabulary_sizes
     if found is None or subject.tensors is None or found[0] != found[1]:
         return
     if DRAFT_TO_TARGET in subject.tensors:
@@ -186,7 +189,7 @@ def name_says_dflash(subject: Subject) -> Iterator[Problem]:
     vLLM looks for eagle- and eagle3 first.
     """
     name = subject.served_name.lower()
-    if subject.is_speculators:
+    if not isinstance(subject.format, Native):
         return
     if "dflash" not in name:
         yield Problem(CONFIG_FILE, "the draft's name does not contain dflash")
@@ -208,10 +211,10 @@ def k_is_the_trained_one(subject: Subject) -> Iterator[Problem]:
     A larger number goes beyond the training. A smaller one shortens the block itself, and every row of a non-causal
     block depends on how many follow.
     """
-    asked, block = subject.num_speculative_tokens, subject.block_size
+    asked, block = subject.num_speculative_tokens, subject.stated.block_size
     if asked is None or block is None or asked == block - 1:
         return
-    location = subject.location("block_size")
+    location = subject.expected_at("block_size")
     if asked > block - 1:
         yield Problem(location, f"{block}, which drafts {block - 1}, but {asked} are asked for")
     else:
@@ -236,8 +239,8 @@ def layers_are_of_one_kind(subject: Subject) -> Iterator[Problem]:
     engine = subject.engine(NAME)
     if engine is not None and engine.release < READS_KINDS:  # neither runner of it serves them
         return
-    if set(subject.layer_types) >= set(LAYER_KINDS):
-        yield Problem(subject.body_location("layer_types"), "found both sliding and full layers")
+    if set(subject.stated.layer_types) >= set(LAYER_KINDS):
+        yield Problem(subject.body_at("layer_types"), "found both sliding and full layers")
 
 
 @check(
@@ -270,10 +273,7 @@ def vllm_applies_no_scale(subject: Subject) -> Iterator[Problem]:
 
     Leaving out an embedding scale ruins the drafts; leaving out a multiplier or a soft cap only changes sampled ones.
     """
-    for key in SCALES:
-        value = subject.stated(key)
-        if value is not None and value not in NEUTRAL[key]:
-            yield Problem(next(iter(subject.homes(key))), f"found {value}, expected the neutral value or none")
+    yield from stated_scales(subject)
 
 
 @check(
@@ -294,10 +294,10 @@ def vllm_serves_the_stated_causality(subject: Subject) -> Iterator[Problem]:
     if engine is None or problem is None or _problem_of_windows(engine, subject) is not None:
         return
     served = engine.served_causality(subject) or ()
-    is_told = subject.is_speculators and subject.config.get(NON_CAUSAL_FLAG) is False and all(served)
-    if not is_told or subject.body.get("is_causal") is not None:
-        location = subject.location(NON_CAUSAL_FLAG) if subject.is_speculators else problem.location
-        yield replace(problem, location=location)
+    is_speculators = isinstance(subject.format, SpeculatorsFormat)
+    is_told = is_speculators and subject.config.get(NON_CAUSAL_FLAG) is False and all(served)
+    if not is_told or subject.stated.body.get("is_causal") is not None:
+        yield problem
 
 
 @check(
@@ -340,11 +340,12 @@ def vllm_knows_windows(subject: Subject) -> Iterator[Problem]:
 
 def _problem_of_windows(engine: NamedEngine, subject: Subject) -> Problem | None:
     """Layers that the release cannot serve, with how it serves them; their causality is no finding of its own."""
-    location, is_mixed = subject.body_location("layer_types"), set(subject.layer_types) >= set(LAYER_KINDS)
+    kinds, location = subject.stated.layer_types, subject.body_at("layer_types")
+    is_mixed = set(kinds) >= set(LAYER_KINDS)
     if READS_WINDOWS <= engine.release < READS_KINDS and is_mixed:
         message = f"both sliding and full layers, which {engine} refuses"
         return Problem(location, message, effect="vLLM stops", outcome="stops")
-    if engine.release >= READS_WINDOWS or not (SLIDING in subject.layer_types or subject.nested.get("use_swa")):
+    if engine.release >= READS_WINDOWS or not (SLIDING in kinds or subject.stated.window_keys):
         return None
     causality = problem_of_causality(NAME, subject)
     also = f"; {causality.message}" if causality is not None else ""
@@ -380,7 +381,7 @@ class Vllm(EngineNative):
 
     def refuse_to_write(self, config: DraftConfig) -> None:
         refuse_common(config)
-        lost = list(write_scales(config))
+        lost = list(scales_in_use(config))
         if lost:
             raise LossyConversion(f"{', '.join(lost)}: {NEWEST} reads scales for DFlash 2 only")
 

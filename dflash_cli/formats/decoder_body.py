@@ -4,13 +4,14 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from dflash_cli.formats.dialect import Homes, Json, all_formats
+from dflash_cli.formats.dialect import Json, all_formats
+from dflash_cli.formats.fields import Keys
 from dflash_runtime.checkpoint.hf_config import FULL, SLIDING
 from dflash_runtime.config import DraftConfig, RopeConfig
 from dflash_runtime.errors import InvalidConfig, LossyConversion
 from dflash_runtime.json_values import as_object, is_int
 
-BODY_HOMES: Homes = {
+BODY_FIELDS: Keys = {
     "hidden_size": ("hidden_size",),
     "intermediate_size": ("intermediate_size",),
     "num_layers": ("num_hidden_layers",),
@@ -29,7 +30,7 @@ BODY_HOMES: Homes = {
 }
 """Canonical field -> the keys that state it in a decoder config."""
 
-BODY_KEYS = frozenset(key for keys in BODY_HOMES.values() for key in keys) | {"tie_word_embeddings"}
+BODY_KEYS = frozenset(key for keys in BODY_FIELDS.values() for key in keys) | {"tie_word_embeddings"}
 
 NEVER_CARRIED = frozenset({"auto_map", "_name_or_path", "architectures", "is_causal"})
 """Keys that say where a file came from, name code that is not copied, or are written anew by `write_config`."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from dflash_cli.formats.decoder_body import (
-    BODY_HOMES,
+    BODY_FIELDS,
     BODY_KEYS,
     NESTED,
     carried_keys,
@@ -24,11 +24,10 @@ from dflash_cli.formats.decoder_body import (
     require_object,
     write_body,
 )
-from dflash_cli.formats.dialect import FORMATS, Format, Homes, Json, ParsedConfig, named_architectures
+from dflash_cli.formats.dialect import FORMATS, Format, Json, ParsedConfig, named_architectures
+from dflash_cli.formats.fields import AUX_KEY, SCALES, Keys, scales_in_use
 from dflash_cli.formats.native_fields import (
-    SCALES,
     NativeConfig,
-    guess_taps,
     is_contradictory,
     read_causality,
     read_flag,
@@ -37,17 +36,15 @@ from dflash_cli.formats.native_fields import (
     read_taps,
     stated_causality,
     write_causality,
-    write_scales,
 )
 from dflash_cli.formats.unserved import MODE_KEYS, SINK_KEY, find_unserved, naming_unserved, without_sinks
 from dflash_runtime.checkpoint.hf_config import read_body, read_layer_types, require_int
 from dflash_runtime.config import DraftConfig
 from dflash_runtime.errors import MISSING, LossyConversion, UsageError
-
-__all__ = ["ARCHITECTURE", "SCALES", "Native", "guess_taps"]
+from dflash_runtime.json_values import as_object
 
 ARCHITECTURE = "DFlashDraftModel"
-TWO_HOMES = ("block_size", "target_layer_ids", "mask_token_id", "num_target_layers", *SCALES)
+NESTED_OR_TOP = ("block_size", "target_layer_ids", "mask_token_id", "num_target_layers", *SCALES)
 WINDOW_KEYS = ("use_swa", "swa_window_size")
 
 
@@ -59,18 +56,27 @@ class Native(Format):
     title: ClassVar[str] = "DFlash, native dialect"
     priority: ClassVar[int] = 100
     writable: ClassVar[bool] = True
+    architecture: ClassVar[str | None] = ARCHITECTURE
+    guesses_taps: ClassVar[bool] = True
+    needed: ClassVar[frozenset[str]] = frozenset({"num_target_layers"})
+    keeps_mask: ClassVar[bool] = True
+    signs: ClassVar[tuple[str, ...]] = ("dflash_config",)
     containers: ClassVar[tuple[str, ...]] = ("dflash_config",)
     own_prefix: ClassVar[str] = NESTED
-    keeps_mask: ClassVar[bool] = True
-    homes: ClassVar[Homes] = {
-        **BODY_HOMES,
-        **{key: (f"{NESTED}{key}", key) for key in TWO_HOMES},
-        "draft_vocab_size": ("draft_vocab_size",),
+    settings: ClassVar[tuple[str, ...]] = (NESTED, "")
+    window_keys: ClassVar[tuple[str, ...]] = (f"{NESTED}use_swa",)
+    keys: ClassVar[Keys] = {
+        **BODY_FIELDS,
+        **{key: (f"{NESTED}{key}", key) for key in NESTED_OR_TOP},
+        **{key: (key,) for key in ("draft_vocab_size", "target_hidden_size", "quantization_config", AUX_KEY)},
         "causal": ("is_causal", f"{NESTED}causal"),
-        "windows": (*BODY_HOMES["windows"], *(NESTED + key for key in WINDOW_KEYS)),
-        "sample_from_anchor": (f"{NESTED}sample_from_anchor",),
+        "windows": (*BODY_FIELDS["windows"], *(NESTED + key for key in WINDOW_KEYS)),
+        "sample_from_anchor": (f"{NESTED}sample_from_anchor", "sample_from_anchor"),
         "has_sinks": (NESTED + SINK_KEY,),
-        "target_hidden_size": ("target_hidden_size",),
+    }
+    added: ClassVar[Mapping[str, str]] = {
+        key: key
+        for key in ("block_size", "target_layer_ids", "mask_token_id", "num_target_layers", "sample_from_anchor")
     }
     unstated: ClassVar[frozenset[str]] = frozenset({"verifier", "target_hidden_size"})
 
@@ -90,9 +96,12 @@ class Native(Format):
             UnsupportedError: see `naming_unserved`.
         """
         source = NativeConfig(config, require_object(config.get("dflash_config", {}), "dflash_config", path), path)
-        unserved = find_unserved(without_sinks(source.nested), config)
+        unserved = self.unserved(config)
         with naming_unserved(unserved):
             return replace(self._read(source), unserved=unserved)
+
+    def unserved(self, config: Mapping[str, Any]) -> dict[str, str]:
+        return find_unserved(without_sinks(as_object(config.get("dflash_config"))), config)
 
     def _read(self, source: NativeConfig) -> ParsedConfig:
         config, path = source.top, source.path
@@ -144,7 +153,7 @@ class Native(Format):
             "target_layer_ids": list(config.target_layer_ids),
             **({} if causal is None else {"causal": causal}),
             **({SINK_KEY: True} if config.has_sinks else {}),
-            **write_scales(config),
+            **scales_in_use(config),
         }
         return {
             "architectures": [ARCHITECTURE],
@@ -188,7 +197,9 @@ def refuse_common(config: DraftConfig) -> None:
 
 
 def _carried(source: NativeConfig) -> Json:
-    top = carried_keys(source.top, {*BODY_KEYS, *TWO_HOMES, "dflash_config", "draft_vocab_size", "target_hidden_size"})
-    consumed = {*TWO_HOMES, *WINDOW_KEYS, "causal", "sample_from_anchor", SINK_KEY, *MODE_KEYS}
+    top = carried_keys(
+        source.top, {*BODY_KEYS, *NESTED_OR_TOP, "dflash_config", "draft_vocab_size", "target_hidden_size"}
+    )
+    consumed = {*NESTED_OR_TOP, *WINDOW_KEYS, "causal", "sample_from_anchor", SINK_KEY, *MODE_KEYS}
     nested = carried_keys(source.nested, consumed, NESTED)
     return {**top, **nested}

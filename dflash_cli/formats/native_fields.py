@@ -10,19 +10,11 @@ from typing import Any
 
 from dflash_cli.formats.decoder_body import NESTED, layer_list
 from dflash_cli.formats.dialect import Json
+from dflash_cli.formats.fields import AUX_KEY, SCALES, guess_taps
 from dflash_runtime.checkpoint.hf_config import FULL, SLIDING, read_layer_types, read_windows, require_int
 from dflash_runtime.config import DraftConfig
 from dflash_runtime.errors import MISSING, InvalidConfig, LossyConversion
 from dflash_runtime.json_values import is_number
-
-SCALES: Mapping[str, float | None] = {
-    "input_embedding_scale": 1.0,
-    "output_multiplier": 1.0,
-    "final_logit_softcapping": None,
-}
-"""Scale -> the value that does nothing."""
-
-AUX_KEY = "eagle_aux_hidden_state_layer_ids"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +38,6 @@ class NativeConfig:
 
     def integer(self, key: str) -> int:
         return require_int({key: self.stated(key)}, key, self.path)
-
-
-def guess_taps(num_target_layers: int, num_layers: int) -> list[int]:
-    """The layers that readers assume where a config names none. Source: z-lab/dflash build_target_layer_ids."""
-    if num_layers == 1:
-        return [num_target_layers // 2]
-    return [round(1 + index * (num_target_layers - 4) / (num_layers - 1)) for index in range(num_layers)]
 
 
 def read_taps(source: NativeConfig, num_layers: int) -> tuple[int, ...]:
@@ -178,8 +163,3 @@ def write_causality(config: DraftConfig) -> bool | None:
         f"causality {list(config.causal)} by layer: the native dialect can state one value for all layers, or "
         f"none, which makes sliding layers causal and full layers not"
     )
-
-
-def write_scales(config: DraftConfig) -> Json:
-    """The scales that do something."""
-    return {name: getattr(config, name) for name, off in SCALES.items() if getattr(config, name) != off}

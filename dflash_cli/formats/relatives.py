@@ -32,11 +32,10 @@ class Relative(Format):
     """Matches the start of its architecture names."""
     model_types: ClassVar[frozenset[str]] = frozenset()
     """Its values of `model_type`."""
-    keys: ClassVar[frozenset[str]] = frozenset()
+    markers: ClassVar[frozenset[str]] = frozenset()
     """Config keys, at the top level or in `dflash_config`, that only it has, whatever their value."""
     tensors: ClassVar[str] = r"(?!)"
     """Matches the start of tensor names that only it has."""
-    difference: ClassVar[str]
     served_by: ClassVar[str]
     """Who runs it: engines whose release registers its architecture (vLLM 0.33.0 model_executor/models/registry.py)."""
 
@@ -51,7 +50,7 @@ class Relative(Format):
         projector = nested.get("projector_type", config.get("projector_type"))
         if isinstance(projector, str) and projector in self.projectors:
             return f"dflash_config.projector_type is {projector!r}"
-        for key in sorted(self.keys):
+        for key in sorted(self.markers):
             if key in nested or key in config:
                 return f"config.json has {key} {nested.get(key, config.get(key))!r}"
         return self._model_type(config) or self._architecture(config) or self._tensor(tensor_names)
@@ -94,7 +93,7 @@ class Domino(Relative):
     priority = 10
     projectors = frozenset({"domino"})
     architectures = r"Domino"
-    keys = frozenset({"gru_hidden_dim", "pure_draft_prefix_len", "shift_label"})
+    markers = frozenset({"gru_hidden_dim", "pure_draft_prefix_len", "shift_label"})
     tensors = r"prefix_gru\.|embed_proj\.|logit_head\."
     difference = "a recurrent head rewrites the logits of each position from the tokens before it"
     served_by = "SGLang 0.5.23"
@@ -110,7 +109,7 @@ class DSpark(Relative):
     types = frozenset({"dspark"})
     projectors = frozenset({"dspark"})
     architectures = r".*DSpark"
-    keys = frozenset(
+    markers = frozenset(
         {"markov_rank", "markov_head_type", "dspark_draft_topk", "dspark_bonus_anchor", "dspark_noise_token_id"}
     )
     tensors = r"markov_|confidence_|gate_proj\.|joint_proj\."
@@ -129,7 +128,7 @@ class DFlash2(Relative):
     priority = 12
     types = frozenset({"dflash2"})
     architectures = r".*DFlash2"
-    keys = frozenset({"conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"})
+    markers = frozenset({"conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"})
     tensors = r"(layers\.\d+\.)?(attention_conv|mlp_conv)\.|candidate_selector\."
     difference = (
         "convolutions surround each sublayer, and a candidate selector chooses among several drafted continuations"
@@ -146,7 +145,7 @@ class XPress(Relative):
     priority = 13
     types = frozenset({"xpress"})
     architectures = r".*XPress"
-    keys = frozenset({"xpress_topc"})
+    markers = frozenset({"xpress_topc"})
     difference = "its layers and its way of drafting are different"
     served_by = "vLLM 0.33"
 
@@ -212,7 +211,7 @@ class PEagle(Relative):
     priority = 8
     types = frozenset({"peagle"})
     architectures = r".*(PEagle|ParallelEagle)"
-    keys = frozenset({"mask_hidden"})
+    markers = frozenset({"mask_hidden"})
     tensors = r"mask_hidden"
     difference = "it is an EAGLE head run in parallel over learned mask states"
     served_by = "vLLM"

@@ -5,12 +5,12 @@ may carry a reduced head with its id map or copies of the target's embedding and
 """
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 from dflash_cli.formats.decoder_body import (
-    BODY_HOMES,
+    BODY_FIELDS,
     BODY_KEYS,
     NESTED,
     carried_keys,
@@ -20,8 +20,8 @@ from dflash_cli.formats.decoder_body import (
     require_object,
     write_body,
 )
-from dflash_cli.formats.dialect import FORMATS, Format, Homes, Json, ParsedConfig, named_architectures
-from dflash_cli.formats.native_fields import SCALES, write_scales
+from dflash_cli.formats.dialect import FORMATS, Format, Json, ParsedConfig, named_architectures
+from dflash_cli.formats.fields import AUX_KEY, SCALES, Keys, Spelling, scales_in_use, shifted
 from dflash_cli.formats.speculators_updaters import (
     NON_CAUSAL_FLAG,
     SPECULATORS,
@@ -63,24 +63,33 @@ class SpeculatorsFormat(Format):
     title: ClassVar[str] = "DFlash, speculators dialect"
     priority: ClassVar[int] = 50
     writable: ClassVar[bool] = True
-    containers: ClassVar[tuple[str, ...]] = ("transformer_layer_config", "dflash_config", "speculators_config")
-    own_prefix: ClassVar[str] = TOP
     keeps_head: ClassVar[bool] = True
     sorts_taps: ClassVar[bool] = True
     allows_packed: ClassVar[bool] = False
     derives_inverse: ClassVar[bool] = True
-    homes: ClassVar[Homes] = {
-        **{field: tuple(BODY + key for key in keys) for field, keys in BODY_HOMES.items()},
+    signs: ClassVar[tuple[str, ...]] = ("speculators_config", "speculators_model_type")
+    kind: ClassVar[tuple[str, str] | None] = ("speculators_model_type", "dflash")
+    containers: ClassVar[tuple[str, ...]] = ("transformer_layer_config", "dflash_config", "speculators_config")
+    own_prefix: ClassVar[str] = TOP
+    body: ClassVar[str] = BODY
+    spellings: ClassVar[Mapping[str, Spelling]] = {"target_layer_ids": shifted(1)}
+    keys: ClassVar[Keys] = {
+        **{field: tuple(BODY + key for key in keys) for field, keys in BODY_FIELDS.items()},
         "dtype": (BODY + "dtype", BODY + "torch_dtype", "dtype", "torch_dtype"),
+        AUX_KEY: (BODY + AUX_KEY, AUX_KEY),
+        "quantization_config": ("quantization_config", f"{BODY}quantization_config"),
         "target_layer_ids": ("aux_hidden_state_layer_ids",),
         "mask_token_id": ("mask_token_id",),
-        "block_size": ("block_size", "speculators_config.proposal_methods"),
+        "block_size": ("block_size",),
+        "num_draft_tokens": ("speculators_config.proposal_methods",),
         "draft_vocab_size": ("draft_vocab_size",),
         "target_hidden_size": ("target_hidden_size",),
         "num_target_layers": ("num_target_layers",),
         "causal": (NON_CAUSAL_FLAG,),
-        "sample_from_anchor": ("sample_from_anchor",),
+        "sample_from_anchor": ("sample_from_anchor", f"{BODY}{NESTED}sample_from_anchor"),
         "verifier": ("speculators_config.verifier",),
+        "verifier_name": ("speculators_config.verifier.name_or_path",),
+        "verifier_architectures": ("speculators_config.verifier.architectures",),
     }
     unstated: ClassVar[frozenset[str]] = frozenset({*SCALES, "has_sinks"})
 
@@ -104,11 +113,22 @@ class SpeculatorsFormat(Format):
         body = require_object(config.get("transformer_layer_config", MISSING), "transformer_layer_config", path)
         seen = copy.deepcopy(dict(body))
         update(config, seen)
-        unserved = find_unserved(config, body, as_object(body.get("dflash_config")))
+        unserved = self.unserved(config)
         with naming_unserved(unserved):
             canonical = _canonical(config, body, seen, path)
         carried, notes = _carried(config, body), _notes(config, body, canonical)
         return ParsedConfig(config=canonical, carried=carried, notes=notes, unserved=unserved)
+
+    def causality(self, config: Mapping[str, Any], layer_types: Sequence[str]) -> dict[str, tuple[bool, ...] | None]:
+        """Without the flag every layer is non-causal. vLLM reads the decoder's own is_causal first, if there is one."""
+        stated = as_object(config.get("transformer_layer_config")).get("is_causal")
+        body = (stated,) * len(layer_types) if isinstance(stated, bool) else None
+        found = {} if stated is None else {f"{BODY}is_causal": body}
+        return {**found, NON_CAUSAL_FLAG: layer_causality(config, layer_types)}
+
+    def unserved(self, config: Mapping[str, Any]) -> dict[str, str]:
+        body = as_object(config.get("transformer_layer_config"))
+        return find_unserved(config, body, as_object(body.get("dflash_config")))
 
     def write_config(self, config: DraftConfig, carried: Mapping[str, Any]) -> Json:
         """Write the layout of speculators 0.9, complete and with every default spelled out.
@@ -123,7 +143,7 @@ class SpeculatorsFormat(Format):
         if config.verifier is None:
             raise UsageError(
                 "verifier: a speculators checkpoint must name its target",
-                hint="pass --verifier NAME or --target TARGET",
+                hint="pass --target-name NAME or --target TARGET",
             )
         body = {"max_window_layers": config.num_layers, **plain_keys(carried), **write_body(config)}
         nested = prefixed_keys(carried, NESTED)
@@ -239,6 +259,6 @@ def _write_proposal(config: DraftConfig) -> Json:
 
 
 def _refuse_scales(config: DraftConfig) -> None:
-    lost = list(write_scales(config))
+    lost = list(scales_in_use(config))
     if lost:
         raise LossyConversion(f"{', '.join(lost)}: the speculators dialect has no key for it")

@@ -4,8 +4,9 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
-from typing import Any
+from typing import Annotated, Any
 
+from dflash_runtime.documents import HIDDEN, computed_key
 from dflash_runtime.errors import UsageError
 
 THINKING_KEY = "enable_thinking"
@@ -25,11 +26,12 @@ class Condition:
     """
 
     thinking: str | None = None
-    context_len: int | None = None
-    is_plain: bool = False
-    template_options: Mapping[str, Any] = field(default_factory=dict)
+    context_len: Annotated[int | None, "tokens that the prompts were filled up to"] = None
+    is_plain: Annotated[bool, HIDDEN] = False
+    template_options: Annotated[Mapping[str, Any], HIDDEN] = field(default_factory=dict)
 
     @property
+    @computed_key
     def name(self) -> str:
         """`thinking on, 4k`; empty for the one way in which a run without conditions answers."""
         parts = [
@@ -40,26 +42,27 @@ class Condition:
         return ", ".join(part for part in parts if part)
 
 
-def parse_thinking(text: str | None) -> tuple[str, ...]:
-    """`on,off`, or levels that a template knows, such as `low,high`."""
-    values = [part.strip() for part in (text or "").split(",")] if text is not None else []
-    if not all(values) or len(set(values)) < len(values):
-        raise UsageError(f"--thinking {text}: expected on, off or on,off")
-    return tuple(values)
+def parse_tokens(text: str) -> int:
+    """Tokens of `4k`, which is 4,096, or of `500`.
 
-
-def parse_context_lengths(text: str | None) -> tuple[int, ...]:
-    """`1k,4k,500` as tokens, a k being 1,024."""
-    lengths = [_tokens(part.strip().lower()) for part in text.split(",")] if text is not None else []
-    if 0 in lengths or len(set(lengths)) < len(lengths):
-        raise UsageError(f"--context-lengths {text}: expected numbers of tokens such as 1k,4k,16k")
-    return tuple(lengths)
+    Raises:
+        ValueError: the text has another form.
+    """
+    number, factor = (text[:-1], UNITS[text[-1].lower()]) if text[-1:].lower() in UNITS else (text, 1)
+    return int(number) * factor
 
 
 def make_conditions(
     thinking: Sequence[str], context_lens: Sequence[int], *, with_plain: bool, template_options: str | None
 ) -> tuple[Condition, ...]:
-    """Every combination of what is asked for, those without a draft last; empty where that is one way only."""
+    """Every combination of the values, the conditions without a draft last; empty for a run without conditions.
+
+    Raises:
+        UsageError: a value is given twice.
+    """
+    for field_name, values in (("--thinking", thinking), ("--context-lengths", context_lens)):
+        if len(set(values)) < len(values):
+            raise UsageError(field=field_name, found=list(values), expected="each value once")
     if not (thinking or context_lens or with_plain):
         return ()
     return tuple(
@@ -83,12 +86,6 @@ def _thinking_key(template_options: str | None) -> str:
         return THINKING_KEY  # `find_tokenizer` says what is wrong with it
     named = [key for key, value in options.items() if value == THINKING_VALUE] if isinstance(options, dict) else []
     return named[0] if named else THINKING_KEY
-
-
-def _tokens(text: str) -> int:
-    """Tokens of `4k`; 0 for what is none."""
-    number, factor = (text[:-1], UNITS[text[-1]]) if text[-1:] in UNITS else (text, 1)
-    return int(number) * factor if number.isdecimal() else 0
 
 
 def _short(num_tokens: int) -> str:

@@ -2,13 +2,9 @@
 
 import logging
 import platform
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
-from datetime import UTC, datetime
 from functools import cached_property
-from importlib import metadata
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dflash_cli.checkpoints.checkpoint_identity import Identity, identify
@@ -23,10 +19,10 @@ from dflash_cli.checkpoints.pair_references import complete_pair
 from dflash_cli.checkpoints.references import fetch_directory, is_bundled
 from dflash_cli.generation.answers import Event, answer_rows
 from dflash_cli.generation.prompts import PromptRow
+from dflash_cli.generation.run_facts import PairRun, RunFacts, release_of, to_fields
 from dflash_cli.generation.threads import use_threads
 from dflash_cli.generation.tokenizer import Tokenizer, find_tokenizer
 from dflash_cli.terminal import console
-from dflash_cli.terminal.environment import redacted
 from dflash_cli.version import __version__
 from dflash_runtime.checkpoint.hf_config import read_token_ids
 from dflash_runtime.checkpoint.pair import TargetSource
@@ -37,8 +33,6 @@ from dflash_runtime.scheduling.request import SamplingParams
 
 if TYPE_CHECKING:
     import torch
-
-PACKAGES = ("dflash-cli", "torch", "transformers", "safetensors", "tokenizers", "triton", "accelerate", "numpy")
 
 logger = logging.getLogger(__name__)
 
@@ -63,13 +57,10 @@ class OpenedPair:
             found["draft"] = identify(self.draft.checkpoint, self.references["draft"] or "")
         return found
 
-    def describe_checkpoints(self) -> dict[str, Any]:
-        """Of which checkpoints a result is."""
-        return {
-            "draft": self.identities["draft"].to_json() if self.draft is not None else None,
-            "target": self.identities["target"].to_json(),
-            "template_digest": self.tokenizer.template_digest if self.tokenizer is not None else None,
-        }
+    @property
+    def template_digest(self) -> str | None:
+        """Digest of the chat template; None without a tokenizer."""
+        return self.tokenizer.template_digest if self.tokenizer is not None else None
 
     def check_chat(self, rows: Sequence[PromptRow], *, chat: bool) -> None:
         """Refuse --chat where no prompt could be put into a template; say so where the target was not trained on one.
@@ -134,25 +125,27 @@ class PairSession(OpenedPair):
             "chat_template_kwargs": self.template_options,
             **asdict(params),
             "stop_token_ids": list(params.stop_token_ids),
-            **{name: _release(name) for name in ("torch", "transformers")},
+            **{name: release_of(name) for name in ("torch", "transformers")},
             "dflash": __version__,
         }
 
-    def describe(self) -> dict[str, Any]:
-        """What a result is of, beside `run_settings`: the checkpoints by name, the machine, and the command."""
+    def describe(self) -> PairRun:
+        """Facts about this run that `run_settings` does not have: checkpoints by name, machine, releases, command."""
         config = self.llm.pair.config
-        return {
-            **self.describe_checkpoints(),
-            "max_num_requests": config.max_num_requests,
-            "scheduling": config.scheduling,
-            "target_runtime": self.llm.pair.target_runtime,
-            "device_map": config.device_map,
-            "target_quantization": self.llm.pair.target_quantization,
-            "prefix_cache": config.prefix_cache,
-            "adaptive_width": config.adaptive_width,
-            "engine": asdict(config),
-            **describe_run(self.llm.device),
-        }
+        return PairRun(
+            **to_fields(RunFacts.here(device_name(self.llm.device))),
+            draft=self.identities.get("draft"),
+            target=self.identities["target"],
+            template_digest=self.template_digest,
+            max_num_requests=config.max_num_requests,
+            scheduling=config.scheduling,
+            target_runtime=self.llm.pair.target_runtime,
+            device_map=config.device_map,
+            target_quantization=self.llm.pair.target_quantization,
+            prefix_cache=config.prefix_cache,
+            adaptive_width=config.adaptive_width,
+            engine=asdict(config),
+        )
 
     def check_params(self, params: SamplingParams) -> None:
         """Refuse sampling parameters that mean nothing for this pair.
@@ -271,44 +264,17 @@ def device_name(device: "torch.device") -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({platform.machine()})"
 
 
-def describe_run(device: "torch.device") -> dict[str, Any]:
-    """On what a result was measured, by which command, and when."""
-    return {
-        "device_name": device_name(device),
-        "python": platform.python_version(),
-        "packages": {name: _release(name) for name in PACKAGES},
-        **describe_command(),
-    }
-
-
-def describe_command() -> dict[str, Any]:
-    """By which command a result was made, and when."""
-    return {
-        "argv": [Path(sys.argv[0]).name, *redacted(sys.argv[1:])],
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
-
-
 def tell_notes(draft: DraftCheckpoint, target: TargetFacts) -> None:
     """Say what the draft's config leaves open and how that is taken."""
     for text in draft.parsed.notes:
         console.note(text)
-    if lacks_embedding_scale(draft.checkpoint.config, target):
+    if lacks_embedding_scale(draft.stated, target):
         scale = target.embedding_scale if draft.config.has_target_scale else 1.0
         fed = f"the embedding times {scale:.4g}, as the target is" if scale != 1.0 else "the raw embedding"
         console.warn(
             f"the target scales its embedding and the draft states no input_embedding_scale: it is fed {fed}, and "
             "accepts little if it was trained on another (a scale of 1 is the raw one)"
         )
-
-
-def _release(name: str) -> str | None:
-    if name == "dflash-cli":
-        return __version__
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _stop_token_ids(target: TargetSource, tokenizer: Tokenizer | None) -> tuple[int, ...]:

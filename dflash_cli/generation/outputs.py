@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from dflash_cli.documents.atomic_file import atomic_text, json_line
-from dflash_cli.generation.answers import Answer, Event, split_step
+from dflash_cli.generation.answers import Answer, AnswerRow, Event, split_step
 from dflash_cli.generation.prompts import PromptRow
 from dflash_cli.generation.tokenizer import REPLACEMENT, StreamDecoder, Tokenizer
 from dflash_cli.terminal import console
@@ -83,9 +83,10 @@ POSITION_STYLES = tuple(f"color({number})" for number in (28, 29, 30, 31, 32, 33
 
 
 class TraceSink:
-    """Shows each row when it ends, a line per step: accepted tokens, the target's own token, the token it replaced."""
+    """Shows each answer when it ends: the first prompts' step by step, with accepted, own and replaced tokens."""
 
-    def __init__(self, rows: Sequence[PromptRow], tokenizer: Tokenizer | None) -> None:
+    def __init__(self, rows: Sequence[PromptRow], tokenizer: Tokenizer | None, num_traced: int) -> None:
+        self._num_traced = num_traced
         self._in_order = InOrder(rows)
         self._headings = Headings(rows)
         self._tokenizer = tokenizer
@@ -96,6 +97,9 @@ class TraceSink:
             if answer.output.error is not None:
                 continue
             console.result(self._headings.before(answer.row, answer.turn), end="")
+            if answer.row.prompt_index >= self._num_traced:
+                console.result(answer.text or " ".join(map(str, answer.output.token_ids)))
+                continue
             for line in trace_lines(answer, self._tokenizer):
                 console.spans(line)
 
@@ -109,12 +113,12 @@ class RowSink:
         write: Callable[[str], object],
         num_speculative_tokens: int,
         *,
-        with_trace: bool = False,
+        num_traced: int = 0,
     ) -> None:
         self._in_order = InOrder(rows)
         self._write = write
         self._num_speculative_tokens = num_speculative_tokens
-        self._with_trace = with_trace
+        self._num_traced = num_traced
 
     def __call__(self, event: Event) -> None:
         self._write_all(self._in_order.push(event))
@@ -125,7 +129,9 @@ class RowSink:
 
     def _write_all(self, answers: Iterable[Answer]) -> None:
         for answer in answers:
-            self._write(json_line(answer.to_json(self._num_speculative_tokens, with_trace=self._with_trace)))
+            with_trace = answer.row.prompt_index < self._num_traced
+            row = AnswerRow.of(answer, self._num_speculative_tokens, with_trace=with_trace)
+            self._write(json_line(row))
 
 
 class InOrder:
@@ -173,7 +179,7 @@ def open_row_sink(
     stack: ExitStack,
     num_speculative_tokens: int,
     *,
-    with_trace: bool = False,
+    num_traced: int = 0,
 ) -> RowSink:
     """A sink that writes rows to stdout (`-`) or to a file that appears when the run is complete.
 
@@ -182,7 +188,7 @@ def open_row_sink(
     write: Callable[[str], object] = partial(console.result, end="")
     if output != "-":
         write = stack.enter_context(atomic_text(Path(output))).write
-    sink = RowSink(rows, write, num_speculative_tokens, with_trace=with_trace)
+    sink = RowSink(rows, write, num_speculative_tokens, num_traced=num_traced)
     stack.callback(sink.close)
     return sink
 

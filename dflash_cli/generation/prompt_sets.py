@@ -5,13 +5,13 @@ The bundled pair is a base model for Python, so its own set is pieces of Python,
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 from dflash_cli.checkpoints.references import is_bundled, tiny_directory
+from dflash_cli.generation.prompt_source import DatasetSource
 from dflash_cli.generation.prompts import PromptRow, gather_rows, make_row
 from dflash_cli.generation.tokenizer import Tokenizer
 from dflash_runtime.errors import UsageError
@@ -19,6 +19,9 @@ from dflash_runtime.errors import UsageError
 BUNDLED = "bundled"
 MIX = "mix-64"
 MIX_VERSION = "1"
+
+Prompts = str | Path | Sequence[str | Sequence[int]]
+"""A JSON Lines file, - for stdin, or texts and lists of token ids."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +38,7 @@ class PromptSet:
     sha256: str | None = None
     version: str | None = None
     for_chat: bool = False
-    dataset: Mapping[str, Any] | None = None
+    dataset: DatasetSource | None = None
     count: int | None = None
 
     def settle_chat(self, tokenizer: Tokenizer | None, *, chat: bool | None) -> bool:
@@ -51,9 +54,9 @@ class PromptSet:
 
 
 def read_prompts(
-    prompts: str | None, dataset: str | None = None, dataset_format: str | None = None, *, count: int | None = None
+    prompts: Prompts | None, dataset: str | None = None, dataset_format: str | None = None, *, count: int | None = None
 ) -> PromptSet | None:
-    """The set that a user names; None where none is named. `count` is that of --num-prompts.
+    """The set that a user names or gives; None for the default. `count` is the number that --num-prompts asks for.
 
     Raises:
         UsageError: both a file and a dataset, no such dataset or format, or two counts that differ.
@@ -67,12 +70,26 @@ def read_prompts(
         raise UsageError("--dataset-format goes with --dataset")
     if prompts is None:
         return None
-    sha256 = None if prompts == "-" else _hash(Path(prompts))
-    return PromptSet(name=prompts, rows=gather_rows([], prompts), sha256=sha256)
+    if not isinstance(prompts, str | Path):
+        return PromptSet(name="given", rows=[_given_row(index, item) for index, item in enumerate(prompts)])
+    sha256 = None if str(prompts) == "-" else _hash(Path(prompts))
+    return PromptSet(name=str(prompts), rows=gather_rows([], str(prompts)), sha256=sha256)
+
+
+def _given_row(index: int, item: str | Sequence[int]) -> PromptRow:
+    """The row of a text or of token ids."""
+    if isinstance(item, str):
+        return PromptRow(index=index, kind="prompt", value=item)
+    return PromptRow(index=index, kind="prompt_token_ids", value=list(item))
 
 
 def gather_prompts(
-    arguments: Sequence[str], prompts: str | None, dataset: str | None = None, dataset_format: str | None = None
+    arguments: Sequence[str],
+    prompts: Prompts | None,
+    dataset: str | None = None,
+    dataset_format: str | None = None,
+    *,
+    count: int | None = None,
 ) -> PromptSet:
     """The set that a user names, or the texts that are the command's arguments.
 
@@ -83,7 +100,7 @@ def gather_prompts(
         raise UsageError(
             f"prompts are given both as arguments and by {'--prompts' if dataset is None else '--dataset'}"
         )
-    named = read_prompts(prompts, dataset, dataset_format)
+    named = read_prompts(prompts, dataset, dataset_format, count=count)
     return named or PromptSet(name="given", rows=gather_rows(arguments, None))
 
 
@@ -124,11 +141,11 @@ def _read_dataset(text: str, format_name: str | None, count: int | None) -> Prom
         sha256=found.sha256,
         for_chat=True,
         count=spec.count,
-        dataset={
-            "source": dataset.repo if found.commit is not None and spec.place is None else spec.place,
-            "commit": found.commit,
-            "files": list(found.names),
-            "subset": subset,
-            "format": chosen,
-        },
+        dataset=DatasetSource(
+            source=spec.place or dataset.repo,
+            commit=found.commit,
+            files=tuple(found.names),
+            subset=subset,
+            format=chosen,
+        ),
     )

@@ -17,11 +17,12 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from dflash_cli.generation.conditions import Condition
 from dflash_cli.generation.tokenizer import Tokenizer
 from dflash_runtime.checkpoint.strict_json import parse_json
+from dflash_runtime.documents import HIDDEN
 from dflash_runtime.errors import CheckpointError, CheckpointNotFound, RequestError, UsageError
 from dflash_runtime.json_values import is_int
 
@@ -45,7 +46,7 @@ class PromptRow:
     value: Any
     id: str | int | None = None
     category: str | None = None
-    where: str = "prompt"
+    where: Annotated[str, HIDDEN] = "prompt"
     reference: str | None = None
     condition: Condition | None = None
     prompt_index: int = -1

@@ -11,15 +11,16 @@ from typing import Any
 from dflash_cli.generation.answers import Event, answer_rows
 from dflash_cli.generation.loaded_pair import OpenedPair, PairSession, load_session
 from dflash_cli.generation.prompts import PromptRow
+from dflash_cli.handoff.disaggregation_options import CarrierName
 from dflash_cli.handoff.handoff_problems import without_echoes
 from dflash_cli.handoff.prefill_side import PrefillProcess
 from dflash_cli.terminal import console
 from dflash_runtime.config import EngineConfig
 from dflash_runtime.errors import DFlashError, HandoffMismatch, PeerUnreachable, UsageError
 from dflash_runtime.kv_transfer.connector import Connector
+from dflash_runtime.kv_transfer.connector_locations import FOLDER, open_connector
 from dflash_runtime.kv_transfer.file_connector import FileConnector
 from dflash_runtime.kv_transfer.fingerprint import Fingerprint
-from dflash_runtime.kv_transfer.places import FOLDER, open_connector
 from dflash_runtime.llm import LLM, Delta
 from dflash_runtime.scheduling.request import SamplingParams
 from dflash_runtime.transfers import HandoffPlan, TransferCounts
@@ -32,7 +33,7 @@ HOST = "127.0.0.1"
 class PrefillRequest:
     """How prompts are to reach this process. `draft` is another one than the pair's, or NO_DRAFT; None is the same."""
 
-    connector: str = FOLDER
+    connector: CarrierName = "file"
     draft: str | None = None
     timeout_s: float = 60.0
     force: bool = False

@@ -1,12 +1,10 @@
-"""A probe as JSON, and as lines and tables of at most 80 columns."""
+"""A probe as lines and tables of at most 80 columns."""
 
 import textwrap
 from collections.abc import Sequence
-from typing import Any
 
-from dflash_cli.acceptance.acceptance_report import Evaluation, Table, tables
+from dflash_cli.acceptance.acceptance_report import Table, position_table
 from dflash_cli.acceptance.intervals.statistics import DEFINITIONS
-from dflash_cli.comparing import comparison_report
 from dflash_cli.comparing.result_comparison import Comparison
 from dflash_cli.generation.answers import plural
 from dflash_cli.probing.attribution import Attribution
@@ -19,31 +17,9 @@ SHOWN_DIFFERENCES = 5
 ORIGINS = {"answers": "answers", "counters": "counters", "timings": "sums", "nothing": "-"}
 
 
-def to_json(found: Probed) -> dict[str, Any]:
-    """The document of `dflash probe --json`."""
-    comparisons = (*found.loads, *found.yardsticks)
-    compared = comparison_report.to_json(comparisons, None) if comparisons else {"results": [], "comparisons": []}
-    return {
-        "url": found.url,
-        "server": found.facts.to_json(),
-        "is_engaged": found.is_engaged,
-        "runs": [run.to_json() for run in found.runs],
-        "beside": None
-        if found.beside is None
-        else {"server": found.beside.facts.to_json(), "run": found.beside.to_json()},
-        "results": compared["results"],
-        "comparisons": compared["comparisons"],
-        "equalities": [item.to_json() for item in found.equalities],
-        "known_faults": list(found.known_faults),
-        "attribution": found.attribution.to_json(),
-        "prompts": found.source.to_json(),
-        "notes": list(found.notes),
-    }
-
-
 def headline(found: Probed) -> list[str]:
     """`vllm 0.33.0 serves org/model and drafts 7 tokens a step`, and the acceptance length of the first run."""
-    facts, first = found.facts, found.runs[0]
+    facts, first = found.server, found.runs[0]
     engine = f"{facts.engine} {facts.release}" if facts.release else facts.engine
     if not found.is_engaged:
         what = "it is not known whether it drafts" if found.is_engaged is None else "it drafts nothing"
@@ -53,7 +29,7 @@ def headline(found: Probed) -> list[str]:
     lines = [f"{engine} serves {facts.model} and {drafts}", f"acceptance length {_length(first)}, {first.name}"]
     value = first.total.definitions.get(found.definition)
     if found.definition != "vllm" and value is not None:
-        lines += textwrap.wrap(f"{value:.3f} as {found.facts.engine} says it: {DEFINITIONS[found.definition]}", WIDTH)
+        lines += textwrap.wrap(f"{value:.3f} as {found.server.engine} says it: {DEFINITIONS[found.definition]}", WIDTH)
     return lines
 
 
@@ -61,7 +37,7 @@ def legend(found: Probed) -> list[str]:
     """What the lengths count, where there are any."""
     if not found.is_engaged:
         return []
-    interval = found.runs[0].total.interval
+    interval = found.runs[0].total.acceptance_len_interval
     lines = ["average number of tokens a verify step gives, the target's own included (vLLM's definition)"]
     if interval is not None:
         lines.append(f"in brackets, the {100 * interval.confidence:g}% interval over prompts")
@@ -73,22 +49,8 @@ def all_tables(found: Probed) -> dict[str, Table]:
     shown = {"by concurrency": _load_table(found)}
     first = found.runs[0]
     if first.is_engaged and first.total.counts.num_speculative_tokens:
-        shown[f"by position, {first.name}"] = tables(as_evaluation(first, found), is_full=False)["by position"]
+        shown[f"by position, {first.name}"] = position_table(first.total)
     return shown
-
-
-def as_evaluation(run: ServerRun, found: Probed) -> Evaluation:
-    """A run in the form of an evaluation, whose tables and gate are taken."""
-    return Evaluation(
-        total=run.total,
-        categories={},
-        settings={},
-        measured={},
-        source=found.source,
-        conversations=run.conversations,
-        failures=run.failures,
-        seconds=run.seconds,
-    )
 
 
 def yardstick_lines(found: Probed) -> list[str]:
@@ -106,7 +68,7 @@ def fault_lines(found: Probed) -> list[str]:
     return [
         line
         for fault in found.known_faults
-        for line in textwrap.wrap(f"known of {found.facts.engine}: {fault}", WIDTH, subsequent_indent="  ")
+        for line in textwrap.wrap(f"known of {found.server.engine}: {fault}", WIDTH, subsequent_indent="  ")
     ]
 
 
@@ -138,7 +100,7 @@ def _load_table(found: Probed) -> Table:
 
 
 def _length(run: ServerRun) -> str:
-    length, interval = run.total.counts.acceptance_len, run.total.interval
+    length, interval = run.total.counts.acceptance_len, run.total.acceptance_len_interval
     if length is None:
         return "-"
     return f"{length:.3f}" + (f" [{interval.low:.3f}, {interval.high:.3f}]" if interval is not None else "")

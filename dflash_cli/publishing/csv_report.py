@@ -1,4 +1,4 @@
-"""Results as one tidy table: a row says one value of one result. docs/publishing.md names the columns."""
+"""Results as one tidy table: a row says one value of one result. docs/how-to/publishing.md names the columns."""
 
 import csv
 import io
@@ -7,6 +7,7 @@ from typing import Any
 
 from dflash_cli.acceptance.intervals.statistics import Interval, Summary
 from dflash_cli.comparing.stored_evaluation import StoredEvaluation
+from dflash_runtime.documents import to_json
 
 COLUMNS = (
     "result",
@@ -44,14 +45,16 @@ def _rows(summary: Summary) -> Iterator[Row]:
     counts = summary.counts
     if counts.acceptance_len is None:
         return
-    yield _row("acceptance_len", None, counts.acceptance_len, summary.interval, counts.num_drafts)
+    yield _row("acceptance_len", None, counts.acceptance_len, summary.acceptance_len_interval, counts.num_drafts)
     for place, (rate, number) in enumerate(zip(counts.per_pos_acceptance_rates, counts.per_pos_verified, strict=True)):
         if number:
             yield _row("accepted_share", place + 1, rate, summary.per_pos_intervals[place], number)
-    for place, conditional in enumerate(summary.conditional_rates):
+    for place, conditional in enumerate(summary.per_pos_conditional_rates):
         if conditional is not None:
             reached = [counts.num_drafts, *counts.per_pos_accepted][place]
-            yield _row("conditional_share", place + 1, conditional, summary.conditional_intervals[place], reached)
+            yield _row(
+                "conditional_share", place + 1, conditional, summary.per_pos_conditional_intervals[place], reached
+            )
     for place, number in enumerate(summary.histogram):
         yield _row("steps_giving", place + 1, number / counts.num_drafts, None, number)
     for name, value in summary.definitions.items():
@@ -63,4 +66,4 @@ def _row(quantity: str, position: int | None, value: float, interval: Interval |
     row: Row = {"quantity": quantity, "value": repr(value), "count": count}
     if position is not None:
         row["position"] = position
-    return row | (interval.to_json() if interval is not None else {})
+    return row | (to_json(interval) or {})

@@ -110,7 +110,9 @@ def _conditional(summaries: Sequence[tuple[str, Summary]]) -> Figure:
             summaries,
             lambda summary: [
                 None if rate is None else Point(rate, interval)
-                for rate, interval in zip(summary.conditional_rates, summary.conditional_intervals, strict=True)
+                for rate, interval in zip(
+                    summary.per_pos_conditional_rates, summary.per_pos_conditional_intervals, strict=True
+                )
             ],
         ),
         low=0,
@@ -156,7 +158,7 @@ def _categories(results: Sequence[StoredEvaluation], names: Sequence[str]) -> Fi
 
 def _length(summary: Summary | None) -> Point | None:
     length = summary.counts.acceptance_len if summary is not None else None
-    return None if length is None or summary is None else Point(length, summary.interval)
+    return None if length is None or summary is None else Point(length, summary.acceptance_len_interval)
 
 
 def _series(

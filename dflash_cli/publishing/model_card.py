@@ -76,7 +76,7 @@ def _hub_name(evaluation: Evaluation) -> str | None:
 def _results(evaluation: Evaluation) -> list[EvalResult]:
     """The acceptance length over all prompts, and by category."""
     groups: list[tuple[str | None, Summary]] = [(None, evaluation.total), *evaluation.categories.items()]
-    source = evaluation.source.name.rpartition("/")[2]
+    source = evaluation.prompts.name.rpartition("/")[2]
     return [
         EvalResult(
             task_type="text-generation",
@@ -99,14 +99,14 @@ def _metric_args(summary: Summary) -> dict[str, Any]:
         "num_speculative_tokens": summary.counts.num_speculative_tokens,
         "num_prompts": summary.num_conversations,
     }
-    if summary.interval is not None:
-        ends = [round(summary.interval.low, 3), round(summary.interval.high, 3)]
-        found |= {"interval": ends, "confidence": summary.interval.confidence}
+    interval = summary.acceptance_len_interval
+    if interval is not None:
+        found |= {"interval": [round(interval.low, 3), round(interval.high, 3)], "confidence": interval.confidence}
     return found
 
 
 def _block(evaluation: Evaluation, name: str, target: str, serve_commands: Mapping[str, str]) -> list[str]:
-    total, source = evaluation.total, evaluation.source
+    total, source = evaluation.total, evaluation.prompts
     lines = [
         "## Acceptance",
         "",
@@ -127,9 +127,9 @@ def _block(evaluation: Evaluation, name: str, target: str, serve_commands: Mappi
 
 
 def _interval_line(total: Summary) -> str:
-    if total.interval is None:
-        return f"There is no interval: {total.no_interval}."
-    return f"In brackets is the {100 * total.interval.confidence:g}% interval over prompts."
+    if total.acceptance_len_interval is None:
+        return f"There is no interval: {total.acceptance_len_no_interval}."
+    return f"In brackets is the {100 * total.acceptance_len_interval.confidence:g}% interval over prompts."
 
 
 def _rows(evaluation: Evaluation) -> Sequence[Sequence[str]]:
@@ -143,7 +143,7 @@ def _rows(evaluation: Evaluation) -> Sequence[Sequence[str]]:
 def _length(summary: Summary) -> str:
     if summary.counts.acceptance_len is None:
         return "-"
-    interval = summary.interval
+    interval = summary.acceptance_len_interval
     ends = f" [{interval.low:.3f}, {interval.high:.3f}]" if interval is not None else ""
     return f"{summary.counts.acceptance_len:.3f}{ends}"
 
@@ -156,10 +156,9 @@ def _shares(total: Summary) -> str:
 
 def _conditions(evaluation: Evaluation) -> list[str]:
     settings, measured = evaluation.settings, evaluation.measured
-    packages = measured.get("packages") or {}
-    found = [f"prompts `{evaluation.source.name.rpartition('/')[2]}` (digest {measured.get('prompts_digest')})"]
+    found = [f"prompts `{evaluation.prompts.name.rpartition('/')[2]}` (digest {measured.prompts_digest})"]
     found += [f"{key} {settings[key]}" for key in CONDITIONS if settings.get(key) is not None]
     found += [
         f"{role} digest {settings[f'{role}_digest']}" for role in ("draft", "target") if f"{role}_digest" in settings
     ]
-    return [*found, f"dflash-cli {packages.get('dflash-cli')} on {measured.get('device_name')}, {measured.get('date')}"]
+    return [*found, f"dflash-cli {measured.packages.get('dflash-cli')} on {measured.device_name}, {measured.date}"]

@@ -70,7 +70,7 @@ def _markdown(results: Results) -> bytes:
 def _row(place: int, stored: StoredEvaluation) -> list[str]:
     total = stored.evaluation.total
     numbers = [str(total.num_conversations), str(total.counts.num_drafts)]
-    length = f"{total.counts.acceptance_len:.3f}{_span(total.interval)}"
+    length = f"{total.counts.acceptance_len:.3f}{_span(total.acceptance_len_interval)}"
     return [letter(place), stored.name, str(stored.evaluation.settings.get("draft")), *numbers, length]
 
 

@@ -7,10 +7,11 @@ from typing import Any
 from dflash_cli.rules.rule import Finding, Level, Severity
 from dflash_cli.rules.subject import NamedEngine
 from dflash_cli.rules.verdict import Verdict
+from dflash_cli.terminal.shown import Shown, Table
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Report(Shown):
     """What was found, worst first. `num_rules` counts the rules that ran; `notes` say which checks could not run."""
 
     path: Path
@@ -22,6 +23,13 @@ class Report:
     num_rules: int
     verdicts: tuple[Verdict, ...] = ()
     notes: tuple[str, ...] = ()
+
+    def summary(self) -> list[str]:
+        return [f"{self.count('error')} errors, {self.count('warning')} warnings, {self.num_rules} rules checked"]
+
+    def shown_tables(self) -> dict[str, Table]:
+        rows = [(item.id, item.severity, item.location, item.message) for item in self.findings]
+        return {"": (("rule", "severity", "place", "finding"), rows)} if rows else {}
 
     def count(self, severity: Severity) -> int:
         return sum(finding.severity == severity for finding in self.findings)

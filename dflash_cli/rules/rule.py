@@ -16,6 +16,7 @@ from functools import cache
 from itertools import islice
 from typing import Any, Literal, Protocol
 
+from dflash_cli.formats.dialect import COMMON
 from dflash_cli.rules.subject import NamedEngine
 from dflash_runtime.errors import UsageError
 from dflash_runtime.registry import Registry
@@ -48,7 +49,7 @@ BFLOAT16 = "bfloat16"
 """A `serve_flag`: the pair must be served in bfloat16, whatever the target's config says."""
 
 FIX_COPY = "dflash validate {draft} --fix-out {out}"
-FIX_TO_NATIVE = "dflash convert {draft} {out} --to native --target {target}"
+FIX_TO_COMMON = f"dflash convert {{draft}} {{out}} --to {COMMON} --target {{target}}"
 FIX_INSPECT = "dflash inspect {draft} --tensors"
 FIX_RUN_LEVEL = "dflash validate {draft} --target {target} --level run"
 FIX_OTHER_TARGET = "check the draft against the target it was trained for: dflash validate {draft} --target ORG/REPO"
@@ -70,9 +71,6 @@ MAX_FINDINGS = 50
 MAX_COUNTED = 10_000
 """Problems of one rule that are looked at to group them."""
 
-REMOVED: Any = object()
-"""As a value in `Problem.repair`: remove the key."""
-
 
 @dataclass(frozen=True, slots=True)
 class Finding:
@@ -92,6 +90,7 @@ class Finding:
     engines: tuple[str, ...] = ()
     outcome: Outcome = "serves"
     repair: Mapping[str, Any] = field(default_factory=dict)
+    correction: str = ""
     level: RuleLevel = "headers"
     stage: Stage = "rest"
     stops_runtime: bool = False
@@ -112,7 +111,7 @@ class Problem:
     """A fault that a rule yields; fields that it leaves empty are taken from the rule.
 
     `engines` are those of the rule's engines that this problem is about, if it is not about all of them. `repair` maps
-    dotted config keys to the one value that can be right, or to REMOVED.
+    dotted config keys to the one value that can be right, or to REMOVED. `correction` says what the user may correct.
     """
 
     location: str
@@ -123,6 +122,7 @@ class Problem:
     outcome: Outcome | None = None
     engines: tuple[str, ...] | None = None
     repair: Mapping[str, Any] = field(default_factory=dict)
+    correction: str = ""
 
 
 class _Judged(Protocol):
@@ -203,6 +203,7 @@ class Rule:
                 engines=item.engines or named or engines,
                 outcome=item.outcome or self.outcome,
                 repair=item.repair,
+                correction=item.correction,
                 level=self.level,
                 stage=self.stage,
                 stops_runtime=self.stops_runtime,

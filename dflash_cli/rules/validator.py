@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ValidationRequest:
+class ValidationPlan:
     """What to check: a draft, and the target and engines to check it against. References are what the user typed."""
 
     draft: "Location"
@@ -29,7 +29,7 @@ class ValidationRequest:
     num_speculative_tokens: int | None = None
 
 
-def validate_draft(request: ValidationRequest) -> Report:
+def validate_draft(request: ValidationPlan) -> Report:
     """Run every rule of the level.
 
     Raises:
@@ -39,7 +39,7 @@ def validate_draft(request: ValidationRequest) -> Report:
     return validate_subject(open_requested(request), request)
 
 
-def open_requested(request: ValidationRequest) -> Subject:
+def open_requested(request: ValidationPlan) -> Subject:
     """Open the draft that a request names, with its target and engines.
 
     Raises:
@@ -55,13 +55,13 @@ def open_requested(request: ValidationRequest) -> Subject:
     )
 
 
-def validate_subject(subject: Subject, request: ValidationRequest) -> Report:
+def validate_subject(subject: Subject, request: ValidationPlan) -> Report:
     """`validate_draft`, on a subject that is open."""
     findings, num_rules = find_up_to(subject, request.level)
     return report_of(subject, request, findings, num_rules)
 
 
-def report_of(subject: Subject, request: ValidationRequest, findings: Sequence[Finding], num_rules: int) -> Report:
+def report_of(subject: Subject, request: ValidationPlan, findings: Sequence[Finding], num_rules: int) -> Report:
     """The report on findings: explained and ignored ones left out, the worst first, with a verdict for each engine."""
     kept = [item for item in _drop_explained(findings) if item.id not in request.ignored]
     kept.sort(key=lambda item: (SEVERITIES.index(item.severity), item.id, item.location))

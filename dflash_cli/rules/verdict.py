@@ -67,4 +67,4 @@ def _judge(subject: Subject, findings: Sequence[Finding], engine: NamedEngine) -
     outcome = next((kind for kind in ("stops", "drops") if any(item.outcome == kind for item in about)), "serves")
     reasons = tuple(dict.fromkeys(item.id for item in about if item.outcome == outcome))
     served, trained = engine.served_causality(subject), subject.trained_causality
-    return Verdict(engine, outcome, reasons, served, trained, subject.is_causality_stated)
+    return Verdict(engine, outcome, reasons, served, trained, subject.stated.states_causality)

@@ -8,12 +8,13 @@ running alone, each in a batch of its own, so that a row which ends its worker o
 import math
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from dflash_cli.generation.answers import Event, fail_row, plural
-from dflash_cli.generation.loaded_pair import OpenedPair, check_params, describe_command
+from dflash_cli.generation.loaded_pair import OpenedPair, check_params
 from dflash_cli.generation.prompts import PromptRow
+from dflash_cli.generation.run_facts import PairRun, WorkerEngine, Workers, command_and_date
 from dflash_cli.generation.tokenizer import Tokenizer
 from dflash_cli.terminal import console
 from dflash_cli.workers.messages import Batch, Cluster, Piece, Refusal, Report, WorkerFacts, WorkerSpec
@@ -111,25 +112,25 @@ class Crew:
         asked = {"chat": chat, **asdict(params), "stop_token_ids": list(params.stop_token_ids)}
         return {**self._first.settings, **own, **asked}
 
-    def describe(self) -> dict[str, Any]:
-        """As `PairSession.describe`, with the workers."""
+    def describe(self) -> PairRun:
+        """See `PairSession.describe`; includes the workers."""
         members = [*self._left, *self._members.values()]
-        return {
-            **self._first.description,
-            **self._pair.describe_checkpoints(),
-            "engine": asdict(self._config),
-            "workers": {
-                "address": self._cluster.address,
-                "num_workers": self._size,
-                "num_lost": self._num_losses,
-                "engines": [
-                    {"host": item.facts.host, "device_name": item.facts.device_name, "num_prompts": item.num_answered}
-                    for item in members
-                    if item.facts is not None
-                ],
-            },
-            **describe_command(),
-        }
+        engines = tuple(
+            WorkerEngine(host=item.facts.host, device_name=item.facts.device_name, num_prompts=item.num_answered)
+            for item in members
+            if item.facts is not None
+        )
+        return replace(
+            self._first.description,
+            draft=self._pair.identities.get("draft"),
+            target=self._pair.identities["target"],
+            template_digest=self._pair.template_digest,
+            engine=asdict(self._config),
+            workers=Workers(
+                address=self._cluster.address, num_workers=self._size, num_lost=self._num_losses, engines=engines
+            ),
+            **command_and_date(),
+        )
 
     def warm_up(self, params: SamplingParams, num_prompts: int) -> None:
         """Nothing here: each worker prepares its device when it is given its first batch."""

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from dflash_cli.checkpoints.opening import Causality
     from dflash_cli.generation.answers import Event
     from dflash_cli.generation.prompts import PromptRow
+    from dflash_cli.generation.run_facts import PairRun
     from dflash_runtime.config import EngineConfig
     from dflash_runtime.scheduling.request import SamplingParams
 
@@ -37,7 +38,7 @@ class WorkerFacts:
 
     host: str
     settings: Mapping[str, Any]
-    description: Mapping[str, Any]
+    description: "PairRun"
     num_draft_tokens: int
     max_model_len: int
     warnings: tuple[str, ...] = ()

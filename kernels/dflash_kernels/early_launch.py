@@ -1,8 +1,9 @@
 """Launches that are set up while the one before still runs, where the GPU can do that.
 
-It takes what setting up costs out of the gap between two short kernels: 2% of a step with 16 rows, 4% with 8 (docs/
-performance.md). Before it waits a kernel reads only what none of those writes that let the next begin: weights,
-lengths, page tables, slots and rotations. Source: CUDA programming guide, "Programmatic Dependent Launch".
+It takes what setting up costs out of the gap between two short kernels: 2% of a step with 16 rows, 4% with 8
+(docs/measurements/decode-steps.md). Before it waits a kernel reads only what none of those writes that let the next
+begin: weights, lengths, page tables, slots and rotations. Source: CUDA programming guide, "Programmatic Dependent
+Launch".
 """
 
 from functools import lru_cache

@@ -2,7 +2,7 @@
 
 A machine without Triton imports the kernel modules all the same, for their references; launching is what fails. Launch
 parameters are plain tables instead of `@triton.autotune`, which needs a driver, differs from run to run and measures
-inside captured graphs. The numbers were chosen by `examples/benchmarks/kernels.py`.
+inside captured graphs. The numbers were chosen by `examples/benchmarks/kernel_times.py`.
 """
 
 import importlib
@@ -264,7 +264,7 @@ def balanced_shape(
 ) -> BalancedShape | None:
     """The cut for requests with `num_packed` rows for each KV head; None where they do not fill the device alone.
 
-    Measured on an H200 against one program for each request and KV head (`docs/performance.md`).
+    Measured on an H200 against one program for each request and KV head (`docs/measurements/attention.md`).
     """
     shape = attention_shape(num_requests * num_kv, num_packed, head_dim, itemsize, device)
     num_row_tiles, num_places = ceil_div(num_packed, shape.rows), num_multiprocessors(device)
@@ -348,7 +348,7 @@ RAGGED_SHAPES = (
 
 
 DESCRIBED_SHAPE = RaggedShape(rows=64, keys=64, num_warps=4, num_stages=3, num_together=1, has_descriptors=True)
-"""For 16-bit heads of 128: 1 to 25% faster than the first of the shapes above (docs/performance.md)."""
+"""For 16-bit heads of 128: 1 to 25% faster than the first of the shapes above (docs/measurements/prefill.md)."""
 
 LONG_CONTEXT = 2048
 """Tokens from which on contexts have tiles of their own."""
@@ -361,7 +361,7 @@ LONG_SHAPE_BYTES = 227 * 1024
 
 
 FEW_ROWS_SHAPE = RaggedShape(rows=64, keys=64, num_warps=4, num_stages=2, num_together=1)
-"""The fastest of seven for 192 rows beside 62 requests (docs/performance.md)."""
+"""The fastest of seven for 192 rows beside 62 requests (docs/measurements/mixed-load.md)."""
 
 
 def few_rows_shape(head_dim: int, itemsize: int, device: torch.device) -> RaggedShape:

@@ -1,4 +1,4 @@
-"""How products are cut into programs, and which are a library's. Measured on an H200 (`docs/performance.md`)."""
+"""How products are cut into programs, and which are a library's (`docs/measurements/products.md`)."""
 
 from dataclasses import dataclass
 

@@ -186,7 +186,7 @@ def naming_file(path: object) -> Iterator[None]:
     """Add the file's path to errors raised by code that knows only its content."""
     try:
         yield
-    except (InvalidConfig, UnsupportedError) as error:
+    except (InvalidConfig, InvalidHandoff, UnsupportedError) as error:
         if error.path is None and not error.message.startswith(f"{path}: "):
             error.path, error.message = path, f"{path}: {error.message}"
             error.args = (error.message,)

@@ -9,7 +9,7 @@ import pytest
 from dflash_cli.checkpoints.opening import open_draft
 from dflash_cli.engines.serving_engine import parse_engines
 from dflash_cli.formats.dialect import writable_formats
-from dflash_cli.rules.validator import ValidationRequest, validate_draft
+from dflash_cli.rules.validator import ValidationPlan, validate_draft
 from dflash_runtime.checkpoint.files import Checkpoint
 from dflash_testing import checkpoints as support
 
@@ -36,7 +36,7 @@ def test_flags_of_style_go_only_where_every_reader_looks_at_them(
     source = support.write_checkpoint(tmp_path / "source", config, support.body_arrays())
     for item in writable_formats():
         out = tmp_path / item.name
-        outcome = support.invoke("convert", source, out, "--to", item.name, "--verifier", "acme/target")
+        outcome = support.invoke("convert", source, out, "--to", item.name, "--target-name", "acme/target")
         assert outcome.code == (0 if item.name in keeping else 5), outcome.err
         if item.name not in keeping:
             assert f"{key} {json.dumps(value)}: readers of" in outcome.err
@@ -46,7 +46,7 @@ def test_flags_of_style_go_only_where_every_reader_looks_at_them(
             assert written[read] is value
             assert key == read or key not in written
             assert key not in written["dflash_config"]
-            (verdict,) = validate_draft(ValidationRequest(draft=out, engines=parse_engines(item.name))).verdicts
+            (verdict,) = validate_draft(ValidationPlan(draft=out, engines=parse_engines(item.name))).verdicts
             assert verdict.outcome == "serves"
     config = {**support.native_config(), key: not value}
     harmless = support.write_checkpoint(tmp_path / "harmless", config, support.body_arrays())

@@ -191,7 +191,7 @@ class TestOverride:
     def test_what_the_result_cannot_state_is_still_refused(self, tmp_path: Path) -> None:
         path = support.make_native(tmp_path / "draft")
         outcome = support.invoke(
-            "convert", path, tmp_path / "out", "--to", "speculators", "--verifier", "a/b", "--causality", "causal"
+            "convert", path, tmp_path / "out", "--to", "speculators", "--target-name", "a/b", "--causality", "causal"
         )
         assert outcome.code == LossyConversion.exit_code
         assert "full layers are never causal" in outcome.err

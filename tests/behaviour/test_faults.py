@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from dflash_kernels.launch_config import HAS_TRITON
 from dflash_runtime.errors import DFlashError
 from dflash_runtime.llm import LLM
 from dflash_runtime.models.layers import Attend
@@ -337,8 +336,8 @@ NOT_FINITE = [
     ("reference", {"temperature": 0.7, "top_k": 5, "top_p": 0.9}, "greedy", torch.nan),
     ("reference", {"temperature": 1.0}, "probabilistic", torch.nan),
     ("reference", {"temperature": 0.7, "top_k": 5, "top_p": 0.9}, "probabilistic", torch.nan),
-    ("triton", {}, "greedy", torch.nan),
-    ("triton", {"temperature": 1.0}, "probabilistic", torch.nan),
+    pytest.param("triton", {}, "greedy", torch.nan, marks=pytest.mark.interpreter),
+    pytest.param("triton", {"temperature": 1.0}, "probabilistic", torch.nan, marks=pytest.mark.interpreter),
 ]
 
 
@@ -347,8 +346,6 @@ def test_logits_that_are_not_finite_end_their_request_in_both_kernel_sets(
     kernels: str, sampling: dict[str, Any], draft_sampling: str, value: float
 ) -> None:
     """The text before them is whole, and no id comes of them, in or outside the vocabulary."""
-    if kernels == "triton" and (not HAS_TRITON or torch.cuda.is_available()):
-        pytest.skip("needs Triton's interpreter")
     small = random_target(num_layers=2, max_position_embeddings=64)
     draft = random_draft(small, target_layer_ids=(0,), block_size=4)
     settings: dict[str, Any] = {"max_num_requests": 2, "page_size": PAGE, "draft_sampling": draft_sampling}

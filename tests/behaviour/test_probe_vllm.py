@@ -10,7 +10,6 @@ from dflash_testing.fake_engines import FakeEngine, texts_of_rows
 from dflash_testing.inference_servers import serving
 from dflash_testing.paths import ROOT
 
-# Last on the path, behind a package named kernels that transformers looks for: the folder has a kernels.py.
 sys.path.append(str(ROOT / "examples" / "benchmarks"))
 
 import probe_vllm

@@ -1,7 +1,8 @@
-"""Fresh memory in the kernels is never zero by luck: here it is NaN, or a number nobody wants."""
+"""Tests of the kernels: they need Triton, and fresh memory holds NaN, so that no test passes by luck."""
 
 import importlib
 import pkgutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +14,15 @@ import dflash_kernels
 SENTINEL = -1515870811
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests of this folder as tests that launch kernels, except those marked `reference`."""
+    for item in items:
+        if item.path.is_relative_to(Path(__file__).parent) and not item.get_closest_marker("reference"):
+            item.add_marker(pytest.mark.triton)
+
+
 class PoisonedTorch:
-    """torch, but what it calls empty is full of poison."""
+    """torch with another `empty`: fresh tensors hold NaN, a sentinel or True."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)

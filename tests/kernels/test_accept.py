@@ -6,6 +6,8 @@ import torch
 from dflash_kernels.accept import accept_block_ref
 from dflash_testing.tensors import DEVICE, whole
 
+pytestmark = pytest.mark.reference
+
 NONE = -1
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dflash_kernels import block_attention as module
 from dflash_kernels.block_attention import PLAIN, Softmax, block_attention, block_attention_ref
-from dflash_kernels.launch_config import FEW_KEYS, AttentionShape, BalancedShape
+from dflash_kernels.launch_config import FEW_KEYS, AttentionShape, BalancedShape, num_multiprocessors
 from dflash_testing.tensors import (
     DEVICE,
     DTYPES,
@@ -203,7 +203,9 @@ def test_pages_whose_numbers_32_bits_cannot_count(shape: BalancedShape | None, m
 def test_many_requests_share_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the rule of shapes, and nothing is left to the other kernel."""
     monkeypatch.setattr(module, "attention_shape", None)
-    pages = random_pages([5 * index % 47 for index in range(33)], 1, 16, PAGE, torch.float32, 8)
+    pages = random_pages(
+        [5 * index % 47 for index in range(4 * num_multiprocessors(DEVICE) + 1)], 1, 16, PAGE, torch.float32, 8
+    )
     check(pages, 1, 4, is_causal=True, window=None)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dflash_kernels.launch_config import HAS_TRITON, MAX_EXPERT_ROWS, MAX_GRID
+from dflash_kernels.launch_config import MAX_EXPERT_ROWS, MAX_GRID
 from dflash_kernels.rope_store import KVPlace
 from dflash_kernels.step_rows import Bounds, RowState
 from dflash_kernels.suite import triton_kernels
@@ -15,8 +15,6 @@ from dflash_runtime.device.settings import resolve_limits
 from dflash_runtime.errors import UsageError
 from dflash_testing.launches import seen_launches
 from dflash_testing.pairs import random_target
-
-pytestmark = pytest.mark.skipif(not HAS_TRITON or torch.cuda.is_available(), reason="needs Triton's interpreter")
 
 R, N, KV, D, V, LAYERS = 4096, 16, 8, 16, 151_936, 8
 T = R * N
@@ -93,6 +91,7 @@ LAUNCHES: dict[str, Callable[[], object]] = {
 }  # fmt: skip
 
 
+@pytest.mark.interpreter
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_every_axis_is_within_its_limit(name: str) -> None:
     with seen_launches(compute="nothing") as launches:
@@ -104,6 +103,7 @@ def test_every_axis_is_within_its_limit(name: str) -> None:
         assert all(0 < axis <= MAX_GRID for axis in others), launch
 
 
+@pytest.mark.reference
 def test_more_requests_than_attention_has_programs_are_refused_at_start() -> None:
     target = random_target(num_kv_heads=4).config
     assert resolve_limits(EngineConfig(max_num_requests=4096), target, None).max_num_requests == 4096

@@ -10,6 +10,8 @@ from dflash_kernels import launch_config
 from dflash_kernels.launch_config import attention_shape, balanced_shape, few_rows_shape, ragged_shape
 from dflash_kernels.product_config import product_shape
 
+pytestmark = pytest.mark.reference
+
 HOPPER, AMPERE, ADA = 227 * 1024, 163 * 1024, 99 * 1024
 DEVICE = torch.device("cpu")
 

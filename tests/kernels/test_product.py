@@ -166,6 +166,7 @@ def test_rows_of_a_wider_tensor_are_read_where_they_are() -> None:
     assert_rows_close(product(wide[:, 1], weight), wide[:, 1].double() @ weight.double().T, DTYPE)
 
 
+@pytest.mark.reference
 def test_a_long_sum_is_cut_until_the_device_is_full() -> None:
     def num_parts(num_columns: int, depth: int, *, has_parts: bool = True) -> int:
         shape = product_shape(16, num_columns, depth, 2, DEVICE, has_parts=has_parts)

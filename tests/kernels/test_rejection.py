@@ -23,7 +23,7 @@ def reject_ref(*arguments: Tensor) -> tuple[Tensor, Tensor]:
     return reject_probs(REFERENCE, *arguments)
 
 
-BOTH = [reject_ref, pytest.param(reject, marks=pytest.mark.gpu)]
+BOTH = [pytest.param(reject_ref, marks=pytest.mark.reference), pytest.param(reject, marks=pytest.mark.gpu)]
 """The distributions take tens of thousands of requests, which the interpreter is too slow for; it is compared with the
 reference one by one instead."""
 
@@ -128,7 +128,7 @@ def test_draws_after_a_rejection_follow_the_residual(reject_block: Reject) -> No
     assert chi_square(torch.bincount(bonus, minlength=5).double().cpu(), P0) < CHI_SQUARE[4]
 
 
-@pytest.mark.parametrize("reject_block", [reject_ref, reject])
+@pytest.mark.parametrize("reject_block", [pytest.param(reject_ref, marks=pytest.mark.reference), reject])
 def test_a_limit_is_no_rejection(reject_block: Reject) -> None:
     """Cut off before the first draft, a step is plain sampling, number for number; so it is where none was drafted."""
     num = 40
@@ -143,7 +143,7 @@ def test_a_limit_is_no_rejection(reject_block: Reject) -> None:
         assert torch.equal(out[:, 0], plain)
 
 
-@pytest.mark.parametrize("reject_block", [reject_ref, reject])
+@pytest.mark.parametrize("reject_block", [pytest.param(reject_ref, marks=pytest.mark.reference), reject])
 def test_one_hot_distributions_are_greedy_verification(reject_block: Reject) -> None:
     drafts, targets = whole(1, 2, 3)[None], whole(1, 2, 4, 0)[None]
     p = torch.nn.functional.one_hot(targets, 5).double()
@@ -153,7 +153,7 @@ def test_one_hot_distributions_are_greedy_verification(reject_block: Reject) -> 
     assert ids[0, :3].tolist() == [1, 2, 4]
 
 
-@pytest.mark.parametrize("reject_block", [reject_ref, reject])
+@pytest.mark.parametrize("reject_block", [pytest.param(reject_ref, marks=pytest.mark.reference), reject])
 def test_an_empty_residual_falls_back_to_the_target(reject_block: Reject) -> None:
     """p equals q, yet the id given could not have been drawn: nothing is left of p - q to draw from."""
     p = torch.tensor([[[0.0, 0.6, 0.4]]], dtype=torch.float64, device=DEVICE).expand(20, 2, 3)

@@ -71,7 +71,7 @@ def test_rows_change_as_by_the_reference(num_stops: int, num_columns: int) -> No
             assert torch.equal(one, other), (seed, name)
 
 
-@pytest.mark.parametrize("change", [change_rows, change_rows_ref])
+@pytest.mark.parametrize("change", [change_rows, pytest.param(change_rows_ref, marks=pytest.mark.reference)])
 def test_a_row_that_gains_pages_keeps_all_else(change: object) -> None:
     before = held_rows(3, 6)
     after = copied(before)
@@ -122,7 +122,7 @@ def test_rows_are_switched_on_as_by_the_reference(rows: list[int], num_fresh: in
             assert torch.equal(one, other), (seed, name)
 
 
-@pytest.mark.parametrize("switch_on", [switch_on_rows, switch_on_rows_ref])
+@pytest.mark.parametrize("switch_on", [switch_on_rows, pytest.param(switch_on_rows_ref, marks=pytest.mark.reference)])
 def test_what_ends_with_its_first_token_stays_done(switch_on: object) -> None:
     state = running_rows()
     state.stop_ids[[2, 4, 6]] = torch.tensor([[7], [8], [-1]], device=DEVICE)

@@ -198,7 +198,7 @@ def test_a_row_does_not_depend_on_its_batch(has_filters: bool) -> None:
         assert sample(logits[i : i + 1], *one, has_filters=has_filters)[0] == tokens[i]
 
 
-@pytest.mark.parametrize("choose", [filtered_probs, filtered_probs_ref])
+@pytest.mark.parametrize("choose", [filtered_probs, pytest.param(filtered_probs_ref, marks=pytest.mark.reference)])
 def test_rows_without_filters_are_not_renormalised_for_their_neighbours(choose: Callable[..., Tensor]) -> None:
     logits, ones = normal(40, 3000) * 2, torch.ones(40, dtype=torch.float64, device=DEVICE)
     top_ks = (torch.arange(40, device=DEVICE) == 0).long()

@@ -48,6 +48,7 @@ def run(code: str, interpret: str = "0") -> str:
     return done.stdout
 
 
+@pytest.mark.reference
 def test_without_triton_everything_imports_and_nothing_launches() -> None:
     run(
         "import sys; sys.modules['triton'] = sys.modules['triton.language'] = None\n"

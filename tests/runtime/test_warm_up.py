@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dflash_kernels import many_rows, ragged_attention
-from dflash_kernels.launch_config import HAS_TRITON, RaggedShape
+from dflash_kernels.launch_config import RaggedShape
 from dflash_kernels.product_config import ManyRowsShape
 from dflash_kernels.row_changes import ReadyRows
 from dflash_kernels.step_rows import RowState
@@ -178,7 +178,7 @@ def test_pages_are_freed_with_their_llm() -> None:
         gc.enable()
 
 
-@pytest.mark.skipif(not HAS_TRITON or torch.cuda.is_available(), reason="needs Triton's interpreter")
+@pytest.mark.interpreter
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_nothing_is_compiled_after_the_warm_up(params: SamplingParams) -> None:
     """By the keys under which Triton would keep its kernels: prompts of many lengths, batches that grow and shrink."""
@@ -194,7 +194,7 @@ def test_nothing_is_compiled_after_the_warm_up(params: SamplingParams) -> None:
     assert not late
 
 
-@pytest.mark.skipif(not HAS_TRITON or torch.cuda.is_available(), reason="needs Triton's interpreter")
+@pytest.mark.interpreter
 def test_neither_is_attention_of_prompts_after_contexts(monkeypatch: pytest.MonkeyPatch) -> None:
     """In parts and whole, with the tiles of short contexts and those of long ones, though no prompt is longer than a
     step has rows: a step cuts prompts where others leave it few.
@@ -219,7 +219,7 @@ def test_neither_is_attention_of_prompts_after_contexts(monkeypatch: pytest.Monk
     assert not {launch.key for launch in launches} - warm
 
 
-@pytest.mark.skipif(not HAS_TRITON or torch.cuda.is_available(), reason="needs Triton's interpreter")
+@pytest.mark.interpreter
 def test_nor_are_gated_products_of_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Though no power of two fills the device."""
     shape = ManyRowsShape(16, 16, 16, tiles_together=2, num_stages=3, num_warps=4)
@@ -240,7 +240,7 @@ def test_nor_are_gated_products_of_many_rows(monkeypatch: pytest.MonkeyPatch) ->
     assert not {launch.key for launch in launches} - warm
 
 
-@pytest.mark.skipif(not HAS_TRITON or torch.cuda.is_available(), reason="needs Triton's interpreter")
+@pytest.mark.interpreter
 def test_nor_is_anything_when_requests_are_preempted(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is resumed has tokens already, and is switched on beside one that has none, or alone."""
     llm = small_llm(kernels="triton", page_size=2, num_pages=36, seed=5)

@@ -13,7 +13,10 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from dflash_cli.checkpoints.checkpoint_identity import Identity
+from dflash_cli.generation.prompt_source import PromptSource
 from dflash_cli.generation.prompts import PromptRow
+from dflash_cli.generation.run_facts import DumpSource
 from dflash_runtime.errors import CheckpointError, CheckpointNotFound, UnknownFormat
 from dflash_runtime.registry import Registry
 from dflash_runtime.scheduling.request import FinishReason
@@ -52,11 +55,11 @@ class Dump:
     hidden_size: int
     texts: tuple[DumpedText, ...]
     vocab_size: int | None = None
-    target: Mapping[str, Any] | None = None
+    target: Identity | None = None
     ends_digest: str | None = None
     is_complete: bool = True
     settings: Mapping[str, Any] = field(default_factory=dict)
-    prompts: Mapping[str, Any] | None = None
+    prompts: PromptSource | None = None
     note: str | None = None
 
     @property
@@ -64,19 +67,20 @@ class Dump:
         """What messages call the target that it was made with."""
         if self.target is None:
             return "a target it does not name"
-        commit = f"@{self.target['commit'][:12]}" if self.target.get("commit") else ""
-        return f"{self.target.get('name')}{commit} ({self.target.get('digest')})"
+        commit = f"@{self.target.commit[:12]}" if self.target.commit else ""
+        return f"{self.target.name}{commit} ({self.target.digest})"
 
-    def to_json(self) -> dict[str, Any]:
-        """What a result says of the dump it was measured on."""
-        return {
-            "name": self.path.name,
-            "format": self.format,
-            "taps": list(self.taps),
-            "target": dict(self.target) if self.target is not None else None,
-            "is_complete": self.is_complete,
-            "num_texts": len(self.texts),
-        }
+    @property
+    def facts(self) -> DumpSource:
+        """What a result states of the dump that it was measured on."""
+        return DumpSource(
+            name=self.path.name,
+            format=self.format,
+            taps=self.taps,
+            target=self.target,
+            is_complete=self.is_complete,
+            num_texts=len(self.texts),
+        )
 
 
 class DumpFormat(Protocol):
@@ -115,7 +119,7 @@ def open_dump(path: Path, layer_ids: Sequence[int] | None = None) -> Dump:
         CheckpointError, UsageError: see `DumpFormat.open`; a dump without a text.
     """
     if not path.exists():
-        raise CheckpointNotFound(f"{path}: no such dump", hint="dflash dump TARGET --out DIR writes one")
+        raise CheckpointNotFound(f"{path}: no such dump", hint="dflash dump TARGET --output DIR writes one")
     formats = dump_formats()
     for name in formats:
         format = formats[name]()

@@ -11,7 +11,7 @@ units is too narrow, for three reasons, each of which widens it here:
   the fourth moment that was seen (Satterthwaite 1946). Where a few units make up most of the spread they are few; where
   units are of two kinds they are many.
 
-Chosen among ten methods by how often they cover the truth: docs/statistics.md.
+Chosen among ten methods by how often they cover the truth: docs/explanation/statistics.md.
 
 numpy is imported where an interval is taken, so that reading headers needs none.
 """

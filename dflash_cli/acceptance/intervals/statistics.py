@@ -5,12 +5,13 @@ conversation, so an interval over them would be too narrow. Source: clusters as 
 an interval is taken is in `resampling.py`.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from dflash_cli.acceptance.intervals.resampling import MIN_UNITS, linear_bounds, resampled_bounds
+from dflash_runtime.documents import INLINE, NOT_REQUIRED, computed_key
 from dflash_runtime.metrics import AcceptanceCounts, count_acceptance
 from dflash_runtime.scheduling.request import RequestOutput
 
@@ -32,30 +33,36 @@ class Interval:
     high: float
     confidence: float
 
-    def to_json(self) -> dict[str, float]:
-        return {"low": self.low, "high": self.high, "confidence": self.confidence}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """Acceptance over a set of requests. `no_interval` says why there is none."""
+    """Acceptance over a set of requests."""
 
-    counts: AcceptanceCounts
+    counts: Annotated[AcceptanceCounts, INLINE]
+    acceptance_len_interval: Annotated[Interval | None, "over resampled conversations"]
+    acceptance_len_no_interval: Annotated[str | None, "why there is no interval"]
+    per_pos_intervals: Annotated[tuple[Interval | None, ...], "of per_pos_acceptance_rates"]
+    per_pos_conditional_intervals: Annotated[
+        tuple[Interval | None, ...],
+        NOT_REQUIRED,
+        "of per_pos_conditional_rates, for positions that enough conversations reached",
+    ] = ()
+    histogram: Annotated[tuple[int, ...], "number of steps that committed 1, 2, ... K + 1 tokens"]
     num_requests: int
     num_conversations: int
     num_tokens: int
-    interval: Interval | None
-    no_interval: str | None
-    per_pos_intervals: tuple[Interval | None, ...]
-    conditional_intervals: tuple[Interval | None, ...]
-    histogram: tuple[int, ...]
-    definitions: dict[str, float | None]
+    definitions: Annotated[Mapping[str, float | None], "acceptance by each project's own definition"]
+
+    def __post_init__(self) -> None:
+        if not self.per_pos_conditional_intervals:
+            object.__setattr__(self, "per_pos_conditional_intervals", (None,) * len(self.counts.per_pos_accepted))
 
     @property
-    def conditional_rates(self) -> list[float | None]:
-        """Share of steps that accepted position i among those that accepted position i - 1; None where none did.
+    @computed_key
+    def per_pos_conditional_rates(self) -> list[float | None]:
+        """Share of the steps that accepted position i, among the steps that accepted position i - 1.
 
-        None also where no step verified it: all steps of an evaluation are as wide.
+        None if no step accepted position i - 1 or verified position i. All steps of an evaluation have the same width.
         """
         counts = self.counts
         reached = [counts.num_drafts, *counts.per_pos_accepted]
@@ -64,20 +71,27 @@ class Summary:
             for before, after, verified in zip(reached, counts.per_pos_accepted, counts.per_pos_verified, strict=False)
         ]
 
-    def to_json(self) -> dict[str, object]:
-        return {
-            **self.counts.to_json(),
-            "acceptance_len_interval": self.interval.to_json() if self.interval else None,
-            "acceptance_len_no_interval": self.no_interval,
-            "per_pos_intervals": [item.to_json() if item else None for item in self.per_pos_intervals],
-            "per_pos_conditional_rates": self.conditional_rates,
-            "per_pos_conditional_intervals": [item.to_json() if item else None for item in self.conditional_intervals],
-            "histogram": list(self.histogram),
-            "num_requests": self.num_requests,
-            "num_conversations": self.num_conversations,
-            "num_tokens": self.num_tokens,
-            "definitions": self.definitions,
-        }
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Anchors:
+    """Acceptance over every anchor of a text. It differs from a run's: a run passes over anchors inside its blocks."""
+
+    num_anchors: int
+    mean_over_anchors: float | None
+    mean_over_anchors_interval: Interval | None
+    per_pos_acceptance_rates: list[float | None]
+    histogram: tuple[int, ...]
+
+    @classmethod
+    def of(cls, summary: Summary) -> "Anchors":
+        """The summary of blocks drafted from anchors."""
+        return cls(
+            num_anchors=summary.counts.num_drafts,
+            mean_over_anchors=summary.counts.acceptance_len,
+            mean_over_anchors_interval=summary.acceptance_len_interval,
+            per_pos_acceptance_rates=[*summary.counts.per_pos_acceptance_rates],
+            histogram=summary.histogram,
+        )
 
 
 DEFINITIONS = {
@@ -124,15 +138,15 @@ def summarise(
         num_requests=len(outputs),
         num_conversations=len(set(names)),
         num_tokens=sum(len(output.token_ids) for output in outputs),
-        interval=intervals[0],
-        no_interval=reason,
+        acceptance_len_interval=intervals[0],
+        acceptance_len_no_interval=reason,
         per_pos_intervals=tuple(
             interval if verified and interval is not None and interval.low < interval.high else None
             for interval, verified in zip(
                 intervals[1 : num_speculative_tokens + 1], counts.per_pos_verified, strict=True
             )
         ),
-        conditional_intervals=tuple(
+        per_pos_conditional_intervals=tuple(
             interval if interval is not None and interval.low < interval.high else None
             for interval in intervals[num_speculative_tokens + 1 :]
         ),

@@ -27,7 +27,7 @@ def rope_theta_is_stated(subject: Subject) -> Iterator[Problem]:
     """
     thetas = _values(subject, "rope_theta")
     if not thetas:
-        yield Problem(subject.body_location("rope_theta"), "missing")
+        yield Problem(subject.body_at("rope_theta"), "missing")
     for location, value in thetas.items():
         if not is_number(value) or value <= 0:
             yield Problem(location, f"found {value!r}, expected a positive number")
@@ -46,12 +46,12 @@ def rope_is_stated_once(subject: Subject) -> Iterator[Problem]:
     """Every spelling of the rope settings gives the same values."""
     thetas = _values(subject, "rope_theta")
     kinds = {**_values(subject, "rope_type"), **_values(subject, "type")}
-    parts = [part for key in ROPE_KEYS for part in rope_parameters(as_object(subject.body.get(key)))]
+    parts = [part for key in ROPE_KEYS for part in rope_parameters(as_object(subject.stated.body.get(key)))]
     others = {name: _values(subject, name) for name in dict.fromkeys(parts)}
     for name, values in {"rope_theta": thetas, "rope_type": kinds, **others}.items():
         if any(value != next(iter(values.values())) for value in values.values()):
             stated = ", ".join(f"{location.split(':')[1]} {value}" for location, value in values.items())
-            yield Problem(subject.body_location(name), f"stated twice with different values: {stated}")
+            yield Problem(subject.body_at(name), f"stated twice with different values: {stated}")
 
 
 @check(
@@ -63,12 +63,12 @@ def rope_is_stated_once(subject: Subject) -> Iterator[Problem]:
 def yarn_is_complete(subject: Subject) -> Iterator[Problem]:
     """YaRN rope states its factor and its original length."""
     for key in ROPE_KEYS:
-        rope = as_object(subject.body.get(key))
+        rope = as_object(subject.stated.body.get(key))
         if rope.get("rope_type", rope.get("type")) != "yarn":
             continue
         for field in ("factor", "original_max_position_embeddings"):
             if not is_number(rope.get(field)):
-                yield Problem(subject.body_location(f"{key}.{field}"), "missing for rope type yarn")
+                yield Problem(subject.body_at(f"{key}.{field}"), "missing for rope type yarn")
 
 
 @check(
@@ -80,7 +80,7 @@ def yarn_is_complete(subject: Subject) -> Iterator[Problem]:
 )
 def yarn_stretches(subject: Subject) -> Iterator[Problem]:
     """YaRN's original length lies within the draft's max_position_embeddings."""
-    limit = subject.body.get("max_position_embeddings")
+    limit = subject.stated.body.get("max_position_embeddings")
     for location, value in _values(subject, "original_max_position_embeddings").items():
         if is_number(value) and is_number(limit) and value > limit:
             yield Problem(location, f"found {value}, expected at most max_position_embeddings {limit}")
@@ -125,10 +125,10 @@ def rope_kind_is_known(subject: Subject) -> Iterator[Problem]:
 def rope_is_one_for_all_layers(subject: Subject) -> Iterator[Problem]:
     """Rope settings stated by layer type are the same for every type."""
     for key in ROPE_KEYS:
-        parts = [item for item in as_object(subject.body.get(key)).values() if isinstance(item, dict)]
+        parts = [item for item in as_object(subject.stated.body.get(key)).values() if isinstance(item, dict)]
         if parts and any(item != parts[0] for item in parts):
             yield Problem(
-                subject.body_location(key),
+                subject.body_at(key),
                 f"{len(parts)} layer types with different values",
             )
 
@@ -136,10 +136,10 @@ def rope_is_one_for_all_layers(subject: Subject) -> Iterator[Problem]:
 def _values(subject: Subject, key: str) -> dict[str, Any]:
     """Every location that states a rope key: the body itself and its two rope objects."""
     found = {}
-    if subject.body.get(key) is not None and key != "type":
-        found[subject.body_location(key)] = subject.body[key]
+    if subject.stated.body.get(key) is not None and key != "type":
+        found[subject.body_at(key)] = subject.stated.body[key]
     for container in ROPE_KEYS:
-        rope = as_object(subject.body.get(container))
+        rope = as_object(subject.stated.body.get(container))
         if rope.get(key) is not None:
-            found[subject.body_location(f"{container}.{key}")] = rope[key]
+            found[subject.body_at(f"{container}.{key}")] = rope[key]
     return found

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 def mask_counts_the_vocabulary(subject: Subject) -> Iterator[Problem]:
     """t2d marks exactly draft_vocab_size ids."""
     mask = subject.load(TARGET_TO_DRAFT)
-    reduced = subject.config.get("draft_vocab_size")
+    reduced = subject.stated.value("draft_vocab_size")
     if mask is not None and is_int(reduced) and int(mask.sum()) != reduced:
         yield Problem(f"{WEIGHTS}:{TARGET_TO_DRAFT}", f"marks {int(mask.sum())} ids, but draft_vocab_size is {reduced}")
 
@@ -54,7 +54,7 @@ def map_is_a_map(subject: Subject) -> Iterator[Problem]:
     """
     import torch
 
-    offsets, vocab = _offsets(subject), subject.body.get("vocab_size")
+    offsets, vocab = _offsets(subject), subject.stated.body.get("vocab_size")
     if offsets is None or not is_int(vocab) or not len(offsets):
         return
     location = f"{WEIGHTS}:{DRAFT_TO_TARGET}"
@@ -86,7 +86,7 @@ def map_is_a_map(subject: Subject) -> Iterator[Problem]:
 )
 def map_is_not_empty(subject: Subject) -> Iterator[Problem]:
     """The id map of a reduced vocabulary holds offsets other than zero."""
-    offsets, vocab = _offsets(subject), subject.body.get("vocab_size")
+    offsets, vocab = _offsets(subject), subject.stated.body.get("vocab_size")
     if offsets is not None and len(offsets) and len(offsets) != vocab and not bool(offsets.any()):
         yield Problem(f"{WEIGHTS}:{DRAFT_TO_TARGET}", f"all zeros: the head is mapped to the first {len(offsets)} ids")
 
@@ -101,7 +101,7 @@ def map_is_not_empty(subject: Subject) -> Iterator[Problem]:
 )
 def mask_is_not_proposed(subject: Subject) -> Iterator[Problem]:
     """The reduced vocabulary leaves out the mask token."""
-    mask_id, offsets = subject.stated("mask_token_id"), _offsets(subject)
+    mask_id, offsets = subject.stated.value("mask_token_id"), _offsets(subject)
     if is_int(mask_id) and offsets is not None and mask_id in _ids(offsets):
         yield Problem(f"{WEIGHTS}:{DRAFT_TO_TARGET}", f"the draft can propose its mask token {mask_id}")
 

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from dflash_cli.formats.decoder_body import STORED_AS
-from dflash_cli.rules.rule import FIX_COPY, FIX_INSPECT, FIX_REEXPORT, Problem, check
+from dflash_cli.rules.rule import FIX_COPY, FIX_INSPECT, FIX_REEXPORT, FIX_TO_COMMON, Problem, check
 from dflash_cli.rules.subject import Subject
 from dflash_runtime.checkpoint import layout
 from dflash_runtime.checkpoint.canonical_names import QUANTIZATION_FILE
@@ -94,7 +94,7 @@ def no_tensor_is_unexpected(subject: Subject) -> Iterator[Problem]:
         reason = next((text for pattern, text in EXPLAINED if re.match(pattern, name)), "")
         yield Problem(f"{WEIGHTS}:{name}", f"unexpected{f': {reason}' if reason else ''}")
     dims = subject.dims
-    if not subject.is_speculators and not dims.has_reduced_vocab and not dims.has_own_width:
+    if not subject.format.keeps_head and not dims.has_reduced_vocab and not dims.has_own_width:
         for name in (HEAD, EMBEDDING):
             if name in subject.tensors:
                 effect = "vLLM uses it if it differs from the target's, other engines ignore it"
@@ -104,7 +104,7 @@ def no_tensor_is_unexpected(subject: Subject) -> Iterator[Problem]:
                     effect,
                     severity="warning",
                     outcome="serves",
-                    fix="if it is an exact copy, drop it: dflash convert {draft} {out} --to native --target {target}",
+                    fix=f"if it is an exact copy, drop it: {FIX_TO_COMMON}",
                 )
 
 
@@ -119,7 +119,7 @@ def shapes_fit(subject: Subject) -> Iterator[Problem]:
     if subject.dims is None or subject.tensors is None or _states_packing(subject):
         return
     expected = body_shapes(subject.dims)
-    if subject.taps is None:
+    if subject.stated.taps is None:
         del expected["fc.weight"]
     _, _, wrong = compare_tensors(expected, _shapes(subject))
     for name, (found, wanted) in wrong.items():
@@ -136,7 +136,7 @@ def shapes_fit(subject: Subject) -> Iterator[Problem]:
 )
 def features_fit_the_target(subject: Subject) -> Iterator[Problem]:
     """fc.weight reads one target width for each tapped layer."""
-    info, taps = (subject.tensors or {}).get("fc.weight"), subject.taps
+    info, taps = (subject.tensors or {}).get("fc.weight"), subject.stated.taps
     if subject.target is None or info is None or taps is None or len(info.shape) != 2:
         return
     width = subject.target.hidden_size
@@ -157,7 +157,7 @@ def features_fit_the_target(subject: Subject) -> Iterator[Problem]:
 )
 def layers_are_counted(subject: Subject) -> Iterator[Problem]:
     """The file holds the layers 0 to num_hidden_layers - 1."""
-    count = subject.body.get("num_hidden_layers")
+    count = subject.stated.body.get("num_hidden_layers")
     if subject.tensors is None or not is_int(count) or common_prefix(subject) is not None:
         return
     found = layer_indices(subject.tensors)
@@ -179,7 +179,7 @@ def biases_fit(subject: Subject) -> Iterator[Problem]:
         return
     pattern = re.compile(r"layers\.\d+\.self_attn\.[qkvo]_proj\.bias$")
     biases = [name for name in subject.tensors if pattern.match(name)]
-    if biases and subject.body.get("attention_bias") is not True:
+    if biases and subject.stated.body.get("attention_bias") is not True:
         yield Problem(f"{WEIGHTS}:{biases[0]}", f"found {len(biases)} biases, but attention_bias is not true")
 
 
@@ -215,12 +215,12 @@ def one_element_type(subject: Subject) -> Iterator[Problem]:
 )
 def dtype_is_told_truly(subject: Subject) -> Iterator[Problem]:
     """The dtype in the config is the element type of the weights."""
-    stated = subject.body.get("dtype") or subject.body.get("torch_dtype") or subject.config.get("dtype")
+    stated = subject.stated.value("dtype")
     kinds = {info.dtype for info in _body_tensors(subject).values()} & FLOATS
     if isinstance(stated, str) and stated in STORED_AS and kinds and STORED_AS[stated] not in kinds:
         fix = "" if len(kinds) == 1 else "correct dtype in config.json, then check it: dflash validate {draft}"
         message = f"{stated}, but the weights are {'/'.join(sorted(kinds))}"
-        yield Problem(subject.body_location("dtype"), message, fix=fix)
+        yield Problem(subject.body_at("dtype"), message, fix=fix)
 
 
 @check(
@@ -239,7 +239,7 @@ def weights_are_plain(subject: Subject) -> Iterator[Problem]:
     )
     if _states_packing(subject):
         yield Problem(
-            subject.location("quantization_config"),
+            subject.at("quantization_config"),
             "quantised weights",
             effect="names and shapes are the quantiser's own: dflash does not judge them and cannot run the draft",
             severity="warning",
@@ -251,8 +251,7 @@ def weights_are_plain(subject: Subject) -> Iterator[Problem]:
 
 def _states_packing(subject: Subject) -> bool:
     """Whether the draft says that its weights are quantised; the rules then expect no particular tensors."""
-    stated = subject.config.get("quantization_config") or subject.body.get("quantization_config")
-    return bool(stated) or QUANTIZATION_FILE in subject.files
+    return bool(subject.stated.value("quantization_config")) or QUANTIZATION_FILE in subject.files
 
 
 def _shapes(subject: Subject) -> dict[str, tuple[int, ...]]:

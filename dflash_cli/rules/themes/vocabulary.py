@@ -19,13 +19,13 @@ from dflash_runtime.json_values import is_int
 )
 def reduced_vocabulary_has_its_map(subject: Subject) -> Iterator[Problem]:
     """A draft with a reduced output vocabulary has an id map (d2t) and its own head."""
-    found = subject.vocabulary_sizes
+    found = subject.stated.vocabulary_sizes
     if found is None or subject.tensors is None:
         return
     reduced, vocab = found
     if reduced > vocab:
         yield Problem(
-            subject.location("draft_vocab_size"),
+            subject.expected_at("draft_vocab_size"),
             f"found {reduced}, expected at most the target's {vocab}",
             effect="ids past the vocabulary stand for nothing, and readers stop",
             outcome="stops",
@@ -61,7 +61,7 @@ def map_shapes_fit(subject: Subject) -> Iterator[Problem]:
 
     A tensor that fits the target where vocab_size does not is no fault: P02 says what is.
     """
-    found, hidden = subject.vocabulary_sizes, subject.body.get("hidden_size")
+    found, hidden = subject.stated.vocabulary_sizes, subject.stated.body.get("hidden_size")
     if found is None or subject.tensors is None or not is_int(hidden):
         return
     reduced, vocab = found

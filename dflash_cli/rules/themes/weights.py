@@ -68,7 +68,7 @@ def values_are_sane(subject: Subject) -> Iterator[Problem]:
 )
 def every_tap_is_used(subject: Subject) -> Iterator[Problem]:
     """Every tapped layer has columns in fc.weight that are not all zero."""
-    taps, weight = subject.taps, subject.load("fc.weight")
+    taps, weight = subject.stated.taps, subject.load("fc.weight")
     if taps is None or weight is None or weight.dim() != 2 or weight.shape[1] % len(taps):
         return
     for tap, columns in zip(taps, weight.chunk(len(taps), dim=1), strict=True):

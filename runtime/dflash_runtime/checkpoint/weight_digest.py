@@ -1,7 +1,7 @@
-"""A digest of a model's weights that is the same whatever file, shard or dialect holds them. Needs no torch.
+"""A digest of a model's weights that does not depend on files, shards or dialect. Needs no torch.
 
-It is over names, dtypes, shapes and bytes; of large tensors three samples, since a further step of training changes all
-of a tensor.
+It covers names, dtypes, shapes and bytes. Of a large tensor it covers three samples, because one more training step
+changes every part of a tensor.
 """
 
 import hashlib
@@ -12,14 +12,14 @@ from typing import BinaryIO
 from dflash_runtime.checkpoint.files import Checkpoint, TensorInfo
 
 WHOLE_BYTES = 2**20
-"""Tensors up to this size are read to the end."""
+"""Tensors of up to this many bytes are read whole."""
 
 SAMPLE_BYTES = 16 * 2**10
-"""Read at the beginning, in the middle and at the end of larger ones."""
+"""Bytes that are read at the beginning, in the middle and at the end of a larger tensor."""
 
 
 def digest_weights(checkpoint: Checkpoint, names: Iterable[str] | None = None) -> str:
-    """16 hexadecimal digits for the tensors of these names, by default all."""
+    """Return a digest of 16 hexadecimal digits over the named tensors, by default over all tensors."""
     infos = checkpoint.tensors
     hashed = hashlib.blake2b(digest_size=8)
     by_file: dict[Path, list[tuple[str, TensorInfo]]] = {}
@@ -44,7 +44,7 @@ def _digest_tensor(stream: BinaryIO, info: TensorInfo) -> bytes:
 
 
 def _samples(info: TensorInfo) -> Iterator[tuple[int, int]]:
-    """Where to read, and how much: (offset in the file, bytes)."""
+    """Yield the samples of a tensor, each as its offset in the file and its number of bytes."""
     if info.num_bytes <= WHOLE_BYTES:
         yield info.begin, info.num_bytes
         return

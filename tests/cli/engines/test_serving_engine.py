@@ -25,6 +25,7 @@ OTHER_MEANINGS = {
     "generation/datasets": "names of projects that make prompts of rows",
     "terminal/environment.py": "names of Python packages",
     "generation/loaded_pair.py": "names of Python packages",
+    "generation/run_facts.py": "names of Python packages",
     "main.py": "names of Python packages",
     "terminal/options.py": "whose code runs a target",
 }

@@ -14,7 +14,7 @@ import pytest
 
 from dflash_cli.engines.serving_engine import parse_engines
 from dflash_cli.rules.report import Report
-from dflash_cli.rules.validator import ValidationRequest, validate_draft
+from dflash_cli.rules.validator import ValidationPlan, validate_draft
 from dflash_testing import checkpoints as support
 from dflash_testing import habits
 from dflash_testing.paths import GOLDEN
@@ -42,7 +42,7 @@ TABLE = {
 
 
 def report_on(draft: Path, engine: str) -> Report:
-    return validate_draft(ValidationRequest(draft=draft, engines=parse_engines(engine)))
+    return validate_draft(ValidationPlan(draft=draft, engines=parse_engines(engine)))
 
 
 @pytest.mark.parametrize("habit", TABLE)
@@ -104,21 +104,21 @@ def test_an_unstated_head_dim_is_that_of_the_config_class(reader: str) -> None:
 
 def test_a_causality_that_no_key_states_is_not_called_trained(tmp_path: Path) -> None:
     """Without is_causal, what a mixed draft was trained with is not known: a warning, and "read as"."""
-    case = Case(rule="", message="", shape=MIXED, config=without("is_causal"), engines="llama.cpp,sglang,vllm@0.24")
+    case = Case(shape=MIXED, config=without("is_causal"), engines="llama.cpp,sglang,vllm@0.24")
     report = check(case, tmp_path)
     assert report.count("error") == 1  # vLLM 0.24 has no windows
     assert {item.id for item in report.findings if item.severity == "error"} == {"S28"}
     for verdict in report.verdicts:
         assert "trained" not in verdict.text
     assert "not stated, read as 1 of 2 causal" in report.verdicts[0].text
-    stated = check(Case(rule="", message="", config=top(is_causal=True), engines="vllm@0.24"), tmp_path / "stated")
+    stated = check(Case(config=top(is_causal=True), engines="vllm@0.24"), tmp_path / "stated")
     assert "(trained with 2 of 2 causal)" in stated.verdicts[0].text
 
 
 @pytest.mark.parametrize("engine", ["sglang", "vllm", "transformers"])
 def test_engines_are_judged_alike_on_a_specforge_export(engine: str, tmp_path: Path) -> None:
     modes = nested(attention_mode="dflash")
-    case = Case(rule="", message="", shape=MIXED, config=both(without("is_causal"), modes), engines=engine)
+    case = Case(shape=MIXED, config=both(without("is_causal"), modes), engines=engine)
     found = [item for item in check(case, tmp_path).findings if "and is read as 0" in item.message]
     assert [item.severity for item in found] == ["warning"]
 
@@ -127,7 +127,7 @@ def test_engines_are_judged_alike_on_a_specforge_export(engine: str, tmp_path: P
 def test_layers_that_a_release_cannot_serve_are_one_finding(release: str, shape: support.Shape, tmp_path: Path) -> None:
     """Windows and causality are then lost together, and no file helps."""
     told = top(sliding_window_non_causal=False)
-    case = Case(rule="", message="", shape=shape, dialect="speculators", config=told, engines=f"vllm@{release}")
+    case = Case(shape=shape, dialect="speculators", config=told, engines=f"vllm@{release}")
     (found,) = [item for item in check(case, tmp_path).findings if item.severity == "error"]
     assert found.fix.partition(":")[0] == "no file helps this release; use vLLM 0.33 or later"
     assert ("serves 0 of 2 layers causally" in found.message) is (release == "0.24")
@@ -137,9 +137,7 @@ def test_layers_that_a_release_cannot_serve_are_one_finding(release: str, shape:
 def test_one_flag_for_all_layers_is_read_by_every_release(tmp_path: Path) -> None:
     """dflash_config.causal is what 0.24 and 0.25 look at, and is_causal is not."""
     for minor in (24, 25, 26, 33):
-        case = Case(
-            rule="", message="", config=both(top(is_causal=True), nested(causal=True)), engines=f"vllm@0.{minor}"
-        )
+        case = Case(config=both(top(is_causal=True), nested(causal=True)), engines=f"vllm@0.{minor}")
         (verdict,) = check(case, tmp_path / str(minor)).verdicts
         assert (verdict.outcome, verdict.causal) == ("serves", (True, True))
 
@@ -148,7 +146,7 @@ def test_faults_that_differ_in_their_place_only_are_one_finding(tmp_path: Path) 
     def unknown(arrays: dict[str, Any]) -> None:
         arrays.update({f"optimizer.{index}": np.zeros(4, dtype=np.float32) for index in range(5)})
 
-    case = Case(rule="", message="", tensors=unknown)
+    case = Case(tensors=unknown)
     draft = build(case, tmp_path / "draft")
     found = [item for item in report_on(draft, "").findings if "left over from training" in item.message]
     assert [item.message for item in found] == ["unexpected: left over from training (and in 4 more places)"]
@@ -163,7 +161,7 @@ def test_faults_that_differ_in_their_place_only_are_one_finding(tmp_path: Path) 
 def test_a_relative_is_unsupported_in_every_command(
     change: Callable[[dict[str, Any]], object], command: tuple[str, ...], tmp_path: Path
 ) -> None:
-    draft = build(Case(rule="", message="", config=change), tmp_path / "draft")
+    draft = build(Case(config=change), tmp_path / "draft")
     target = support.make_target(tmp_path / "target")
     more = [] if command[0] == "inspect" else ["--target", target]
     out = [tmp_path / "out"] if command[0] == "convert" else []
@@ -172,7 +170,7 @@ def test_a_relative_is_unsupported_in_every_command(
 
 
 def test_a_prefix_that_no_reader_knows_is_for_the_exporter(tmp_path: Path) -> None:
-    report = check(Case(rule="", message="", tensors=rename("", "encoder."), engines="sglang"), tmp_path)
+    report = check(Case(tensors=rename("", "encoder."), engines="sglang"), tmp_path)
     fixes = [item.fix for item in report.findings if item.message == "names start with 'encoder.'"]
     assert fixes
     assert fixes[0].startswith("export the draft again")
@@ -193,7 +191,7 @@ def test_what_this_tool_does_not_read_either_is_not_run(habit: str, tmp_path: Pa
 
 @pytest.mark.parametrize("command", ["diagnose", "generate", "eval-acceptance"])
 def test_a_relative_is_not_run(command: str, tmp_path: Path) -> None:
-    draft = build(Case(rule="", message="", config=nested(conv_kernel_size=2)), tmp_path / "draft")
+    draft = build(Case(config=nested(conv_kernel_size=2)), tmp_path / "draft")
     words = ("x", "-d", draft) if command == "generate" else (draft,)
     outcome = support.invoke(command, *words, "--target", support.make_target(tmp_path / "target"))
     assert outcome.code == 5, outcome.err

@@ -10,16 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_cli.checkpoints.opening import open_draft
-from dflash_cli.formats.dialect import all_formats, detect_from, get_format
-from dflash_cli.formats.native import guess_taps
+from dflash_cli.formats.dialect import all_formats, detect_from
+from dflash_cli.formats.fields import guess_taps
 from dflash_cli.formats.unserved import refuse_unserved
 from dflash_runtime.config import DraftConfig
 from dflash_runtime.errors import InvalidConfig, LossyConversion, UnknownFormat, UnsupportedError, UsageError
 from dflash_testing import checkpoints as support
 from dflash_testing import dialects
+from dflash_testing.dialects import named_dialect
 
 PATH = Path("config.json")
-NATIVE = get_format("native")
+NATIVE = named_dialect("native")
 
 
 def read(config: dict[str, Any]) -> DraftConfig:
@@ -314,7 +315,7 @@ class TestDetection:
 @pytest.mark.parametrize("name", [item.name for item in all_formats() if item.writable])
 def test_what_is_written_reads_back(name: str) -> None:
     """Every writable dialect, whatever files are added: write, then read, gives the same draft."""
-    dialect = get_format(name)
+    dialect = named_dialect(name)
     source = read(support.native_config())
     config = replace(source, verifier=None) if "verifier" in dialect.unstated else dialects.with_verifier(source)
     written = json.loads(json.dumps(dialect.write_config(config, {})))

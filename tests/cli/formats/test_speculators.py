@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 
 from dflash_cli.checkpoints.opening import open_draft
-from dflash_cli.formats.dialect import get_format
 from dflash_cli.formats.speculators import SPECULATORS, register_speculator, update_dflash
 from dflash_cli.formats.speculators_updaters import find_updater
 from dflash_runtime.config import DraftConfig
 from dflash_runtime.errors import InvalidConfig, LossyConversion, UnknownFormat, UnsupportedError, UsageError
 from dflash_testing import checkpoints as support
+from dflash_testing.dialects import named_dialect
 
 PATH = Path("config.json")
-DIALECT = get_format("speculators")
+DIALECT = named_dialect("speculators")
 
 
 def read(config: dict[str, Any]) -> DraftConfig:
@@ -118,7 +118,7 @@ class TestReading:
         assert config.causal == (False, False)
 
     def test_it_is_the_native_draft(self) -> None:
-        native = get_format("native").read_config(support.native_config(), PATH).config
+        native = named_dialect("native").read_config(support.native_config(), PATH).config
         spec = read(support.speculators_config(num_target_layers=4))
         assert replace(spec, verifier=None) == native
 

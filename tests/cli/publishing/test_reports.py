@@ -93,7 +93,7 @@ def test_what_a_result_says_is_text_in_a_page(files: Path) -> None:
 def test_a_page_has_what_was_measured(files: Path) -> None:
     page = written("a.json", "b.json", "-o", "report.html")
     evaluation = drawn_evaluation(0.7)
-    interval = evaluation.total.interval
+    interval = evaluation.total.acceptance_len_interval
     assert interval is not None
     for text in (
         f"{evaluation.total.counts.acceptance_len:.3f}",
@@ -140,8 +140,8 @@ def test_a_table_is_tidy(files: Path) -> None:
         row for row in rows if row["result"] == "a" and not row["category"] and row["quantity"] == "acceptance_len"
     ]
     assert float(length["value"]) == evaluation.total.counts.acceptance_len
-    assert evaluation.total.interval is not None
-    assert float(length["low"]) == evaluation.total.interval.low
+    assert evaluation.total.acceptance_len_interval is not None
+    assert float(length["low"]) == evaluation.total.acceptance_len_interval.low
     steps = [row for row in rows if row["result"] == "a" and not row["category"] and row["quantity"] == "steps_giving"]
     assert [int(row["count"]) for row in steps] == list(evaluation.total.histogram)
 
@@ -243,4 +243,4 @@ def first_pixels(path: Path) -> list[tuple[int, ...]]:
 
 
 def test_the_page_is_part_of_the_package() -> None:
-    assert (ROOT / "dflash_cli" / "evaluation" / "publishing" / "page.html").is_file()
+    assert (ROOT / "dflash_cli" / "publishing" / "page.html").is_file()

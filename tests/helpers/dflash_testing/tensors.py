@@ -40,6 +40,16 @@ def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
     return torch.randn(*shape, generator=generator).to(dtype).to(DEVICE)
 
 
+def small_integers(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    """Return random numbers out of -1, 0 and 1: dot products are exact whatever the order of summation.
+
+    Random reals have no such guarantee. A matrix product of the CPU may sum two equal rows in different orders,
+    by their position in the matrix, and round them differently.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-1, 2, shape, generator=generator).to(DEVICE, dtype)
+
+
 def whole(*values: int) -> Tensor:
     return torch.tensor(values, dtype=torch.int64, device=DEVICE)
 
@@ -52,9 +62,11 @@ SOFTMAXES = ["sinks", "cap", "wide cap", "both"]
 """Ways in which attention can differ from plain attention; see `random_softmax`."""
 
 
-def random_softmax(kind: str, num_heads: int, dtype: torch.dtype = torch.float32) -> Softmax:
-    """Sinks that weigh from as much as a key to more than all of them; caps that bend all scores, or hardly any."""
-    sinks = (normal(num_heads, seed=9) + 2 * torch.arange(num_heads, device=DEVICE)).to(dtype)
+def random_softmax(
+    kind: str, num_heads: int, dtype: torch.dtype = torch.float32, device: torch.device = DEVICE
+) -> Softmax:
+    """Return sinks that weigh as much as one key or more than all keys, or a cap that bends all scores or few."""
+    sinks = (normal(num_heads, seed=9).to(device) + 2 * torch.arange(num_heads, device=device)).to(dtype)
     cap = {"cap": 0.7, "wide cap": 50.0, "both": 1.5}.get(kind)
     return Softmax(cap, sinks if kind in ("sinks", "both") else None)
 

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dflash_kernels.launch_config import HAS_TRITON, ragged_shape
+from dflash_kernels.launch_config import ragged_shape
 from dflash_kernels.ragged_attention import Segment, plan_ragged
-from dflash_kernels.suite import REFERENCE, Kernels, triton_kernels
+from dflash_kernels.suite import KernelChoice, Kernels, pick_kernels
 from dflash_runtime.device.joined_attention import JoinedAttention
 from dflash_runtime.device.kv import KVCache, PagedAttention
 from dflash_runtime.device.prefill import RaggedAttention
@@ -28,10 +28,6 @@ SLOTS = torch.tensor(
 NUM_BLOCK_ROWS = len(CONTEXTS) * WIDTH
 
 
-def suites() -> list[Kernels]:
-    return [REFERENCE, *([triton_kernels()] if HAS_TRITON and not torch.cuda.is_available() else [])]
-
-
 def attend(kernels: Kernels) -> JoinedAttention:
     """Over a cache of noise."""
     cache = KVCache(CONFIG, 9, PAGE_SIZE, replace(placement(), kernels=kernels))
@@ -46,9 +42,10 @@ def attend(kernels: Kernels) -> JoinedAttention:
     return JoinedAttention.join(blocks, prompts)
 
 
-@pytest.mark.parametrize("kernels", suites(), ids=lambda kernels: kernels.name)
+@pytest.mark.parametrize("name", ["reference", pytest.param("triton", marks=pytest.mark.interpreter)])
 @pytest.mark.parametrize("layer", [0, 1])
-def test_together_they_are_what_they_are_apart(kernels: Kernels, layer: int) -> None:
+def test_together_they_are_what_they_are_apart(name: KernelChoice, layer: int) -> None:
+    kernels = pick_kernels(name, "cpu")
     joined, apart = attend(kernels), attend(kernels)
     query = normal(len(SLOTS), CONFIG.num_heads, SIZE, seed=1)
     keys, values = (normal(len(SLOTS), HEADS, SIZE, seed=seed) for seed in (2, 3))

@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 
-from dflash_kernels.launch_config import HAS_TRITON
 from dflash_runtime.device import prompt_room
 from dflash_runtime.llm import LLM
 from dflash_runtime.scheduling import limits, step_load
@@ -15,8 +14,6 @@ from dflash_runtime.scheduling.request import RequestOutput, SamplingParams
 from dflash_testing.graphs import StandInGraphs, with_stand_ins
 from dflash_testing.pairs import random_draft, random_llm, random_prompts, random_target
 from dflash_testing.widths import ListedWidths
-
-needs_kernels = pytest.mark.skipif(not HAS_TRITON or torch.cuda.is_available(), reason="needs Triton's interpreter")
 
 PROMPTS = random_prompts([9, 3, 7, 1, 21, 26, 4], 97)
 SAMPLINGS = [
@@ -71,7 +68,7 @@ def num_rooms(graphs: StandInGraphs) -> int:
     return sum(bool(mode.num_prompt_rows) for _, mode in graphs.captured)
 
 
-@needs_kernels
+@pytest.mark.interpreter
 @pytest.mark.usefixtures("low_ridge")
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
 def test_room_changes_nothing(sampling: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,7 +83,7 @@ def test_room_changes_nothing(sampling: dict[str, Any], monkeypatch: pytest.Monk
     llm.engine.scheduler.check_integrity()
 
 
-@needs_kernels
+@pytest.mark.interpreter
 @pytest.mark.usefixtures("low_ridge")
 def test_context_kv_is_made_in_plain_steps_too() -> None:
     """Steps of one row beside prompts, in an engine that drafts in others: the same drafts, and the same KV."""
@@ -108,7 +105,7 @@ def test_context_kv_is_made_in_plain_steps_too() -> None:
         assert expected.any()
 
 
-@needs_kernels
+@pytest.mark.interpreter
 @pytest.mark.usefixtures("low_ridge")
 def test_more_prompts_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short ones that come at once go another way."""
@@ -123,7 +120,7 @@ def test_more_prompts_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) ->
     assert [len(batch.chunks) for batch in seen[False]] == [3]
 
 
-@needs_kernels
+@pytest.mark.interpreter
 @pytest.mark.usefixtures("low_ridge")
 def test_requests_that_resume_go_another_way() -> None:
     prompts, params = random_prompts([9] * 5, 97), SamplingParams(max_new_tokens=10)
