@@ -1,6 +1,5 @@
-"""One evaluation as JSON, as tables, and as Markdown."""
+"""One evaluation as JSON, and the headline, legend and tables that every form of a report shows."""
 
-import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,12 +11,20 @@ from dflash_cli.acceptance.curve_shape import CurveShape, find_shapes
 from dflash_cli.acceptance.disaggregated import TITLE, Disaggregation
 from dflash_cli.acceptance.exact_match import ExactMatch
 from dflash_cli.acceptance.intervals.resampling import MIN_UNITS
-from dflash_cli.acceptance.intervals.statistics import DEFINITIONS, MIN_FOR_POSITIONS, Anchors, Interval, Summary
+from dflash_cli.acceptance.intervals.statistics import (
+    DEFINITIONS,
+    MIN_FOR_POSITIONS,
+    Anchors,
+    Interval,
+    Summary,
+    value_text,
+)
 from dflash_cli.acceptance.rejected_tokens import RejectedToken
 from dflash_cli.generation.prompt_source import Failure, PromptSource
 from dflash_cli.generation.run_facts import EvaluationRun, ReplayRun
 from dflash_cli.terminal.shown import Shown
 from dflash_runtime.documents import INLINE, NOT_REQUIRED, computed_key, to_json
+from dflash_runtime.phrases import shorten
 
 Table = tuple[Sequence[str], Sequence[Sequence[str]]]
 TABLE_NOTE = "conditional: of the steps that accepted the position before; light: the interval"
@@ -90,16 +97,17 @@ class Evaluation(Shown):
         return tables(self, is_full=False)
 
     @property
-    def verdict(self) -> list[str]:
-        """Whether prefilling in another process held; nothing where it was not asked."""
-        return [] if self.disaggregation is None else self.disaggregation.lines
+    def remarks(self) -> list[list[str]]:
+        """Paragraphs about right answers and, if prompts were prefilled in another process, about the hand-off."""
+        found = [item.lines for item in self.exact_match]
+        return found if self.disaggregation is None else [*found, self.disaggregation.lines]
 
 
 def headline(evaluation: Evaluation) -> str:
     """`acceptance length 3.52 [3.31, 3.74], at most 8`, and what must not be overlooked about it."""
     total = evaluation.total
     block = total.counts.num_speculative_tokens + 1
-    parts = [f"acceptance length {_length(total)}, at most {block}"]
+    parts = [f"acceptance length {total.length_text}, at most {block}"]
     if total.counts.is_capped:
         parts.append(f"capped: of {block - 1} drafted tokens {_num_verified(total)} were verified")
     if evaluation.failed:
@@ -132,7 +140,7 @@ def legend(evaluation: Evaluation) -> str:
         lines[1] += f"; no interval: {evaluation.total.acceptance_len_no_interval}"
     if evaluation.anchors is not None:
         anchors = evaluation.anchors
-        length = _number(anchors.mean_over_anchors, anchors.mean_over_anchors_interval)
+        length = value_text(anchors.mean_over_anchors, anchors.mean_over_anchors_interval)
         mean = f"mean over {anchors.num_anchors} anchors {length}"
         lines.append(f"{mean}: another quantity, over blocks that a run passes over too")
     if evaluation.conditions:
@@ -156,24 +164,6 @@ def tables(evaluation: Evaluation, *, is_full: bool = True) -> dict[str, Table]:
     return found
 
 
-def to_markdown(evaluation: Evaluation, title: str = "Acceptance") -> str:
-    """A report to keep beside a checkpoint."""
-    lines = [f"# {title}", "", f"**{headline(evaluation)}**", "", legend(evaluation), TABLE_NOTE, ""]
-    if evaluation.prompts.warning is not None:
-        lines += [f"Note: {evaluation.prompts.warning}.", ""]
-    lines += [line for shape in evaluation.shapes for line in (*shape.lines, "")]
-    lines += [line for item in evaluation.exact_match for line in (*item.lines, "")]
-    lines += [line for line in evaluation.verdict for line in (line, "")]
-    lines += [f"- {name}: `{value}`" for name, value in provenance(evaluation).items()]
-    if evaluation.failed:
-        lines += ["", "## Not measured", "", *(f"- {failure.error}" for failure in evaluation.failed)]
-    for name, (columns, rows) in tables(evaluation).items():
-        if name == REJECTED:
-            rows = [(_as_code(token), *numbers, _as_code(chosen)) for token, *numbers, chosen in rows]
-        lines += ["", f"## {name.capitalize()}", "", *markdown_table(columns, rows)]
-    return "\n".join(lines) + "\n"
-
-
 def provenance(evaluation: Evaluation) -> dict[str, Any]:
     """What was measured, with which settings and versions, by which command and when; what is not known is left out."""
     prompts = {f"prompts.{name}": value for name, value in _flat(to_json(evaluation.prompts)).items() if value}
@@ -184,11 +174,6 @@ def provenance(evaluation: Evaluation) -> dict[str, Any]:
 def command_line(evaluation: Evaluation) -> str:
     """The command that measured it, as it would be typed."""
     return shlex.join(["dflash", *evaluation.measured.argv[1:]])
-
-
-def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """The lines of a table; what would end a cell is escaped."""
-    return [_markdown_row(columns), _markdown_row(["---"] * len(columns)), *map(_markdown_row, rows)]
 
 
 def _flat(measured: Mapping[str, Any]) -> dict[str, Any]:
@@ -209,8 +194,8 @@ def position_table(total: Summary) -> Table:
         (
             str(place + 1),
             f"{accepted}",
-            _rate(rate) + _span(total.per_pos_intervals[place]),
-            _rate(conditional),
+            value_text(rate, total.per_pos_intervals[place]),
+            value_text(conditional, None),
             _bar(rate, total.per_pos_intervals[place]),
         )
         for place, (accepted, rate, conditional) in enumerate(
@@ -222,10 +207,7 @@ def position_table(total: Summary) -> Table:
 
 
 def _definition_table(total: Summary) -> Table:
-    rows = [
-        (name, "-" if total.definitions[name] is None else f"{total.definitions[name]:.3f}", meaning)
-        for name, meaning in DEFINITIONS.items()
-    ]
+    rows = [(name, value_text(total.definitions[name], None), meaning) for name, meaning in DEFINITIONS.items()]
     return ("definition", "value", "meaning"), rows
 
 
@@ -235,7 +217,7 @@ def _condition_table(evaluation: Evaluation) -> Table:
             item.condition.name,
             str(item.summary.num_conversations),
             "-" if item.prompt_len is None else f"{item.prompt_len:.0f}",
-            _length(item.summary),
+            item.summary.length_text,
             _against_first(item),
         )
         for item in evaluation.conditions
@@ -245,46 +227,29 @@ def _condition_table(evaluation: Evaluation) -> Table:
 
 def _against_first(item: ConditionResult) -> str:
     """`-0.51 [-0.62, -0.40]`."""
-    interval = item.difference_interval
-    if item.difference is None or interval is None:
+    if item.difference_interval is None:
         return ""
-    return f"{item.difference:+.2f} [{interval.low:+.2f}, {interval.high:+.2f}]"
+    return value_text(item.difference, item.difference_interval, "+.2f")
 
 
 def _category_table(evaluation: Evaluation) -> Table:
     rows = [
         (
-            _short(name),
+            shorten(name, NAME_WIDTH),
             str(summary.num_conversations),
             str(summary.counts.num_drafts),
-            _length(summary) + _lack(summary),
+            summary.length_text + _lack(summary),
         )
         for name, summary in evaluation.categories.items()
     ]
     total = evaluation.total
-    rows.append(("all", str(total.num_conversations), str(total.counts.num_drafts), _length(total)))
+    rows.append(("all", str(total.num_conversations), str(total.counts.num_drafts), total.length_text))
     return ("category", "prompts", "steps", "acceptance length"), rows
-
-
-def _length(summary: Summary) -> str:
-    return _number(summary.counts.acceptance_len, summary.acceptance_len_interval)
-
-
-def _number(value: float | None, interval: Interval | None) -> str:
-    return "-" if value is None else f"{value:.3f}{_span(interval)}"
-
-
-def _span(interval: Interval | None) -> str:
-    return f" [{interval.low:.3f}, {interval.high:.3f}]" if interval is not None else ""
 
 
 def _lack(summary: Summary) -> str:
     """Why a category has no interval, where that is for its size."""
     return " (too few prompts)" if 0 < summary.num_conversations < MIN_UNITS else ""
-
-
-def _rate(rate: float | None) -> str:
-    return "-" if rate is None else f"{rate:.3f}"
 
 
 def _bar(rate: float, interval: Interval | None) -> str:
@@ -294,30 +259,19 @@ def _bar(rate: float, interval: Interval | None) -> str:
     return "█" * num_solid + "░" * (round(light * BAR_WIDTH) - num_solid)
 
 
-def _short(name: str) -> str:
-    return name if len(name) <= NAME_WIDTH else f"{name[: NAME_WIDTH - 1]}…"
-
-
 def _rejected_table(tokens: Sequence[RejectedToken]) -> Table:
     """Tokens in brackets, so that spaces at their ends show."""
     rows = [
         (
-            _short(f"[{item.text}]"),
+            shorten(f"[{item.text}]", NAME_WIDTH),
             str(item.num_rejected),
             str(item.num_judged),
             f"{item.rate:.2f}",
-            "  ".join(f"{_short(f'[{other.text}]')} {other.count}" for other in item.replacements[:SHOWN_REPLACEMENTS]),
+            "  ".join(
+                f"{shorten(f'[{other.text}]', NAME_WIDTH)} {other.count}"
+                for other in item.replacements[:SHOWN_REPLACEMENTS]
+            ),
         )
         for item in tokens[:SHOWN_TOKENS]
     ]
     return ("token", "rejected", "judged", "share", "the target chose"), rows
-
-
-def _markdown_row(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-
-
-def _as_code(text: str) -> str:
-    """Text in which nothing is Markdown or HTML; spaces within it stay."""
-    fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
-    return f"{fence} {text} {fence}" if "`" in text else f"{fence}{text}{fence}"

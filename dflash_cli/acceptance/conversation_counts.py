@@ -1,11 +1,11 @@
 """Tokens and steps of each conversation of a result: what two results are compared by."""
 
-import hashlib
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
+from dflash_runtime.checkpoint.digests import digest_text
 from dflash_runtime.documents import Limits
 from dflash_runtime.json_values import is_number
 
@@ -72,7 +72,7 @@ def _add_up(items: Sequence[ConversationCounts]) -> ConversationCounts:
     digests = " ".join(sorted(item.digest for item in items))
     return replace(
         items[0],
-        digest=hashlib.sha256(digests.encode()).hexdigest()[:16],
+        digest=digest_text(digests),
         condition=", ".join(item.condition or "" for item in items),
         **{name: sum(getattr(item, name) for item in items) for name in counted},
     )

@@ -9,10 +9,10 @@ from dflash_cli.acceptance.intervals.acceptance_difference import (
     paired_difference,
     tokens_per_step,
 )
-from dflash_cli.acceptance.intervals.statistics import Interval
-from dflash_cli.generation.answers import plural
+from dflash_cli.acceptance.intervals.statistics import Interval, value_text
 from dflash_runtime.documents import computed_key
 from dflash_runtime.errors import GateFailed
+from dflash_runtime.phrases import plural
 
 TITLE = "prefill and decode apart, and one engine"
 EXACT = ("float32", "float64")
@@ -65,7 +65,7 @@ class SideBySide:
         span = self.difference_interval
         if self.difference is None:
             return ""
-        return f"{self.difference:+.3f}" + (f" [{span.low:+.3f}, {span.high:+.3f}]" if span is not None else "")
+        return value_text(self.difference, span, "+.3f")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

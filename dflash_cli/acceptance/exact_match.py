@@ -7,11 +7,12 @@ from decimal import Decimal, InvalidOperation
 from typing import Annotated, Any
 
 from dflash_cli.acceptance.intervals.proportions import mcnemar_p_value, paired_share_interval, wilson_interval
-from dflash_cli.acceptance.intervals.statistics import Interval
-from dflash_cli.generation.answers import Answer, plural
+from dflash_cli.acceptance.intervals.statistics import Interval, value_text
+from dflash_cli.generation.answers import Answer
 from dflash_cli.generation.conditions import Condition
 from dflash_cli.generation.prompts import PromptRow
 from dflash_runtime.documents import Limits, computed_key
+from dflash_runtime.phrases import plural
 from dflash_runtime.scheduling.request import FinishReason
 
 BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
@@ -84,11 +85,10 @@ class PlainMatch:
     @property
     def lines(self) -> list[str]:
         """For people."""
-        span = self.difference_interval
         return [
             f"  without the draft {_share(self.num_correct, self.num_pairs, self.interval)}",
-            f"  difference {self.difference:+.1%} [{span.low:+.1%}, {span.high:+.1%}], p = {self.p_value:.3f}; right "
-            f"only with the draft {self.num_only_draft}, only without {self.num_only_plain}",
+            f"  difference {value_text(self.difference, self.difference_interval, '+.1%')}, p = {self.p_value:.3f}; "
+            f"right only with the draft {self.num_only_draft}, only without {self.num_only_plain}",
             f"  the same text with and without: {self.num_same_text} of {self.num_pairs}",
         ]
 
@@ -164,5 +164,4 @@ def _key(row: PromptRow) -> tuple[Any, ...]:
 
 def _share(count: int, total: int, interval: Interval | None) -> str:
     """`61.0% [54.1%, 67.5%], 122 of 200`."""
-    span = f" [{interval.low:.1%}, {interval.high:.1%}]" if interval is not None else ""
-    return f"{count / total:.1%}{span}, {count} of {total}"
+    return f"{value_text(count / total, interval, '.1%')}, {count} of {total}"

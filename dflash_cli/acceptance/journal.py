@@ -13,7 +13,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Annotated, Any, ClassVar
 
-from dflash_cli.documents.atomic_file import Output, atomic_text, is_stream, json_line, naming_output, open_output
+from dflash_cli.documents.atomic_file import (
+    Output,
+    atomic_text,
+    check_output,
+    is_stream,
+    json_line,
+    naming_output,
+    open_output,
+)
 from dflash_cli.documents.reading import parse_object, read_document
 from dflash_cli.generation.answers import Answer, AnswerRow
 from dflash_cli.generation.prompts import PromptRow
@@ -66,15 +74,12 @@ class _Stored:
 
 
 def check_journal(path: Path, *, resume: bool, force: bool) -> None:
-    """Whether a run may write there; for those with several files, before the first of them is written.
+    """Refuse a path that a run may not write to. A run with several files checks all of them before it writes any.
 
     Raises:
-        UsageError: its folder is none, or the file exists and neither `resume` nor `force` was asked for.
+        UsageError: the parent is not a directory, or the file exists and neither `resume` nor `force` is given.
     """
-    if not path.parent.is_dir():
-        raise UsageError(f"{path.parent}: no such directory")
-    if path.exists() and not is_stream(path) and not (resume or force):
-        raise UsageError(f"{path}: exists already", hint="pass --resume to continue it, or --force to replace it")
+    check_output(path, force=resume or force, hint="pass --resume to continue it, or --force to replace it")
 
 
 class Journal:
@@ -148,8 +153,6 @@ class Journal:
     def __enter__(self) -> "Journal":
         if self._path is None:
             return self
-        if not self._path.parent.is_dir():
-            raise UsageError(f"{self._path.parent}: no such directory")
         if self._stored is not None and self._stored.num_bytes:
             with naming_output(self._path):
                 if self._path.stat().st_size > self._stored.num_bytes:

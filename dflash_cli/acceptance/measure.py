@@ -1,6 +1,5 @@
 """Measure a pair's acceptance on prompts. Knows no terminal."""
 
-import hashlib
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -16,13 +15,15 @@ from dflash_cli.acceptance.intervals.resampling import MIN_UNITS
 from dflash_cli.acceptance.intervals.statistics import Summary, summarise
 from dflash_cli.acceptance.journal import Journal
 from dflash_cli.acceptance.rejected_tokens import find_rejected
-from dflash_cli.generation.answers import Answer, Answering, Event, Tally, plural
+from dflash_cli.generation.answers import Answer, Answering, Event, Tally
 from dflash_cli.generation.conditions import Condition
 from dflash_cli.generation.outputs import Sink
 from dflash_cli.generation.prompt_source import Failure, PromptSource
 from dflash_cli.generation.prompts import PromptRow, digest_rows
 from dflash_cli.generation.run_facts import EvaluationRun
+from dflash_runtime.checkpoint.digests import digest_text
 from dflash_runtime.errors import GateFailed
+from dflash_runtime.phrases import plural
 from dflash_runtime.scheduling.request import SamplingParams
 
 
@@ -112,10 +113,8 @@ def _answer(session: Answering, rows: Sequence[PromptRow], params: SamplingParam
 
 def _digest_rendered(answers: Sequence[Answer]) -> str:
     """A hash of the token ids that were asked, as template and tokenizer made them."""
-    hashed = hashlib.sha256()
-    for answer in answers:
-        hashed.update(f"{answer.row.index} {answer.turn} {list(answer.output.prompt_token_ids)}\n".encode())
-    return hashed.hexdigest()[:16]
+    lines = [f"{answer.row.index} {answer.turn} {list(answer.output.prompt_token_ids)}\n" for answer in answers]
+    return digest_text("".join(lines))
 
 
 def _failure(answer: Answer, known: Sequence[Failure]) -> list[Failure]:

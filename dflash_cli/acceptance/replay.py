@@ -23,8 +23,7 @@ from dflash_cli.acceptance.intervals.statistics import Anchors, Summary, summari
 from dflash_cli.acceptance.journal import Journal
 from dflash_cli.acceptance.measure import by_category
 from dflash_cli.acceptance.rejected_tokens import find_rejected
-from dflash_cli.checkpoints.checkpoint_identity import identify
-from dflash_cli.checkpoints.fingerprint import digest_ends
+from dflash_cli.checkpoints.checkpoint_identity import digest_ends, identify
 from dflash_cli.checkpoints.opening import Causality, DraftCheckpoint
 from dflash_cli.generation.answers import Answer
 from dflash_cli.generation.loaded_pair import device_name

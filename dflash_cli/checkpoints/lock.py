@@ -3,14 +3,14 @@
 A digest of large weights samples them (`checkpoint_identity.py`); a lock reads every byte.
 """
 
-import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from dflash_cli.checkpoints.checkpoint_identity import deciding_files, name_and_commit
+from dflash_cli.checkpoints.checkpoint_identity import name_and_commit
 from dflash_cli.checkpoints.references import Location
+from dflash_runtime.checkpoint.digests import deciding_files, hash_file
 from dflash_runtime.checkpoint.files import Checkpoint
 from dflash_runtime.checkpoint.strict_json import parse_json
 from dflash_runtime.errors import CheckpointError, CheckpointNotFound, GateFailed, UsageError
@@ -61,7 +61,7 @@ def lock_checkpoint(path: Path, reference: str) -> LockedCheckpoint:
     """The lock of a checkpoint in a directory, as `reference` names it."""
     name, commit = name_and_commit(path, reference)
     return LockedCheckpoint(
-        name=name, commit=commit, sha256={file.name: _hash(file) for file in deciding_files(Checkpoint(path))}
+        name=name, commit=commit, sha256={file.name: hash_file(file) for file in deciding_files(Checkpoint(path))}
     )
 
 
@@ -88,7 +88,7 @@ def read_lock(path: Path) -> Lock:
         }
     except (CheckpointError, TypeError) as error:
         raise UsageError(f"{path}: is no lock file of this version: {error}") from error
-    return Lock(path=path, sha256=hashlib.sha256(data).hexdigest(), checkpoints=roles)
+    return Lock(path=path, sha256=hash_file(path), checkpoints=roles)
 
 
 def _read_entry(entry: Any) -> LockedCheckpoint:
@@ -107,8 +107,3 @@ def _differences(locked: Mapping[str, str], found: Mapping[str, str]) -> Iterato
 
 def _short(digest: str | None) -> str:
     return f"sha256 {digest[:SHOWN_DIGITS]}..." if digest is not None else "no such file"
-
-
-def _hash(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()

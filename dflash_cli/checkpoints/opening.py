@@ -15,6 +15,7 @@ from dflash_runtime.checkpoint.layout import NOT_OWNED, TensorSelection, owned_s
 from dflash_runtime.checkpoint.pair import DraftSource, TargetSource
 from dflash_runtime.config import DraftConfig, TargetFacts
 from dflash_runtime.errors import MISSING, InvalidConfig, UnsupportedError, naming_file
+from dflash_runtime.notices import Notice
 
 Causality = Literal["causal", "non-causal", "layer-types"]
 """How a draft's blocks attend, whatever its config says; `layer-types`: sliding layers causal, full layers not."""
@@ -143,11 +144,11 @@ def override_causality(parsed: ParsedConfig, causality: Causality) -> ParsedConf
         "non-causal": (False,) * config.num_layers,
         "layer-types": tuple(window is not None for window in config.windows),
     }[causality]
-    note = f"attention is taken as {causality}, because of --causality"
+    note = Notice(f"attention is read as {causality}, because of --causality", id="causality-given")
     return replace(
         parsed,
         config=replace(config, causal=causal),
-        notes=(*(item for item in parsed.notes if "causality" not in item), note),
+        notes=(*(item for item in parsed.notes if not item.id.startswith("causality")), note),
         has_doubtful_causality=False,
     )
 

@@ -6,10 +6,11 @@ from string import ascii_uppercase
 from typing import Annotated, Any, ClassVar, Literal
 
 from dflash_cli.acceptance.curve_shape import CurveShape
-from dflash_cli.acceptance.intervals.statistics import Interval
+from dflash_cli.acceptance.intervals.statistics import Interval, value_text
 from dflash_cli.comparing.measured_result import MeasuredResult
 from dflash_cli.comparing.result_comparison import Comparison, Contrast
 from dflash_runtime.documents import INLINE
+from dflash_runtime.phrases import shorten
 
 CATEGORY_WIDTH = 14
 
@@ -44,9 +45,8 @@ def headline(comparison: Comparison, place: int) -> str:
     start = f"{letter(place)} against A: "
     if total.difference is None:
         return f"{start}{total.change:+.3f}, no interval" if total.change is not None else f"{start}not known"
-    interval = total.difference.interval
     return (
-        f"{start}{total.difference.value:+.3f} [{interval.low:+.3f}, {interval.high:+.3f}], "
+        f"{start}{value_text(total.difference.value, total.difference.interval, '+.3f')}, "
         f"p {p_value_text(total.p_value, '= ')}, {total.verdict}"
     )
 
@@ -75,10 +75,10 @@ def table(comparison: Comparison, place: int) -> tuple[Sequence[str], Sequence[S
 def _row(line: Contrast) -> tuple[str, ...]:
     name = line.category or "all"
     return (
-        name if len(name) <= CATEGORY_WIDTH else f"{name[: CATEGORY_WIDTH - 1]}…",
+        shorten(name, CATEGORY_WIDTH),
         str(line.num_conversations),
-        _length(line.base_len),
-        _length(line.other_len),
+        value_text(line.base_len, None, ".2f"),
+        value_text(line.other_len, None, ".2f"),
         difference_text(line),
         p_value_text(line.p_value),
         line.verdict,
@@ -89,7 +89,9 @@ def warning(comparison: Comparison) -> str | None:
     """What was measured otherwise than the first result, beside the draft."""
     if not comparison.unlike:
         return None
-    fields = ", ".join(f"{name} {_short(was)} -> {_short(now)}" for name, (was, now) in comparison.unlike.items())
+    fields = ", ".join(
+        f"{name} {shorten(str(was), 24)} -> {shorten(str(now), 24)}" for name, (was, now) in comparison.unlike.items()
+    )
     return f"{comparison.other.name} was measured otherwise than {comparison.base.name}: {fields}"
 
 
@@ -195,15 +197,10 @@ def result_entries(comparisons: Sequence[Comparison]) -> tuple[ResultEntry, ...]
     return tuple(map(ResultEntry.of, results))
 
 
-def _length(length: float | None) -> str:
-    return "-" if length is None else f"{length:.2f}"
-
-
 def difference_text(line: Contrast) -> str:
     if line.difference is not None:
-        interval = line.difference.interval
-        return f"{line.difference.value:+.2f} [{interval.low:+.2f}, {interval.high:+.2f}]"
-    return "-" if line.change is None else f"{line.change:+.2f}"
+        return value_text(line.difference.value, line.difference.interval, "+.2f")
+    return value_text(line.change, None, "+.2f")
 
 
 def p_value_text(value: float | None, equals: str = "") -> str:
@@ -211,8 +208,3 @@ def p_value_text(value: float | None, equals: str = "") -> str:
     if value is None:
         return "-"
     return f"{equals}{value:.3f}" if value >= 0.001 else f"{'< ' if equals else '<'}0.001"
-
-
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 24 else f"{text[:21]}..."

@@ -19,7 +19,7 @@ from dflash_cli.conversion.request import Verification
 from dflash_cli.conversion.side_files import MANIFEST_FILE
 from dflash_cli.conversion.staging import staged
 from dflash_cli.conversion.verify import verify_roundtrip
-from dflash_cli.conversion.write import ended_by_sigterm, hash_files, write_json, write_plan
+from dflash_cli.conversion.write import describe_files, ended_by_sigterm, write_json, write_plan
 from dflash_cli.terminal import console
 
 SLACK_BYTES = 1024 * 1024
@@ -72,12 +72,12 @@ def _hash(plan: ConversionPlan, stage: Path, progress: Progress) -> dict[str, An
     checkpoint = plan.draft.checkpoint
     return {
         "weights": {
-            "source": hash_files(checkpoint.weight_files, progress),
-            "result": hash_files([stage / name for name in plan.files], progress),
+            "source": describe_files(checkpoint.weight_files, progress),
+            "result": describe_files([stage / name for name in plan.files], progress),
         },
         "configs": {
-            "source": hash_files([checkpoint.config_path], silent)["config.json"],
-            "result": hash_files([stage / "config.json"], silent)["config.json"],
+            "source": describe_files([checkpoint.config_path], silent)["config.json"],
+            "result": describe_files([stage / "config.json"], silent)["config.json"],
         },
     }
 

@@ -5,12 +5,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from dflash_cli.checkpoints.fingerprint import target_fingerprint
+from dflash_cli.checkpoints.checkpoint_identity import name_and_commit, target_fingerprint
 from dflash_cli.conversion.request import ConversionSpec
 from dflash_cli.terminal.environment import redacted
-
-SNAPSHOTS = "snapshots"
-REPO_PREFIX = "models--"
 
 
 def describe_origin(source: Path, request: ConversionSpec) -> dict[str, Any]:
@@ -25,13 +22,9 @@ def describe_origin(source: Path, request: ConversionSpec) -> dict[str, Any]:
 
 
 def name_of(path: Path) -> dict[str, str | None]:
-    """A checkpoint's repository and commit where the hub's cache holds it, otherwise its directory's name."""
-    resolved = path.resolve()
-    home = resolved.parent.parent
-    if resolved.parent.name == SNAPSHOTS and home.name.startswith(REPO_PREFIX):
-        repo = home.name.removeprefix(REPO_PREFIX).replace("--", "/")
-        return {"name": repo, "repo": repo, "commit": resolved.name}
-    return {"name": resolved.name, "repo": None, "commit": None}
+    """A checkpoint's repository and commit if it is in the hub's cache, otherwise its directory's name."""
+    name, commit = name_and_commit(path)
+    return {"name": name, "repo": None if commit is None else name, "commit": commit}
 
 
 def without_paths(argv: Sequence[str]) -> list[str]:

@@ -1,6 +1,5 @@
 """Write a planned checkpoint into a directory, and digest what was read and written."""
 
-import hashlib
 import json
 import shutil
 import signal
@@ -14,9 +13,8 @@ from dflash_cli.checkpoints.safetensors_writer import write_tensors
 from dflash_cli.conversion.byte_progress import Progress
 from dflash_cli.conversion.plan import ConversionPlan
 from dflash_cli.conversion.side_files import SideFile, provenance
+from dflash_runtime.checkpoint.digests import hash_file
 from dflash_runtime.checkpoint.files import INDEX_FILE
-
-HASH_BYTES = 4 * 1024 * 1024
 
 
 @contextmanager
@@ -62,16 +60,11 @@ def write_json(path: Path, document: dict[str, Any]) -> None:
     path.write_text(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
 
 
-def hash_files(files: list[Path], progress: Progress) -> dict[str, dict[str, Any]]:
+def describe_files(files: list[Path], progress: Progress) -> dict[str, dict[str, Any]]:
     """Size and SHA-256 of each file."""
-    total = sum(file.stat().st_size for file in files)
-    return {file.name: _hash(file, total, progress) for file in files}
+    sizes = {file: file.stat().st_size for file in files}
 
+    def observe(num_bytes: int) -> None:
+        progress("hash", num_bytes, sum(sizes.values()))
 
-def _hash(file: Path, total: int, progress: Progress) -> dict[str, Any]:
-    digest = hashlib.sha256()
-    with file.open("rb", buffering=0) as stream:
-        while piece := stream.read(HASH_BYTES):
-            digest.update(piece)
-            progress("hash", len(piece), total)
-    return {"num_bytes": file.stat().st_size, "sha256": digest.hexdigest()}
+    return {file.name: {"num_bytes": size, "sha256": hash_file(file, observe)} for file, size in sizes.items()}

@@ -1,4 +1,4 @@
-"""What a checkpoint dialect is, and the registry that finds dialects.
+"""Checkpoint dialects, their registry, and detection.
 
 A dialect is one file in this package with one class decorated `@FORMATS.register(name)`. The class reads its own config
 into the canonical `DraftConfig`, writes that config back, and locates each field. How a dialect numbers layers, states
@@ -12,17 +12,18 @@ import difflib
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
-from dflash_cli.formats.fields import AS_IT_IS, Keys, Spelling, look_up
+from dflash_cli.formats.fields import AS_IT_IS, SCALES, Keys, Spelling, look_up, scales_in_use
 from dflash_runtime.checkpoint.files import Checkpoint
 from dflash_runtime.checkpoint.layout import canonical_name
 from dflash_runtime.config import DraftConfig
 from dflash_runtime.errors import MISSING, LossyConversion, UnknownFormat, UnsupportedError, UsageError
+from dflash_runtime.notices import Notice
 from dflash_runtime.registry import Registry
 
 Json = dict[str, Any]
@@ -39,15 +40,15 @@ class ParsedConfig:
     """A config in canonical form.
 
     carried     keys without a canonical field. A conversion reports them, and copies them if the other dialect takes
-                them. Keys of the decoder are plain, others start with the container they were found in (`own_prefix`).
-    notes       sentences for the user
-    unserved    keys that make the draft another model than `config` describes, with what they ask for. Such a draft can
-                be described, but neither converted nor run.
+                them. A key of the decoder is plain, any other key has the prefix of its container (`own_prefix`).
+    notes       sentences for the user.
+    unserved    key -> the computation it asks for that DFlash does not have. `dflash inspect` describes such a draft.
+                No command converts or runs it.
     """
 
     config: DraftConfig
     carried: Mapping[str, Any] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
+    notes: tuple[Notice, ...] = ()
     has_doubtful_causality: bool = False
     unserved: Mapping[str, str] = field(default_factory=dict)
 
@@ -55,31 +56,30 @@ class ParsedConfig:
 class Format(ABC):
     """One dialect: facts as class attributes, and methods where data is not enough.
 
-    What it is:
+    The dialect itself:
     name                the word after `--to`
     title               its name in messages
     priority            its turn in detection, ascending
     writable            whether `write_config` exists for it
     engine              the serving engine it is written for, None if it is written for all
     family              the draft family of the runtime that runs it
-    difference          what a DFlash reader would leave out; empty for DFlash itself
+    difference          the part of the model that a DFlash reader would leave out; empty for DFlash itself
 
-    Where its fields are. A field is named as in `DraftConfig`; `verifier_name` and `verifier_architectures` are the
-    parts of the verifier:
-    keys                field -> the dotted keys that state it, the one that readers prefer first
-    added               field -> the dotted key to add if none states it, where that is not the first of `keys`
+    Its fields, by their names in `DraftConfig`. `verifier_name` and `verifier_architectures` are parts of the verifier:
+    keys                field -> the dotted keys that state it; readers prefer the first
+    added               field -> the dotted key to add if none states it, unless it is the first of `keys`
     spellings           field -> how its value is spelled, unless the config holds the canonical value
     body                prefix of the decoder keys, which have Hugging Face's names: `decoder.`, or empty
-    settings            prefixes under which a key without a field may be stated, the preferred one first
+    settings            prefixes of keys without a field; readers prefer the first
     unstated            fields that no key states
     containers          keys of the objects that hold this dialect's own keys
     own_prefix          prefix of carried keys that only this dialect has, or empty
     window_keys         dotted keys that give every layer a window, whatever `layer_types` says
-    signs               top-level keys that only drafts of this dialect have, the most telling first
+    signs               top-level keys that only drafts of this dialect have; messages name the first
     kind                the key that names the kind of draft, with its value for DFlash
 
-    What its readers do:
-    architecture        the name under which engines look up its model in `architectures`, None if they do not
+    Its readers:
+    architecture        the entry of `architectures` by which engines find its model; None if they do not look there
     guesses_taps        whether they guess the tapped layers of a config that lists none
     needed              fields that some of them need, although `read_config` does not
     keeps_head          whether they use a head, an embedding and an id map from the file
@@ -182,8 +182,11 @@ class Format(ABC):
         if self.sorts_taps and not taps_ascend(config):
             raise LossyConversion(
                 f"target_layer_ids {list(config.target_layer_ids)}: readers of {self.title} sort the tapped layers and "
-                f"drop repetitions, which mixes up the columns of fc.weight",
-                hint="--normalise-taps sorts them without changing what the draft computes",
+                f"drop repeats, which mixes up the columns of fc.weight",
+                id="unsorted-taps",
+                field="target_layer_ids",
+                found=list(config.target_layer_ids),
+                hint="--normalise-taps sorts the layers, and the draft computes the same",
             )
 
     def refuse_style(self, carried: Mapping[str, Any]) -> None:
@@ -197,23 +200,28 @@ class Format(ABC):
             if flag in STYLE_FLAGS and value is STYLE_FLAGS[flag] and flag not in self.style_flags:
                 readers = [item.name for item in writable_formats() if flag in item.style_flags]
                 raise LossyConversion(
-                    f"{key} {json.dumps(value)}: readers of {self.title} do not look at it and would apply the weights "
-                    f"otherwise than they were trained",
+                    f"{key} {json.dumps(value)}: readers of {self.title} ignore it and would compute another style "
+                    f"than the weights were trained with",
+                    id="style-flag",
+                    field=key,
+                    found=value,
                     hint=f"--to {' or '.join(readers)} keeps it, or export the draft in the usual style",
                 )
 
-    def warnings(self, config: DraftConfig, carried: Mapping[str, Any]) -> Iterator[str]:
+    def warnings(self, config: DraftConfig, carried: Mapping[str, Any]) -> Iterator[Notice]:
         """Warnings for a user who will serve a draft written in this dialect."""
         if config.num_target_layers is not None and config.num_target_layers - 1 in config.target_layer_ids:
-            yield (
-                f"the draft taps layer {config.num_target_layers - 1}, the target's last, whose output engines treat "
-                f"differently: transformers passes it on after the final norm, vLLM before it, SGLang 0.5.23 not at "
-                f"all for Qwen2, Qwen3 and Llama targets"
+            yield Notice(
+                f"the draft taps layer {config.num_target_layers - 1}, the target's last, and engines differ: "
+                f"transformers captures its output after the final norm, vLLM before it, and SGLang 0.5.23 never "
+                f"captures it for Qwen2, Qwen3 and Llama targets",
+                id="last-layer-tapped",
             )
         if not self.sorts_taps and not taps_ascend(config):
-            yield (
-                f"target_layer_ids {list(config.target_layer_ids)} are not in ascending order, once each: engines "
-                f"mix up the columns of fc.weight unless --normalise-taps sorts the list"
+            yield Notice(
+                f"target_layer_ids {list(config.target_layer_ids)} are not in ascending order without repeats: engines "
+                f"mix up the columns of fc.weight unless --normalise-taps sorts the list",
+                id="unsorted-taps",
             )
 
 
@@ -322,10 +330,35 @@ def get_writable(name: str) -> Format:
         return found[name]
     known = ", ".join(found)
     if name in FORMATS:
-        raise UsageError(f"dialect {name!r} can be read but not written (can be written: {known})")
+        raise UsageError(
+            f"dialect {name!r} can be read but not written (writable: {known})",
+            id="read-only-dialect",
+            field="--to",
+            found=name,
+        )
     close = difflib.get_close_matches(name, found, n=1)
     guess = f"; did you mean {close[0]!r}?" if close else ""
-    raise UsageError(f"unknown dialect {name!r}{guess} (known: {known})")
+    raise UsageError(
+        f"unknown dialect {name!r}{guess} (known: {known})", id="unknown-dialect", field="--to", found=name
+    )
+
+
+def cannot_state(field: str, value: Any, title: str) -> LossyConversion:
+    """The error for a value that the dialect of that title cannot state."""
+    text = f"{field} {json.dumps(value)}: {title} cannot state it"
+    return LossyConversion(text, id="cannot-state", field=field, found=value)
+
+
+def refuse_scales(config: DraftConfig, reader: str, scales: Iterable[str] = tuple(SCALES)) -> None:
+    """Refuse scales that a reader ignores.
+
+    Raises:
+        LossyConversion: the draft uses one of the scales.
+    """
+    lost = {name: value for name, value in scales_in_use(config).items() if name in scales}
+    if lost:
+        text = f"{', '.join(lost)}: {reader} ignores it"
+        raise LossyConversion(text, id="scale-ignored", field=next(iter(lost)), found=next(iter(lost.values())))
 
 
 def taps_ascend(config: DraftConfig) -> bool:

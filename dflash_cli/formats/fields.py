@@ -1,4 +1,4 @@
-"""What dialects share about fields: dotted keys, spellings, scales and the usual tapped layers."""
+"""Tools for the fields of all dialects: dotted keys, spellings, scales, and the usual tapped layers."""
 
 import copy
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""What the config of a draft states, found and read by its dialect. The config as a whole may be unreadable."""
+"""The fields that a draft's config states, located and read by its dialect. The config as a whole may be unreadable."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -97,7 +97,7 @@ class StatedConfig:
 
     @property
     def window_keys(self) -> list[str]:
-        """The keys that give every layer a window although `layer_types` has no sliding layer."""
+        """The keys that give every layer a window although `layer_types` names only full layers."""
         if SLIDING in self.layer_types:
             return []
         stated = {key: look_up(self.config, key) for key in self.format.window_keys}

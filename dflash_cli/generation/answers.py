@@ -10,6 +10,7 @@ from dflash_cli.generation.tokenizer import StreamDecoder, Tokenizer
 from dflash_runtime.documents import NOT_REQUIRED, OPTIONAL
 from dflash_runtime.errors import RequestError
 from dflash_runtime.metrics import AcceptanceCounts, Metrics, count_acceptance, request_metrics
+from dflash_runtime.phrases import plural
 from dflash_runtime.scheduling.request import DraftStep, FinishReason, RequestOutput, SamplingParams, derive_seed
 
 if TYPE_CHECKING:
@@ -174,11 +175,6 @@ class Tally:
         if seconds > 0 and self.num_tokens:
             parts.append(f"{self.num_tokens / seconds:.1f} tokens/s (with prompts, without loading)")
         return ", ".join(parts)
-
-
-def plural(count: int, noun: str) -> str:
-    """`1 token`, `2 tokens`."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def answer_rows(

@@ -4,7 +4,6 @@ The bundled pair is a base model for Python, so its own set is pieces of Python,
 `mix-64`, which is chats. Both go with the target: what a draft accepts depends on the text that the target writes.
 """
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
@@ -14,6 +13,7 @@ from dflash_cli.checkpoints.references import is_bundled, tiny_directory
 from dflash_cli.generation.prompt_source import DatasetSource
 from dflash_cli.generation.prompts import PromptRow, gather_rows, make_row
 from dflash_cli.generation.tokenizer import Tokenizer
+from dflash_runtime.checkpoint.digests import hash_file
 from dflash_runtime.errors import UsageError
 
 BUNDLED = "bundled"
@@ -116,7 +116,7 @@ def default_prompts(target: str | None) -> PromptSet:
 
 def _hash(path: Path) -> str | None:
     """SHA-256 of a file; None for what is none, such as a pipe, which can be read once only."""
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
+    return hash_file(path) if path.is_file() else None
 
 
 def _read_dataset(text: str, format_name: str | None, count: int | None) -> PromptSet:

@@ -10,7 +10,6 @@ A row holds exactly one of
 and may hold `id`, `category` and, where an answer can be scored, its `reference`.
 """
 
-import hashlib
 import json
 import random
 import sys
@@ -21,10 +20,12 @@ from typing import Annotated, Any, Literal
 
 from dflash_cli.generation.conditions import Condition
 from dflash_cli.generation.tokenizer import Tokenizer
+from dflash_runtime.checkpoint.digests import digest_text
 from dflash_runtime.checkpoint.strict_json import parse_json
 from dflash_runtime.documents import HIDDEN
 from dflash_runtime.errors import CheckpointError, CheckpointNotFound, RequestError, UsageError
 from dflash_runtime.json_values import is_int
+from dflash_runtime.phrases import shorten
 
 KINDS = ("prompt", "messages", "turns", "prompt_token_ids")
 
@@ -69,7 +70,7 @@ class PromptRow:
         """A hash of what is asked, by which a resumed run knows a row again."""
         under = [] if self.condition is None else [self.condition.name]
         text = json.dumps([self.kind, self.value, *under], ensure_ascii=False, sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        return digest_text(text)
 
 
 @dataclass(slots=True)
@@ -190,7 +191,7 @@ def sample_rows(rows: Sequence[PromptRow], count: int, *, seed: int, sample: Sam
 
 def digest_rows(rows: Iterable[PromptRow]) -> str:
     """A hash over all rows in order, stored with results so that runs on the same prompts can be told."""
-    return hashlib.sha256("".join(row.digest for row in rows).encode()).hexdigest()[:16]
+    return digest_text("".join(row.digest for row in rows))
 
 
 def _read_stdin() -> str:
@@ -255,5 +256,4 @@ def _is_message(value: Any) -> bool:
 
 
 def _brief(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 60 else text[:59] + "…"
+    return shorten(json.dumps(value, ensure_ascii=False), 60)

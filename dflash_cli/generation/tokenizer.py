@@ -1,11 +1,11 @@
 """Text and token ids: the target's tokenizer, its chat template, and decoding while tokens arrive."""
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dflash_runtime.checkpoint.digests import digest_text
 from dflash_runtime.errors import CheckpointError, RequestError, UsageError
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -43,7 +43,7 @@ class Tokenizer:
         """A hash of the chat template, by which a conversation is told from one that was rendered otherwise."""
         template = self._tokenizer.chat_template
         text = template if isinstance(template, str) else json.dumps(template, sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:16] if template else None
+        return digest_text(text) if template else None
 
     def render(
         self, messages: Sequence[dict[str, Any]], *, where: str, options: Mapping[str, Any] | None = None

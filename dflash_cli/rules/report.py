@@ -1,4 +1,4 @@
-"""Everything a validation found, worst first."""
+"""The result of a validation."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +12,7 @@ from dflash_cli.terminal.shown import Shown, Table
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Report(Shown):
-    """What was found, worst first. `num_rules` counts the rules that ran; `notes` say which checks could not run."""
+    """Findings, worst first. `num_rules` counts the rules that ran, and `notes` say which checks could not run."""
 
     path: Path
     dialect: str | None
@@ -35,7 +35,7 @@ class Report(Shown):
         return sum(finding.severity == severity for finding in self.findings)
 
     def fails(self, *, strict: bool = False) -> bool:
-        """Whether the draft does not pass; with `strict`, warnings count too."""
+        """Whether there is an error, or with `strict` a warning."""
         return bool(self.count("error") or (strict and self.count("warning")))
 
     def to_json(self) -> dict[str, Any]:

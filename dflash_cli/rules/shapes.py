@@ -1,6 +1,7 @@
 """Problems that several rules report in the same form."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 from dflash_cli.formats.fields import SCALES
 from dflash_cli.rules.rule import Problem
@@ -12,7 +13,7 @@ def different_values(subject: Subject, field: str) -> str | None:
     return different({item.key: item.raw for item in subject.stated.values(field)})
 
 
-def different(stated: dict[str, object]) -> str | None:
+def different(stated: Mapping[str, Any]) -> str | None:
     """The text of a problem if the keys do not all hold one value."""
     values = list(stated.values())
     if all(value == values[0] for value in values):

@@ -1,4 +1,4 @@
-"""What rules check: everything that could be read of a draft, with the target and engines it is checked against."""
+"""The subject of rules: a draft as far as it can be read, its target, and the engines that the user named."""
 
 import shlex
 from collections.abc import Mapping, Sequence
@@ -33,11 +33,11 @@ BODY_SIZES = {
     "head_dim": "head_dim",
     "vocab_size": "vocab_size",
 }
-"""Published key -> field of `DraftConfig`, for the sizes that tensor shapes follow from."""
+"""Decoder key -> field of `DraftConfig`, for the sizes that determine tensor shapes."""
 
 
 class NamedEngine(Protocol):
-    """A serving engine that the user named, at one release. `release` is empty where the engine has none."""
+    """A serving engine that the user named, at one release. `release` is empty for an engine without releases."""
 
     @property
     def name(self) -> str: ...
@@ -46,22 +46,21 @@ class NamedEngine(Protocol):
     def release(self) -> tuple[int, ...]: ...
 
     def served_causality(self, subject: "Subject") -> tuple[bool, ...] | None:
-        """Causality of each layer as the engine serves it; None where that is not known for the release."""
+        """Causality of each layer as the engine serves it; None if it is not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """Everything that could be read of a draft, and the target and engines it is checked against.
-
-    A draft under validation may be broken, so each part may be missing, and an error says why:
+    """A draft, its target and the named engines. A broken draft lacks parts, and an error says why:
 
     config      empty if config.json cannot be read (`config_error`)
     detection   None if no dialect recognises the config (`parse_error`)
     parsed      None if the dialect cannot read the config (`parse_error`)
-    dims        None if the config does not state even the sizes of the draft
+    dims        None if the config does not state the sizes of the draft
     tensors     None if the headers cannot be read (`weights_error`)
 
-    `draft_reference` and `target_reference` are what the user typed.
+    `draft_reference` and `target_reference` are the words that the user typed. In `known`, rules keep results that
+    other rules need too.
     """
 
     path: Path
@@ -81,7 +80,6 @@ class Subject:
     engines: Sequence[NamedEngine] = ()
     num_speculative_tokens: int | None = None
     known: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
-    """What one rule has found out that another asks for too, by a name of theirs."""
 
     @property
     def target(self) -> TargetFacts | None:
@@ -89,7 +87,7 @@ class Subject:
 
     @property
     def target_json(self) -> Mapping[str, Any]:
-        """The target's config as it is written; empty without a target."""
+        """The target's config.json; empty without a target."""
         return self.target_source.checkpoint.config if self.target_source is not None else {}
 
     @property
@@ -139,8 +137,9 @@ class Subject:
         return self.parsed.config.causal if self.parsed is not None else None
 
     def causality_in_words(self, causal: Sequence[bool]) -> str:
-        """`the config states 2 of 5`; or, if the config states no causality, how many layers are read as causal."""
-        verb = "the config states" if self.stated.states_causality else "the config states none and is read as"
+        """`the config states 2`, or how many layers are read as causal if the config states no causality."""
+        states = self.stated.states_causality
+        verb = "the config states" if states else "the config states no causality and is read as"
         return f"{verb} {sum(causal)}"
 
     @property
@@ -157,12 +156,12 @@ class Subject:
 
     @property
     def served_name(self) -> str:
-        """What an engine is told to load: the reference, or the directory where the reference means nothing to it."""
+        """The name that an engine loads the draft by: the reference, or the directory if no engine can resolve it."""
         return served_name(self.draft_reference or str(self.path), self.path)
 
     @property
     def command_words(self) -> dict[str, str]:
-        """What stands for `{draft}`, `{target}` and `{out}` in a command to paste, quoted for the shell."""
+        """The words for `{draft}`, `{target}` and `{out}` in a command, quoted for the shell."""
         draft = self.draft_reference or str(self.path)
         stem = PurePath(draft.partition("@")[0]).name.replace(":", "-") or "draft"
         return {
@@ -181,10 +180,10 @@ def open_subject(
     engines: Sequence[NamedEngine] = (),
     num_speculative_tokens: int | None = None,
 ) -> Subject:
-    """Read as much of a draft as can be read, and note the errors that stopped the rest.
+    """Read as much of a draft as possible. The subject keeps the errors that stopped the rest.
 
     Raises:
-        CheckpointNotFound: there is no draft.
+        CheckpointNotFound: the draft is absent.
     """
     given: dict[str, Any] = {
         "path": draft if isinstance(draft, Path) else draft.path,

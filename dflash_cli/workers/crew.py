@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from dflash_cli.generation.answers import Event, fail_row, plural
+from dflash_cli.generation.answers import Event, fail_row
 from dflash_cli.generation.loaded_pair import OpenedPair, check_params
 from dflash_cli.generation.prompts import PromptRow
 from dflash_cli.generation.run_facts import PairRun, WorkerEngine, Workers, command_and_date
@@ -20,6 +20,7 @@ from dflash_cli.terminal import console
 from dflash_cli.workers.messages import Batch, Cluster, Piece, Refusal, Report, WorkerFacts, WorkerSpec
 from dflash_runtime.config import EngineConfig
 from dflash_runtime.errors import CapacityError, CheckpointError, UsageError
+from dflash_runtime.phrases import plural
 from dflash_runtime.scheduling.request import SamplingParams
 
 BATCHES_PER_WORKER = 2

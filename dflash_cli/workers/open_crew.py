@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from dflash_cli.checkpoints.references import is_bundled
-from dflash_cli.generation.answers import Answering, plural
+from dflash_cli.generation.answers import Answering
 from dflash_cli.generation.loaded_pair import OpenedPair, load_session
 from dflash_cli.terminal import console
 from dflash_cli.workers.crew import Crew
@@ -13,6 +13,7 @@ from dflash_cli.workers.messages import WorkerSpec
 from dflash_cli.workers.ray_start import joined, parse_workers
 from dflash_runtime.config import EngineConfig
 from dflash_runtime.errors import UsageError
+from dflash_runtime.phrases import plural
 
 
 @contextmanager

@@ -225,19 +225,19 @@ def test_a_wider_page_table_changes_nothing() -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     pages = random_pages([3], 2, 16, PAGE, torch.float32, 0)
-    with pytest.raises(ValueError, match="multiple of KV heads"):
+    with pytest.raises(ValueError, match="^query: "):
         check(pages, 2, 3, is_causal=True, window=None)
-    with pytest.raises(ValueError, match="at least 1"):
+    with pytest.raises(ValueError, match="^window: "):
         check(pages, 2, 4, is_causal=True, window=0)
-    with pytest.raises(ValueError, match="a cap above 0"):
+    with pytest.raises(ValueError, match=r"^softmax\.cap: "):
         check(pages, 2, 4, is_causal=True, window=None, softmax=Softmax(cap=0.0))
-    with pytest.raises(ValueError, match="a sink for each head"):
+    with pytest.raises(ValueError, match=r"^softmax\.sinks: "):
         check(pages, 2, 4, is_causal=True, window=None, softmax=random_softmax("sinks", 2))
     unlike = replace(pages, key_cache=pages.key_cache.contiguous())
-    with pytest.raises(ValueError, match="strides are the same"):
+    with pytest.raises(ValueError, match="^caches: "):
         check(unlike, 2, 4, is_causal=True, window=None)
     pages.key_cache = pages.key_cache.double()
-    with pytest.raises(TypeError, match="float64"):
+    with pytest.raises(TypeError):
         check(pages, 2, 4, is_causal=True, window=None)
 
 
@@ -246,5 +246,5 @@ def test_more_requests_than_a_grid_has_room_for_are_refused() -> None:
     cache = torch.zeros(1, 4, 2, 16)
     lens = torch.zeros(40_000, dtype=torch.int64)
     tensors = [tensor.to(DEVICE) for tensor in (query, query, query, cache, cache, lens[:, None], lens)]
-    with pytest.raises(ValueError, match="at most 65535 requests times KV heads"):
+    with pytest.raises(ValueError, match="65535"):
         block_attention(*tensors, is_causal=True, window=None)

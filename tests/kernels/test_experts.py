@@ -184,13 +184,13 @@ def test_many_rows_are_torchs(num_rows: int, monkeypatch: pytest.MonkeyPatch) ->
 def test_what_does_not_fit_is_refused() -> None:
     hidden, factors = normal(3, 16), weights(4, 8, 16)
     chosen, scores = choices(3, 4, 2)
-    with pytest.raises(ValueError, match="1 to 4 chosen"):
+    with pytest.raises(ValueError, match="^num_chosen: "):
         choose_experts(hidden, normal(4, 16), 5, True)
-    with pytest.raises(ValueError, match="of as many"):
+    with pytest.raises(ValueError, match="^hidden: "):
         experts(hidden[:2].to(DTYPE), *factors, chosen, scores)
-    with pytest.raises(ValueError, match="of 16 rows"):
+    with pytest.raises(ValueError, match="^gate_up: "):
         experts(hidden.to(DTYPE), factors[0][:, :8], factors[1], chosen, scores)
-    with pytest.raises(TypeError, match="in one launch"):
+    with pytest.raises(TypeError, match="float16"):
         experts(hidden.half(), *factors, chosen, scores)
 
 

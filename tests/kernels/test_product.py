@@ -198,9 +198,9 @@ def test_many_rows_are_a_librarys(
 
 def test_what_does_not_fit_is_refused() -> None:
     hidden, weight = normal(2, 8, dtype=DTYPE), normal(3, 8, dtype=DTYPE)
-    with pytest.raises(ValueError, match="8 columns"):
+    with pytest.raises(ValueError, match="^weight: "):
         product(hidden, weight[:, :7])
-    with pytest.raises(TypeError, match="in one launch"):
+    with pytest.raises(TypeError, match="float16"):
         product(hidden, weight.half())
-    with pytest.raises(ValueError, match="two halves"):
+    with pytest.raises(ValueError, match="^weight: "):
         gated_product(hidden, weight)

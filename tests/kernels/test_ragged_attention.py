@@ -285,7 +285,7 @@ def test_a_plan_without_room_is_refused() -> None:
     device = torch.device("cpu")  # few multiprocessors: a GPU with more of them leaves more room
     room = room_for_plans(40, 4, 4, 2, SHAPE, device)
     for segments, shape in ((lay_out([4000], [0]), SHAPE), (lay_out([1] * 40, [0] * 40), SHAPE), ((), FEW_ROWS_SHAPE)):
-        with pytest.raises(ValueError, match="fits into the other"):
+        with pytest.raises(ValueError, match="^plan: "):
             plan_ragged(segments, 4, 2, shape, device).padded(room)
 
 
@@ -309,13 +309,13 @@ def test_work_is_shared_evenly_and_short_work_not_at_all() -> None:
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    with pytest.raises(ValueError, match="multiple of KV heads"):
+    with pytest.raises(ValueError, match="^query: "):
         check(lay_out([3], [2]), 3, 2, 16, torch.float32)
-    with pytest.raises(ValueError, match="at least 1"):
+    with pytest.raises(ValueError, match="^window: "):
         check(lay_out([3], [2]), 4, 2, 16, torch.float32, 0)
     query, cache = normal(4, 1, 16), normal(1, 4, 1, 16)
     plan = plan_ragged(lay_out([3], [0]), 1, 1, SHAPE, DEVICE)
-    with pytest.raises(ValueError, match="a plan of these rows"):
+    with pytest.raises(ValueError, match="^plan: "):
         ragged_attention(query, query, query, cache, cache, place(plan)[None], plan, place(plan), window=None)
 
 

@@ -105,15 +105,15 @@ def test_heads_are_rotated_and_kept(
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    with pytest.raises(TypeError, match="float64"):
+    with pytest.raises(TypeError, match="found torch.float64"):
         rms_norm(normal(2, 8).double(), normal(8).double(), 1e-6)
-    with pytest.raises(TypeError, match="in one launch"):
+    with pytest.raises(TypeError, match="float32 and torch.float16"):
         rms_norm(normal(2, 8), normal(8).half(), 1e-6)
-    with pytest.raises(ValueError, match="8 elements"):
+    with pytest.raises(ValueError, match="^weight: "):
         rms_norm(normal(2, 8), normal(7), 1e-6)
-    with pytest.raises(ValueError, match="even"):
+    with pytest.raises(ValueError, match="^cos: "):
         rope_store(normal(1, 2, 21), None, 1e-6, normal(2, 7), normal(2, 7), 1, None)
-    with pytest.raises(ValueError, match="query heads"):
+    with pytest.raises(ValueError, match="^parts: "):
         rope_store(normal(1, 2, 16), None, 1e-6, normal(2, 8), normal(2, 8), 1, None)
-    with pytest.raises(TypeError, match="parts of"):
+    with pytest.raises(TypeError, match="^parts: "):
         add_rms_norm(normal(1, 2, 8).half(), normal(2, 8), normal(8), 1e-6)

@@ -35,7 +35,7 @@ def test_auto_is_triton_on_cuda_where_it_takes_the_dtype() -> None:
     assert pick_kernels("auto", torch.device("cuda")).name == "triton"
     assert pick_kernels("auto", "cuda", torch.bfloat16).name == "triton"
     assert pick_kernels("auto", "cuda", torch.float64) is REFERENCE
-    with pytest.raises(ValueError, match="no kernels are called"):
+    with pytest.raises(ValueError, match="fast"):
         pick_kernels("fast", "cuda")  # type: ignore[arg-type]
 
 

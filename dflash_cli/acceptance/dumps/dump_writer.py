@@ -20,8 +20,8 @@ from dflash_cli.acceptance.dumps.own_dump import (
     read_text,
     text_digests,
 )
-from dflash_cli.checkpoints.fingerprint import digest_ends
-from dflash_cli.documents.atomic_file import atomic_text, write_whole
+from dflash_cli.checkpoints.checkpoint_identity import digest_ends
+from dflash_cli.documents.atomic_file import atomic_text, check_parent, write_whole
 from dflash_cli.generation.answers import Answer, Event, answer_rows, own_seed
 from dflash_cli.generation.loaded_pair import PairSession
 from dflash_cli.generation.prompt_source import Failure, PromptSource
@@ -79,8 +79,7 @@ def check_folder(folder: Path, *, resume: bool, force: bool) -> None:
     Raises:
         UsageError: it cannot be made, holds something else, or a dump and neither `resume` nor `force` is given.
     """
-    if not folder.absolute().parent.is_dir():
-        raise UsageError(f"{folder.parent}: no such directory", hint=f"make it first: mkdir -p {folder.parent}")
+    check_parent(folder)
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
     if not _is_dump(folder):

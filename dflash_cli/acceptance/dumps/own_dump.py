@@ -22,6 +22,7 @@ from dflash_cli.documents.reading import read_document
 from dflash_cli.generation.prompt_source import Failure, PromptSource
 from dflash_cli.generation.prompts import PromptRow
 from dflash_cli.generation.run_facts import PairRun
+from dflash_runtime.checkpoint.digests import digest_text
 from dflash_runtime.checkpoint.files import Checkpoint
 from dflash_runtime.checkpoint.strict_json import read_json
 from dflash_runtime.documents import OPTIONAL, Limits, from_json
@@ -158,10 +159,9 @@ def read_text(file: Path, shape: tuple[int, int], vocab_size: int) -> DumpedText
 
 def text_digests(checkpoint: Checkpoint) -> dict[str, str | None]:
     """Digests of a target's tokenizer and of its chat template, None where it has none."""
-    import hashlib
 
     def digest(data: bytes | None) -> str | None:
-        return None if data is None else hashlib.sha256(data).hexdigest()[:16]
+        return None if data is None else digest_text(data)
 
     names = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
     parts = [(checkpoint.path / name).read_bytes() for name in names if (checkpoint.path / name).is_file()]

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 from dflash_cli.acceptance.intervals.resampling import MIN_UNITS, linear_bounds, resampled_bounds
 from dflash_runtime.documents import INLINE, NOT_REQUIRED, computed_key
 from dflash_runtime.metrics import AcceptanceCounts, count_acceptance
+from dflash_runtime.phrases import plural
 from dflash_runtime.scheduling.request import RequestOutput
 
 if TYPE_CHECKING:
@@ -32,6 +33,14 @@ class Interval:
     low: float
     high: float
     confidence: float
+
+
+def value_text(value: float | None, interval: Interval | None, form: str = ".3f") -> str:
+    """`3.439 [3.241, 3.659]`: a value with its interval if it has one. A missing value is `-`."""
+    if value is None:
+        return "-"
+    ends = f" [{interval.low:{form}}, {interval.high:{form}}]" if interval is not None else ""
+    return f"{value:{form}}{ends}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +65,11 @@ class Summary:
     def __post_init__(self) -> None:
         if not self.per_pos_conditional_intervals:
             object.__setattr__(self, "per_pos_conditional_intervals", (None,) * len(self.counts.per_pos_accepted))
+
+    @property
+    def length_text(self) -> str:
+        """The acceptance length and its interval, in tokens per step."""
+        return value_text(self.counts.acceptance_len, self.acceptance_len_interval)
 
     @property
     @computed_key
@@ -197,7 +211,7 @@ def _why_none(num_units: int, num_resamples: int = 1) -> str | None:
     if not num_units:
         return "no verify steps"
     if num_units < MIN_UNITS:
-        return f"{num_units} prompt{'s' if num_units > 1 else ''}, and an interval takes {MIN_UNITS} or more"
+        return f"{plural(num_units, 'prompt')}, and an interval takes {MIN_UNITS} or more"
     return None if num_resamples else "no bootstrap was asked for"
 
 

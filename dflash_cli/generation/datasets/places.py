@@ -1,7 +1,6 @@
 """Which files of a folder or of a hub repository hold the rows that are asked for."""
 
 import glob
-import hashlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from dflash_cli.checkpoints.download import download_snapshot
 from dflash_cli.checkpoints.hub import HubUnreachable, explained
 from dflash_cli.checkpoints.references import HUB_ID
 from dflash_cli.generation.datasets.table_files import READERS
+from dflash_runtime.checkpoint.digests import hash_files
 from dflash_runtime.errors import CheckpointNotFound
 
 NO_ROWS = frozenset(("dataset_infos.json", "dataset_dict.json", "dataset_info.json", "state.json", "config.json"))
@@ -29,10 +29,7 @@ class FoundFiles:
     @property
     def sha256(self) -> str:
         """A hash of all their bytes, in order."""
-        hashed = hashlib.sha256()
-        for path in self.paths:
-            hashed.update(path.read_bytes())
-        return hashed.hexdigest()
+        return hash_files(self.paths)
 
 
 def find_files(place: str, *, subset: str | None, split: str, is_subset_asked: bool) -> FoundFiles:

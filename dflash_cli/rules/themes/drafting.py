@@ -105,7 +105,7 @@ def mask_token_is_stated_once(subject: Subject) -> Iterator[Problem]:
     outcome="serves",
 )
 def mask_token_is_spare(subject: Subject) -> Iterator[Problem]:
-    """The mask token is no stop, start or padding token of the config."""
+    """The mask token differs from the stop, start and padding tokens of the config."""
     value = subject.stated.value("mask_token_id")
     if not is_int(value):
         return

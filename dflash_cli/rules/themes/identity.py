@@ -62,7 +62,7 @@ def is_dflash(subject: Subject) -> Iterator[Problem]:
 @check(
     "C02",
     effect="if a head belongs to this projector, readers leave it out without a warning",
-    fix="serve it with an engine made for that head; if there is none, delete the key: dflash validate {draft}",
+    fix="serve it with an engine made for that head; without such a head, delete the key: dflash validate {draft}",
     source="NVIDIA/Model-Optimizer hf_spec_export.py keeps DFlashDraftModel for Domino and DSpark",
     outcome="drops",
 )
@@ -87,8 +87,8 @@ def projector_is_plain(subject: Subject) -> Iterator[Problem]:
 def asks_for_nothing_more(subject: Subject) -> Iterator[Problem]:
     """The config asks for nothing that DFlash does not compute.
 
-    Examples are scaled attention values, which vLLM and SGLang serve, and attention sinks where the dialect has no key
-    for them. C02 reports projectors, C35 predictions at the anchor.
+    Examples are scaled attention values, which vLLM and SGLang serve, and attention sinks under a key that the dialect
+    does not define. C02 reports projectors, C35 predictions at the anchor.
     """
     for key, text in subject.format.unserved(subject.config).items():
         if key not in ("projector_type", "sample_from_anchor"):

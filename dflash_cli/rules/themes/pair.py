@@ -32,7 +32,7 @@ def widths_fit(subject: Subject) -> Iterator[Problem]:
 
 @check(
     "P02",
-    effect="vLLM maps ids through a map of zeros; with an older release nothing was accepted",
+    effect="vLLM maps ids through a map of zeros; older releases accept nothing",
     fix=(
         "if only the padding differs, write the target's vocab_size, then check it: dflash validate {draft} "
         "--target {target}"
@@ -42,7 +42,7 @@ def widths_fit(subject: Subject) -> Iterator[Problem]:
     stops_runtime=True,
 )
 def vocabularies_fit(subject: Subject) -> Iterator[Problem]:
-    """The draft's vocab_size is the target's, padding included."""
+    """The draft's vocab_size equals the target's, padding included."""
     yield from _misfits(subject, "vocab_size", subject.body_at("vocab_size"))
 
 
@@ -69,12 +69,12 @@ def mask_has_a_row(subject: Subject) -> Iterator[Problem]:
 @check(
     "P04",
     "warning",
-    effect="SGLang refuses a pair whose tokenizer names another mask token",
+    effect="SGLang refuses a pair if the tokenizer names another mask token",
     fix=f"{FIX_RUN_LEVEL} # tries the target's special tokens",
     source="SGLang 0.5.23 dflash_worker_v2.py",
 )
 def tokenizer_names_the_mask(subject: Subject) -> Iterator[Problem]:
-    """If the target's tokenizer names a mask token, the draft uses that one."""
+    """If the target's tokenizer names a mask token, the draft uses the same."""
     value = subject.stated.value("mask_token_id")
     tokenizer = _target_file(subject, TOKENIZER_CONFIG)
     if not is_int(value) or not tokenizer:
@@ -114,12 +114,12 @@ def rope_bases_fit(subject: Subject) -> Iterator[Problem]:
 @check(
     "C25",
     "warning",
-    effect="longer texts are cut short or drafted badly; vLLM raises the limit for plain rope only",
+    effect="longer texts are cut short or drafted badly; vLLM raises the limit only for plain rope",
     fix="dflash serve-command {draft} --target {target} --engine vllm # limits the context to the draft's positions",
     source="vllm-project/vllm#48894, #57941",
 )
 def positions_reach_as_far(subject: Subject) -> Iterator[Problem]:
-    """The draft has as many positions as the target."""
+    """The draft has at least as many positions as the target."""
     stated = subject.stated.body.get("max_position_embeddings")
     reach = subject.target.max_position_embeddings if subject.target is not None else None
     if reach is not None and is_int(stated) and stated < reach:
@@ -181,7 +181,7 @@ def embedding_scale_is_known(subject: Subject) -> Iterator[Problem]:
     "P11",
     "warning",
     effect="the draft reads the packed head as plain numbers",
-    fix="use a target whose head and embedding are not packed; dflash inspect {target} --tensors # lists the types",
+    fix="use a target with a plain head and embedding; dflash inspect {target} --tensors # lists the types",
     source="sgl-project/sglang#39362; sgl-project/SpecForge#473",
     outcome="stops",
 )
@@ -226,7 +226,7 @@ def target_is_not_float16(subject: Subject) -> Iterator[Problem]:
 
 @check(
     "P15",
-    effect="ids past the embedding's end have no row; vocab_size must count the padding",
+    effect="readers look for ids past the embedding's end; vocab_size must count the padding",
     fix="correct vocab_size in the target's config.json; dflash inspect {target} --tensors # lists the rows",
     source="NVIDIA/Model-Optimizer#1621",
 )

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from dflash_cli.checkpoints.fingerprint import TargetFingerprint, target_fingerprint
+from dflash_cli.checkpoints.checkpoint_identity import TargetFingerprint, target_fingerprint
 from dflash_cli.checkpoints.references import TINY, TINY_TARGET_NAME
 from dflash_cli.formats.dialect import named_architectures
 from dflash_cli.rules.rule import FIX_OTHER_TARGET, FIX_RUN_LEVEL, Problem, check
@@ -71,7 +71,7 @@ def verifier_is_of_the_targets_kind(subject: Subject) -> Iterator[Problem]:
     is_about_training=True,
 )
 def settings_are_the_published_ones(subject: Subject) -> Iterator[Problem]:
-    """Block size and tapped layers equal those of drafts published for this target."""
+    """Block size and tapped layers match the drafts published for this target."""
     reference = (subject.target_reference or "").partition("@")[0].lower()
     known = PUBLISHED.get(reference)
     if known is None or subject.stated.taps is None or subject.stated.block_size is None:

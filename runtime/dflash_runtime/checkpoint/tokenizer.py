@@ -1,12 +1,12 @@
 """A target's tokenizer: text to token ids and back, and conversations by its chat template. Loaded when first used."""
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from dflash_runtime.checkpoint.digests import digest_text
 from dflash_runtime.checkpoint.hf_config import read_token_ids
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.errors import CheckpointError, RequestError
@@ -56,7 +56,7 @@ class Tokenizer:
         """A hash of the chat template. Conversations with equal hashes are rendered alike."""
         template = self._tokenizer.chat_template
         text = template if isinstance(template, str) else json.dumps(template, sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:16] if template else None
+        return digest_text(text) if template else None
 
     def render(
         self, messages: Sequence[dict[str, Any]], *, where: str, options: Mapping[str, Any] | None = None

@@ -17,7 +17,9 @@ from enum import StrEnum
 from numbers import Real
 from operator import index as as_integer
 
+from dflash_kernels.temperature import MIN_TEMPERATURE
 from dflash_runtime.errors import DFlashError, RequestError
+from dflash_runtime.phrases import shorten
 
 Decode = Callable[[Sequence[int]], str]
 """Turns token ids into text."""
@@ -27,9 +29,6 @@ REPR_CHARS = 400
 
 MAX_STOP_IDS = 16
 """The most stop ids of a request. The device compares every token with all of them."""
-
-MIN_TEMPERATURE = 1e-5
-"""A request below this temperature is greedy. Dividing logits by less would overflow and separate them no better."""
 
 INT64 = range(-(2**63), 2**63)
 """The values of an integer on the device."""
@@ -316,7 +315,7 @@ class RequestOutput:
             num_steps = len(self.acceptance_lengths)
             shown |= {"num_steps": num_steps, "acceptance_length": round(sum(self.acceptance_lengths) / num_steps, 2)}
         shown |= {"text": self.text} if self.decode is not None else {"token_ids": self.token_ids}
-        return f"RequestOutput({', '.join(f'{name}={_shorten(value, REPR_CHARS)}' for name, value in shown.items())})"
+        return f"RequestOutput({', '.join(f'{name}={shorten(repr(value), REPR_CHARS)}' for name, value in shown.items())})"
 
     @property
     def text(self) -> str | None:
@@ -396,8 +395,3 @@ def derive_seed(base: int, index: int) -> int:
     """The seed of request `index`, derived from a common base: a signed 64-bit integer."""
     digest = hashlib.blake2b(f"{base}:{index}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
-
-
-def _shorten(value: object, limit: int) -> str:
-    text = repr(value)
-    return text if len(text) <= limit else f"{text[: limit - 1]}…"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dflash_cli.checkpoints.fingerprint import TargetFingerprint, target_fingerprint
+from dflash_cli.checkpoints.checkpoint_identity import TargetFingerprint, target_fingerprint
 from dflash_cli.checkpoints.opening import open_target
 from dflash_cli.conversion.origin import name_of, without_paths
 from dflash_testing import checkpoints as support

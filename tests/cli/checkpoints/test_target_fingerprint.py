@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dflash_cli.checkpoints.fingerprint import TargetFingerprint, target_fingerprint
+from dflash_cli.checkpoints.checkpoint_identity import TargetFingerprint, target_fingerprint
 from dflash_cli.checkpoints.opening import open_target
 from dflash_testing import checkpoints as support
 
