@@ -24,8 +24,8 @@ from dflash_cli.generation.threads import use_threads
 from dflash_cli.generation.tokenizer import Tokenizer, find_tokenizer
 from dflash_cli.terminal import console
 from dflash_cli.version import __version__
-from dflash_runtime.checkpoint.hf_config import read_token_ids
 from dflash_runtime.checkpoint.pair import TargetSource
+from dflash_runtime.checkpoint.tokenizer import find_stop_ids
 from dflash_runtime.config import EngineConfig, TargetFacts
 from dflash_runtime.errors import UsageError
 from dflash_runtime.llm import LLM
@@ -236,7 +236,7 @@ def open_pair(
         target=target_source,
         draft=draft_checkpoint,
         tokenizer=tokenizer,
-        stop_token_ids=_stop_token_ids(target_source, tokenizer),
+        stop_token_ids=find_stop_ids(target_source, tokenizer),
         references={"draft": pair.draft, "target": pair.target},
         causality=causality,
         template_options=template_options,
@@ -275,12 +275,3 @@ def tell_notes(draft: DraftCheckpoint, target: TargetFacts) -> None:
             f"the target scales its embedding and the draft states no input_embedding_scale: it is fed {fed}, and "
             "accepts little if it was trained on another (a scale of 1 is the raw one)"
         )
-
-
-def _stop_token_ids(target: TargetSource, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """Every id that ends a text: of the generation config, the config and the tokenizer."""
-    generation = target.checkpoint.read_optional_json("generation_config.json") or {}
-    ids = set(read_token_ids(generation.get("eos_token_id"))) | set(target.facts.eos_token_ids)
-    if tokenizer is not None and tokenizer.eos_token_id is not None:
-        ids.add(tokenizer.eos_token_id)
-    return tuple(sorted(ids))

@@ -152,9 +152,9 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete prompts; outputs come in the order of the prompts.
 
-        A prompt is a list of token ids or, if the target has a tokenizer, a string. A string's answer ends at the
-        target's own stop tokens too. The answer to a list of token ids ends only where `params` say so. Every output has
-        its text if the target has a tokenizer.
+        A prompt is a string or a list of token ids. The answer to a string also ends at the target's own stop tokens;
+        the answer to token ids ends only where `params` say so. Without a tokenizer strings are refused, and the
+        outputs have no text.
 
         With `handoffs`, requests are handed off after their first token, or continue from hand-offs.
 

@@ -30,8 +30,10 @@ class Tokenizer:
 
         try:
             return AutoTokenizer.from_pretrained(self._path, local_files_only=True, trust_remote_code=False)
-        except (OSError, ValueError) as error:
-            reason = str(error).splitlines()[0]
+        except ImportError:
+            raise
+        except Exception as error:  # the libraries raise many types for a malformed file, Exception itself among them
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise CheckpointError(
                 f"the tokenizer cannot be loaded: {reason}", id="tokenizer-not-loaded", path=self._path
             ) from error
@@ -101,7 +103,9 @@ def find_tokenizer(path: Path, template_options: Mapping[str, Any] | None = None
     return Tokenizer(path, template_options)
 
 
-def find_stop_ids(target: TargetSource) -> tuple[int, ...]:
-    """The ids that end a text, by the target's config and generation config."""
+def find_stop_ids(target: TargetSource, tokenizer: Tokenizer | None = None) -> tuple[int, ...]:
+    """The ids that end a text, by the target's config, its generation config and the tokenizer if one is given."""
     generation = target.checkpoint.read_optional_json("generation_config.json") or {}
-    return tuple(sorted({*read_token_ids(generation.get("eos_token_id")), *target.facts.eos_token_ids}))
+    eos = tokenizer.eos_token_id if tokenizer is not None else None
+    ids = {*target.facts.eos_token_ids, *read_token_ids(generation.get("eos_token_id")), *read_token_ids(eos)}
+    return tuple(sorted(ids))

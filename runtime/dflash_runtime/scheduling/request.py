@@ -315,7 +315,9 @@ class RequestOutput:
             num_steps = len(self.acceptance_lengths)
             shown |= {"num_steps": num_steps, "acceptance_length": round(sum(self.acceptance_lengths) / num_steps, 2)}
         shown |= {"text": self.text} if self.decode is not None else {"token_ids": self.token_ids}
-        return f"RequestOutput({', '.join(f'{name}={shorten(repr(value), REPR_CHARS)}' for name, value in shown.items())})"
+        return (
+            f"RequestOutput({', '.join(f'{name}={shorten(repr(value), REPR_CHARS)}' for name, value in shown.items())})"
+        )
 
     @property
     def text(self) -> str | None:
