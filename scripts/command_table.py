@@ -83,7 +83,7 @@ def _row(item: Parameter) -> tuple[str, ...]:
     """The cells of one argument or option."""
     flags = ", ".join(f"`{flag}`" for flag in (*item.flags, item.option.off) if flag)
     name = f"`{item.metavar}`" + (f", {flags}" if flags else "") if item.is_argument else flags
-    return name, _value(item), _default(item), _cell(item.option.help)
+    return name, _value(item), _default(item), _cell(item.option.text)
 
 
 def _value(item: Parameter) -> str:

@@ -24,8 +24,8 @@ from dflash_cli.generation.threads import use_threads
 from dflash_cli.generation.tokenizer import Tokenizer, find_tokenizer
 from dflash_cli.terminal import console
 from dflash_cli.version import __version__
-from dflash_runtime.checkpoint.hf_config import read_token_ids
 from dflash_runtime.checkpoint.pair import TargetSource
+from dflash_runtime.checkpoint.tokenizer import find_stop_ids
 from dflash_runtime.config import EngineConfig, TargetFacts
 from dflash_runtime.documents import fields_of
 from dflash_runtime.errors import UsageError
@@ -249,7 +249,7 @@ def open_pair(
         target=target_source,
         draft=draft_checkpoint,
         tokenizer=tokenizer,
-        stop_token_ids=_stop_token_ids(target_source, tokenizer),
+        stop_token_ids=find_stop_ids(target_source, tokenizer),
         references={"draft": pair.draft, "target": pair.target},
         causality=causality,
         template_options=template_options,
@@ -279,8 +279,8 @@ def device_name(device: "torch.device") -> str:
 
 def tell_notes(draft: DraftCheckpoint, target: TargetFacts) -> None:
     """Print which settings the draft's config omits, and how they are read."""
-    for text in draft.parsed.notes:
-        console.note(text)
+    for note in draft.parsed.notes:
+        console.note(note)
     if lacks_embedding_scale(draft.stated, target):
         scale = target.embedding_scale if draft.config.has_target_scale else 1.0
         fed = f"the target's scale, {scale:.4g}" if scale != 1.0 else "scale 1"
@@ -289,12 +289,3 @@ def tell_notes(draft: DraftCheckpoint, target: TargetFacts) -> None:
             f"{fed}; acceptance is low if it was trained with another scale"
         )
         console.warn(Notice(text, id="embedding-scale-not-stated"))
-
-
-def _stop_token_ids(target: TargetSource, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """Return every id that ends a text: from generation config, config and tokenizer."""
-    generation = target.checkpoint.read_optional_json("generation_config.json") or {}
-    ids = set(read_token_ids(generation.get("eos_token_id"))) | set(target.facts.eos_token_ids)
-    if tokenizer is not None and tokenizer.eos_token_id is not None:
-        ids.add(tokenizer.eos_token_id)
-    return tuple(sorted(ids))

@@ -34,6 +34,7 @@ def test_every_page_is_listed_with_its_title() -> None:
 def test_an_unknown_topic_is_wrong_use() -> None:
     outcome = run_main("docs", "tutorail")
     assert outcome.code == 2
+    assert outcome.error is not None
     assert outcome.error.id == "unknown-topic"
     assert (outcome.error.field, outcome.error.found) == ("TOPIC", "tutorail")
     assert "tutorial" in (outcome.error.hint or "")
