@@ -124,7 +124,7 @@ def test_a_prompt_that_ends_two_workers_fails_alone(session: PairSession) -> Non
     found = measure(crew_of(session, cluster), request())
     (failure,) = found.failed
     assert failure.index == 4
-    assert "two workers were lost while answering it; the second: its process has ended" in failure.error
+    assert failure.error.endswith("its process has ended")
     assert failure.exit_code == CapacityError.exit_code
     assert cluster.num_hired == 2 + 2
     assert found.total.num_conversations == 11

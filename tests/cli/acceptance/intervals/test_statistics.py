@@ -132,7 +132,7 @@ def test_an_interval_needs_enough_conversations_and_is_repeatable() -> None:
     assert numbers_in(few.acceptance_len_no_interval) == ["11", "12"]
     assert enough.acceptance_len_no_interval is None
     assert enough.acceptance_len_interval is not None
-    assert summarise(outputs, 7, num_resamples=0).acceptance_len_no_interval == "no bootstrap was asked for"
+    assert summarise(outputs, 7, num_resamples=0).acceptance_len_no_interval == "no bootstrap was requested"
     assert summarise([], 7).acceptance_len_no_interval == "no verify steps"
     assert numbers_in(summarise(outputs[:1], 7).acceptance_len_no_interval) == ["1", "12"]
     assert paired_interval(sample(0, 0.5, 11), sample(1, 0.5, 11), confidence=0.9, num_resamples=9, seed=0) is None

@@ -349,7 +349,7 @@ def test_a_hub_that_is_not_reached_points_to_a_folder(local_hub: hub.LocalHub, t
     code, message, hint = show("gsm8k", environment)
     assert code == 4
     assert message.startswith("openai/gsm8k: the hub cannot be reached")
-    assert hint == "check the network and HF_ENDPOINT; or give a folder that holds it: --dataset NAME=DIR"
+    assert hint == "check the network and HF_ENDPOINT; or give a folder with the dataset: --dataset NAME=DIR"
     assert show("gsm8k=acme/absent", hub.environment(local_hub, tmp_path))[:2] == [
         4,
         "acme/absent: not found on the hub",
