@@ -41,7 +41,7 @@ class PromptSet:
     count: int | None = None
 
     def settle_chat(self, tokenizer: Tokenizer | None, *, chat: bool | None) -> bool:
-        """Return whether text goes through the chat template: by the user, else by the set and the tokenizer."""
+        """Return whether text goes through the chat template: the user decides, else the set and the tokenizer."""
         if chat is not None:
             return chat
         return self.for_chat and tokenizer is not None and tokenizer.has_template

@@ -16,7 +16,7 @@ PIECE_S = 0.1
 
 
 class PromptWorker:
-    """One engine, called from another process: `load` once, `begin` a batch, then `more` until its last piece."""
+    """One engine, called from another process: `load` once, then `begin` each batch and call `more` to its end."""
 
     def __init__(self) -> None:
         self._session: PairSession | None = None

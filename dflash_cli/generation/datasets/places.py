@@ -120,5 +120,5 @@ def _cached(repo: str, revision: str | None, patterns: list[str], error: HubUnre
         with explained(repo, revision):
             return download_snapshot(repo, revision, patterns, repo_type="dataset", is_local=True)
     except CheckpointNotFound:
-        hint = f"{error.hint}; or name a folder with the dataset: --dataset NAME=DIR"
+        hint = f"{error.hint}; or give a folder with the dataset: --dataset NAME=DIR"
         raise HubUnreachable(error.message, hint=hint) from error

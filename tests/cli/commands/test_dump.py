@@ -125,7 +125,7 @@ def test_what_was_made_otherwise_is_not_gone_on_from(copied: Path) -> None:
     assert error.startswith(f"error: {copied}: made with max_new_tokens 16, but this run has 17\nhint: ")
     error = refuse(2, "dump", "tiny", "--taps", "1,2", *SMALL, "--output", copied, "--resume")
     assert "made with taps [0, 2, 3, 4], but this run has [1, 2]" in error
-    assert "exists already\nhint: pass --resume to go on from it, or --force" in refuse(2, *DUMP, copied)
+    assert "exists already\nhint: pass --resume to continue the dump, or --force" in refuse(2, *DUMP, copied)
     assert files_of(copied) == before
     assert support.run_main(*DUMP, copied, "--force", "-n", "8").code == 0
     assert files_of(copied).keys() == before.keys()
@@ -133,9 +133,9 @@ def test_what_was_made_otherwise_is_not_gone_on_from(copied: Path) -> None:
 
 def test_a_folder_that_is_no_dump_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "notes.safetensors").write_text("mine")
-    assert "exists already, and is no dump" in refuse(2, *DUMP, tmp_path, "--force")
+    assert support.run_main(*DUMP, tmp_path, "--force").error_id == "output-not-a-dump"
     (tmp_path / "manifest.json").write_text('{"kind": "other"}')
-    assert "exists already, and is no dump" in refuse(2, *DUMP, tmp_path, "--force")
+    assert support.run_main(*DUMP, tmp_path, "--force").error_id == "output-not-a-dump"
     assert (tmp_path / "notes.safetensors").read_text() == "mine"
     assert "no such directory" in refuse(2, *DUMP, tmp_path / "a" / "b")
 
@@ -226,7 +226,7 @@ def test_options_that_make_no_sense_are_refused(arguments: list[str], error_id: 
 
 def test_a_dump_that_is_not_there_or_no_dump(tmp_path: Path) -> None:
     assert "no such dump" in refuse(4, *REPLAY, "--dump", tmp_path / "x")
-    assert "no dump of a known format (dflash, sglang, vllm)" in refuse(5, *REPLAY, "--dump", tmp_path)
+    assert "(dflash, sglang, vllm)" in refuse(5, *REPLAY, "--dump", tmp_path)
 
 
 def edit_tensors(file: Path, **changes: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -311,8 +311,7 @@ def test_another_target_is_refused_with_both_named(dump: Path, tmp_path: Path) -
     name = "model.embed_tokens.weight"
     edit_tensors(other / "model.safetensors", **{name: lambda rows: rows * 2})
     error = refuse(3, *REPLAY, "--dump", dump, "--head-from", other)
-    assert f"error: {other}: its embedding or head is not that of tiny (" in error
-    assert f", with which {dump} was made" in error
+    assert error.startswith(f"error: {other}: {dump} was made with tiny (")
 
 
 def test_nothing_but_embedding_and_head_is_read_of_the_target(dump: Path, tmp_path: Path) -> None:
@@ -336,7 +335,7 @@ def test_packed_ends_are_refused(copied: Path, tmp_path: Path) -> None:
     manifest = json.loads((copied / "manifest.json").read_text())
     (copied / "manifest.json").write_text(json.dumps(manifest | {"ends_digest": None}))
     error = refuse(5, *REPLAY, "--dump", copied, "--head-from", other)
-    assert "model.embed_tokens.weight is F8_E4M3, packed, which this runtime does not read" in error
+    assert "model.embed_tokens.weight: found 'F8_E4M3'" in error
 
 
 def test_a_draft_with_copies_needs_no_target(dump: Path, tmp_path: Path) -> None:
@@ -351,7 +350,8 @@ def test_a_draft_with_copies_needs_no_target(dump: Path, tmp_path: Path) -> None
     expected = replay("--dump", dump, "--head-from", "tiny", "--json")["histogram"]
     assert json.loads(done.out)["histogram"] == expected
     error = refuse(2, *REPLAY, "--dump", dump)
-    assert f"{DRAFT}: the draft has no embed_tokens.weight of its own\nhint: name the target" in error
+    assert f"{DRAFT}: the draft does not contain embed_tokens.weight" in error
+    assert "--head-from" in error
 
 
 def test_a_target_that_transformers_runs_is_dumped_alike(dump: Path, tmp_path: Path) -> None:

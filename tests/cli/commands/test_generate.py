@@ -242,7 +242,7 @@ def test_a_chat_without_a_template_fails_alone(tmp_path: Path, expected: Request
     assert [answer["finish_reason"] for answer in answers] == ["error", "length", "error", "error"]
     assert "prompts.jsonl:1: holds messages, but the target's tokenizer has no chat template" in answers[0]["error"]
     assert answers[1]["token_ids"] == list(expected.token_ids)
-    assert "turn 2 is not asked, as turn 1 failed" in answers[3]["error"]
+    assert "turn 2 was skipped because turn 1 failed" in answers[3]["error"]
     text = support.run_main("generate", *options, "--prompts", prompts)
     assert text.out == bundled_tokenizer().decode(expected.token_ids) + "\n"
 
