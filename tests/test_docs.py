@@ -91,12 +91,14 @@ def test_shown_output_is_compared_but_for_its_numbers() -> None:
     ("document", "is_whole"),
     [
         ("README.md", False),
+        ("docs/tutorial.md", False),
         ("docs/how-to/replay.md", False),
         ("docs/reference/kv-transfer.md", False),
         *(
             pytest.param(document, True, marks=pytest.mark.slow)
             for document in (
                 "README.md",
+                "docs/tutorial.md",
                 "docs/how-to/replay.md",
                 "docs/how-to/publishing.md",
                 "docs/how-to/hand-offs.md",
